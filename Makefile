@@ -1,0 +1,47 @@
+# make demo and make test do all set-up themselves; nothing else is needed.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint types contract check bench clean
+
+help: ## List the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed ## Make the virtual environment and install under constraints.txt.
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+demo: install ## Align the miniature world to two objectives and write runs/<name>/report.html.
+	$(OFFLINE) $(LAUNCH) recipes/firm_hh.py
+
+test: install ## Run the test suite (without network, within minutes).
+	$(OFFLINE) $(BIN)/python -m pytest -q
+
+test-slow: install ## Run the slow suite: kills, long runs.
+	$(OFFLINE) $(BIN)/python -m pytest -q -m slow
+
+lint: install ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install ## Check types.
+	$(BIN)/pyright
+
+contract: install ## Check that imports only go down the floors.
+	$(BIN)/lint-imports
+
+check: lint types contract test ## Everything that CI runs.
+
+bench: install ## Time a local step by stage, beside TRL's own trainer.
+	$(OFFLINE) $(BIN)/python benchmarks/local_step.py
+
+clean: ## Remove the virtual environment and caches; runs/ stays.
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
