@@ -1,0 +1,13 @@
+"""Solvers: from a Gram matrix of gradients to weights of objectives.
+
+Pure functions on small symmetric matrices: no models, files, devices or logging. They take float
+tensors or arrays of shape [..., M, M], compute in float64 on the CPU, return weights [..., M] in
+the input's type, dtype and device, and never change their input. A solver that cannot meet its own
+optimality check raises; it never returns its last iterate in silence.
+"""
+
+from firm.solvers.firm import firm_weights
+from firm.solvers.fixed import fixed_weights
+from firm.solvers.kkt import kkt_gap
+
+__all__ = ["firm_weights", "fixed_weights", "kkt_gap"]
