@@ -1,0 +1,31 @@
+"""Federation: the client protocol, engines that run clients, and strategies, one per paper.
+
+A strategy is one round of one paper's algorithm and reads from top to bottom; an engine says where
+clients run; a client keeps its data and its state. None of the three knows text or images.
+"""
+
+from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, Reply, State, Update
+from firm.federation.engines import Engine, LocalEngine
+from firm.federation.partition import dirichlet_partition, iid_partition
+from firm.federation.randomness import RandomStream, derive_seed
+from firm.federation.server import ServerState
+from firm.federation.training import local_training
+
+__all__ = [
+    "Adapter",
+    "Batch",
+    "Client",
+    "Engine",
+    "Failure",
+    "Gradients",
+    "LocalEngine",
+    "RandomStream",
+    "Reply",
+    "ServerState",
+    "State",
+    "Update",
+    "derive_seed",
+    "dirichlet_partition",
+    "iid_partition",
+    "local_training",
+]

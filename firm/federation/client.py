@@ -1,0 +1,125 @@
+"""What a client is to the server: the protocol it implements and the records it exchanges.
+
+Nothing here knows text or images. Whatever can turn a minibatch into one gradient per objective
+and take a step can be federated by every strategy, on every engine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Adapter = dict[str, torch.Tensor]
+"""The trained parameters by name: detached CPU float tensors, always in the same order."""
+
+State = dict[str, Any]
+"""What a checkpoint can hold: nested dicts and lists of tensors, numbers, strings, bools, None."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One minibatch's gradients, one row per objective."""
+
+    jacobian: torch.Tensor
+    """Gradient of each objective's loss in the adapter's parameters, shape [M, d]."""
+    losses: torch.Tensor
+    """Loss of each objective, shape [M]."""
+    aux: Any = None
+    """What the client's own ``step`` needs beside (a critic's gradients, say); opaque here."""
+
+
+class Batch(Protocol):
+    """The data of one local step."""
+
+    @property
+    def whole(self) -> Any:
+        """The whole batch as one thing that ``gradients`` takes; weights per batch come of it."""
+        ...
+
+    def minibatches(self) -> Iterator[Any]:
+        """Yields what ``gradients`` takes, in the order of use (PPO: epochs x minibatches)."""
+        ...
+
+
+class Client(Protocol):
+    """A private shard of data with a model that can give gradients and take steps.
+
+    Everything that outlives a round (optimizer moments, critic, KL coefficient, generators,
+    position in the shard) belongs to ``state``; the adapter itself comes from the server each time.
+    """
+
+    name: str
+    """Unique in the federation."""
+    num_examples: int
+    """Size of the shard; ``by_examples`` aggregation weighs by it."""
+    objectives: tuple[str, ...]
+    """Names of the M objectives, in the order of the Jacobian's rows."""
+
+    def load(self, adapter: Adapter) -> None:
+        """Starts a local training from the server's adapter, which is copied."""
+        ...
+
+    def batches(self, num_steps: int) -> Iterator[Batch]:
+        """Yields one batch per local step, lazily: the model after step k draws batch k + 1."""
+        ...
+
+    def gradients(self, minibatch: Any) -> Gradients:
+        """Returns the gradients of all objectives at the current parameters."""
+        ...
+
+    def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
+        """Takes one optimizer step along the weighted gradient, and the critic's step.
+
+        Args:
+            gradients: What ``gradients`` returned for this minibatch.
+            weights: Weights of the objectives, shape [M], non-negative, sum 1.
+        """
+        ...
+
+    def adapter(self) -> Adapter:
+        """Returns a copy of the current adapter."""
+        ...
+
+    def state(self) -> State:
+        """Returns a deep copy of everything but the adapter that shapes later rounds."""
+        ...
+
+    def restore(self, state: State) -> None:
+        """Returns to a state that ``state`` gave; the argument stays untouched."""
+        ...
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns JSON-able metrics of the local training since ``load``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a client sends after its local training."""
+
+    client: str
+    adapter: Adapter
+    num_examples: int
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client's task returned, and the serialized bytes that went each way."""
+
+    client: str
+    content: Any
+    """What the task returned: an ``Update`` from local training."""
+    bytes_down: int
+    bytes_up: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that did not finish its part of a round, or was rejected, and why."""
+
+    client: str
+    reason: str
+    bytes_down: int = 0
+    bytes_up: int = 0

@@ -1,0 +1,6 @@
+"""Engines: where clients run. A strategy asks, an engine carries and counts the bytes."""
+
+from firm.federation.engines.engine import Engine
+from firm.federation.engines.local import LocalEngine
+
+__all__ = ["Engine", "LocalEngine"]

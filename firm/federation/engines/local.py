@@ -1,0 +1,111 @@
+"""The local engine: clients in turn, in this process. The default, and the others' reference."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from firm.federation.client import Client, Failure, Reply, State
+from firm.federation.engines.wire import num_bytes
+from firm.federation.tasks import TASKS
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """Runs clients one after the other; implements ``Engine``.
+
+    Args:
+        clients: All clients, with distinct names and the same objectives. Their present states
+            are those of round 0.
+        on_event: Told of progress: ``on_event("client_started", client=..., round=...)`` and
+            ``on_event("client_finished", client=..., round=..., seconds=..., reason=...,
+            metrics=...)``, where the reason is None and the metrics are the update's unless the
+            client failed.
+    """
+
+    def __init__(
+        self, clients: Sequence[Client], *, on_event: Callable[..., None] | None = None
+    ) -> None:
+        self._clients = {client.name: client for client in clients}
+        if len(self._clients) < len(clients):
+            raise ValueError(
+                f"Clients need distinct names, got {[client.name for client in clients]}."
+            )
+        if len({client.objectives for client in clients}) > 1:
+            raise ValueError(
+                "Clients need the same objectives in the same order, got "
+                f"{ {client.name: client.objectives for client in clients} }."
+            )
+        self._on_event = on_event or (lambda name, **info: None)
+        # the state after the last accepted round, and after the pending one, by round
+        self._states = {name: {0: client.state()} for name, client in self._clients.items()}
+
+    def map(
+        self, task: str, clients: Sequence[str], payload: State
+    ) -> tuple[list[Reply], list[Failure]]:
+        """Returns the replies in the given order, and the failures; see ``Engine``.
+
+        Any exception of a client is its failure; the traceback goes to the log.
+        """
+        replies, failures = [], []
+        for name in clients:
+            self._on_event("client_started", client=name, round=payload["round"])
+            start = time.perf_counter()
+            outcome = self._run(task, name, payload)
+            (failures if isinstance(outcome, Failure) else replies).append(outcome)
+            failed = isinstance(outcome, Failure)
+            self._on_event(
+                "client_finished",
+                client=name,
+                round=payload["round"],
+                seconds=time.perf_counter() - start,
+                reason=outcome.reason if failed else None,
+                metrics={} if failed else getattr(outcome.content, "metrics", {}),
+            )
+        return replies, failures
+
+    def client_states(self, accepted: Mapping[str, int]) -> State:
+        """Returns {client: {"round": last accepted round, "state": its state then}}."""
+        return {
+            name: {"round": accepted.get(name, 0), "state": self._accepted_state(name, accepted)}
+            for name in self._clients
+        }
+
+    def restore_client_states(self, states: State) -> None:
+        """Continues from what ``client_states`` returned.
+
+        Raises:
+            ValueError: When the clients are not the ones that were saved.
+        """
+        if states.keys() != self._clients.keys():
+            raise ValueError(
+                f"The checkpoint has the clients {sorted(states)}, this run has "
+                f"{sorted(self._clients)}; resume with the configuration that wrote it."
+            )
+        self._states = {name: {saved["round"]: saved["state"]} for name, saved in states.items()}
+
+    def _run(self, task: str, name: str, payload: State) -> Reply | Failure:
+        run_task, client = TASKS[task], self._clients[name]
+        accepted_round = payload["accepted"].get(name, 0)
+        accepted_state = self._accepted_state(name, payload["accepted"])
+        self._states[name] = {accepted_round: accepted_state}  # an older pending state was rejected
+        message = {**payload, "accepted": accepted_round}
+        bytes_down = num_bytes(message)
+        try:
+            client.restore(accepted_state)
+            content = run_task(client, message)
+            reply = Reply(name, content, bytes_down, num_bytes(content))
+            self._states[name][payload["round"]] = client.state()
+        except Exception as error:
+            logger.warning("%s failed in round %d", name, payload["round"], exc_info=True)
+            return Failure(name, f"{type(error).__name__}: {error}", bytes_down)
+        return reply
+
+    def _accepted_state(self, name: str, accepted: Mapping[str, int]) -> State:
+        accepted_round = accepted.get(name, 0)
+        if accepted_round not in self._states[name]:
+            raise RuntimeError(
+                f"{name} has states of rounds {sorted(self._states[name])}, not of round "
+                f"{accepted_round}; restore its state from the checkpoint of the server's state."
+            )
+        return self._states[name][accepted_round]

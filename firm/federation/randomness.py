@@ -1,0 +1,125 @@
+"""Named random streams: complete generator states that take the place of the global ones.
+
+torch, numpy and TRL draw from global generators. A stream keeps its own state of all of them and
+lends it to a ``with`` block, so that what one client or stage draws never shifts another's numbers.
+"""
+
+import copy
+import hashlib
+import json
+import random
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from firm.federation.client import State
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """Returns a seed in [0, 2^63) that belongs to these names.
+
+    Args:
+        seed: The run's one seed.
+        names: Path of what draws, for example ``("client", "client_0")``; the order matters.
+
+    >>> derive_seed(0, "sampling", 1) == derive_seed(0, "sampling", 1)
+    True
+    >>> derive_seed(0, "sampling", 1) == derive_seed(0, "sampling", 2)
+    False
+    """
+    digest = hashlib.sha256(json.dumps([seed, *names]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class RandomStream:
+    """A named stream of random numbers, used as ``with stream: ...``.
+
+    Inside the block the global generators of torch (CPU and every CUDA device), numpy (the legacy
+    one) and Python hold this stream's state; at its end the stream keeps how far they have
+    advanced, and the outer states return, after an exception too. Streams may nest, each once.
+    """
+
+    def __init__(self, seed: int, *names: str | int):
+        self._seed = derive_seed(seed, *names)
+        self._state = _fresh_state(self._seed)
+        self._outer: State | None = None
+
+    def __enter__(self) -> Self:
+        if self._outer is not None:
+            raise RuntimeError("This random stream is already in use; enter it once at a time.")
+        self._outer = _global_state()
+        _set_global_state(self._state)
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._outer is not None
+        self._state = _global_state()
+        _set_global_state(self._outer)
+        self._outer = None
+
+    def state(self) -> State:
+        """Returns a copy of the generators' states, ready for a checkpoint."""
+        return copy.deepcopy(self._state)
+
+    def restore(self, state: State) -> None:
+        """Continues from a state that ``state`` returned.
+
+        CUDA states of devices that this machine lacks are dropped; devices that the state does
+        not know start from the stream's own seed.
+        """
+        missing = _fresh_state(self._seed)["cuda"][len(state["cuda"]) :]
+        self._state = copy.deepcopy(state)
+        self._state["cuda"] = (self._state["cuda"] + missing)[: _num_cuda_devices()]
+
+
+def _num_cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _fresh_state(seed: int) -> State:
+    devices = range(_num_cuda_devices())
+    return {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "cuda": [torch.Generator(f"cuda:{i}").manual_seed(seed).get_state() for i in devices],
+        "numpy": _pack_numpy(np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).get_state()),
+        "python": _pack_python(random.Random(seed).getstate()),
+    }
+
+
+def _global_state() -> State:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(i) for i in range(_num_cuda_devices())],
+        "numpy": _pack_numpy(np.random.get_state()),
+        "python": _pack_python(random.getstate()),
+    }
+
+
+def _set_global_state(state: State) -> None:
+    torch.set_rng_state(state["torch"])
+    for device, device_state in enumerate(state["cuda"]):
+        torch.cuda.set_rng_state(device_state, device)
+    packed = state["numpy"]
+    keys = packed["keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, packed["pos"], packed["has_gauss"], packed["gauss"]))
+    packed = state["python"]
+    random.setstate((packed["version"], tuple(packed["keys"].tolist()), packed["gauss"]))
+
+
+def _pack_numpy(state: Any) -> State:
+    _, keys, pos, has_gauss, gauss = state
+    # int64, because safetensors readers of other languages know no uint32
+    keys = torch.from_numpy(keys.astype(np.int64))
+    return {"keys": keys, "pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(gauss)}
+
+
+def _pack_python(state: Any) -> State:
+    version, keys, gauss = state
+    return {"version": version, "keys": torch.tensor(keys, dtype=torch.int64), "gauss": gauss}

@@ -1,0 +1,99 @@
+"""FIRM: every client resolves its objectives' conflict itself, and the server averages.
+
+Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment" (Nourzad et al.).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from firm.federation.aggregation import Aggregation, aggregate
+from firm.federation.engines.engine import Engine
+from firm.federation.sampling import sample_clients
+from firm.federation.server import ServerState, accept, check_round_config, round_metrics
+from firm.solvers import firm_weights
+
+
+@dataclass(frozen=True)
+class FirmConfig:
+    """What FIRM leaves to choose."""
+
+    name: Literal["firm"] = "firm"
+    """The strategy."""
+    beta: float = 0.01
+    """Strength of the pull towards uniform weights, β of Eq. 9; unused with a preference."""
+    preference: tuple[float, ...] | None = None
+    """Preference of each objective, p of Eq. 54, scaled to sum 1; 0 leaves an objective out."""
+    preference_strength: float = 1.0
+    """Factor of the preference term Diag(1/p); the paper's form is 1."""
+    normalize: bool = True
+    """Whether the Gram matrix is divided by the mean of its diagonal (Eq. 9), or not (Eq. 2)."""
+    solve_per: Literal["minibatch", "batch"] = "minibatch"
+    """Whether each minibatch has its own weights, or a batch's hold in all of its. Not in the
+    paper."""
+    num_local_steps: int = 1
+    """Local steps per round and client, K, each on a fresh batch. Its value is not in the paper."""
+    aggregation: Aggregation = "uniform"
+    """Whether clients count alike (1/C, as in Algorithm 1) or by their number of examples."""
+    clients_per_round: int | None = None
+    """Clients drawn for each round, without replacement; null takes all, as the paper does."""
+
+    def __post_init__(self) -> None:
+        num_objectives = 1 if self.preference is None else max(1, len(self.preference))
+        firm_weights(np.eye(num_objectives), **self.weighting_options())  # checks its arguments
+        check_round_config(self.num_local_steps, self.clients_per_round)
+
+    def weighting_options(self) -> dict[str, Any]:
+        """Returns the arguments of ``firm_weights``."""
+        return {
+            "beta": self.beta,
+            "preference": self.preference,
+            "preference_strength": self.preference_strength,
+            "normalize": self.normalize,
+        }
+
+
+def firm(
+    state: ServerState, clients: Sequence[str], engine: Engine, cfg: FirmConfig
+) -> tuple[ServerState, dict[str, Any]]:
+    """Returns the server's state after one round of FIRM, and the round's rows for the log.
+
+    Args:
+        state: The server's state; never changed.
+        clients: Names of all clients, in the order in which their updates are summed.
+        engine: Where they run.
+        cfg: What FIRM leaves to choose.
+
+    Raises:
+        RuntimeError: When no client finished the round.
+    """
+    start = time.perf_counter()
+    round_number = state.round + 1
+
+    # the server sends the adapter θ_t to the clients of this round
+    sampled = sample_clients(
+        clients, seed=state.seed, round_number=round_number, count=cfg.clients_per_round
+    )
+    payload = {
+        "round": round_number,
+        "accepted": state.accepted,
+        "adapter": state.adapter,
+        "num_local_steps": cfg.num_local_steps,
+        "weighting": "firm",
+        "weighting_options": cfg.weighting_options(),
+        "solve_per": cfg.solve_per,
+    }
+
+    # each of them takes K local steps along its own consensus direction λᵀJ
+    replies, failures = engine.map("local_training", sampled, payload)
+
+    # the server averages what came back whole: θ_{t+1}
+    replies, failures = accept(replies, failures, round_number=round_number)
+    adapter = aggregate([reply.content for reply in replies], by=cfg.aggregation)
+    after = state.advance(adapter, [reply.client for reply in replies])
+
+    seconds = time.perf_counter() - start
+    return after, round_metrics(state, after, replies, failures, seconds=seconds)

@@ -1,0 +1,155 @@
+"""A whole client in a page: quadratic objectives, noisy batches, Adam, its own random stream."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+
+from firm.federation import Adapter, Gradients, RandomStream, ServerState, State
+from firm.gradients import combine, jacobian
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
+settings.load_profile("unhurried")
+
+OBJECTIVES = ("left", "right")
+
+
+@dataclass(frozen=True)
+class QuadraticBatch:
+    noise: torch.Tensor
+    """Shift of every target, shape [num_minibatches, d]."""
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.noise.mean(dim=0)
+
+    def minibatches(self) -> Iterator[torch.Tensor]:
+        return iter(self.noise)
+
+
+class QuadraticClient:
+    """Objective j is the half squared distance to its own target, up to a batch's noise.
+
+    Args:
+        name: Name in the federation.
+        targets: Minima of the objectives, shape [M, 3].
+        stream_name: Name of the random stream; ``name`` by default.
+        fails_in: Loads, counted from 1, at whose first step the client raises.
+        diverges_in: Loads at whose end the adapter is NaN.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        targets: torch.Tensor,
+        *,
+        objectives: tuple[str, ...] = OBJECTIVES,
+        num_examples: int = 10,
+        stream_name: str | None = None,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
+        lr: float = 0.1,
+        noise: float = 0.5,
+        num_minibatches: int = 2,
+        fails_in: tuple[int, ...] = (),
+        diverges_in: tuple[int, ...] = (),
+    ):
+        self.name, self.objectives, self.num_examples = name, objectives, num_examples
+        self._targets, self._noise, self._num_minibatches = targets, noise, num_minibatches
+        self._parameters = {
+            "first": torch.zeros(2, requires_grad=True),
+            "second": torch.zeros(1, requires_grad=True),
+        }
+        self._optimizer = optimizer(self._parameters.values(), lr=lr)
+        self._stream = RandomStream(7, "client", stream_name or name)
+        self._num_loads, self._fails_in, self._diverges_in = 0, fails_in, diverges_in
+        self._num_batches = 0
+
+    def load(self, adapter: Adapter) -> None:
+        self._num_loads += 1
+        self._losses: list[list[float]] = []
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(adapter[name])
+
+    def batches(self, num_steps: int) -> Iterator[QuadraticBatch]:
+        for _ in range(num_steps):
+            self._num_batches += 1
+            with self._stream:
+                noise = self._noise * torch.randn(self._num_minibatches, 3)
+            yield QuadraticBatch(noise)
+
+    def gradients(self, minibatch: torch.Tensor) -> Gradients:
+        point = torch.cat(list(self._parameters.values()))
+        losses = (point - self._targets - minibatch).square().sum(dim=1) / 2  # [M]
+        rows = jacobian(losses, self._parameters.values())
+        return Gradients(rows, losses.detach())
+
+    def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
+        if self._num_loads in self._fails_in:
+            raise ArithmeticError("the quadratic has no bottom")
+        self._losses.append(gradients.losses.tolist())
+        direction = combine(gradients.jacobian, weights)
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        for parameter, grad in zip(self._parameters.values(), direction.split(sizes), strict=True):
+            parameter.grad = grad.clone()
+        self._optimizer.step()
+        if self._num_loads in self._diverges_in:
+            with torch.no_grad():
+                self._parameters["second"].fill_(float("nan"))
+
+    def adapter(self) -> Adapter:
+        return {name: value.detach().clone() for name, value in self._parameters.items()}
+
+    def state(self) -> State:
+        return {
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "stream": self._stream.state(),
+            "num_batches": self._num_batches,
+        }
+
+    def restore(self, state: State) -> None:
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._stream.restore(state["stream"])
+        self._num_batches = state["num_batches"]
+
+    def metrics(self) -> dict:
+        return {"losses": self._losses, "seconds": {"step": 0.0}}
+
+
+TARGETS = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])
+
+
+@pytest.fixture
+def new_client():
+    """Builds a client: ``new_client(name="client_0", targets=TARGETS, **options)``."""
+
+    def build(name: str = "client_0", targets: torch.Tensor = TARGETS, **options):
+        return QuadraticClient(name, targets, **options)
+
+    return build
+
+
+@pytest.fixture
+def start():
+    """The server's state before the first round."""
+    adapter = {"first": torch.tensor([0.1, 0.2]), "second": torch.tensor([0.3])}
+    return ServerState(adapter=adapter, objectives=OBJECTIVES, seed=0)
+
+
+def _same(first, second) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return first == second
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Whether two nested structures of tensors and plain values are equal, bit for bit."""
+    return _same

@@ -1,0 +1,240 @@
+"""A round of FIRM on quadratic objectives: the statements that hold for every client."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from firm.federation import LocalEngine, ServerState
+from firm.federation.strategies import STRATEGIES, FirmConfig, firm
+from firm.gradients import gram_matrix
+from firm.solvers import firm_weights
+
+
+def _run(clients, state, cfg, num_rounds=3):
+    """Returns the server's state after some rounds, and the rows of each."""
+    engine, names, rows = LocalEngine(clients), [client.name for client in clients], []
+    for _ in range(num_rounds):
+        state, metrics = firm(state, names, engine, cfg)
+        rows.append(metrics)
+    return state, rows
+
+
+def test_a_federation_of_one_equals_local_training_bit_for_bit(new_client, start, same):
+    cfg = FirmConfig(beta=0.2, num_local_steps=4)
+    state, _ = _run([new_client()], start, cfg)
+
+    client = new_client()
+    client.load(start.adapter)
+    for batch in client.batches(3 * 4):
+        for minibatch in batch.minibatches():
+            gradients = client.gradients(minibatch)
+            gram = gram_matrix(gradients.jacobian)
+            client.step(gradients, firm_weights(gram, beta=0.2))
+    assert same(state.adapter, client.adapter())
+    assert state.round == 3
+
+
+@pytest.mark.parametrize("num_clients", [2, 3, 4])
+def test_identical_clients_equal_one(new_client, start, same, num_clients):
+    cfg = FirmConfig(num_local_steps=3)
+    twins = [new_client(f"client_{i}", stream_name="twin") for i in range(num_clients)]
+    state, rows = _run(twins, start, cfg)
+    alone, _ = _run([new_client(stream_name="twin")], start, cfg)
+    assert same(state.adapter, alone.adapter)
+    assert rows[-1]["round"]["weights_spread"] == {"left": 0.0, "right": 0.0}
+    assert rows[-1]["round"]["drift"] == 0.0
+
+
+def test_clients_of_other_streams_do_differ(new_client, start, same):
+    one, _ = _run([new_client(stream_name="a")], start, FirmConfig())
+    two, _ = _run([new_client(stream_name="b")], start, FirmConfig())
+    assert not same(one.adapter, two.adapter)
+
+
+def test_one_step_of_two_clients_by_hand(new_client, start):
+    clients = [
+        new_client(
+            name,
+            torch.tensor(targets),
+            optimizer=torch.optim.SGD,
+            lr=0.5,
+            noise=0.0,
+            num_minibatches=1,
+        )
+        for name, targets in (
+            ("a", [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]]),
+            ("b", [[0.0, 0.0, 4.0], [0.0, 0.0, -2.0]]),
+        )
+    ]
+    adapter = {"first": torch.zeros(2), "second": torch.zeros(1)}
+    state, rows = _run(clients, replace(start, adapter=adapter), FirmConfig(), num_rounds=1)
+    # a: equal orthogonal gradients (-2, 0, 0), (0, -2, 0): λ = (1/2, 1/2) for every β, and its
+    #    step is to (0.5, 0.5, 0)
+    # b: opposed gradients -4 and 2 along the last axis, G = [[16, -8], [-8, 4]], trace mean 10:
+    #    Q = [[1.605, -0.8], [-0.8, 0.405]], λ1 = 1.205/3.61, g = 2 - 6 λ1, its step is to -g/2
+    share = 1.205 / 3.61
+    assert rows[0]["clients"][0]["weights"][0] == pytest.approx([0.5, 0.5])
+    assert rows[0]["clients"][1]["weights"][0] == pytest.approx([share, 1 - share])
+    assert state.adapter["first"].tolist() == pytest.approx([0.25, 0.25])
+    assert state.adapter["second"].item() == pytest.approx(-(2 - 6 * share) / 4, abs=1e-7)
+
+
+def test_large_beta_gives_uniform_weights_in_every_solve(new_client, start):
+    clients = [new_client(f"client_{i}") for i in range(3)]
+    _, rows = _run(clients, start, FirmConfig(beta=1e12, num_local_steps=2))
+    weights = [row["weights"] for round_rows in rows for row in round_rows["clients"]]
+    torch.testing.assert_close(torch.tensor(weights), torch.full((9, 4, 2), 0.5))
+    _, rows = _run(clients, start, FirmConfig(num_local_steps=2))
+    assert abs(rows[0]["clients"][0]["weights"][0][0] - 0.5) > 0.05
+
+
+def test_duplicated_objectives_equal_one(new_client, start):
+    cfg = FirmConfig(num_local_steps=3)
+    target = torch.tensor([[1.0, -2.0, 0.5]])
+    alone, _ = _run(
+        [new_client(targets=target, objectives=("only",))],
+        replace(start, objectives=("only",)),
+        cfg,
+    )
+    for count in (2, 3):
+        names = tuple(f"copy_{index}" for index in range(count))
+        copies, rows = _run(
+            [new_client(targets=target.expand(count, 3), objectives=names)],
+            replace(start, objectives=names),
+            cfg,
+        )
+        for name, parameter in alone.adapter.items():
+            torch.testing.assert_close(copies.adapter[name], parameter)
+        assert rows[0]["clients"][0]["weights"][0] == pytest.approx([1 / count] * count)
+
+
+def test_a_preference_moves_the_model_towards_its_objective(new_client, start):
+    def distances(preference):
+        client = new_client(noise=0.0, num_minibatches=1, lr=0.3)
+        state, _ = _run([client], start, FirmConfig(preference=preference, num_local_steps=20))
+        point = torch.cat(list(state.adapter.values()))
+        return (point - client._targets).norm(dim=1)
+
+    towards_left, towards_right = distances((9, 1)), distances((1, 9))
+    assert towards_left[0] < towards_right[0]
+    assert towards_left[1] > towards_right[1]
+    only_left = distances((1, 0))
+    assert only_left[0] < 0.1
+
+
+@pytest.mark.parametrize("fault", ["fails_in", "diverges_in"])
+def test_a_client_that_fails_or_diverges_is_as_if_not_sampled(new_client, start, same, fault):
+    cfg = FirmConfig(num_local_steps=2)
+    clients = [new_client("a"), new_client("b", **{fault: (2,)})]
+    engine = LocalEngine(clients)
+    state, _ = firm(start, ["a", "b"], engine, cfg)
+    state, metrics = firm(state, ["a", "b"], engine, cfg)
+    assert state.accepted == {"a": 2, "b": 1}
+    assert metrics["round"]["clients"] == ["a"]
+    assert [failure["client"] for failure in metrics["round"]["failures"]] == ["b"]
+    assert [row["client"] for row in metrics["clients"]] == ["a"]
+    final, _ = firm(state, ["a", "b"], engine, cfg)
+
+    engine = LocalEngine([new_client("a"), new_client("b")])
+    expected, _ = firm(start, ["a", "b"], engine, cfg)
+    expected, _ = firm(expected, ["a"], engine, cfg)
+    expected, _ = firm(expected, ["a", "b"], engine, cfg)
+    assert same(final.adapter, expected.adapter)
+    assert same(engine.client_states(final.accepted), engine.client_states(expected.accepted))
+
+
+def test_a_round_that_nobody_finishes_raises_and_may_be_repeated(new_client, start, same):
+    engine = LocalEngine([new_client("a", fails_in=(1,)), new_client("b", diverges_in=(1,))])
+    with pytest.raises(RuntimeError, match=r"round 1; a: ArithmeticError: the quadratic"):
+        firm(start, ["a", "b"], engine, FirmConfig())
+    state, _ = firm(start, ["a", "b"], engine, FirmConfig())
+    expected, _ = _run([new_client("a"), new_client("b")], start, FirmConfig(), num_rounds=1)
+    assert same(state.adapter, expected.adapter)
+
+
+def test_sampled_clients_depend_on_seed_and_round_alone(new_client, start):
+    cfg = FirmConfig(clients_per_round=2)
+    names = [f"client_{index}" for index in range(5)]
+
+    def sampled(state):
+        _, rows = _run([new_client(name) for name in names], state, cfg, num_rounds=6)
+        return [row["round"]["clients"] for row in rows]
+
+    assert sampled(start) == sampled(start)
+    assert sampled(start) != sampled(replace(start, seed=1))
+    assert len(set(map(tuple, sampled(start)))) > 1
+
+
+def test_a_resumed_run_ends_like_one_that_was_not_stopped(new_client, start, same):
+    cfg = FirmConfig(num_local_steps=2, clients_per_round=2)
+    names = ["a", "b", "c"]
+
+    def engine():
+        return LocalEngine([new_client(name) for name in names])
+
+    whole, _ = _run([new_client(name) for name in names], start, cfg, num_rounds=5)
+    first, state = engine(), start
+    for _ in range(2):
+        state, _ = firm(state, names, first, cfg)
+    saved_server, saved_clients = state.to_state(), first.client_states(state.accepted)
+
+    second, state = engine(), ServerState.from_state(saved_server)
+    second.restore_client_states(saved_clients)
+    for _ in range(3):
+        state, _ = firm(state, names, second, cfg)
+    assert same(vars(state), vars(whole))
+
+
+def test_aggregation_by_examples_weighs_the_clients(new_client, start):
+    options = {"noise": 0.0, "num_minibatches": 1, "optimizer": torch.optim.SGD, "lr": 1.0}
+    near, far = torch.zeros(2, 3), torch.full((2, 3), 8.0)  # one step lands on the target
+    clients = [
+        new_client("a", near, num_examples=1, **options),
+        new_client("b", far, num_examples=3, **options),
+    ]
+    uniform, _ = _run(clients, start, FirmConfig(), num_rounds=1)
+    by_examples, _ = _run(clients, start, FirmConfig(aggregation="by_examples"), num_rounds=1)
+    assert uniform.adapter["first"].tolist() == pytest.approx([4.0, 4.0])
+    assert by_examples.adapter["first"].tolist() == pytest.approx([6.0, 6.0])
+
+
+def test_rows_are_json_and_count_bytes_of_all(new_client, start):
+    _, rows = _run([new_client("a"), new_client("b")], start, FirmConfig(), num_rounds=1)
+    round_row, client_rows = rows[0]["round"], rows[0]["clients"]
+    assert json.loads(json.dumps(rows[0])) == rows[0]
+    assert round_row["kind"] == "round"
+    assert round_row["round"] == 1
+    assert {row["kind"] for row in client_rows} == {"client"}
+    assert round_row["bytes_up"] == sum(row["bytes_up"] for row in client_rows) > 24
+    assert round_row["bytes_down"] == sum(row["bytes_down"] for row in client_rows) > 24
+    assert round_row["seconds"] > 0
+    assert set(round_row["weights_spread"]) == {"left", "right"}
+
+
+def test_the_given_state_stays_as_it_was(new_client, start):
+    before = {name: value.clone() for name, value in start.adapter.items()}
+    _run([new_client()], start, FirmConfig(num_local_steps=2))
+    assert all(torch.equal(start.adapter[name], value) for name, value in before.items())
+    assert start.round == 0
+
+
+def test_the_strategy_is_found_by_its_configurations_name():
+    assert STRATEGIES[FirmConfig().name] is firm
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": -0.1}, r"beta must be non-negative, got -0\.1\."),
+        ({"preference": (0.0, 0.0)}, "not all zero"),
+        ({"preference": ()}, "one entry for each"),
+        ({"preference": (1.0, 1.0), "preference_strength": -1.0}, "preference_strength"),
+        ({"num_local_steps": 0}, "num_local_steps must be at least 1"),
+        ({"clients_per_round": 0}, "clients_per_round must be at least 1"),
+    ],
+)
+def test_configurations_that_cannot_run_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        FirmConfig(**options)

@@ -1,0 +1,78 @@
+import pytest
+import torch
+
+from firm.federation import Update
+from firm.federation.aggregation import aggregate
+
+
+def _update(name, num_examples=10, **adapter):
+    return Update(
+        name, {key: torch.as_tensor(value) for key, value in adapter.items()}, num_examples, {}
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by", ["uniform", "by_examples"])
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 4, 7])
+def test_equal_adapters_come_back_bit_for_bit(num_clients, by, dtype):
+    generator = torch.Generator().manual_seed(0)
+    adapter = {
+        name: (scale * torch.randn(500, generator=generator)).to(dtype)
+        for name, scale in (("b", 1.0), ("a", 1e-4))
+    }
+    updates = [
+        Update(f"client_{index}", {k: v.clone() for k, v in adapter.items()}, 3 + index, {})
+        for index in range(num_clients)
+    ]
+    mean = aggregate(updates, by=by)
+    assert list(mean) == ["b", "a"]
+    for name, parameter in adapter.items():
+        assert mean[name].dtype == dtype
+        assert torch.equal(mean[name], parameter)
+
+
+def test_uniform_is_the_mean_and_by_examples_weighs_by_shards():
+    updates = [_update("x", 1, a=[0.0, 4.0], b=1.0), _update("y", 3, a=[8.0, 4.0], b=3.0)]
+    uniform = aggregate(updates)
+    assert uniform["a"].tolist() == [4.0, 4.0]
+    assert uniform["b"].item() == 2.0
+    by_examples = aggregate(updates, by="by_examples")
+    assert by_examples["a"].tolist() == [6.0, 4.0]  # (1·0 + 3·8)/4, (1·4 + 3·4)/4
+    assert by_examples["b"].item() == 2.5
+
+
+def test_small_changes_survive_beside_large_parameters():
+    updates = [_update(f"c{i}", a=[1e4 + delta]) for i, delta in enumerate((0.0, 2e-3, 4e-3))]
+    exact = sum(update.adapter["a"].double() for update in updates) / 3
+    assert torch.equal(aggregate(updates)["a"], exact.float())
+
+
+def test_updates_are_not_changed_and_not_shared():
+    updates = [_update("x", a=[1.0]), _update("y", a=[3.0])]
+    mean = aggregate(updates)
+    mean["a"].fill_(9.0)
+    assert [update.adapter["a"].item() for update in updates] == [1.0, 3.0]
+    alone = aggregate(updates[:1])
+    alone["a"].fill_(9.0)
+    assert updates[0].adapter["a"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("stranger", "message"),
+    [
+        ({"a": [1.0, 2.0]}, r"of odd has other parameters than that of x, first 'b'"),
+        ({"a": [1.0, 2.0], "b": 1.0, "c": 1.0}, r"of odd has other parameters .* first 'c'"),
+        ({"a": [1.0], "b": 1.0}, r"of odd has shape \[1\] for 'a', that of x \[2\]"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_with_its_client(stranger, message):
+    updates = [_update("x", a=[0.0, 0.0], b=0.0), _update("odd", **stranger)]
+    with pytest.raises(ValueError, match=message):
+        aggregate(updates)
+
+
+def test_nothing_to_weigh_is_refused():
+    with pytest.raises(ValueError, match="no update"):
+        aggregate([])
+    with pytest.raises(ValueError, match=r"need examples to be weighed by, got counts \[0, 0\]"):
+        aggregate([_update("x", 0, a=[1.0]), _update("y", 0, a=[1.0])], by="by_examples")

@@ -1,0 +1,58 @@
+from collections import Counter
+
+import pytest
+
+from firm.federation.sampling import sample_clients
+
+CLIENTS = [f"client_{index}" for index in range(8)]
+
+
+def test_equal_seed_and_round_draw_alike_and_others_differ():
+    draws = {
+        (seed, number): tuple(sample_clients(CLIENTS, seed=seed, round_number=number, count=4))
+        for seed in range(3)
+        for number in range(1, 11)
+    }
+    for (seed, number), draw in draws.items():
+        assert tuple(sample_clients(CLIENTS, seed=seed, round_number=number, count=4)) == draw
+    assert len(set(draws.values())) > 20  # 30 draws out of 70 subsets
+
+
+def test_clients_are_distinct_and_in_their_given_order():
+    for number in range(1, 20):
+        drawn = sample_clients(CLIENTS, seed=0, round_number=number, count=5)
+        assert len(drawn) == 5
+        assert drawn == sorted(set(drawn), key=CLIENTS.index)
+
+
+def test_every_client_is_drawn_about_equally_often():
+    draws = (sample_clients(CLIENTS, seed=1, round_number=r, count=2) for r in range(1, 401))
+    counts = Counter(name for drawn in draws for name in drawn)
+    assert all(60 < counts[name] < 140 for name in CLIENTS)  # mean 100, standard deviation 8.7
+
+
+def test_all_take_part_by_default():
+    assert sample_clients(CLIENTS, seed=0, round_number=1) == CLIENTS
+    assert sample_clients(CLIENTS, seed=0, round_number=1, count=8) == CLIENTS
+    assert sample_clients(CLIENTS, seed=0, round_number=1, fraction=1.0) == CLIENTS
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.5, 4), (0.01, 1), (0.3, 2)])
+def test_a_fraction_is_rounded_to_at_least_one(fraction, count):
+    drawn = sample_clients(CLIENTS, seed=0, round_number=1, fraction=fraction)
+    assert drawn == sample_clients(CLIENTS, seed=0, round_number=1, count=count)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 9}, "from 1 to the 8 that there are, got 9"),
+        ({"count": 0}, "from 1 to the 8"),
+        ({"fraction": 0.0}, r"in \(0, 1\], got 0.0"),
+        ({"fraction": 1.5}, r"in \(0, 1\], got 1.5"),
+        ({"fraction": 0.5, "count": 4}, "not both"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        sample_clients(CLIENTS, seed=0, round_number=1, **options)

@@ -1,0 +1,111 @@
+import math
+
+import pytest
+import torch
+
+from firm.federation import local_training
+from firm.gradients import gram_matrix
+from firm.solvers import firm_weights
+
+
+def _payload(start, **changes):
+    return {
+        "adapter": start.adapter,
+        "num_local_steps": 3,
+        "weighting": "firm",
+        "weighting_options": {"beta": 0.1},
+        "solve_per": "minibatch",
+        **changes,
+    }
+
+
+def test_training_equals_the_loop_by_hand_bit_for_bit(new_client, start, same):
+    update = local_training(new_client(), _payload(start))
+
+    client = new_client()
+    client.load(start.adapter)
+    weights_by_hand = []
+    for batch in client.batches(3):
+        for minibatch in batch.minibatches():
+            gradients = client.gradients(minibatch)
+            weights = firm_weights(gram_matrix(gradients.jacobian), beta=0.1)
+            client.step(gradients, weights)
+            weights_by_hand.append(weights.tolist())
+    assert same(update.adapter, client.adapter())
+    assert update.metrics["weights"] == weights_by_hand
+
+
+def test_weights_per_batch_come_from_the_whole_batch_and_hold_in_its_minibatches(
+    new_client, start, same
+):
+    update = local_training(new_client(), _payload(start, solve_per="batch"))
+
+    client = new_client()
+    client.load(start.adapter)
+    weights_by_hand = []
+    for batch in client.batches(3):
+        weights = firm_weights(gram_matrix(client.gradients(batch.whole).jacobian), beta=0.1)
+        weights_by_hand.append(weights.tolist())
+        for minibatch in batch.minibatches():
+            client.step(client.gradients(minibatch), weights)
+    assert same(update.adapter, client.adapter())
+    assert update.metrics["weights"] == weights_by_hand
+
+
+@pytest.mark.parametrize(("solve_per", "num_solves"), [("minibatch", 6), ("batch", 3)])
+def test_metrics_tell_of_every_solve_beside_what_the_client_tells(
+    new_client, start, solve_per, num_solves
+):
+    objectives = ("a", "b", "c")
+    targets = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]])
+    client = new_client(targets=targets, objectives=objectives, num_examples=5)
+    update = local_training(client, _payload(start, solve_per=solve_per))
+    metrics = update.metrics
+    assert (update.client, update.num_examples) == ("client_0", 5)
+    assert metrics["num_steps"] == 3
+    assert len(metrics["losses"]) == 6
+    for key, width in (("weights", 3), ("gradient_norms", 3), ("cosines", 3)):
+        assert [len(row) for row in metrics[key]] == [width] * num_solves
+    assert len(metrics["beta_effect"]) == num_solves
+    assert all(0 <= effect <= 1 for effect in metrics["beta_effect"])
+    assert max(metrics["beta_effect"]) > 0
+    assert set(metrics["seconds"]) == {"step", "gram", "solve"}
+    assert all(seconds >= 0 for seconds in metrics["seconds"].values())
+
+
+def test_logged_norms_and_cosines_are_the_gradients_own(new_client, start):
+    client = new_client(noise=0.0, num_minibatches=1)
+    update = local_training(client, _payload(start, num_local_steps=1))
+    point = torch.tensor([0.1, 0.2, 0.3])
+    left, right = point - torch.tensor([1.0, 0.0, 2.0]), point - torch.tensor([0.0, 3.0, 1.0])
+    assert update.metrics["gradient_norms"][0] == pytest.approx(
+        [left.norm().item(), right.norm().item()]
+    )
+    cosine = (left @ right) / (left.norm() * right.norm())
+    assert update.metrics["cosines"][0] == pytest.approx([cosine.item()])
+
+
+def test_batches_are_drawn_by_the_model_after_the_step_before(new_client, start):
+    """An on-policy client must not be asked for its second batch before its first step."""
+    client, events = new_client(), []
+    draw, step = client.batches, client.step
+
+    def batches(num_steps):
+        for batch in draw(num_steps):
+            events.append("batch")
+            yield batch
+
+    def recorded_step(gradients, weights):
+        events.append("step")
+        step(gradients, weights)
+
+    client.batches, client.step = batches, recorded_step
+    local_training(client, _payload(start, num_local_steps=2))
+    assert events == ["batch", "step", "step", "batch", "step", "step"]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_training_before_its_step(new_client, start):
+    client = new_client(targets=torch.tensor([[1.0, 0.0, 0.0], [0.0, math.nan, 0.0]]))
+    with pytest.raises(ValueError, match="loss of objective 1 is not finite"):
+        local_training(client, _payload(start))
+    assert torch.equal(client.adapter()["first"], start.adapter["first"])
