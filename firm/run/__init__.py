@@ -1,0 +1,29 @@
+"""A run: its configuration, its directory with checkpoints, its tracking and its progress.
+
+A configuration is a frozen dataclass filled from YAML and the command line (`run_cli`, `parse`). A
+`Run` is a directory that survives being killed at any moment. `Tracker` forwards metrics to W&B
+when asked, `Progress` tells the person who waits.
+"""
+
+from firm.run.checkpoint import load_state, save_state
+from firm.run.config import parse, run_cli, to_dict, to_yaml
+from firm.run.directory import Run
+from firm.run.errors import UserError, exit_on_user_error
+from firm.run.progress import Progress, print_table
+from firm.run.tracking import Tracker, TrackingConfig
+
+__all__ = [
+    "Progress",
+    "Run",
+    "Tracker",
+    "TrackingConfig",
+    "UserError",
+    "exit_on_user_error",
+    "load_state",
+    "parse",
+    "print_table",
+    "run_cli",
+    "save_state",
+    "to_dict",
+    "to_yaml",
+]

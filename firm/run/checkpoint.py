@@ -1,0 +1,159 @@
+"""States on disk: the tensors in one safetensors file, everything else in JSON beside it.
+
+A folder is written under another name, forced to the disk and renamed, so that it exists as a whole
+or not at all, whenever the process or the machine stops. What is read is checked against checksums,
+and nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from firm.federation.client import State
+
+_FORMAT = 1
+_TENSORS, _STATE = "tensors.safetensors", "state.json"
+
+
+def save_state(path: str | Path, state: State) -> None:
+    """Writes a state to the folder `path`, as a whole or not at all.
+
+    A folder that exists is replaced; between two renames it is absent for a moment, so whoever
+    needs a state at every moment gives each its own folder. The remains of an interrupted attempt
+    on the same folder are removed.
+
+    Args:
+        path: Folder to be; its parent is made when absent.
+        state: Nested dictionaries (keys: strings or integers), lists and tuples of dense tensors,
+            numbers, strings, bools and None. Tensors come back on the CPU, detached; subclasses of
+            dictionaries and tuples come back as plain ones.
+
+    Raises:
+        ValueError: The state holds something else; the message says where.
+    """
+    path = Path(path)
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = _encode(state, "state", tensors)
+    draft, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("draft", "old"))
+    for remains in (draft, old):
+        shutil.rmtree(remains, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        try:
+            save_file(tensors, draft / _TENSORS)
+        except KeyError as error:  # what safetensors says to a dtype that it does not know
+            raise ValueError(f"a tensor of the state has dtype {error}; convert it.") from None
+        content = {
+            "format": _FORMAT,
+            "tensors_sha256": _file_digest(draft / _TENSORS),
+            "state_sha256": _digest(encoded),
+            "state": encoded,
+        }
+        (draft / _STATE).write_text(json.dumps(content), encoding="utf-8")
+        for place in (draft / _TENSORS, draft / _STATE, draft):
+            sync(place)
+        if path.exists():
+            path.rename(old)
+        draft.rename(path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(path: str | Path) -> State:
+    """Returns the state that `save_state` wrote to the folder `path`, bit for bit.
+
+    Raises:
+        ValueError: The folder or a file of it is missing, truncated, altered, of another save or of
+            another format.
+    """
+    path = Path(path)
+    try:
+        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
+        if content["state_sha256"] != _digest(content["state"]):
+            raise ValueError(f"{_STATE} was altered after it was written")
+        if content["tensors_sha256"] != _file_digest(path / _TENSORS):
+            raise ValueError(f"{_TENSORS} is truncated, altered or of another save")
+        return _decode(content["state"], load_file(path / _TENSORS))
+    except json.JSONDecodeError as error:
+        problem = f"{_STATE} is truncated or not JSON ({error})"
+    except (KeyError, TypeError, UnicodeDecodeError, SafetensorError) as error:
+        problem = f"a file of it has another layout ({error!r})"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        problem = f"{error.filename} is missing"
+    except ValueError as error:
+        problem = str(error)
+    raise ValueError(f"no whole checkpoint at {path}: {problem}; use an earlier one.")
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON in which every object is a tag; its tensors are added to `tensors`."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise ValueError(f"{where} is a {value.layout} tensor; make it dense before saving.")
+        name = str(len(tensors))
+        # A copy, because safetensors refuses tensors that share memory.
+        tensors[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        return {"tensor": name}
+    if isinstance(value, dict):
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, int | str):
+                raise ValueError(f"{where} has the key {key!r}; use strings or integers.")
+        entries = {key: _encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
+        all_texts = all(isinstance(key, str) for key in entries)
+        return {"dict": entries} if all_texts else {"items": [list(e) for e in entries.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    raise ValueError(
+        f"{where} is a {type(value).__name__}; "
+        "a state holds tensors, numbers, strings, bools, None, dictionaries, lists and tuples."
+    )
+
+
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    [(tag, content)] = value.items()
+    if tag == "dict":
+        return {key: _decode(item, tensors) for key, item in content.items()}
+    if tag == "items":
+        return {key: _decode(item, tensors) for key, item in content}
+    if tag == "tuple":
+        return tuple(_decode(item, tensors) for item in content)
+    return float(content) if tag == "float" else tensors[content]
+
+
+def _digest(encoded: Any) -> str:
+    return hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,32 @@
+"""Errors that are the user's to cure: one line, exit code 2, no traceback."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """What was wrong, what was received and what to do, in one line for the person who typed it."""
+
+
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Ends the program with one line on stderr and exit code 2 when the input is at fault.
+
+    Bad values, files and rewards raise ValueError or OSError. A defect may raise them too, so
+    whatever is not a plain `UserError` says how to see its traceback. All other exceptions are
+    defects and keep theirs.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("FIRM_TRACEBACK"):
+            raise
+        line = " ".join(str(error).split()) or type(error).__name__
+        hint = "" if isinstance(error, UserError) else " (FIRM_TRACEBACK=1 shows where)"
+        sys.stderr.write(f"error: {line}{hint}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(130) from None  # 128 + SIGINT, as shells count

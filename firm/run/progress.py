@@ -1,0 +1,199 @@
+"""What a person sees of a running run: a live table on a terminal, a line per round elsewhere."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import fmean
+from typing import Any, Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_MAX_CLIENTS_SHOWN = 16
+
+
+@dataclass
+class _ClientView:
+    """What is known of a client in the current round."""
+
+    stage: str = "starting"
+    share_done: float = 0.0
+    weights: list[float] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    kl: float | None = None
+
+
+class Progress:
+    """Shows how a run proceeds. Use it as a context manager and tell it what happens.
+
+    Events and what they take:
+
+    - "client_started": round, client
+    - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
+      train at a time
+    - "client_finished": metrics (of them "weights", "reward" and "kl" are shown), and client
+    - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts);
+      a row of round 0 shows the base model
+
+    Args:
+        num_rounds: Rounds of the whole run.
+        clients: Names of the clients.
+        objectives: Names of the M objectives.
+        num_done: Rounds that were complete when this session began.
+        clients_per_round: Clients sampled each round; all of them when None.
+        console: Where to write; standard output when None.
+    """
+
+    def __init__(
+        self,
+        num_rounds: int,
+        clients: Sequence[str],
+        objectives: Sequence[str],
+        *,
+        num_done: int = 0,
+        clients_per_round: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._num_rounds = num_rounds
+        self._num_clients = clients_per_round or len(clients)
+        self._objectives = tuple(objectives)
+        self._first = self._num_done = num_done
+        self._console = console or Console(highlight=False)
+        self._views: dict[str, _ClientView] = {}
+        self._current = ""
+        self._began = time.monotonic()
+        self._live = Live(
+            console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def event(self, name: str, **info: Any) -> None:
+        """Takes notice of what the class's description lists.
+
+        Raises:
+            ValueError: There is no such event.
+        """
+        match name:
+            case "client_started":
+                self._current = info["client"]
+                self._views[self._current] = _ClientView()
+            case "stage":
+                view = self._view(info)
+                view.stage = f"{info['stage']} {info['step']}/{info['num_steps']}"
+                view.share_done = (info["step"] - 1) / info["num_steps"]
+            case "client_finished":
+                view, metrics = self._view(info), info["metrics"]
+                view.stage, view.share_done = "done", 1.0
+                if solves := metrics.get("weights"):
+                    view.weights = [fmean(column) for column in zip(*solves, strict=True)]
+                view.rewards = metrics.get("reward", {})
+                view.kl = metrics.get("kl")
+            case "round_finished":
+                self._finish_round(info["row"], info.get("scores", {}))
+            case _:
+                raise ValueError(
+                    f"progress knows no event {name!r}; it knows client_started, stage, "
+                    "client_finished and round_finished."
+                )
+
+    def _view(self, info: Mapping[str, Any]) -> _ClientView:
+        return self._views.setdefault(info.get("client", self._current), _ClientView())
+
+    def _finish_round(self, row: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        self._num_done = row["round"]
+        weights = [view.weights for view in self._views.values() if view.weights]
+        means = [fmean(column) for column in zip(*weights, strict=True)]
+        self._views = {}
+        parts = [f"round {row['round']}/{self._num_rounds}"]
+        parts += [f"{name} {score:.3f}" for name, score in scores.items()]
+        if means:
+            parts.append("weights " + " ".join(f"{weight:.2f}" for weight in means))
+        if failures := row.get("failures"):
+            parts.append("failed: " + ", ".join(failure["client"] for failure in failures))
+        if "seconds" in row:
+            parts.append(f"{row['seconds']:.1f} s")
+        if eta := self._time_left():
+            parts.append(f"ETA {eta}")
+        self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+
+    def _share_done(self) -> float:
+        """Share of this session's rounds that is done, from 0 to 1."""
+        running = sum(view.share_done for view in list(self._views.values())) / self._num_clients
+        num_rounds = max(self._num_rounds - self._first, 1)
+        return min((self._num_done - self._first + running) / num_rounds, 1.0)
+
+    def _time_left(self) -> str:
+        """Time to the end at the speed so far; empty before a first step is done and at the end."""
+        share = self._share_done()
+        if not 0 < share < 1:
+            return ""
+        seconds = (time.monotonic() - self._began) * (1 - share) / share
+        return str(timedelta(seconds=round(seconds)))
+
+    def _render(self) -> RenderableType:
+        current = min(self._num_done + 1, self._num_rounds)
+        headline = Table.grid(padding=(0, 2))
+        headline.add_row(
+            f"round {current}/{self._num_rounds}",
+            ProgressBar(total=1.0, completed=self._share_done(), width=30),
+            f"elapsed {timedelta(seconds=round(time.monotonic() - self._began))}",
+            f"ETA {self._time_left() or '-'}",
+        )
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("client")
+        table.add_column("stage", min_width=14)
+        for quantity in ("λ", "reward"):
+            for objective in self._objectives:
+                table.add_column(Text(f"{quantity} {objective}"), justify="right")
+        table.add_column("KL", justify="right", min_width=5)
+        for name, view in list(self._views.items())[-_MAX_CLIENTS_SHOWN:]:
+            weights = view.weights or [None] * len(self._objectives)
+            rewards = [view.rewards.get(objective) for objective in self._objectives]
+            numbers = ["" if x is None else f"{x:.3f}" for x in [*weights, *rewards, view.kl]]
+            table.add_row(Text(name), view.stage, *numbers)
+        return Group(headline, table)
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    console: Console | None = None,
+) -> None:
+    """Prints an aligned table; in a pipe it is as wide as it needs to be.
+
+    Args:
+        title: Stands above the table.
+        header: One heading per column.
+        rows: Cells; floats are shown with three decimals, None as "-". The first column is aligned
+            left, the others right.
+        console: Where to write; standard output when None.
+    """
+    console = console or Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(header):
+        table.add_column(Text(heading), justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*(Text(_cell(value)) for value in row))
+    console.print(title, markup=False, soft_wrap=True)
+    console.print(table, width=None if console.is_terminal else 10_000)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

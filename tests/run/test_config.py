@@ -1,0 +1,371 @@
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from firm.run import UserError, parse, run_cli, to_dict, to_yaml
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One objective's reward model."""
+
+    path: str
+    """Folder or name of the checkpoint, 100 % local."""
+    scale: float = 1.0
+    """Factor of the score."""
+
+
+@dataclass(frozen=True)
+class Firm:
+    """Regularised weights."""
+
+    name: Literal["firm"] = "firm"
+    """The paper's algorithm."""
+    beta: float = 0.01
+    """Regularisation, at least 0."""
+    num_steps: int = 1
+    """Local steps."""
+
+    def __post_init__(self) -> None:
+        if self.beta < 0:
+            raise ValueError(f"beta must be non-negative, got {self.beta}.")
+
+
+@dataclass(frozen=True)
+class FedAvg:
+    """Fixed weights."""
+
+    weights: tuple[float, ...]
+    """One per objective."""
+    name: Literal["fedavg", "fixed"] = "fedavg"
+    """The baseline."""
+    num_steps: int = 2
+    """Local steps."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sizes of a step."""
+
+    size: int = 8
+    """Prompts of a step."""
+    minibatch: int = 4
+    """Prompts of a minibatch."""
+
+    def __post_init__(self) -> None:
+        if self.size % self.minibatch:
+            raise ValueError(
+                f"size {self.size} is not divisible by minibatch {self.minibatch}; "
+                f"use a multiple of {self.minibatch}."
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run of everything."""
+
+    rewards: dict[str, Reward] = field(
+        default_factory=lambda: {"helpful": Reward("h"), "harmless": Reward("s", scale=2.0)}
+    )
+    """Reward models by objective."""
+    strategy: Firm | FedAvg = field(default_factory=Firm)
+    """The algorithm."""
+    batch: Batch = field(default_factory=lambda: Batch(size=16))
+    """Sizes."""
+    extra: Reward | None = None
+    """One more."""
+    extras: list[Reward] = field(default_factory=list)
+    """Yet more."""
+    by_name: dict[str, Firm] | None = None
+    """Optional dictionary."""
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    """Modules."""
+    limit: int | None = None
+    """At most so many."""
+    rate: float = 1e-5
+    """Learning rate."""
+    resume: bool = False
+    """Whether to go on."""
+    out: Path = Path("runs/a")
+    """Directory."""
+
+
+def from_text(tmp_path: Path, text: str, *arguments: str) -> Config:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    return parse(Config, ["--config", str(file), *arguments])
+
+
+# --- What is laid over what -----------------------------------------------------------------------
+
+
+def test_without_arguments_the_defaults_stand() -> None:
+    assert parse(Config, []) == Config()
+
+
+def test_a_partial_section_keeps_the_other_keys_of_the_default_instance(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "batch: {minibatch: 2}\nstrategy: {beta: 0.5}")
+    assert config.batch == Batch(size=16, minibatch=2)
+    assert config.strategy == Firm(beta=0.5)
+    assert config.rewards == Config().rewards
+
+
+def test_an_empty_section_or_file_changes_nothing(tmp_path: Path) -> None:
+    assert from_text(tmp_path, "batch:\n  # size: 4\n") == Config()
+    assert from_text(tmp_path, "# all defaults\n") == Config()
+
+
+def test_a_dictionary_in_a_file_says_which_entries_there_are(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "rewards: {brief: {path: b}}")
+    assert config.rewards == {"brief": Reward("b")}
+
+
+def test_an_override_changes_one_entry_and_its_other_keys_stay() -> None:
+    config = parse(Config, ["--rewards.harmless.path", "x", "--rewards.new.path=y"])
+    assert config.rewards == {
+        "helpful": Reward("h"),
+        "harmless": Reward("x", scale=2.0),
+        "new": Reward("y"),
+    }
+    config = parse(Config, ["--extras", "[{path: a}, {path: b}]", "--extras.1.scale", "3"])
+    assert config.extras == [Reward("a"), Reward("b", scale=3.0)]
+
+
+def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("rate: 1\nlimit: 1\nbatch: {size: 4}")
+    second.write_text("limit: 2\nbatch: {minibatch: 2}")
+    files = ["--config", str(first), f"--config={second}"]
+    config = parse(Config, ["--batch.size", "6", *files])
+    assert (config.rate, config.limit, config.batch) == (1.0, 2, Batch(6, 2))
+
+
+def test_the_default_file_is_read_only_without_another(tmp_path: Path) -> None:
+    default, other = tmp_path / "default.yaml", tmp_path / "other.yaml"
+    default.write_text("rate: 1\nlimit: 1")
+    other.write_text("rate: 2")
+    config = parse(Config, ["--rate", "3"], default_file=default)
+    assert (config.rate, config.limit) == (3.0, 1)
+    config = parse(Config, ["--config", str(other)], default_file=default)
+    assert (config.rate, config.limit) == (2.0, None)
+
+
+def test_another_form_keeps_the_given_keys_that_it_has_too(tmp_path: Path) -> None:
+    text = "strategy: {beta: 0.5, num_steps: 7}"
+    arguments = ["--strategy.weights", "[1, 3]", "--strategy.name", "fixed"]
+    assert from_text(tmp_path, text, *arguments).strategy == FedAvg((1.0, 3.0), "fixed", 7)
+    assert parse(Config, arguments).strategy == FedAvg((1.0, 3.0), "fixed", 2)
+
+
+def test_values_are_read_as_their_types() -> None:
+    arguments = ["--rate=1e-3", "--limit=null", "--resume", "true", "--targets", "[a]"]
+    arguments += ["--out", "b", "--extra", "{path: '3'}", "--by_name", "{x: {beta: 1}}"]
+    config = parse(Config, arguments)
+    assert (config.rate, config.limit, config.resume, config.targets, config.out) == (
+        *(0.001, None, True),
+        *(("a",), Path("b")),
+    )
+    assert config.extra == Reward("3")
+    assert config.by_name == {"x": Firm(beta=1.0)}
+    assert parse(Config, ["--extra", "{path: a}", "--extra", "null"]).extra is None
+    assert parse(Config, ["--by_name", "null"]).by_name is None
+
+
+def test_checks_across_keys_run_on_the_final_values_only(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "batch: {size: 6}", "--batch.minibatch", "3")
+    assert config.batch == Batch(6, 3)
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+BAD_FILES = [
+    ("strategy: {betta: 1}", "{file}: unknown key strategy.betta; did you mean strategy.beta?"),
+    ("beta: 1", "{file}: unknown key beta; did you mean strategy.beta?"),
+    (
+        "batch: {zzz: 1}",
+        "{file}: unknown key batch.zzz; valid keys here: size, minibatch.",
+    ),
+    (
+        "rewards: {helpful: {path: h, scal: 1}}",
+        "{file}: unknown key rewards.helpful.scal; did you mean rewards.helpful.scale?",
+    ),
+    (
+        "strategy: {name: fedavg, weights: [1], beta: 1}",
+        "{file}: unknown key strategy.beta; valid keys here: weights, name, num_steps.",
+    ),
+    (
+        "strategy: {name: firmm}",
+        "{file}: strategy.name must be one of firm, fedavg, fixed, got 'firmm'.",
+    ),
+    ("rate: fast", "{file}: rate must be float, got 'fast'."),
+    ("rate: null", "{file}: rate must be float, got null."),
+    ("limit: 1.5", "{file}: limit must be int or null, got 1.5."),
+    ("resume: 1", "{file}: resume must be bool, got 1."),
+    ("targets: q_proj", "{file}: targets must be a list of str, got 'q_proj'; write [a, b]."),
+    ("targets: [a, 1]", "{file}: targets.1 must be str, got 1."),
+    ("batch: 8", "{file}: batch must be a section of keys, got 8."),
+    ("rewards: [a]", "{file}: rewards must be a mapping of names, got ['a']; write {{a: b}}."),
+    ("[1, 2]", "{file}: the file must be a section of keys, got [1, 2]."),
+    ("rate: 1\nlimit: [1", "{file}: malformed YAML, line 2: "),
+    ("rate: 1\nlimit: 1\nrate: 2", "{file}: malformed YAML, line 3: key 'rate' twice; correct it."),
+    ("batch: {size: 6}", "batch.size 6 is not divisible by minibatch 4; use a multiple of 4."),
+    ("batch: {size: 8}\nstrategy: {beta: -1}", "strategy.beta must be non-negative, got -1.0."),
+    (
+        "rewards: {helpful: {scale: 2}}",
+        "rewards.helpful.path is required, got nothing; "
+        "give --rewards.helpful.path VALUE or a config file.",
+    ),
+]
+
+BAD_ARGUMENTS = [
+    (["--strategy.betta", "1"], "command line: unknown key strategy.betta; did you mean strat"),
+    (["--rate.x", "1"], "command line: unknown key rate.x; rate is a single value."),
+    (["--extras.0.path", "1"], "command line: unknown key extras.0.path; extras has 0 entries."),
+    (["--limit", "many"], "command line: limit must be int or null, got 'many'."),
+    (["--limit"], "command line: --limit has no value; write --limit VALUE."),
+    (["--resume", "--limit", "3"], "command line: --resume has no value; write --resume VALUE."),
+    (["a.yaml"], "command line: unexpected 'a.yaml'; give a file as --config FILE and a value"),
+    (["--targets", "[a"], "command line: targets is malformed YAML, line 1: "),
+    (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; give --strat"),
+    (["--config", "absent.yaml"], "absent.yaml: no such file; check --config."),
+    (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); give a YAML text fi"),
+]
+
+
+def assert_ends_in_one_line(arguments: list[str], line: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_cli(lambda config: pytest.fail("the recipe ran"), Config, arguments)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2
+    assert out == ""
+    assert err.startswith(f"error: {line}")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+
+
+@pytest.mark.parametrize(("text", "line"), BAD_FILES)
+def test_a_bad_file_ends_in_one_line(text: str, line: str, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert_ends_in_one_line(["--config", str(file)], line.format(file=file), capsys)
+
+
+@pytest.mark.parametrize(("arguments", "line"), BAD_ARGUMENTS)
+def test_bad_arguments_end_in_one_line(arguments: list[str], line: str, capsys) -> None:
+    assert_ends_in_one_line(arguments, line, capsys)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"rate: \xff\xfe")
+    with pytest.raises(UserError, match="cannot be read"):
+        parse(Config, ["--config", str(tmp_path / "a.yaml")])
+
+
+def test_run_cli_hands_the_configuration_to_the_recipe() -> None:
+    received = []
+    run_cli(received.append, Config, ["--rate", "2"])
+    assert received == [replace(Config(), rate=2.0)]
+
+
+KEYS = ["rewards", "strategy", "batch", "extra", "extras", "by_name", "targets", "limit", "rate"]
+KEYS += ["resume", "out", "helpful", "path", "scale", "name", "beta", "weights", "size", "other"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-3, 99)
+        | st.floats()
+        | st.sampled_from(["firm", "fedavg", "", "null", "[", "1e3", "a: b", "{}"]),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+        ),
+        max_leaves=8,
+    )
+)
+def test_any_content_gives_a_configuration_or_one_line(tmp_path_factory, content: Any) -> None:
+    file = tmp_path_factory.mktemp("config") / "a.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with suppress(UserError):
+        assert isinstance(parse(Config, ["--config", str(file)]), Config)
+
+
+# --- The way out ----------------------------------------------------------------------------------
+
+NAMES = st.text("abcdefgh_", min_size=1, max_size=6)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+FLOATS = st.floats(allow_nan=False)
+REWARDS = st.builds(Reward, path=TEXTS, scale=FLOATS)
+FIRMS = st.builds(Firm, beta=st.floats(0), num_steps=st.integers())
+CONFIGS = st.builds(
+    Config,
+    rewards=st.dictionaries(NAMES, REWARDS, max_size=3),
+    strategy=FIRMS
+    | st.builds(
+        FedAvg,
+        weights=st.lists(FLOATS, max_size=3).map(tuple),
+        name=st.sampled_from(["fedavg", "fixed"]),
+    ),
+    extra=st.none() | REWARDS,
+    extras=st.lists(REWARDS, max_size=2),
+    by_name=st.none() | st.dictionaries(NAMES, FIRMS, max_size=2),
+    targets=st.lists(TEXTS, max_size=3).map(tuple),
+    limit=st.none() | st.integers(),
+    rate=FLOATS,
+    resume=st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=CONFIGS)
+def test_a_resolved_configuration_is_read_back_as_it_was(tmp_path_factory, config: Config) -> None:
+    file = tmp_path_factory.mktemp("config") / "a.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse(Config, ["--config", str(file)]) == config
+
+
+def test_plain_data_holds_no_tuples_dataclasses_or_paths() -> None:
+    assert to_dict(Config(targets=("a",), extra=Reward("p"))) == {
+        "rewards": {
+            "helpful": {"path": "h", "scale": 1.0},
+            "harmless": {"path": "s", "scale": 2.0},
+        },
+        "strategy": {"name": "firm", "beta": 0.01, "num_steps": 1},
+        "batch": {"size": 16, "minibatch": 4},
+        "extra": {"path": "p", "scale": 1.0},
+        "extras": [],
+        "by_name": None,
+        "targets": ["a"],
+        "limit": None,
+        "rate": 1e-5,
+        "resume": False,
+        "out": "runs/a",
+    }
+
+
+def test_help_names_every_key_with_docstring_and_default(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_cli(print, Config, ["--help"], description="What it does.")
+    assert not end.value.code
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "What it does.",
+        "--rate RATE Learning rate. (type: float, default: 1e-05)",
+        "batch: Sizes of a step. --batch.size SIZE Prompts of a step. (type: int, default: 16)",
+        "rewards.NAME: One objective's reward model. --rewards.NAME.path PATH Folder or name of",
+        "100 % local. (required, type: str)",
+        "extras.INDEX: ",
+        "by_name.NAME: ",
+        "--extra.scale SCALE",
+        "strategy: Regularised weights.",
+        "strategy: Fixed weights. --strategy.weights [ITEM,...] One per objective.",
+    ):
+        assert part in text
