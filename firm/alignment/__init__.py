@@ -1,0 +1,50 @@
+"""The language wing: PPO with one policy gradient per reward model, stages 1 to 5 and 9 of a round.
+
+`prompts`, `rollout`, `rewards`, `advantages` and `ppo` are the stages, pure where they can be;
+`trainer` alone knows TRL; `client` is what the federation drives; `evaluation` says what a policy
+is worth on held-out prompts.
+"""
+
+from firm.alignment.client import AlignmentClient
+from firm.alignment.evaluation import Evaluation, Replies, comparison_table, evaluate
+from firm.alignment.model_card import write_model_card
+from firm.alignment.policy import (
+    LoraSettings,
+    PolicyConfig,
+    copy_adapter,
+    load_adapter_,
+    load_policy,
+    load_tokenizer,
+)
+from firm.alignment.ppo import KLConfig, PPOConfig
+from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
+from firm.alignment.rewards import Calibration, calibrate, score
+from firm.alignment.rollout import RolloutConfig, Rollouts
+from firm.alignment.trainer import MultiObjectivePPOTrainer
+
+__all__ = [
+    "AlignmentClient",
+    "Calibration",
+    "Evaluation",
+    "KLConfig",
+    "LoraSettings",
+    "MultiObjectivePPOTrainer",
+    "PPOConfig",
+    "PolicyConfig",
+    "Prompt",
+    "PromptFormat",
+    "PromptsConfig",
+    "Replies",
+    "RolloutConfig",
+    "Rollouts",
+    "calibrate",
+    "comparison_table",
+    "copy_adapter",
+    "evaluate",
+    "load_adapter_",
+    "load_policy",
+    "load_prompts",
+    "load_tokenizer",
+    "score",
+    "write_model_card",
+]

@@ -1,0 +1,106 @@
+"""Stage 4 of a round: rewards, values and KL penalties become one advantage tensor per objective.
+
+Pure functions on tensors [M, B, T]: M objectives, B responses, T response tokens. Each objective
+is treated on two-dimensional slices, so that objective j of M gets, bit for bit, the numbers that
+it would get alone.
+"""
+
+import torch
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of the entries where `mask` is true; shapes [B, T] and [B, T], a scalar back."""
+    return (values * mask).sum() / mask.sum()
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
+    """`values` scaled to unit variance (unbiased) and, with `shift_mean`, to zero mean.
+
+    Args:
+        values: Shape [B, T].
+        mask: Entries that count, shape [B, T]; at least two of them.
+        shift_mean: False keeps the mean where it was.
+
+    Returns:
+        Shape [B, T]; entries outside the mask are transformed alike and are to be masked by the
+        caller.
+
+    Raises:
+        ValueError: Fewer than two entries count, so that there is no variance.
+    """
+    count = mask.sum()
+    if count < 2:
+        raise ValueError(
+            f"whitening needs at least two response tokens, got {int(count)}: "
+            "use a larger batch or switch whitening off."
+        )
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask) * (count / (count - 1))
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # 1e-8: TRL's guard, kept for parity
+    return whitened if shift_mean else whitened + mean
+
+
+def kl_penalty(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, estimator: str = "k1"
+) -> torch.Tensor:
+    """Estimate per token of the KL divergence from the reference policy, shape [B, T].
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
+        reference_logprobs: The same under the reference, shape [B, T].
+        estimator: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
+            negative). The sampling distribution is the policy's.
+    """
+    log_ratio = reference_logprobs - logprobs
+    return -log_ratio if estimator == "k1" else (log_ratio.exp() - 1) - log_ratio
+
+
+def shaped_rewards(
+    scores: torch.Tensor, kl: torch.Tensor, *, kl_coefficient: float, score_index: torch.Tensor
+) -> torch.Tensor:
+    """Reward per token of every objective: the KL penalty everywhere, the score where it ends.
+
+    The penalty enters every objective alike; because the weights sum to one, their combination
+    carries it exactly once. (The paper names an adaptive KL controller and leaves open where the
+    penalty stands.)
+
+    Args:
+        scores: One score per objective and response, shape [M, B].
+        kl: KL estimate per token, shape [B, T].
+        kl_coefficient: Weight of the penalty.
+        score_index: Position of each response's score, shape [B].
+
+    Returns:
+        Shape [M, B, T].
+    """
+    rows = torch.arange(kl.size(0), device=kl.device)
+    rewards = (-kl_coefficient * kl).repeat(len(scores), 1, 1)  # [M, B, T]
+    for reward, score in zip(rewards, scores, strict=True):
+        reward[rows, score_index] += score
+    return rewards
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimates and returns (Schulman et al., 2016, Eq. 16).
+
+    Args:
+        rewards: Shape [M, B, T] (or [B, T]).
+        values: Value estimates of the same shape; the value after the last token is 0.
+        gamma: Discount in [0, 1].
+        gae_lambda: Bias-variance trade-off in [0, 1]; 1 gives Monte-Carlo returns.
+
+    Returns:
+        Advantages and returns (advantages plus values), each of the shape of `rewards`.
+    """
+    num_tokens = rewards.size(-1)
+    last = torch.zeros_like(rewards[..., 0])
+    reversed_advantages = []
+    for t in reversed(range(num_tokens)):
+        next_value = values[..., t + 1] if t < num_tokens - 1 else 0.0
+        delta = rewards[..., t] + gamma * next_value - values[..., t]
+        last = delta + gamma * gae_lambda * last
+        reversed_advantages.append(last)
+    advantages = torch.stack(reversed_advantages[::-1], dim=-1)
+    return advantages, advantages + values

@@ -1,0 +1,161 @@
+"""One federated client: a private shard of prompts and its own learner on the shared policy."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from firm.alignment.policy import Adapter, copy_adapter, load_adapter_
+from firm.alignment.prompts import Prompt, PromptStream
+from firm.alignment.trainer import Experience, MultiObjectivePPOTrainer
+from firm.federation import Gradients, RandomStream
+
+
+@dataclass(frozen=True)
+class PPOBatch:
+    """One local step's experience and its minibatches: PPO epochs times parts."""
+
+    experience: Experience
+    indices: list[np.ndarray]
+
+    @property
+    def whole(self) -> tuple[Experience, slice]:
+        """All rows at once, for weights that are solved per batch."""
+        return self.experience, slice(None)
+
+    def minibatches(self) -> Iterator[tuple[Experience, np.ndarray]]:
+        """What `gradients` takes, in the order of use."""
+        return ((self.experience, index) for index in self.indices)
+
+
+class AlignmentClient:
+    """A client of the federation that trains by PPO; implements `firm.federation.Client`.
+
+    Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
+    in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge. All
+    its randomness comes from three streams of its own: prompts, rollout and update.
+
+    Args:
+        name: Unique name, such as "client_0".
+        prompts: The private shard.
+        trainer: The shared trainer.
+        seed: Seed of the run; the streams are derived from it and `stream_name`.
+        stream_name: By default `name`; equal for clients that are to be identical.
+        on_event: Told of progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        trainer: MultiObjectivePPOTrainer,
+        *,
+        seed: int,
+        stream_name: str | None = None,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        self.name = name
+        self.objectives = trainer.objectives
+        self.num_examples = len(prompts)
+        self._trainer = trainer
+        self._on_event = on_event or (lambda name, **info: None)
+        self._learner = trainer.new_learner()
+        prompt_order, self._rollout, self._update = (
+            RandomStream(seed, stream_name or name, purpose)
+            for purpose in ("prompts", "rollout", "update")
+        )
+        self._prompts = PromptStream(prompts, prompt_order)
+        self._batches: list[dict[str, Any]] = []
+        self._minibatches: list[dict[str, torch.Tensor]] = []
+
+    def load(self, adapter: Adapter) -> None:
+        """Starts local training from `adapter`, with this client's learner in charge."""
+        self._trainer.learner = self._learner
+        self._trainer.seconds = defaultdict(float)
+        self._batches, self._minibatches = [], []
+        load_adapter_(self._trainer.adapter_parameters, adapter)
+
+    def batches(self, num_steps: int) -> Iterator[PPOBatch]:
+        """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
+        trainer = self._trainer
+        for step in range(1, num_steps + 1):
+            self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
+            prompts = self._prompts.draw(trainer.config.batch_size)
+            texts = [prompt.text for prompt in prompts]
+            with self._rollout:
+                rollouts = trainer.sample(trainer.encode(texts))
+            experience = trainer.experience(rollouts, texts)
+            with self._update:
+                indices = list(trainer.minibatch_indices())
+            self._batches.append(_batch_metrics(experience, trainer.learner.kl_coefficient))
+            self._on_event("stage", stage="update", step=step, num_steps=num_steps)
+            yield PPOBatch(experience, indices)
+            trainer.finish_batch(experience)
+
+    def gradients(self, minibatch: tuple[Experience, np.ndarray | slice]) -> Gradients:
+        """The M policy losses of a minibatch and their Jacobian [M, d]."""
+        with self._update:
+            return self._trainer.gradients(*minibatch)
+
+    def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
+        """One optimizer step of adapter and critic."""
+        self._trainer.step(gradients, weights)
+        self._minibatches.append(gradients.aux.metrics)
+
+    def adapter(self) -> Adapter:
+        """A copy of the adapter as it is now, on the CPU."""
+        return copy_adapter(self._trainer.adapter_parameters)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that lasts from round to round, deep-copied; the adapter is the server's."""
+        return {
+            "learner": self._learner.state(),
+            "prompts": self._prompts.state(),
+            "rollout": self._rollout.state(),
+            "update": self._update.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over a state that `state()` gave."""
+        self._learner.restore(state["learner"])
+        self._prompts.restore(state["prompts"])
+        self._rollout.restore(state["rollout"])
+        self._update.restore(state["update"])
+
+    def metrics(self) -> dict[str, Any]:
+        """Figures of the local training since `load`, averaged over its batches and minibatches."""
+        batch = {key: np.mean([b[key] for b in self._batches], axis=0) for key in self._batches[0]}
+        minibatch = {
+            key: torch.stack([m[key] for m in self._minibatches]).mean(0).tolist()
+            for key in self._minibatches[0]
+        }
+        by_objective = ("reward_raw", "reward_raw_std", "reward")
+        return {
+            **{key: self._named(batch[key].tolist()) for key in by_objective},
+            **{key: float(batch[key]) for key in batch if key not in by_objective},
+            "policy_loss": self._named(minibatch["policy_loss"]),
+            "value_loss": self._named(minibatch["value_loss"]),
+            "clip_fraction": minibatch["clip_fraction"],
+            "entropy": minibatch["entropy"],
+            "seconds": dict(self._trainer.seconds),
+        }
+
+    def _named(self, row: Sequence[float]) -> dict[str, float]:
+        return dict(zip(self.objectives, row, strict=True))
+
+
+def _batch_metrics(experience: Experience, kl_coefficient: float) -> dict[str, Any]:
+    """Figures of one batch of rollouts, numbers and lists of one number per objective."""
+    rollouts = experience.rollouts
+    return {
+        "reward_raw": experience.raw_scores.mean(1).tolist(),
+        "reward_raw_std": experience.raw_scores.std(1).tolist(),
+        "reward": experience.scores.mean(1).tolist(),
+        "kl": experience.kl.sum(1).mean().item(),
+        "kl_coefficient": kl_coefficient,
+        "response_length": rollouts.num_tokens.float().mean().item(),
+        "end_share": rollouts.ended.float().mean().item(),
+    }

@@ -1,0 +1,267 @@
+"""What a policy is worth on held-out prompts: scores with standard errors, change, KL, length.
+
+Replies to one prompt are not independent, so they are averaged first and every standard error is
+one over prompts. Two policies are compared prompt by prompt.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firm.alignment.rewards import Calibration, RewardFn, normalize, score
+from firm.federation.randomness import RandomStream
+
+
+@dataclass(frozen=True)
+class Replies:
+    """One reply to each of N prompts."""
+
+    completions: list[str]
+    """Texts, cut at their stop."""
+    kl: torch.Tensor
+    """KL from the base model, the sum over tokens of logp - ref_logp, [N]."""
+    num_tokens: torch.Tensor
+    """Length in tokens, [N]."""
+    ended: torch.Tensor
+    """Whether the reply came to an end by itself, bool [N]."""
+
+
+Generate = Callable[[list[str]], Replies]
+"""Samples one reply to each of N dialogues, from the global generators."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of one policy on P prompts; `dataclasses.asdict` is its state in a checkpoint."""
+
+    scores: dict[str, torch.Tensor]
+    """Raw score of every objective and further metric, by prompt, [P]."""
+    normalized: dict[str, torch.Tensor]
+    """Reward in [0, 1] of every objective, by prompt, [P]."""
+    kl: torch.Tensor
+    """KL from the base model per reply, [P]."""
+    length: torch.Tensor
+    """Tokens per reply, [P]."""
+    ended: torch.Tensor
+    """Share of the replies that ended by themselves, [P]."""
+    distinct_1: float
+    """Distinct words as a share of all words of all replies."""
+    distinct_2: float
+    """The same for pairs of neighbouring words."""
+    num_samples: int
+    """Replies per prompt."""
+    samples: list[dict[str, Any]]
+    """The first reply to each prompt: `prompt`, `completion` and raw `scores`."""
+
+    @property
+    def num_prompts(self) -> int:
+        """P."""
+        return len(self.samples)
+
+    def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
+        """Raw scores minus another policy's, by name and prompt, [P].
+
+        Raises:
+            ValueError: The other policy was evaluated on other prompts or scores.
+        """
+        prompts, base_prompts = ([row["prompt"] for row in e.samples] for e in (self, base))
+        if prompts != base_prompts or self.scores.keys() != base.scores.keys():
+            raise ValueError(
+                f"cannot pair {len(prompts)} prompts with {', '.join(self.scores)} and "
+                f"{len(base_prompts)} prompts with {', '.join(base.scores)}: evaluate both "
+                "policies on the same prompts with the same scores."
+            )
+        return {name: values - base.scores[name] for name, values in self.scores.items()}
+
+    def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
+        """The row of `metrics.jsonl`.
+
+        Args:
+            base: The base model's evaluation on the same prompts; gives the paired change.
+            round: Round after which the policy was evaluated, 0 for the base model.
+            split: "validation" or "test".
+        """
+        kl, kl_error = mean_and_error(self.kl)
+        row: dict[str, Any] = {
+            "kind": "evaluation",
+            "round": round,
+            "split": split,
+            "num_prompts": self.num_prompts,
+            "num_samples": self.num_samples,
+            "scores": _summaries(self.scores),
+            "normalized": _summaries(self.normalized),
+        }
+        if base is not None:
+            row["change"] = _summaries(self.change(base))
+        return row | {
+            "kl": kl,
+            "kl_se": kl_error,
+            "length": self.length.mean().item(),
+            "distinct_1": self.distinct_1,
+            "distinct_2": self.distinct_2,
+            "end_share": self.ended.mean().item(),
+        }
+
+    def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
+        """Rows of `samples.jsonl`: the first reply to each of the first `limit` prompts."""
+        return [{"round": round, **sample} for sample in self.samples[:limit]]
+
+
+def evaluate(
+    generate: Generate,
+    prompts: Sequence[str],
+    reward_fns: Mapping[str, RewardFn],
+    *,
+    calibrations: Mapping[str, Calibration],
+    stream: RandomStream,
+    extra_fns: Mapping[str, RewardFn] | None = None,
+    num_samples: int = 1,
+    batch_size: int = 64,
+) -> Evaluation:
+    """Figures of a policy on held-out prompts.
+
+    Args:
+        generate: Samples one reply to each dialogue that it is given.
+        prompts: At least two different dialogues.
+        reward_fns: The objectives.
+        calibrations: Their maps to [0, 1].
+        stream: Sampling noise. Evaluations that are to be compared get streams of equal state.
+        extra_fns: Further metrics with a reward function's signature, such as a true score.
+        num_samples: Replies per prompt.
+        batch_size: Replies that are sampled at once.
+
+    Raises:
+        ValueError: There are too few prompts for a standard error, a prompt comes twice, two
+            scores share a name, an objective has no calibration, or a score is not one finite number per reply.
+    """
+    extra_fns = extra_fns or {}
+    if len(prompts) < 2 or num_samples < 1 or batch_size < 1:
+        raise ValueError(
+            "an evaluation needs 2 prompts for a standard error and positive num_samples and "
+            f"batch_size, got {len(prompts)}, {num_samples} and {batch_size}."
+        )
+    if len(set(prompts)) != len(prompts):
+        raise ValueError(
+            f"{len(prompts) - len(set(prompts))} of {len(prompts)} evaluation prompts are repeats, "
+            "which would shrink the standard errors: give every prompt once and raise num_samples."
+        )
+    if shared := sorted(reward_fns.keys() & extra_fns.keys()):
+        raise ValueError(f"{shared[0]!r} is both an objective and an extra score: rename one.")
+    if missing := sorted(reward_fns.keys() - calibrations.keys()):
+        raise ValueError(f"{missing[0]!r} has no calibration: calibrate every objective first.")
+    asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one prompt abut
+    with stream:
+        starts = range(0, len(asked), batch_size)
+        chunks = [generate(asked[start : start + batch_size]) for start in starts]
+    completions = [text for replies in chunks for text in replies.completions]
+
+    def by_prompt(values: torch.Tensor) -> torch.Tensor:
+        return values.float().cpu().reshape(len(prompts), num_samples).mean(1)  # [P * S] to [P]
+
+    raw = score({**reward_fns, **extra_fns}, asked, completions)  # [M + extras, P * S]
+    raw_by_name = dict(zip([*reward_fns, *extra_fns], raw, strict=True))
+    ordered = {name: calibrations[name] for name in reward_fns}
+    normalized = normalize(raw[: len(reward_fns)], ordered)
+    return Evaluation(
+        scores={name: by_prompt(values) for name, values in raw_by_name.items()},
+        normalized={
+            name: by_prompt(values) for name, values in zip(reward_fns, normalized, strict=True)
+        },
+        kl=by_prompt(torch.cat([replies.kl for replies in chunks])),
+        length=by_prompt(torch.cat([replies.num_tokens for replies in chunks])),
+        ended=by_prompt(torch.cat([replies.ended for replies in chunks])),
+        distinct_1=distinct(completions, 1),
+        distinct_2=distinct(completions, 2),
+        num_samples=num_samples,
+        samples=[
+            {
+                "prompt": prompt,
+                "completion": completions[index * num_samples],
+                "scores": {
+                    name: values[index * num_samples].item() for name, values in raw_by_name.items()
+                },
+            }
+            for index, prompt in enumerate(prompts)
+        ],
+    )
+
+
+def distinct(texts: Sequence[str], length: int) -> float:
+    """Distinct runs of `length` words as a share of all such runs, 0 when there are none.
+
+    Words are what white space separates, in lower case; no run crosses from text to text.
+
+    >>> distinct(["a b a", "A b"], 2)  # ab, ba, ab
+    0.6666666666666666
+    """
+    rows = [text.lower().split() for text in texts]
+    runs = [tuple(row[i : i + length]) for row in rows for i in range(len(row) - length + 1)]
+    return len(set(runs)) / len(runs) if runs else 0.0
+
+
+def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
+    """The mean of independent values [P] and its standard error, with P - 1 degrees of freedom."""
+    values = values.double()
+    return values.mean().item(), (values.std() / len(values) ** 0.5).item()
+
+
+def _summaries(values: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    return {
+        name: dict(zip(("mean", "se"), mean_and_error(row), strict=True))
+        for name, row in values.items()
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure of two policies on the same prompts; what is not per prompt has no error."""
+
+    name: str
+    base: float
+    base_se: float | None
+    final: float
+    final_se: float | None
+    change: float
+    change_se: float | None
+    """Standard error of the change, paired by prompt."""
+    z: float | None
+    """The change in standard errors; none when the change is the same for every prompt."""
+
+    def cells(self) -> list[str]:
+        """Name, base, final, change and z as texts for a table."""
+        z = "" if self.z is None else f"{self.z:+.1f}"
+        return [
+            self.name,
+            _figure(self.base, self.base_se),
+            _figure(self.final, self.final_se),
+            _figure(self.change, self.change_se, sign="+"),
+            z,
+        ]
+
+
+def _figure(value: float, error: float | None, *, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if error is None else f"{value:{sign}.3f} ± {error:.3f}"
+
+
+def comparison_table(base: Evaluation, final: Evaluation) -> list[Comparison]:
+    """Every figure of the base model beside the final model's, one row each, scores first."""
+    final.change(base)  # checks that the two can be paired
+    figures = [(name, base.scores[name], final.scores[name]) for name in final.scores]
+    figures += [
+        ("kl", base.kl, final.kl),
+        ("length", base.length, final.length),
+        ("end_share", base.ended, final.ended),
+    ]
+    rows = []
+    for name, before, after in figures:
+        change, error = mean_and_error(after - before)
+        z = change / error if error > 0 else None
+        rows.append(
+            Comparison(name, *mean_and_error(before), *mean_and_error(after), change, error, z)
+        )
+    for name in ("distinct_1", "distinct_2"):
+        before, after = getattr(base, name), getattr(final, name)
+        rows.append(Comparison(name, before, None, after, None, after - before, None, None))
+    return rows

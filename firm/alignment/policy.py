@@ -1,0 +1,176 @@
+"""The policy that every client aligns: a causal language model with one LoRA adapter slot."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from firm.alignment.prompts import PromptFormat
+from firm.federation import RandomStream
+
+Adapter = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapter, the only thing that is trained and sent. Defaults: section 5 of the paper."""
+
+    r: int = 16
+    """Rank."""
+    alpha: float = 32.0
+    """Scale: the update is multiplied by alpha / r."""
+    dropout: float = 0.05
+    """Dropout on the adapter's input, active in updates and off in rollouts."""
+    target_modules: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
+    """Names of the linear layers that get an adapter (A.1)."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ValueError(f"policy.lora.r must be at least 1, got {self.r}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"policy.lora.dropout must be in [0, 1), got {self.dropout}.")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Which language model is aligned and how it reads a prompt."""
+
+    path: str
+    """A folder or a name on the Hugging Face hub."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the frozen parameters; the adapter is float32. Not in the paper."""
+    pad_token: str | None = None
+    """Padding token; by default the checkpoint's, or its unknown token where that is missing or
+    equal to EOS."""
+    prompt: PromptFormat = field(default_factory=PromptFormat)
+    """How a dialogue becomes the policy's input."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """The adapter."""
+
+
+def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, padding and truncating on the left, with a pad token unlike EOS.
+
+    Raises:
+        ValueError: No pad token that differs from EOS can be had: TRL's padding masks would drop
+            the end of every response.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(config.path)
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
+    if config.pad_token is not None:
+        if config.pad_token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"policy.pad_token: {config.pad_token!r} is not in the vocabulary of "
+                f"{config.path}: name a token that is."
+            )
+        tokenizer.pad_token = config.pad_token
+    elif tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.pad_token = tokenizer.unk_token
+    if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise ValueError(
+            f"policy.pad_token: {config.path} has no padding token that differs from its end token "
+            f"{tokenizer.eos_token!r}: name an unused token of its vocabulary."
+        )
+    return tokenizer
+
+
+def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
+    """The frozen base model with one fresh adapter, which changes nothing yet (B = 0).
+
+    Args:
+        config: What to load.
+        stream: Draws the adapter's initial A matrices.
+
+    Raises:
+        OSError: There is no such folder, or the hub cannot be reached.
+        ValueError: No layer is called like `target_modules`.
+    """
+    model = AutoModelForCausalLM.from_pretrained(config.path, dtype=getattr(torch, config.dtype))
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    missing = [name for name in config.lora.target_modules if name not in names]
+    if missing:
+        linear = sorted(
+            {
+                n.rsplit(".", 1)[-1]
+                for n, m in model.named_modules()
+                if isinstance(m, torch.nn.Linear)
+            }
+        )
+        raise ValueError(
+            f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
+            f"choose among {linear}."
+        )
+    with stream, without_deprecation_warnings():
+        return get_peft_model(
+            model,
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=config.lora.r,
+                lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float works
+                lora_dropout=config.lora.dropout,
+                target_modules=list(config.lora.target_modules),
+            ),
+        )
+
+
+@contextmanager
+def without_deprecation_warnings() -> Iterator[None]:
+    """Silences what peft and TRL make transformers say of its version 6.
+
+    They read a model property that transformers 6 will drop. The upper bound in pyproject.toml
+    guards against that; a user can do nothing more about it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:
+    """The trainable parameters of the active adapter, by the names of a PEFT adapter file."""
+    return {
+        name.replace(".default.", "."): parameter
+        for name, parameter in policy.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def set_adapter_dropout(policy: Any, probability: float) -> None:
+    """Sets the dropout of every adapter layer, which TRL's trainer has switched off."""
+    for name, module in policy.named_modules():
+        if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
+            module.p = probability
+
+
+def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:
+    """A detached float copy on the CPU, in the order of the parameters."""
+    return {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
+
+
+@torch.no_grad()
+def load_adapter_(parameters: dict[str, torch.nn.Parameter], adapter: Adapter) -> None:
+    """Copies an adapter into the live parameters; optimizers stay bound to them.
+
+    Raises:
+        ValueError: The names or a shape do not fit this model.
+    """
+    if adapter.keys() != parameters.keys():
+        odd = sorted(adapter.keys() ^ parameters.keys())
+        raise ValueError(
+            f"the adapter does not fit the policy: {len(odd)} names stand on one side only, such "
+            f"as {odd[0]!r}: use the rank, target modules and base model it was made with."
+        )
+    for name, parameter in parameters.items():
+        if adapter[name].shape != parameter.shape:
+            raise ValueError(
+                f"the adapter does not fit the policy: {name} has shape "
+                f"{list(adapter[name].shape)}, expected {list(parameter.shape)}: "
+                "use the rank that it was made with."
+            )
+        parameter.copy_(adapter[name])

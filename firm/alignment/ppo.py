@@ -1,0 +1,170 @@
+"""Stage 5 of a round: the clipped PPO losses, one per objective, and the KL controller.
+
+Pure functions that know no trainer. `PPOConfig` holds the hyperparameters of a local step.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from firm.alignment.advantages import masked_mean
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """How far the policy may move from the reference."""
+
+    controller: Literal["fixed", "adaptive"] = "adaptive"
+    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2."""
+    coefficient: float = 0.2
+    """Coefficient of the KL penalty, at the start when adaptive. Not in the paper."""
+    target: float = 0.03
+    """KL per response (nats, summed over tokens) that the adaptive controller aims at (A.1; that
+    it is counted per response is not in the paper)."""
+    horizon: float = 10_000
+    """Responses over which the adaptive controller corrects a deviation. Not in the paper."""
+    estimator: Literal["k1", "k3"] = "k1"
+    """k1: log ratio; k3: lower variance, never negative. Not in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.coefficient < 0:
+            raise ValueError(f"kl.coefficient must be non-negative, got {self.coefficient}.")
+        if self.target <= 0 or self.horizon <= 0:
+            raise ValueError(
+                f"kl.target and kl.horizon must be positive, got {self.target} and {self.horizon}."
+            )
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Hyperparameters of one local step. Defaults are Appendix A.1 where it gives a value."""
+
+    batch_size: int = 16
+    """Responses per local step, each to a fresh prompt (A.1: 16)."""
+    minibatch_size: int = 8
+    """Responses per optimizer step; divides the batch (A.1: 8)."""
+    num_epochs: int = 3
+    """PPO epochs over a batch (A.1: 3)."""
+    actor_learning_rate: float = 6e-5
+    """Learning rate of the adapter (A.1)."""
+    critic_learning_rate: float = 1e-4
+    """Learning rate of the value heads (A.1)."""
+    actor_optimizer: Literal["adam", "sgd"] = "adam"
+    """Adam, or the plain gradient step of Algorithm 1. Which one the experiments used is not in
+    the paper."""
+    learning_rate_schedule: Literal["constant", "linear"] = "constant"
+    """Constant, or linear decay to zero over all local steps. Not in the paper."""
+    critic: Literal["heads", "network"] = "heads"
+    """One linear value head per objective on the policy's last hidden state, detached, or a
+    separate value network with one output per objective. Not in the paper (T-FIRM's critic is
+    linear)."""
+    clip_range: float = 0.2
+    """The probability ratio is clipped to 1 ± this. Not in the paper."""
+    value_clip_range: float = 0.2
+    """New values are clipped to the old ones ± this. Not in the paper."""
+    value_coefficient: float = 0.1
+    """Weight of the value losses in the critic's step. Not in the paper."""
+    gamma: float = 1.0
+    """Discount per token. Not in the paper."""
+    gae_lambda: float = 0.95
+    """Lambda of the generalised advantage estimate. Not in the paper."""
+    whiten_rewards: bool = False
+    """Scale the rewards per token to unit variance. Not in the paper."""
+    missing_end_penalty: float = 0.0
+    """Subtracted from every score of a response that did not end by itself. Not in the paper."""
+    max_gradient_norm: float | None = None
+    """Clip the combined gradient to this norm. Not in the paper."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL penalty and its controller."""
+
+    def __post_init__(self) -> None:
+        if self.minibatch_size < 1 or self.batch_size % self.minibatch_size:
+            raise ValueError(
+                f"ppo.batch_size must be a multiple of ppo.minibatch_size, got {self.batch_size} "
+                f"and {self.minibatch_size}."
+            )
+        if self.num_epochs < 1:
+            raise ValueError(f"ppo.num_epochs must be at least 1, got {self.num_epochs}.")
+        for name in ("actor_learning_rate", "critic_learning_rate", "clip_range"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"ppo.{name} must be positive, got {getattr(self, name)}.")
+
+
+def policy_losses(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip_range: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped surrogate loss of every objective (Schulman et al., 2017, Eq. 7, negated).
+
+    Args:
+        logprobs: Log-probabilities under the current policy, shape [B, T]; carries the graph.
+        old_logprobs: Log-probabilities at sampling time, shape [B, T].
+        advantages: One advantage per objective and token, shape [M, B, T].
+        mask: Response tokens, shape [B, T].
+        clip_range: The ratio is clipped to [1 - clip_range, 1 + clip_range].
+
+    Returns:
+        Losses [M] and, detached, the share of tokens whose ratio the clip holds back [M].
+    """
+    ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
+    clipped_ratio = torch.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range)
+    losses, clip_fractions = [], []
+    for advantage in advantages:
+        loss, clipped = -advantage * ratio, -advantage * clipped_ratio
+        losses.append(masked_mean(torch.max(loss, clipped), mask))
+        clip_fractions.append(masked_mean((clipped > loss).float(), mask))
+    return torch.stack(losses), torch.stack(clip_fractions).detach()
+
+
+def value_losses(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip_range: float,
+) -> torch.Tensor:
+    """Clipped squared error of every objective's value estimate, shape [M].
+
+    Args:
+        values: Current estimates, shape [M, B, T]; carries the graph.
+        old_values: Estimates at sampling time, shape [M, B, T].
+        returns: Targets, shape [M, B, T].
+        mask: Tokens that have a value, shape [B, T].
+        clip_range: Values are clipped to the old ones ± this; the larger error counts.
+    """
+    losses = []
+    for value, old, target in zip(values, old_values, returns, strict=True):
+        clipped = torch.clamp(value, old - clip_range, old + clip_range)
+        error = torch.max(torch.square(value - target), torch.square(clipped - target))
+        losses.append(0.5 * masked_mean(error, mask))
+    return torch.stack(losses)
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
+    probabilities = torch.softmax(logits, dim=-1)
+    return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
+
+
+def adapted_kl_coefficient(
+    coefficient: float, kl: float, *, num_responses: int, config: KLConfig
+) -> float:
+    """The KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
+
+    Args:
+        coefficient: The coefficient in force.
+        kl: Mean KL per response just measured, nats.
+        num_responses: Responses in the batch; a horizon's worth of them corrects by one e-fold
+            of at most 20 % deviation.
+        config: Controller and its constants; a fixed controller returns `coefficient`.
+    """
+    if config.controller == "fixed":
+        return coefficient
+    error = min(max(kl / config.target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * num_responses / config.horizon)

@@ -1,0 +1,437 @@
+r"""Stage 1 of a round: prompts from files or datasets, in the words that a policy reads.
+
+A prompt is a dialogue in the form of Anthropic's HH-RLHF, `"\n\nHuman: ...\n\nAssistant:"`; reward
+models see it like that. The policy sees what `PromptFormat` makes of it: the dialogue as it is,
+the messages of its tokenizer's chat template, or the bare question inside a text of the user's.
+"""
+
+import gzip
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import torch
+from datasets.exceptions import DatasetsError
+from transformers import PreTrainedTokenizerBase
+
+from firm.federation.randomness import RandomStream
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dialogue that waits for a reply."""
+
+    text: str
+    r"""Turns that open with `"\n\nHuman:"` and `"\n\nAssistant:"`; the last one is an empty turn of
+    the assistant."""
+    kind: str
+    """The group that it comes from, such as "helpful"; empty when the data do not say."""
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Where prompts come from and which of them are used."""
+
+    source: str | list[str] = "Anthropic/hh-rlhf"
+    """A .json or .jsonl file (.gz too), a dataset's folder, a dataset on the Hugging Face hub, or a
+    list of these. A colon separates a dataset from one of its folders, which names the prompts'
+    kind: "Anthropic/hh-rlhf:harmless-base"."""
+    split: str = "train"
+    """Split of a dataset; a file has none and is taken whole."""
+    min_tokens: int = 0
+    """Shorter dialogues are left out, in tokens of the policy. Not in the paper."""
+    max_tokens: int | None = None
+    """Longer dialogues are left out, in tokens of the policy; by default they stay and are cut to
+    fit. Not in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 0 or (self.max_tokens or self.min_tokens) < self.min_tokens:
+            raise ValueError(
+                "prompts.min_tokens must lie between 0 and prompts.max_tokens, got "
+                f"{self.min_tokens} and {self.max_tokens}: widen the limits."
+            )
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a dialogue becomes the text that the policy continues. Not in the paper."""
+
+    name: Literal["hh", "chat", "plain"] = "hh"
+    """"hh": the dialogue as it is; "chat": its turns in the tokenizer's chat template; "plain": the
+    last human turn alone, without role tags."""
+    template: str = "{prompt}"
+    """The text around the last human turn under "plain"; {prompt} is where the turn goes."""
+    system_prompt: str = ""
+    """Opening system message under "chat"; none when empty."""
+    date_string: str = "26 Jul 2024"
+    """The date that a chat template may print (Llama 3.2 does). Left to the template it would be
+    today's, and prompts would change from day to day."""
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.template:
+            raise ValueError(
+                "the prompt template must say where the prompt goes, got "
+                f"{self.template!r}: put {{prompt}} into it."
+            )
+
+
+HH = PromptFormat()
+
+
+def as_dialogue(text: str) -> str:
+    r"""The text as a dialogue that waits for a reply.
+
+    White space around it is dropped; a text without role tags counts as one human turn.
+
+    Raises:
+        ValueError: The text has role tags, but does not begin with the human's or does not end with
+            the assistant's.
+
+    >>> as_dialogue("How are you?")
+    '\n\nHuman: How are you?\n\nAssistant:'
+    """
+    dialogue = "\n\n" + text.strip()
+    if HUMAN not in dialogue and ASSISTANT not in dialogue:
+        return f"{HUMAN} {text.strip()}{ASSISTANT}"
+    if not (dialogue.startswith(HUMAN) and dialogue.endswith(ASSISTANT)):
+        raise ValueError(
+            f"a dialogue must begin with {HUMAN!r} and end with {ASSISTANT!r}: "
+            "add the missing tag, or remove all tags to make it one human turn."
+        )
+    return dialogue
+
+
+def load_prompts(
+    source: str | Path | Sequence[str | Path],
+    *,
+    split: str = "train",
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> list[Prompt]:
+    r"""The distinct prompts of one or more sources, in their order.
+
+    A row gives its field `prompt`, or, where it has none, `chosen` up to and including its last
+    `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes; `kind` is optional.
+
+    Args:
+        source: Files, folders or names of datasets, as in `PromptsConfig.source`.
+        split: Split of a dataset.
+        min_tokens: Dialogues with fewer tokens are left out.
+        max_tokens: Dialogues with more tokens are left out.
+        tokenizer: The policy's, which counts for the two limits.
+
+    Raises:
+        ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
+            message names source and row, and never repeats the text.
+    """
+    sources = [source] if isinstance(source, str | Path) else list(source)
+    rows = (prompt for each in sources for prompt in _read(str(each), split))
+    prompts = list({prompt.text: prompt for prompt in rows}.values())
+    num_distinct = len(prompts)
+    if min_tokens or max_tokens is not None:
+        if tokenizer is None:
+            raise ValueError(
+                f"min_tokens {min_tokens} and max_tokens {max_tokens} need a tokenizer that "
+                "counts: pass the policy's."
+            )
+        rows_ids = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
+        longest = float("inf") if max_tokens is None else max_tokens
+        prompts = [
+            prompt
+            for prompt, ids in zip(prompts, rows_ids, strict=True)
+            if min_tokens <= len(ids) <= longest
+        ]
+    if not prompts:
+        raise ValueError(
+            f"no prompt is left of {num_distinct} in {', '.join(map(str, sources))}: "
+            "give a source that has some, or widen min_tokens and max_tokens."
+        )
+    return prompts
+
+
+def _read(source: str, split: str) -> Iterator[Prompt]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        yield from _read_file(path)
+        return
+    name, _, folder = (source, "", "") if path.is_dir() else source.partition(":")
+    for number, row in enumerate(_open_dataset(name, folder, split), start=1):
+        yield _prompt(row, place=f"{source}, {split} row {number}", kind=folder)
+
+
+def _read_file(path: Path) -> Iterator[Prompt]:
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    if not suffixes or suffixes[-1] not in (".json", ".jsonl"):
+        raise ValueError(f"{path} is not a .json or .jsonl file (.gz too): convert it to one.")
+    is_whole = suffixes[-1] == ".json"
+    open_text: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    number = 1
+    try:
+        with open_text(path, "rt", encoding="utf-8") as file:
+            if is_whole:
+                rows = json.load(file)
+                if not isinstance(rows, list):
+                    raise ValueError(
+                        f"{path} holds a JSON {type(rows).__name__}: give a list of objects, or "
+                        "one object per line in a .jsonl file."
+                    )
+                for number, row in enumerate(rows, start=1):
+                    yield _prompt(row, place=f"{path}, row {number}")
+            else:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield _prompt(json.loads(line), place=f"{path}, line {number}")
+    except json.JSONDecodeError as error:
+        line = error.lineno if is_whole else number
+        raise ValueError(
+            f"{path}, line {line}: not valid JSON ({error.msg} at column {error.colno}): repair it."
+        ) from None
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): give UTF-8 text, plain or in a whole "
+            "gzip file."
+        ) from None
+
+
+def _open_dataset(name: str, folder: str, split: str) -> Any:
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            dataset = datasets.load_from_disk(name)
+            if isinstance(dataset, datasets.Dataset):
+                return dataset
+            if split not in dataset:
+                raise ValueError(f"it has no split {split!r}, only {', '.join(map(str, dataset))}")
+            return dataset[split]
+        return datasets.load_dataset(name, data_dir=folder or None, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"no prompts at {name}: it is no file, and no dataset could be loaded ({reason}): "
+            "give the path of a .jsonl file or a folder, or the name of a dataset within reach."
+        ) from None
+
+
+def _prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
+    expected = f"give an object with the text `prompt`, or `chosen` with {ASSISTANT!r} inside."
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: got a JSON {type(row).__name__}: {expected}")
+    text = row.get("prompt")
+    if text is None and isinstance(row.get("chosen"), str):
+        before, tag, _ = row["chosen"].rpartition(ASSISTANT)
+        text = before + tag
+    if not isinstance(text, str) or not text.strip():
+        got = "an empty text" if isinstance(text, str) else f"fields {', '.join(map(str, row))}"
+        raise ValueError(f"{place}: no prompt in {got}: {expected}")
+    kind = row.get("kind") or kind
+    if not isinstance(kind, str):
+        raise ValueError(f"{place}: `kind` must be a text, got {type(kind).__name__}.")
+    try:
+        return Prompt(as_dialogue(text), kind)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def parse_dialogue(text: str) -> list[dict[str, str]]:
+    r"""The turns as chat messages with `role` ("user" or "assistant") and `content`.
+
+    Neighbouring turns of one speaker become one message, because chat templates expect speakers to
+    alternate; empty turns vanish.
+
+    >>> parse_dialogue("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye\n\nAssistant:")[1]
+    {'role': 'assistant', 'content': 'Hello!'}
+    """
+    _, *parts = re.split(r"\n\n(Human|Assistant):", text)
+    turns = [
+        ("user" if role == "Human" else "assistant", content.strip())
+        for role, content in zip(parts[::2], parts[1::2], strict=True)
+        if content.strip()
+    ]
+    return [
+        {"role": role, "content": "\n\n".join(content for _, content in same)}
+        for role, same in groupby(turns, key=lambda turn: turn[0])
+    ]
+
+
+def format_prompt(
+    text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = HH
+) -> str:
+    """The text that the policy continues, for a dialogue of any length.
+
+    Raises:
+        ValueError: The format is "chat" and the tokenizer has no chat template.
+    """
+    if prompt_format.name == "hh":
+        return text
+    if prompt_format.name == "plain":
+        question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).strip()
+        return prompt_format.template.replace("{prompt}", question)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the prompt format 'chat' needs a chat template, and the policy's tokenizer has none: "
+            "choose 'hh' or 'plain'."
+        )
+    messages = parse_dialogue(text)
+    if prompt_format.system_prompt:
+        messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
+    formatted = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        tokenize=False,
+        date_string=prompt_format.date_string,
+    )
+    assert isinstance(formatted, str)
+    return formatted
+
+
+def truncate_by_turns(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    *,
+    prompt_format: PromptFormat = HH,
+) -> str:
+    """The longest end of a dialogue that fits, with its last human turn and the assistant's tag.
+
+    The oldest turns go first, the human's with the reply to it. If the last human turn alone is too
+    long, it loses its beginning.
+
+    Args:
+        text: A dialogue.
+        tokenizer: The policy's.
+        max_tokens: Room for the formatted prompt, special tokens included.
+        prompt_format: What the policy will read, which is what is measured.
+
+    Raises:
+        ValueError: Not even an empty human turn fits.
+    """
+    text = as_dialogue(text)
+
+    def fits(dialogue: str) -> bool:
+        formatted = format_prompt(dialogue, tokenizer, prompt_format)
+        return len(_token_ids([formatted], tokenizer)[0]) <= max_tokens
+
+    for turn in re.finditer(HUMAN, text):
+        if fits(text[turn.start() :]):
+            return text[turn.start() :]
+    question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).strip()
+    too_early, fitting = 0, len(question)
+    if not fits(f"{HUMAN} {ASSISTANT}"):
+        raise ValueError(
+            f"no prompt fits into {max_tokens} tokens, because what the prompt format "
+            f"{prompt_format.name!r} adds is longer: raise the limit or shorten the template."
+        )
+    while fitting - too_early > 1:
+        middle = (too_early + fitting) // 2
+        if fits(f"{HUMAN} {question[middle:]}{ASSISTANT}"):
+            fitting = middle
+        else:
+            too_early = middle
+    return f"{HUMAN} {question[fitting:]}{ASSISTANT}"
+
+
+def encode_prompts(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of formatted prompts, both [B, T], padded on the left.
+
+    A prompt over the limit keeps its end, and its BOS when the tokenizer gives one; how many were
+    cut is logged. `truncate_by_turns` cuts where a reader would, so call it before.
+
+    Args:
+        texts: What the policy is to continue, B texts.
+        tokenizer: The policy's, with a pad token.
+        max_prompt_tokens: Upper bound of T.
+
+    Raises:
+        ValueError: A text has no token, there is no pad token, or the limit leaves no room.
+    """
+    if tokenizer.pad_token_id is None:
+        raise ValueError("prompts of several lengths need a pad token: set tokenizer.pad_token.")
+    if max_prompt_tokens < 2:
+        raise ValueError(f"max_prompt_tokens must be at least 2, got {max_prompt_tokens}.")
+    rows, num_cut = [], 0
+    for index, ids in enumerate(_token_ids(texts, tokenizer)):
+        if not ids:
+            raise ValueError(f"prompt {index} of {len(texts)} has no token: give it some text.")
+        if len(ids) > max_prompt_tokens:
+            start = [ids[0]] if ids[0] == tokenizer.bos_token_id else []
+            ids = start + ids[len(ids) - max_prompt_tokens + len(start) :]
+            num_cut += 1
+        rows.append(ids)
+    if num_cut:
+        logger.info("%d of %d prompts cut to %d tokens", num_cut, len(rows), max_prompt_tokens)
+    length = max(map(len, rows), default=0)
+    input_ids = torch.tensor(
+        [[tokenizer.pad_token_id] * (length - len(ids)) + ids for ids in rows], dtype=torch.long
+    )
+    num_tokens = torch.tensor([len(ids) for ids in rows])
+    attention_mask = torch.arange(length) >= length - num_tokens.unsqueeze(1)
+    return input_ids, attention_mask.long()
+
+
+def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each text; a BOS that the chat template spelt out stands only once."""
+    rows = tokenizer(list(texts), verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in rows]
+
+
+class PromptStream:
+    """Endless shuffled passes over one client's prompts.
+
+    Every pass uses each prompt once. A batch that bridges two passes has no prompt twice either:
+    the new pass gives first what the old one did not.
+
+    Args:
+        prompts: The client's shard.
+        stream: Shuffles, and belongs to this stream of prompts alone.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], stream: RandomStream) -> None:
+        self.prompts = tuple(prompts)
+        self._stream = stream
+        self._order: list[int] = []  # what is left of this pass
+
+    def draw(self, batch_size: int) -> list[Prompt]:
+        """The next prompts, all different.
+
+        Raises:
+            ValueError: The shard has fewer prompts than the batch.
+        """
+        if not 1 <= batch_size <= len(self.prompts):
+            raise ValueError(
+                f"a batch of {batch_size} different prompts cannot be drawn from a shard of "
+                f"{len(self.prompts)}: lower the batch size, or give the client more prompts."
+            )
+        picked = self._order[:batch_size]
+        self._order = self._order[batch_size:]
+        if len(picked) < batch_size:
+            with self._stream:
+                order: list[int] = torch.randperm(len(self.prompts)).tolist()
+            old = set(picked)
+            new = [index for index in order if index not in old][: batch_size - len(picked)]
+            used = set(new)
+            self._order = [index for index in order if index not in used]
+            picked += new
+        return [self.prompts[index] for index in picked]
+
+    def state(self) -> dict[str, Any]:
+        """What is left of this pass and the shuffle's generator, as a deep copy."""
+        order = torch.tensor(self._order, dtype=torch.long)
+        return {"order": order, "stream": self._stream.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over a state of a stream over the same prompts."""
+        self._order = state["order"].tolist()
+        self._stream.restore(state["stream"])

@@ -1,0 +1,191 @@
+"""Stage 3 of a round: texts become scores [M, B], and scores become rewards in [0, 1].
+
+A reward is any callable with TRL's reward-function signature; no model is known here. The map to
+[0, 1] is frozen once from replies of the base model and shared by all clients: statistics that
+each client kept for itself would give one reward different meanings in different places.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+RewardFn = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
+"""Called with the keywords `prompts` and `completions`; returns one number per completion."""
+
+Method = Literal["sigmoid", "minmax", "none"]
+
+LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
+
+
+@runtime_checkable
+class RewardModel(Protocol):
+    """One objective: a reward function that knows its name."""
+
+    name: str
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], **kwargs: Any
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """One number per completion, larger is better."""
+        ...
+
+
+def score(
+    reward_fns: Mapping[str, RewardFn], prompts: Sequence[str], completions: Sequence[str]
+) -> torch.Tensor:
+    """Raw scores of every objective, shape [M, B], float32 on the CPU.
+
+    Args:
+        reward_fns: Reward function by objective, in the order of the rows; coroutine functions are
+            awaited.
+        prompts: B dialogues, as the data have them.
+        completions: B replies, cut at their stop.
+
+    Raises:
+        ValueError: A reward did not return one finite number per completion. The message names the
+            objective and where, and never repeats a text.
+    """
+    if len(prompts) != len(completions):
+        raise ValueError(
+            f"every completion needs its prompt, got {len(prompts)} prompts and "
+            f"{len(completions)} completions."
+        )
+    rows = []
+    for name, reward_fn in reward_fns.items():
+        values = reward_fn(prompts=list(prompts), completions=list(completions))
+        if inspect.isawaitable(values):
+            values = asyncio.run(_result(values))
+        rows.append(_checked(name, values, len(completions)))
+    return torch.stack(rows)
+
+
+async def _result(values: Awaitable[Sequence[float]]) -> Sequence[float]:
+    return await values
+
+
+def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
+    """The values of one reward, shape [B], float32."""
+    expected = f"return one finite number for each of the {num_completions} completions"
+    if not hasattr(values, "__len__"):
+        raise ValueError(f"reward {name!r} returned {type(values).__name__}: {expected}.")
+    if len(values) != num_completions:
+        raise ValueError(f"reward {name!r} returned {len(values)} values: {expected}, in order.")
+    try:
+        row = torch.as_tensor(values, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        odd = [index for index, value in enumerate(values) if not isinstance(value, Real)]
+        what = f"{type(values[odd[0]]).__name__} at index {odd[0]}" if odd else "no flat list"
+        raise ValueError(
+            f"reward {name!r} returned {what} ({len(odd)} of {num_completions} values are not "
+            f"numbers): {expected}."
+        ) from None
+    if row.shape != (num_completions,):
+        raise ValueError(f"reward {name!r} returned shape {list(row.shape)}: {expected}, flat.")
+    broken = (~row.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        raise ValueError(
+            f"reward {name!r} returned {row[broken[0]].item()} at index {broken[0]} ({len(broken)} "
+            f"of {num_completions} values are not finite): {expected}, for odd replies too."
+        )
+    return row.detach().cpu()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A frozen map from raw scores to rewards; part of checkpoint and report. Not in the paper."""
+
+    method: Method
+    """"sigmoid": sigmoid((r - mean) / scale); "minmax": (r - low) / (high - low), clipped to
+    [0, 1]; "none": r itself."""
+    mean: float = 0.0
+    """Mean raw score of the calibration replies."""
+    scale: float = 1.0
+    """Their standard deviation."""
+    low: float = 0.0
+    """Their 5 % quantile."""
+    high: float = 1.0
+    """Their 95 % quantile."""
+    num_samples: int = 0
+    """How many replies the figures come from."""
+
+    def __call__(self, raw: torch.Tensor) -> torch.Tensor:
+        """Rewards of raw scores, same shape."""
+        if self.method == "sigmoid":
+            return torch.sigmoid((raw - self.mean) / self.scale)
+        if self.method == "minmax":
+            return ((raw - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        return raw
+
+    def to_dict(self) -> dict[str, Any]:
+        """The method, its own figures and the number of samples."""
+        figures = {"sigmoid": ("mean", "scale"), "minmax": ("low", "high"), "none": ()}
+        names = ("method", *figures[self.method], "num_samples")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> "Calibration":
+        """The calibration that `to_dict` described."""
+        return cls(**figures)
+
+
+def calibrate(method: Method, raw: torch.Tensor, *, name: str = "reward") -> Calibration:
+    """The map to rewards that fits a reward's raw scores of base-model replies.
+
+    Args:
+        method: How scores are mapped.
+        raw: Raw scores of the calibration replies, shape [n].
+        name: The objective, for the message.
+
+    Raises:
+        ValueError: There is no such method, or the scores have no spread to divide by.
+    """
+    raw = raw.double()  # quantiles and spreads of large, close scores lose digits in float32
+    num_samples = raw.numel()
+    if method == "none":
+        return Calibration("none", num_samples=num_samples)
+    if method not in ("sigmoid", "minmax"):
+        raise ValueError(
+            f"no normalization {method!r} for {name!r}: choose sigmoid, minmax or none."
+        )
+    if num_samples < 2:
+        raise ValueError(f"calibrating {name!r} takes at least 2 scores, got {num_samples}.")
+    if method == "sigmoid":
+        mean, scale = raw.mean().item(), raw.std().item()
+        calibration = Calibration("sigmoid", mean=mean, scale=scale, num_samples=num_samples)
+        spread, what = scale, "standard deviation"
+    else:
+        quantiles = torch.tensor([LOW_QUANTILE, HIGH_QUANTILE], dtype=raw.dtype, device=raw.device)
+        low, high = torch.quantile(raw, quantiles).tolist()
+        calibration = Calibration("minmax", low=low, high=high, num_samples=num_samples)
+        spread, what = high - low, "distance of the 5 % and 95 % quantiles"
+    if not spread > math.ulp(1.0) * raw.abs().max().item():
+        raise ValueError(
+            f"the scores of {name!r} do not vary on {num_samples} calibration replies ({what} "
+            f"{spread:.3g}): choose normalization 'none', use more replies, or repair the reward."
+        )
+    return calibration
+
+
+def normalize(raw: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
+    """Rewards of raw scores, shape [M, B], in [0, 1] unless a method is "none".
+
+    Args:
+        raw: Raw scores, shape [M, B].
+        calibrations: One by objective, in the order of the rows.
+
+    Raises:
+        ValueError: There are more or fewer calibrations than rows.
+    """
+    if len(raw) != len(calibrations):
+        raise ValueError(
+            f"{len(raw)} rows of scores need one calibration each, got {len(calibrations)}: "
+            "calibrate every objective."
+        )
+    rows = zip(raw, calibrations.values(), strict=True)
+    return torch.stack([calibration(row) for row, calibration in rows])

@@ -1,0 +1,311 @@
+"""Stage 2 of a round: prompts become responses with log-probabilities, by policy and reference.
+
+Prompts are left-padded so that every response starts in the same column. A response ends at the
+first end token (EOS or a configured one) or where a stop string is complete; what the model wrote
+after that is replaced by padding, and the text is cut before the stop string.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+INVALID_LOGPROB = 1.0
+"""Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How responses are sampled and where they end."""
+
+    max_new_tokens: int = 128
+    """Longest response in tokens. Not in the paper."""
+    temperature: float = 0.7
+    """Sampling temperature. Not in the paper."""
+    max_prompt_tokens: int = 256
+    """Longest prompt in tokens; longer ones lose their beginning. Not in the paper."""
+    stop_strings: list[str] = field(default_factory=lambda: ["\n\nHuman:"])
+    """A response ends before any of these texts: a policy that writes the next human turn would
+    otherwise be scored for it. Not in the paper."""
+    end_tokens: list[str] = field(default_factory=list)
+    """Tokens that end a response beside EOS, as the tokenizer spells them. Not in the paper."""
+    forward_batch_size: int = 64
+    """Responses that are generated and scored by the models at once; bounds memory."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.max_prompt_tokens < 1 or self.forward_batch_size < 1:
+            raise ValueError(
+                "rollout.max_new_tokens, max_prompt_tokens and forward_batch_size must be at "
+                f"least 1, got {self.max_new_tokens}, {self.max_prompt_tokens} and "
+                f"{self.forward_batch_size}."
+            )
+        if self.temperature <= 0:
+            raise ValueError(
+                f"rollout.temperature must be positive, got {self.temperature}: "
+                "PPO needs samples, not the greedy reply."
+            )
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """B sampled responses of at most T tokens to prompts of Q tokens."""
+
+    completions: list[str]
+    """Texts of the responses, cut before a stop string, without special tokens."""
+    query_responses: torch.Tensor
+    """Prompt and raw response token ids, [B, Q + T]."""
+    context_length: int
+    """Q, the common padded length of the prompts."""
+    logprobs: torch.Tensor
+    """Log-probabilities of the response tokens under the sampling policy, [B, T]."""
+    reference_logprobs: torch.Tensor
+    """The same under the reference (the policy without its adapter), [B, T]."""
+    last_index: torch.Tensor
+    """Index of the last token of each response, [B]."""
+    ended: torch.Tensor
+    """Whether the response came to an end by itself, bool [B]."""
+
+    @property
+    def responses(self) -> torch.Tensor:
+        """Raw response token ids, [B, T]."""
+        return self.query_responses[:, self.context_length :]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens of the response, its end token included, bool [B, T]."""
+        return self._positions <= self.last_index.unsqueeze(1)
+
+    @property
+    def value_mask(self) -> torch.Tensor:
+        """Positions that have a value: the response and one after it, bool [B, T]."""
+        return self._positions <= self.last_index.unsqueeze(1) + 1
+
+    @property
+    def score_index(self) -> torch.Tensor:
+        """Where the score is paid: after the last token, or on it when there is no room, [B]."""
+        after = self.last_index + 1
+        return torch.where(after < self.logprobs.size(1), after, self.last_index)
+
+    @property
+    def num_tokens(self) -> torch.Tensor:
+        """Length of each response in tokens, [B]."""
+        return self.last_index + 1
+
+    @property
+    def _positions(self) -> torch.Tensor:
+        return torch.arange(self.logprobs.size(1), device=self.logprobs.device).unsqueeze(0)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
+
+    Rows are taken one at a time, so that no second tensor [B, T, V] is held.
+    """
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()  # bf16 log-sum-exp loses the log-probability's digits
+    chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+
+
+def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
+    """Output of a causal language model on padded ids [B, L], hidden states included.
+
+    Positions count the real tokens only, so that padding does not move a text.
+    """
+    attention_mask = token_ids != pad_token_id
+    return model(
+        input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
+        attention_mask=attention_mask,
+        position_ids=attention_mask.cumsum(1) - attention_mask.long(),
+        return_dict=True,
+        output_hidden_states=True,
+    )
+
+
+def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:
+    """The part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V]."""
+    return logits[:, context_length - 1 : -1] / (temperature + TEMPERATURE_GUARD)
+
+
+TEMPERATURE_GUARD = 1e-7
+"""Added to every temperature, as TRL does; it is part of the bit-for-bit parity."""
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> list[int]:
+    """Ids of the tokens that end a response, EOS first.
+
+    Raises:
+        ValueError: An end token is not one token of the vocabulary.
+    """
+    eos: Any = tokenizer.eos_token_id
+    ids = [] if eos is None else [int(eos)]
+    vocabulary = tokenizer.get_vocab()
+    for token in config.end_tokens:
+        if token not in vocabulary:
+            raise ValueError(
+                f"rollout.end_tokens: {token!r} is not a token of the policy's tokenizer: "
+                "give it as the tokenizer spells it (a newline may be '<0x0A>' or 'Ċ')."
+            )
+        ids.append(vocabulary[token])
+    return ids
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    query_ids: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of at most `max_new_tokens` tokens and their log-probabilities.
+
+    Args:
+        model: The policy; its own sampling defaults are overridden.
+        query_ids: Left-padded prompts, shape [B, Q].
+        tokenizer: Gives the pad id.
+        config: Length and temperature.
+        end_ids: Tokens after which a row is finished.
+
+    Returns:
+        Token ids [B, Q + T], the queries as they came, and log-probabilities [B, T] under the
+        tempered distribution that was sampled from.
+    """
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
+    attention_mask = query_ids != pad_id
+    output = model.generate(
+        input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
+        attention_mask=attention_mask,
+        generation_config=GenerationConfig(
+            max_new_tokens=config.max_new_tokens,
+            do_sample=True,
+            temperature=config.temperature + TEMPERATURE_GUARD,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            eos_token_id=list(end_ids) or None,
+            pad_token_id=pad_id,
+            output_scores=True,
+            return_dict_in_generate=True,
+        ),
+    )
+    responses = output.sequences[:, query_ids.size(1) :]
+    scores = torch.stack(output.scores, dim=1)  # [B, T, V]
+    return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
+
+
+def find_ends(
+    responses: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Where each response ends, whether it ended by itself, and its text.
+
+    Args:
+        responses: Raw response ids, shape [B, T].
+        tokenizer: Decodes them.
+        config: Stop strings.
+        end_ids: Tokens that end a response; they belong to it.
+
+    Returns:
+        Index of the last token [B] (the end token, or the one that completes a stop string), bool
+        [B], and the texts without special tokens and stop strings. A pad token that the policy
+        sampled cuts a response short, as in TRL.
+    """
+    num_tokens = responses.size(1)
+    last, ended, texts = [], [], []
+    for row in responses.tolist():
+        end = next((i for i, token in enumerate(row) if token in end_ids), None)
+        kept = row[: num_tokens if end is None else end + 1]
+        if tokenizer.pad_token_id in kept:
+            kept = kept[: kept.index(tokenizer.pad_token_id)]
+        text: Any = tokenizer.decode(kept, skip_special_tokens=True)
+        cut = min((i for s in config.stop_strings if (i := text.find(s)) >= 0), default=None)
+        if cut is not None:
+            text, kept = text[:cut], _until_stop(kept, tokenizer, config.stop_strings)
+        last.append(len(kept) - 1)
+        ended.append(end is not None or cut is not None)
+        texts.append(text)
+    device = responses.device
+    return torch.tensor(last, device=device), torch.tensor(ended, device=device), texts
+
+
+def _until_stop(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
+) -> list[int]:
+    """The shortest beginning of `token_ids` whose text holds a stop string."""
+    low, high = 1, len(token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        text = tokenizer.decode(token_ids[:middle], skip_special_tokens=True)
+        if any(stop in text for stop in stop_strings):
+            high = middle
+        else:
+            low = middle + 1
+    return token_ids[:low]
+
+
+@torch.no_grad()
+def rollout(
+    model: Any,
+    query_ids: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    reference: Callable[[], AbstractContextManager[Any]],
+) -> Rollouts:
+    """Sampled responses to left-padded prompts, with both policies' log-probabilities.
+
+    Args:
+        model: The policy, a causal language model with an adapter.
+        query_ids: Left-padded prompts, shape [B, Q].
+        tokenizer: The policy's tokenizer; its pad token differs from EOS.
+        config: How to sample and where responses end.
+        reference: A context inside which `model` is the reference policy (adapter off).
+    """
+    end_ids = end_token_ids(tokenizer, config)
+    chunks = query_ids.split(config.forward_batch_size)
+    sampled = [
+        generate(model, chunk, tokenizer=tokenizer, config=config, end_ids=end_ids)
+        for chunk in chunks
+    ]
+    length = max(ids.size(1) for ids, _ in sampled)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    query_responses = torch.cat([_pad_right(ids, length, pad_id) for ids, _ in sampled])
+    logprobs = torch.cat(
+        [_pad_right(p, length - query_ids.size(1), INVALID_LOGPROB) for _, p in sampled]
+    )
+    reference_logprobs = []
+    with reference():
+        for chunk in query_responses.split(config.forward_batch_size):
+            logits = forward(model, chunk, pad_id).logits
+            logits = response_logits(logits, query_ids.size(1), config.temperature)
+            reference_logprobs.append(token_logprobs(logits, chunk[:, query_ids.size(1) :]))
+    last_index, ended, completions = find_ends(
+        query_responses[:, query_ids.size(1) :],
+        tokenizer=tokenizer,
+        config=config,
+        end_ids=end_ids,
+    )
+    positions = torch.arange(logprobs.size(1), device=logprobs.device)
+    padding = positions > last_index.unsqueeze(1)  # [B, T]
+    return Rollouts(
+        completions=completions,
+        query_responses=query_responses,
+        context_length=query_ids.size(1),
+        logprobs=logprobs.masked_fill(padding, INVALID_LOGPROB),
+        reference_logprobs=torch.cat(reference_logprobs).masked_fill(padding, INVALID_LOGPROB),
+        last_index=last_index,
+        ended=ended,
+    )
+
+
+def _pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    missing = length - values.size(1)
+    return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values

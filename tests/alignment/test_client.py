@@ -1,0 +1,173 @@
+"""An alignment client in a federation: alone it is local training, identical ones are one."""
+
+import pytest
+import torch
+
+from firm.alignment import AlignmentClient, Prompt, copy_adapter, load_adapter_
+from firm.federation import LocalEngine, RandomStream, ServerState
+from firm.federation.strategies import FedAvgConfig, FirmConfig, fedavg, firm
+from firm.gradients import gram_matrix
+from firm.solvers import firm_weights
+
+SEED = 11
+PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
+
+
+@pytest.fixture
+def trainer(make_trainer, letter_count):
+    return make_trainer(rewards={"a": letter_count("a"), "b": letter_count("b")}, dropout=0.1)
+
+
+def run(trainer, num_clients, cfg, *, rounds=2, strategy=firm, stream_name=None):
+    start = copy_adapter(trainer.adapter_parameters)
+    clients = [
+        AlignmentClient(
+            f"client_{i}", PROMPTS, trainer, seed=SEED, stream_name=stream_name or f"client_{i}"
+        )
+        for i in range(num_clients)
+    ]
+    engine = LocalEngine(clients)
+    state = ServerState(start, objectives=("a", "b"), seed=SEED)
+    rows = []
+    for _ in range(rounds):
+        state, metrics = strategy(state, [c.name for c in clients], engine, cfg)
+        rows.append(metrics)
+    load_adapter_(trainer.adapter_parameters, start)
+    return state.adapter, rows
+
+
+def assert_equal_adapters(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_a_federation_of_one_client_equals_local_training(trainer):
+    start = copy_adapter(trainer.adapter_parameters)
+    federated, _ = run(trainer, 1, FirmConfig(num_local_steps=2), rounds=1)
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(start)
+    num_steps = 0
+    for batch in client.batches(2):
+        for minibatch in batch.minibatches():
+            gradients = client.gradients(minibatch)
+            client.step(gradients, firm_weights(gram_matrix(gradients.jacobian)))
+            num_steps += 1
+    assert num_steps == 2 * 3 * 2  # local steps, epochs, minibatches
+    assert_equal_adapters(federated, client.adapter())
+    assert not torch.equal(
+        torch.cat([t.flatten() for t in start.values()]),
+        torch.cat([t.flatten() for t in federated.values()]),
+    )
+
+
+@pytest.mark.parametrize("num_clients", [2, 4])
+def test_identical_clients_with_identical_streams_equal_one(trainer, num_clients):
+    one, _ = run(trainer, 1, FirmConfig(), stream_name="twin")
+    many, _ = run(trainer, num_clients, FirmConfig(), stream_name="twin")
+    assert_equal_adapters(one, many)
+
+
+def test_clients_with_their_own_streams_differ(trainer):
+    _, rows = run(trainer, 2, FirmConfig(), rounds=1)
+    assert rows[0]["round"]["drift"] > 0.1
+    first, second = (row["weights"] for row in rows[0]["clients"])
+    assert first != second
+
+
+def test_an_infinite_beta_weighs_all_objectives_alike(trainer):
+    by_beta, rows = run(trainer, 2, FirmConfig(beta=1e12))
+    for row in rows[0]["clients"]:
+        for weights in row["weights"]:
+            assert weights == pytest.approx([0.5, 0.5], abs=1e-9)
+        assert row["beta_effect"] == pytest.approx([1.0] * len(row["beta_effect"]), abs=1e-6)
+    fixed, _ = run(trainer, 2, FedAvgConfig(), strategy=fedavg)
+    for name in fixed:
+        torch.testing.assert_close(by_beta[name], fixed[name], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_per_batch_are_solved_once_per_local_step(trainer):
+    _, rows = run(trainer, 1, FirmConfig(solve_per="batch", num_local_steps=2), rounds=1)
+    assert len(rows[0]["clients"][0]["weights"]) == 2
+
+
+def test_each_local_step_draws_fresh_prompts_and_replies_of_the_policy_as_it_is(trainer):
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    texts = []
+    for batch in client.batches(2):
+        experience = batch.whole[0]
+        trainer.policy_model.eval()
+        logprobs = trainer.gradients(experience, slice(None)).losses
+        assert logprobs.isfinite().all()
+        texts.append(experience.rollouts.query_responses)
+        for minibatch in batch.minibatches():
+            client.step(client.gradients(minibatch), torch.tensor([0.5, 0.5]))
+    assert texts[0].shape != texts[1].shape or not torch.equal(*texts)
+
+
+def test_a_restored_client_goes_on_as_if_it_had_not_stopped(trainer):
+    start = copy_adapter(trainer.adapter_parameters)
+
+    def train_on(client):
+        client.load(start)
+        for batch in client.batches(1):
+            for minibatch in batch.minibatches():
+                client.step(client.gradients(minibatch), torch.tensor([0.5, 0.5]))
+        return client.adapter()
+
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    train_on(client)
+    state = client.state()
+    expected = train_on(client)
+    other = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED + 1)
+    other.restore(state)
+    assert_equal_adapters(train_on(other), expected)
+
+
+def test_metrics_name_every_objective_and_stage(trainer):
+    _, rows = run(trainer, 1, FirmConfig(), rounds=1)
+    row = rows[0]["clients"][0]
+    for key in ("reward_raw", "reward_raw_std", "reward", "policy_loss", "value_loss"):
+        assert row[key].keys() == {"a", "b"}
+    stages = {
+        "rollout",
+        "reward",
+        "values",
+        "forward",
+        "backward",
+        "critic",
+        "gram",
+        "solve",
+        "step",
+    }
+    assert stages <= row["seconds"].keys()
+    assert 0 <= row["clip_fraction"] <= 1
+    assert row["entropy"] > 0
+    assert row["kl"] == pytest.approx(row["kl"])
+    assert 1 <= row["response_length"] <= 10
+    assert row["reward"] == {
+        name: pytest.approx(raw - 0.5 * (1 - row["end_share"]), abs=1e-6)
+        for name, raw in row["reward_raw"].items()
+    }
+
+
+def test_a_reward_that_is_not_a_number_fails_its_client_and_names_the_objective(
+    make_trainer, letter_count
+):
+    trainer = make_trainer(
+        rewards={
+            "a": letter_count("a"),
+            "broken": lambda prompts, completions, **_: [float("nan")] * len(prompts),
+        }
+    )
+    with pytest.raises(RuntimeError, match=r"client_0: ValueError: reward 'broken' returned nan"):
+        run(trainer, 1, FirmConfig(), rounds=1)
+
+
+def test_streams_of_two_purposes_do_not_share_numbers():
+    with RandomStream(SEED, "client_0", "rollout"):
+        first = torch.rand(3)
+    with RandomStream(SEED, "client_0", "update"):
+        second = torch.rand(3)
+    assert not torch.equal(first, second)

@@ -1,0 +1,181 @@
+import json
+import random
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from firm.alignment.evaluation import (
+    Evaluation,
+    Replies,
+    comparison_table,
+    distinct,
+    evaluate,
+    mean_and_error,
+)
+from firm.alignment.rewards import Calibration
+from firm.federation.randomness import RandomStream
+
+PROMPTS = [f"\n\nHuman: Question {index}\n\nAssistant:" for index in range(6)]
+CALIBRATIONS = {"words": Calibration("minmax", low=0.0, high=10.0)}
+
+
+def num_words(completions, **kwargs):
+    return [float(len(text.split())) for text in completions]
+
+
+def matches(prompts, completions, **kwargs):
+    """Whether a reply carries the number of its prompt."""
+    return [float(p.split()[2] == c.split()[0]) for p, c in zip(prompts, completions, strict=True)]
+
+
+def policy(extra_words=0):
+    """A policy whose replies name their prompt and then talk for a random while."""
+
+    def generate(prompts):
+        words = [random.randint(0, 3) + extra_words for _ in prompts]
+        return Replies(
+            completions=[
+                " ".join([prompt.split()[2], *["word"] * num])
+                for prompt, num in zip(prompts, words, strict=True)
+            ],
+            kl=torch.tensor(words) / 10,
+            num_tokens=torch.tensor(words) + 1,
+            ended=torch.tensor(words) < 3,
+        )
+
+    return generate
+
+
+def run(generate, **options):
+    defaults = {
+        "calibrations": CALIBRATIONS,
+        "stream": RandomStream(0, "evaluation"),
+        "extra_fns": {"match": matches},
+        "num_samples": 3,
+    }
+    return evaluate(generate, PROMPTS, {"words": num_words}, **(defaults | options))
+
+
+def test_figures_equal_a_hand_computation():
+    counts = iter([1, 3, 2, 6])  # two prompts with two replies each
+
+    def generate(prompts):
+        words = [next(counts) for _ in prompts]
+        return Replies(
+            [" ".join("ab"[i % 2] for i in range(n)) for n in words],
+            kl=torch.tensor(words) * 0.5,
+            num_tokens=torch.tensor(words),
+            ended=torch.tensor([n < 6 for n in words]),
+        )
+
+    evaluation = evaluate(
+        generate,
+        PROMPTS[:2],
+        {"words": num_words},
+        calibrations=CALIBRATIONS,
+        stream=RandomStream(0),
+        num_samples=2,
+        batch_size=3,
+    )
+    row = evaluation.row(round=0, split="test")
+    # prompts' means 2 and 4: mean 3, standard deviation sqrt(2), error sqrt(2) / sqrt(2)
+    assert row == {
+        "kind": "evaluation",
+        "round": 0,
+        "split": "test",
+        "num_prompts": 2,
+        "num_samples": 2,
+        "scores": {"words": {"mean": 3.0, "se": pytest.approx(1.0)}},
+        "normalized": {"words": {"mean": pytest.approx(0.3), "se": pytest.approx(0.1)}},
+        "kl": 1.5,
+        "kl_se": pytest.approx(0.5),
+        "length": 3.0,
+        "distinct_1": 2 / 12,
+        "distinct_2": 2 / 8,
+        "end_share": 0.75,
+    }
+
+
+def test_replies_stay_with_their_prompts_whatever_the_batch_size():
+    by_size = [run(policy(), batch_size=size) for size in (1, 4, 64)]
+    for evaluation in by_size:
+        assert torch.equal(evaluation.scores["match"], torch.ones(6))
+        assert torch.equal(evaluation.scores["words"], by_size[0].scores["words"])
+        assert evaluation.samples == by_size[0].samples
+        for sample in evaluation.samples:
+            assert sample["completion"].split()[0] == sample["prompt"].split()[2]
+            assert sample["scores"]["words"] == len(sample["completion"].split())
+
+
+def test_equal_streams_give_equal_evaluations_and_the_outer_generator_is_left_alone():
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    first, second = run(policy()), run(policy())
+    assert random.random() == expected
+    assert first.samples == second.samples
+    assert first.samples != run(policy(), stream=RandomStream(1, "evaluation")).samples
+
+
+def test_the_change_is_paired_by_prompt():
+    base, final = run(policy()), run(policy(extra_words=2))
+    change = final.row(base, round=3, split="validation")["change"]
+    assert change["words"] == {"mean": pytest.approx(2.0), "se": pytest.approx(0.0, abs=1e-6)}
+    assert change["match"] == {"mean": 0.0, "se": 0.0}
+    unpaired = mean_and_error(base.scores["words"])[1]
+    assert unpaired > 0.1
+
+
+def test_evaluations_of_other_prompts_or_scores_cannot_be_paired():
+    base = run(policy())
+    reordered = Evaluation(**{**asdict(base), "samples": base.samples[::-1]})
+    renamed = run(policy(), extra_fns={"other": matches})
+    for other in (reordered, renamed):
+        with pytest.raises(ValueError, match="evaluate both policies on the same prompts"):
+            base.row(other, round=1, split="test")
+
+
+def test_the_table_sets_base_and_final_side_by_side():
+    base, final = run(policy()), run(policy(extra_words=2), stream=RandomStream(1))
+    table = {row.name: row for row in comparison_table(base, final)}
+    figures = ["kl", "length", "end_share", "distinct_1", "distinct_2"]
+    assert list(table) == ["words", "match", *figures]
+    kl = table["kl"]
+    assert (kl.base, kl.base_se) == pytest.approx(mean_and_error(base.kl))
+    assert (kl.final, kl.final_se) == pytest.approx(mean_and_error(final.kl))
+    assert (kl.change, kl.change_se) == pytest.approx(mean_and_error(final.kl - base.kl))
+    assert kl.z == pytest.approx(kl.change / kl.change_se)
+    assert table["match"].z is None
+    assert table["distinct_1"].change_se is None
+
+
+def test_rows_and_state_can_be_written_to_disk():
+    base = run(policy())
+    rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert [row["prompt"] for row in rows[1:]] == PROMPTS[:2]
+    assert rows[1].keys() == {"round", "prompt", "completion", "scores"}
+    assert rows[1]["scores"].keys() == {"words", "match"}
+    restored = Evaluation(**asdict(base))
+    assert restored.row(base, round=1, split="test") == rows[0]
+
+
+def test_no_text_means_no_distinct_words():
+    assert distinct(["", "one"], 2) == 0.0
+    assert distinct(["a b c", "A b"], 1) == 3 / 5
+
+
+def test_evaluations_that_cannot_be_trusted_are_refused():
+    options = {"calibrations": CALIBRATIONS, "stream": RandomStream(0)}
+    fns = {"words": num_words}
+    with pytest.raises(ValueError, match="needs 2 prompts"):
+        evaluate(policy(), PROMPTS[:1], fns, **options)
+    with pytest.raises(ValueError, match="1 of 7 evaluation prompts are repeats"):
+        evaluate(policy(), [*PROMPTS, PROMPTS[0]], fns, **options)
+    with pytest.raises(ValueError, match="'words' is both"):
+        evaluate(policy(), PROMPTS, fns, extra_fns={"words": num_words}, **options)
+    with pytest.raises(ValueError, match="positive num_samples"):
+        evaluate(policy(), PROMPTS, fns, num_samples=0, **options)
+    with pytest.raises(ValueError, match="'words' has no calibration"):
+        evaluate(policy(), PROMPTS, fns, **{**options, "calibrations": {}})

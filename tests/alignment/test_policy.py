@@ -1,0 +1,281 @@
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from firm.alignment.policy import (
+    LoraSettings,
+    PolicyConfig,
+    adapter_parameters,
+    copy_adapter,
+    load_adapter_,
+    load_policy,
+    load_tokenizer,
+    set_adapter_dropout,
+    without_deprecation_warnings,
+)
+from firm.federation import RandomStream
+
+TOKEN_IDS = torch.tensor([[4, 9, 7, 14, 5], [8, 8, 4, 6, 10]])
+
+
+def load(checkpoint, *, seed: int = 0, dtype="float32", **lora):
+    config = PolicyConfig(path=str(checkpoint), dtype=dtype, lora=LoraSettings(**lora))
+    return load_policy(config, stream=RandomStream(seed, "adapter"))
+
+
+@pytest.fixture(scope="module")
+def fresh(checkpoint):
+    """A policy as it is loaded; tests leave it as it is."""
+    return load(checkpoint, r=2, alpha=6)
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path, make_tokenizer):
+    def save(**special_tokens):
+        make_tokenizer(**special_tokens).save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return save
+
+
+def test_a_checkpoint_s_own_pad_token_stays(tokenizer_folder):
+    tokenizer = load_tokenizer(PolicyConfig(path=tokenizer_folder()))
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "</s>")
+
+
+@pytest.mark.parametrize("pad_token", [None, "</s>"])
+def test_a_pad_token_that_is_missing_or_equal_to_eos_becomes_the_unknown_token(
+    tokenizer_folder, pad_token
+):
+    tokenizer = load_tokenizer(PolicyConfig(path=tokenizer_folder(pad_token=pad_token)))
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<unk>", 3)
+
+
+@pytest.mark.parametrize("unk_token", [None, "</s>"])
+@pytest.mark.parametrize("pad_token", [None, "</s>"])
+def test_without_any_token_to_pad_with_the_error_says_so(tokenizer_folder, pad_token, unk_token):
+    folder = tokenizer_folder(pad_token=pad_token, unk_token=unk_token)
+    with pytest.raises(ValueError, match=r"policy.pad_token: .*'</s>': name an unused token"):
+        load_tokenizer(PolicyConfig(path=folder))
+
+
+def test_a_pad_token_can_be_named(tokenizer_folder):
+    folder = tokenizer_folder(pad_token=None, unk_token=None)
+    tokenizer = load_tokenizer(PolicyConfig(path=folder, pad_token="<s>"))
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<s>", 1)
+
+
+def test_a_named_pad_token_outranks_the_checkpoint_s(tokenizer_folder):
+    tokenizer = load_tokenizer(PolicyConfig(path=tokenizer_folder(), pad_token="<s>"))
+    assert tokenizer.pad_token_id == 1
+
+
+def test_a_named_pad_token_must_be_in_the_vocabulary(tokenizer_folder):
+    folder = tokenizer_folder()
+    with pytest.raises(ValueError, match=r"policy.pad_token: '<nothing>' is not in the vocab"):
+        load_tokenizer(PolicyConfig(path=folder, pad_token="<nothing>"))
+    assert load_tokenizer(PolicyConfig(path=folder)).pad_token == "<pad>"
+
+
+def test_a_named_pad_token_must_differ_from_eos(tokenizer_folder):
+    with pytest.raises(ValueError, match=r"no padding token that differs from its end token"):
+        load_tokenizer(PolicyConfig(path=tokenizer_folder(), pad_token="</s>"))
+
+
+def test_prompts_are_padded_and_truncated_on_the_left(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(PolicyConfig(path=str(tmp_path)))
+    ids = tokenizer(["a", "bcde"], padding=True, truncation=True, max_length=2)["input_ids"]
+    assert ids == [[0, 4], [7, 8]]
+
+
+def test_only_the_adapter_is_trainable(fresh):
+    trainable = {name for name, p in fresh.named_parameters() if p.requires_grad}
+    assert trainable == {name for name, _ in fresh.named_parameters() if "lora_" in name}
+    # two layers; rank 2 times (in + out) for q and o (16 to 16), k and v (16 to 8)
+    sizes = [p.numel() for p in adapter_parameters(fresh).values()]
+    assert sum(sizes) == 2 * 2 * (32 + 24 + 24 + 32)
+
+
+def test_target_modules_choose_the_layers_with_an_adapter(checkpoint):
+    policy = load(checkpoint, target_modules=["down_proj", "k_proj"])
+    layers = {name.rsplit(".", 3)[-3] for name in adapter_parameters(policy)}
+    assert layers == {"down_proj", "k_proj"}
+
+
+def test_a_fresh_adapter_changes_nothing(fresh, make_model):
+    with torch.no_grad():
+        logits = fresh.eval()(input_ids=TOKEN_IDS).logits
+        assert torch.equal(logits, make_model()(input_ids=TOKEN_IDS).logits)
+
+
+def test_the_update_is_b_times_a_times_alpha_over_r(checkpoint, make_model):
+    policy = load(checkpoint, r=2, alpha=6, target_modules=["v_proj"]).eval()
+    parameters = adapter_parameters(policy)
+    base = make_model()
+    with torch.no_grad():
+        for i, layer in enumerate(base.model.layers):
+            prefix = f"base_model.model.model.layers.{i}.self_attn.v_proj.lora_"
+            a, b = parameters[f"{prefix}A.weight"], parameters[f"{prefix}B.weight"]
+            torch.nn.init.normal_(b, generator=torch.Generator().manual_seed(i))
+            layer.self_attn.v_proj.weight += 3 * b @ a  # alpha / r = 6 / 2
+        ours = policy(input_ids=TOKEN_IDS).logits
+        torch.testing.assert_close(ours, base(input_ids=TOKEN_IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_streams_draw_equal_adapters_whatever_was_drawn_before(checkpoint):
+    def drawn(seed, noise):
+        torch.manual_seed(noise)
+        return copy_adapter(adapter_parameters(load(checkpoint, seed=seed)))
+
+    first, again, other = drawn(0, 1), drawn(0, 2), drawn(1, 1)
+    for name in first:
+        assert torch.equal(first[name], again[name])
+        assert torch.equal(first[name], other[name]) == ("lora_B" in name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_frozen_parameters_have_the_configured_type_and_the_adapter_is_float32(checkpoint, dtype):
+    policy = load(checkpoint, dtype=dtype)
+    frozen = {p.dtype for p in policy.parameters() if not p.requires_grad}
+    assert frozen == {getattr(torch, dtype)}
+    assert {p.dtype for p in adapter_parameters(policy).values()} == {torch.float32}
+
+
+def test_target_modules_that_match_nothing_are_an_error_that_names_candidates(checkpoint):
+    with pytest.raises(ValueError, match=r"\['c_attn'\] match no layer of .*choose among") as error:
+        load(checkpoint, target_modules=["q_proj", "c_attn"])
+    candidates = str(error.value).rpartition("choose among ")[2]
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        assert repr(name) in candidates
+    assert "norm" not in candidates
+
+
+def test_adapter_parameters_have_the_names_of_a_peft_file_and_are_the_live_ones(fresh):
+    parameters, in_file = adapter_parameters(fresh), get_peft_model_state_dict(fresh)
+    assert parameters.keys() == in_file.keys()
+    live = {id(parameter) for parameter in fresh.parameters()}
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, in_file[name])
+        assert id(parameter) in live
+
+
+def test_an_adapter_survives_copying_and_loading_bit_for_bit(make_policy, make_model):
+    source = adapter_parameters(make_policy())
+    adapter = copy_adapter(source)
+    assert list(adapter) == list(source)
+    target = adapter_parameters(make_policy())
+    places = [parameter.data_ptr() for parameter in target.values()]
+    for parameter in target.values():
+        torch.nn.init.zeros_(parameter)
+    load_adapter_(target, adapter)
+    for name, parameter in target.items():
+        assert torch.equal(parameter, source[name])
+        assert parameter.requires_grad
+        assert not adapter[name].requires_grad
+    assert places == [parameter.data_ptr() for parameter in target.values()]
+
+
+def test_a_copied_adapter_is_a_clone_in_both_directions(make_policy):
+    parameters = adapter_parameters(make_policy())
+    adapter = copy_adapter(parameters)
+    kept = {name: tensor.clone() for name, tensor in adapter.items()}
+    for parameter in parameters.values():
+        torch.nn.init.ones_(parameter)
+    for name in adapter:
+        assert torch.equal(adapter[name], kept[name])
+    load_adapter_(parameters, adapter)
+    for tensor in adapter.values():
+        tensor.zero_()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, kept[name])
+
+
+def test_an_optimizer_stays_bound_when_an_adapter_is_loaded(make_policy):
+    parameters = adapter_parameters(make_policy())
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    adapter = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    load_adapter_(parameters, adapter)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in parameters.values():
+        assert torch.equal(parameter, -torch.ones_like(parameter))
+
+
+@pytest.mark.parametrize("change", ["missing", "additional"])
+def test_an_adapter_with_other_names_is_refused(make_policy, change):
+    parameters = adapter_parameters(make_policy())
+    adapter = copy_adapter(parameters)
+    if change == "missing":
+        odd = next(iter(adapter))
+        del adapter[odd]
+    else:
+        odd = "layers.9.lora_A.weight"
+        adapter[odd] = torch.zeros(1)
+    with pytest.raises(ValueError, match=f"1 names stand on one side only, such as '{odd}'"):
+        load_adapter_(parameters, adapter)
+
+
+def test_an_adapter_of_another_rank_is_refused(make_policy):
+    parameters = adapter_parameters(make_policy())
+    adapter = copy_adapter(parameters)
+    first = next(iter(adapter))
+    adapter[first] = adapter[first][:1]  # this would broadcast
+    with pytest.raises(ValueError, match=r"has shape \[1, 16\], expected \[4, 16\]: use the rank"):
+        load_adapter_(parameters, adapter)
+
+
+def test_adapter_dropout_can_be_set_and_other_dropout_is_left_alone(make_model):
+    model = make_model("gpt2", resid_pdrop=0.3)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        lora_dropout=0.05,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,  # GPT-2's layers are stored transposed
+    )
+    with without_deprecation_warnings():
+        policy = get_peft_model(model, config)
+    set_adapter_dropout(policy, 0.5)
+    dropouts = {n: m.p for n, m in policy.named_modules() if isinstance(m, torch.nn.Dropout)}
+    of_adapter = [p for name, p in dropouts.items() if "lora_dropout" in name]
+    assert of_adapter == [0.5, 0.5]
+    assert [p for name, p in dropouts.items() if "resid" in name] == [0.3] * 2
+
+
+def test_adapter_dropout_is_active_in_training_mode_alone(make_policy):
+    policy = make_policy(dropout=0.05)
+
+    @torch.no_grad()
+    def logits():
+        return policy(input_ids=TOKEN_IDS).logits
+
+    plain = logits()
+    assert torch.equal(logits(), plain)
+    policy.train()
+    set_adapter_dropout(policy, 0.0)
+    assert torch.equal(logits(), plain)
+    set_adapter_dropout(policy, 0.5)
+    assert not torch.allclose(logits(), plain)
+
+
+def test_the_default_adapter_is_the_paper_s():
+    settings = LoraSettings()
+    assert (settings.r, settings.alpha, settings.dropout) == (16, 32, 0.05)
+    assert settings.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 0}, "policy.lora.r must be at least 1, got 0"),
+        ({"dropout": 1.0}, r"policy.lora.dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": -0.1}, r"policy.lora.dropout must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_an_adapter_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LoraSettings(**changes)

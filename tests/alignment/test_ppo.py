@@ -1,0 +1,244 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firm.alignment.ppo import (
+    KLConfig,
+    PPOConfig,
+    adapted_kl_coefficient,
+    entropy,
+    policy_losses,
+    value_losses,
+)
+
+seeds = st.integers(0, 2**32)
+examples = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Standard normal float64 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def response_mask(seed: int, num_responses: int, num_tokens: int) -> torch.Tensor:
+    """Responses of random lengths, at least one token each, [B, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, num_tokens + 1, (num_responses, 1), generator=generator)
+    return torch.arange(num_tokens) < lengths
+
+
+@examples
+@given(seeds, st.integers(1, 3))
+def test_where_the_policy_has_not_moved_the_gradient_is_the_plain_policy_gradient(seed, num):
+    logits = normal(seed, 4, 6, 5).requires_grad_()
+    token_ids = normal(seed + 2, 4, 6, 5).argmax(-1, keepdim=True)
+    logprobs = logits.log_softmax(-1).gather(-1, token_ids).squeeze(-1)
+    advantages, mask = normal(seed + 1, num, 4, 6), response_mask(seed, 4, 6)
+    losses, clip_fractions = policy_losses(
+        logprobs, logprobs.detach(), advantages, mask, clip_range=0.2
+    )
+    for loss, advantage in zip(losses, advantages, strict=True):
+        plain = -(advantage * logprobs)[mask].mean()
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        (expected,) = torch.autograd.grad(plain, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(loss, -advantage[mask].mean())
+    assert torch.equal(clip_fractions, torch.zeros_like(clip_fractions))
+
+
+def test_clipped_policy_loss_by_hand():
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 9.0]])
+    advantages = torch.tensor([[[2.0, -2.0, 2.0, -2.0, 7.0]]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    logprobs = ratio.log().requires_grad_()
+    losses, clip_fractions = policy_losses(
+        logprobs, torch.zeros(1, 5), advantages, mask, clip_range=0.2
+    )
+    # -2 * 1.2 held, 2 * 1.5 free, -2 * 0.5 free, 2 * 0.8 held: (-2.4 + 3.0 - 1.0 + 1.6) / 4
+    torch.testing.assert_close(losses, torch.tensor([0.3]))
+    torch.testing.assert_close(clip_fractions, torch.tensor([0.5]))
+    losses.sum().backward()
+    # -advantage * ratio / 4 where free; nothing where held back or masked
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.75, -0.25, 0.0, 0.0]]))
+
+
+@examples
+@given(seeds, st.floats(0.05, 0.5))
+def test_beyond_the_clip_range_a_better_ratio_gains_nothing(seed, clip_range):
+    advantages, mask = normal(seed, 1, 4, 6), response_mask(seed, 4, 6)
+    old = -normal(seed + 1, 4, 6).abs()
+
+    def loss(ratio_if_good, ratio_if_bad):
+        ratio = torch.where(advantages[0] > 0, ratio_if_good, ratio_if_bad)
+        return policy_losses(old + ratio.log(), old, advantages, mask, clip_range=clip_range)
+
+    at_the_edge, _ = loss(torch.tensor(1 + clip_range), torch.tensor(1 - clip_range))
+    far_beyond, clip_fractions = loss(torch.tensor(9.0), torch.tensor(0.01))
+    torch.testing.assert_close(far_beyond, at_the_edge)
+    assert clip_fractions.item() == pytest.approx(1)
+
+
+def test_the_loss_is_an_upper_bound_of_the_unclipped_one():
+    logprobs, old = -normal(0, 4, 6).abs(), -normal(1, 4, 6).abs()
+    advantages, mask = normal(2, 3, 4, 6), response_mask(3, 4, 6)
+    losses, _ = policy_losses(logprobs, old, advantages, mask, clip_range=0.2)
+    unclipped, _ = policy_losses(logprobs, old, advantages, mask, clip_range=1e9)
+    ratio = (logprobs - old).exp()
+    expected = torch.stack([-(advantage * ratio)[mask].mean() for advantage in advantages])
+    torch.testing.assert_close(unclipped, expected)
+    assert (losses > unclipped).all()
+
+
+def test_policy_loss_and_gradient_do_not_look_outside_the_mask():
+    logprobs, old = -normal(0, 4, 6).abs().requires_grad_(), -normal(1, 4, 6).abs()
+    advantages, mask = normal(2, 2, 4, 6), response_mask(3, 4, 6)
+    assert not mask.all()
+    losses, clip_fractions = policy_losses(logprobs, old, advantages, mask, clip_range=0.2)
+    other = advantages.masked_fill(~mask, 1e3), old.masked_fill(~mask, -1.0)
+    losses_2, clip_fractions_2 = policy_losses(logprobs, other[1], other[0], mask, clip_range=0.2)
+    assert torch.equal(losses, losses_2)
+    assert torch.equal(clip_fractions, clip_fractions_2)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert torch.equal(gradient[~mask], torch.zeros_like(gradient[~mask]))
+
+
+@pytest.mark.parametrize("num_objectives", [1, 2, 5])
+def test_row_j_of_the_losses_is_bit_for_bit_that_of_objective_j_alone(num_objectives):
+    logprobs, old = -normal(0, 8, 11).abs().float(), -normal(1, 8, 11).abs().float()
+    advantages, mask = normal(2, num_objectives, 8, 11).float(), response_mask(3, 8, 11)
+    values, old_values, returns = (
+        normal(seed, num_objectives, 8, 11).float() for seed in (4, 5, 6)
+    )
+    losses, clip_fractions = policy_losses(logprobs, old, advantages, mask, clip_range=0.2)
+    critic_losses = value_losses(values, old_values, returns, mask, clip_range=0.2)
+    assert losses.shape == clip_fractions.shape == critic_losses.shape == (num_objectives,)
+    for j in range(num_objectives):
+        row = slice(j, j + 1)
+        alone, alone_fraction = policy_losses(logprobs, old, advantages[row], mask, clip_range=0.2)
+        assert torch.equal(losses[row], alone)
+        assert torch.equal(clip_fractions[row], alone_fraction)
+        own = value_losses(values[row], old_values[row], returns[row], mask, clip_range=0.2)
+        assert torch.equal(critic_losses[row], own)
+
+
+def test_clip_fractions_carry_no_graph():
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    losses, clip_fractions = policy_losses(
+        logprobs, torch.zeros(1, 2), torch.ones(1, 1, 2), torch.ones(1, 2), clip_range=0.2
+    )
+    assert losses.requires_grad
+    assert not clip_fractions.requires_grad
+
+
+def test_clipped_value_loss_by_hand():
+    values = torch.tensor([[[0.5, -0.1, 0.5, 9.0]], [[1.0, 1.0, 1.0, 9.0]]], requires_grad=True)
+    old_values = torch.tensor([[[0.0, 0.0, 0.0, 0.0]], [[1.0, 1.0, 1.0, 0.0]]])
+    returns = torch.tensor([[[1.0, 0.3, 0.1, 0.0]], [[1.0, 2.0, 4.0, 0.0]]])
+    mask = torch.tensor([[True, True, True, False]])
+    losses = value_losses(values, old_values, returns, mask, clip_range=0.2)
+    # 0.5 is clipped to 0.2: (0.2 - 1)^2 = 0.64 beats 0.25; (-0.1 - 0.3)^2 = 0.16 within the range;
+    # (0.5 - 0.1)^2 = 0.16 beats (0.2 - 0.1)^2. Second objective: 0, 1 and 9.
+    torch.testing.assert_close(losses, torch.tensor([0.5 * 0.96 / 3, 0.5 * 10 / 3]))
+    losses.sum().backward()
+    # (value - return) / 3, and nothing where the clipped error counts or the mask is off
+    expected = [[[0.0, -0.4 / 3, 0.4 / 3, 0.0]], [[0.0, -1 / 3, -1.0, 0.0]]]
+    torch.testing.assert_close(values.grad, torch.tensor(expected))
+
+
+def test_a_wide_value_clip_range_leaves_half_the_mean_squared_error():
+    values, old_values, returns = (normal(seed, 2, 4, 6) for seed in range(3))
+    mask = response_mask(3, 4, 6)
+    losses = value_losses(values, old_values, returns, mask, clip_range=1e9)
+    expected = [0.5 * (v - r)[mask].square().mean() for v, r in zip(values, returns, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(expected))
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 1000])
+def test_the_entropy_of_a_uniform_distribution_is_the_log_of_its_size(size):
+    result = entropy(torch.full((2, 3, size), 4.2))
+    torch.testing.assert_close(result, torch.full((2, 3), math.log(size)), atol=2e-6, rtol=0)
+
+
+@examples
+@given(seeds)
+def test_entropy_is_that_of_the_categorical_distribution(seed):
+    logits = 3 * normal(seed, 2, 3, 7)
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropy(logits), expected)
+    torch.testing.assert_close(entropy(logits + 50), expected)
+
+
+def test_a_certain_token_has_no_entropy():
+    logits = torch.tensor([[[1000.0, 0.0, -1000.0]]])
+    assert torch.equal(entropy(logits), torch.zeros(1, 1))
+
+
+ADAPTIVE = KLConfig(controller="adaptive", target=0.03, horizon=10_000)
+
+
+def test_an_adapted_coefficient_by_hand():
+    # error 0.033 / 0.03 - 1 = 0.1; 0.2 * (1 + 0.1 * 16 / 10_000)
+    adapted = adapted_kl_coefficient(0.2, 0.033, num_responses=16, config=ADAPTIVE)
+    assert adapted == pytest.approx(0.200032, rel=1e-12)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.03, 5.0])
+def test_a_fixed_coefficient_stays(kl):
+    config = KLConfig(controller="fixed", target=0.03)
+    assert adapted_kl_coefficient(0.2, kl, num_responses=16, config=config) == 0.2
+
+
+def test_an_adaptive_coefficient_rises_above_the_target_falls_below_it_and_rests_on_it():
+    def adapted(kl):
+        return adapted_kl_coefficient(0.2, kl, num_responses=16, config=ADAPTIVE)
+
+    assert adapted(0.029) < adapted(0.03) == 0.2 < adapted(0.031) < adapted(0.032)
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.036, 1.2), (3.0, 1.2), (0.024, 0.8), (-3.0, 0.8)])
+def test_the_deviation_counts_for_at_most_a_fifth(kl, factor):
+    config = dataclasses.replace(ADAPTIVE, horizon=16)
+    adapted = adapted_kl_coefficient(0.2, kl, num_responses=16, config=config)
+    assert adapted == pytest.approx(0.2 * factor)
+
+
+def test_the_defaults_are_those_of_appendix_a1():
+    config = PPOConfig()
+    assert (config.batch_size, config.minibatch_size, config.num_epochs) == (16, 8, 3)
+    assert (config.actor_learning_rate, config.critic_learning_rate) == (6e-5, 1e-4)
+    assert (config.kl.controller, config.kl.target) == ("adaptive", 0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"minibatch_size": 5}, r"multiple of ppo.minibatch_size, got 16 and 5"),
+        ({"minibatch_size": 0}, r"multiple of ppo.minibatch_size, got 16 and 0"),
+        ({"batch_size": 4}, r"multiple of ppo.minibatch_size, got 4 and 8"),
+        ({"num_epochs": 0}, r"ppo.num_epochs must be at least 1, got 0"),
+        ({"actor_learning_rate": 0.0}, r"ppo.actor_learning_rate must be positive, got 0.0"),
+        ({"critic_learning_rate": -1.0}, r"ppo.critic_learning_rate must be positive, got -1.0"),
+        ({"clip_range": 0.0}, r"ppo.clip_range must be positive, got 0.0"),
+    ],
+)
+def test_a_ppo_config_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"coefficient": -0.1}, r"kl.coefficient must be non-negative, got -0.1"),
+        ({"target": 0.0}, r"must be positive, got 0.0 and 10000"),
+        ({"horizon": -1.0}, r"must be positive, got 0.03 and -1.0"),
+    ],
+)
+def test_a_kl_config_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        KLConfig(**changes)

@@ -1,0 +1,156 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firm.alignment.rewards import Calibration, RewardModel, calibrate, normalize, score
+
+PROMPTS = ["secret one", "secret two", "secret three"]
+REPLIES = ["a", "bb", "ccc"]
+
+
+def length(prompts, completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def test_scores_have_one_row_per_objective_in_order():
+    def first_letter(completions, **kwargs):
+        return [ord(text[0]) - ord("a") for text in completions]
+
+    scores = score({"letter": first_letter, "length": length}, PROMPTS, REPLIES)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+
+
+def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
+    async def slow(prompts, completions, **kwargs):
+        return length(prompts, completions)
+
+    class Judge:
+        name = "judge"
+
+        async def __call__(self, prompts, completions, **kwargs):
+            return length(prompts, completions)
+
+    judge = Judge()
+    assert isinstance(judge, RewardModel)
+    scores = score({"slow": slow, judge.name: judge}, PROMPTS, REPLIES)
+    assert scores.tolist() == [[1.0, 2.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 2, 3),
+        np.array([1.0, 2.0, 3.0]),
+        [np.float64(1), True, torch.tensor(3.0)],
+        torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, requires_grad=True),
+    ],
+)
+def test_numbers_of_every_kind_are_taken(values):
+    scores = score({"r": lambda **_: values}, PROMPTS, REPLIES)
+    assert scores.tolist()[0][::2] == [1.0, 3.0]
+    assert not scores.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 2.0], "'r' returned 2 values: return one finite number for each of the 3"),
+        ([1.0, 2.0, math.nan], r"'r' returned nan at index 2 \(1 of 3 values are not finite\)"),
+        ([math.inf, 2.0, -math.inf], r"'r' returned inf at index 0 \(2 of 3"),
+        ([1e300, 2.0, 3.0], r"'r' returned inf at index 0"),
+        ([1.0, None, "secret"], r"'r' returned NoneType at index 1 \(2 of 3 values are not numb"),
+        (["secret", "1", "2"], r"'r' returned str at index 0"),
+        (None, "'r' returned NoneType: return one"),
+        (3.0, "'r' returned float: return one"),
+        ([[1.0], [2.0], [3.0]], r"'r' returned shape \[3, 1\]"),
+        ([[1.0], [2.0, 1.0], [3.0]], r"'r' returned list at index 0"),
+    ],
+)
+def test_a_broken_reward_is_named_with_its_place_and_no_text(values, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        score({"fine": length, "r": lambda **_: values}, PROMPTS, REPLIES)
+    assert "secret" not in str(caught.value)
+
+
+def test_prompts_and_completions_must_correspond():
+    with pytest.raises(ValueError, match="2 prompts and 3 completions"):
+        score({"r": length}, PROMPTS[:2], REPLIES)
+
+
+# Calibration
+
+
+def test_sigmoid_is_centred_and_scaled_on_its_samples():
+    calibration = calibrate("sigmoid", torch.tensor([1.0, 3.0, 5.0]))
+    assert calibration == Calibration("sigmoid", mean=3.0, scale=2.0, num_samples=3)
+    rewards = calibration(torch.tensor([3.0, 5.0]))
+    assert rewards.tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))])
+
+
+def test_minmax_maps_its_quantiles_to_0_and_1_and_clips():
+    calibration = calibrate("minmax", torch.arange(101.0))
+    assert (calibration.low, calibration.high) == (5.0, 95.0)
+    rewards = calibration(torch.tensor([-9.0, 5.0, 50.0, 95.0, 200.0]))
+    assert rewards.tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+scores = st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=40)
+
+
+@given(
+    raw=scores,
+    method=st.sampled_from(["sigmoid", "minmax"]),
+    scale=st.floats(0.01, 100),
+    shift=st.floats(-100, 100),
+)
+def test_rewards_lie_in_the_unit_interval_and_ignore_the_raw_scale(raw, method, scale, shift):
+    raw = torch.tensor(raw, dtype=torch.float64)
+    if raw.std() < 1e-3 or raw.quantile(0.95) - raw.quantile(0.05) < 1e-3:
+        return  # no spread: another test
+    rewards = calibrate(method, raw)(raw)
+    assert rewards.min() >= 0
+    assert rewards.max() <= 1
+    moved = raw * scale + shift
+    assert torch.allclose(calibrate(method, moved)(moved), rewards, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["sigmoid", "minmax"])
+@pytest.mark.parametrize("value", [0.0, 0.1, -1e6])
+def test_scores_without_spread_cannot_be_calibrated(method, value):
+    with pytest.raises(ValueError, match="scores of 'helpful' do not vary on 64"):
+        calibrate(method, torch.full((64,), value), name="helpful")
+
+
+def test_calibration_refuses_single_scores_and_unknown_methods():
+    with pytest.raises(ValueError, match="at least 2 scores, got 1"):
+        calibrate("sigmoid", torch.ones(1))
+    with pytest.raises(ValueError, match="choose sigmoid, minmax or none"):
+        calibrate("zscore", torch.arange(3.0))  # type: ignore[arg-type]
+
+
+def test_calibrations_survive_being_written_down():
+    raw = torch.arange(9.0)
+    for method in ("sigmoid", "minmax", "none"):
+        calibration = calibrate(method, raw)
+        assert Calibration.from_dict(calibration.to_dict()) == calibration
+        assert all(isinstance(v, str | float | int) for v in calibration.to_dict().values())
+    assert calibrate("sigmoid", raw).to_dict().keys() == {"method", "mean", "scale", "num_samples"}
+
+
+def test_every_row_is_normalized_by_its_own_calibration():
+    raw = torch.tensor([[0.0, 1.0], [5.0, 10.0], [0.25, 7.0]])
+    calibrations = {
+        "a": Calibration("sigmoid"),
+        "b": Calibration("minmax", low=0.0, high=10.0),
+        "c": Calibration("none"),
+    }
+    rewards = normalize(raw, calibrations)
+    assert rewards[0].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))])
+    assert rewards[1:].tolist() == [[0.5, 1.0], [0.25, 7.0]]
+    with pytest.raises(ValueError, match="2 rows of scores need one calibration each, got 3"):
+        normalize(raw[:2], calibrations)

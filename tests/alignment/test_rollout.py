@@ -1,0 +1,440 @@
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firm.alignment.advantages import kl_penalty
+from firm.alignment.rollout import (
+    INVALID_LOGPROB,
+    RolloutConfig,
+    Rollouts,
+    end_token_ids,
+    find_ends,
+    forward,
+    generate,
+    response_logits,
+    rollout,
+    token_logprobs,
+)
+from firm.federation import RandomStream
+
+PAD, BOS, EOS = 0, 1, 2
+QUERIES = ["abc", "jihgfe", "d", "cafe bad"]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(make_model, request):
+    """Relative positions forgive a shift, absolute ones (GPT-2) do not."""
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(make_model):
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def policy(make_policy):
+    return make_policy()
+
+
+@pytest.fixture(scope="module")
+def query_ids(tokenizer) -> torch.Tensor:
+    """Four prompts of different lengths, padded on the left, [4, 8]."""
+    return tokenizer(QUERIES, padding=True, return_tensors="pt")["input_ids"]
+
+
+def settings_of(**changes) -> RolloutConfig:
+    return RolloutConfig(**{"max_new_tokens": 10, "stop_strings": [], **changes})
+
+
+def real_tokens(row: torch.Tensor) -> torch.Tensor:
+    return row[row != PAD]
+
+
+@torch.no_grad()
+def logprobs_without_padding(model, query, response, temperature) -> torch.Tensor:
+    """Tempered log-probabilities of a response by one plain pass over the bare text, [T]."""
+    ids = torch.cat([real_tokens(query), response])
+    logits = model(input_ids=ids.unsqueeze(0)).logits[0, -len(response) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(response)), response]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_token_logprobs_are_log_softmax_and_gather(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (5 * torch.randn(3, 4, 15, generator=generator)).to(dtype)
+    token_ids = torch.randint(0, 15, (3, 4), generator=generator)
+    logprobs = token_logprobs(logits, token_ids)
+    assert logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = torch.log_softmax(logits.double(), -1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_token_logprobs_have_the_gradient_of_log_softmax():
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    token_ids = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    (gradient,) = torch.autograd.grad(token_logprobs(logits, token_ids).sum(), logits)
+    expected = torch.nn.functional.one_hot(token_ids, 5) - logits.softmax(-1)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_padding_does_not_move_a_text(model, query_ids):
+    response = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 10], [4, 4, 4, PAD], [14, 9, PAD, PAD]])
+    padded = forward(model, torch.cat([query_ids, response], dim=1), PAD)
+    for i, (query, tail) in enumerate(zip(query_ids, response, strict=True)):
+        text = torch.cat([real_tokens(query), real_tokens(tail)])
+        alone = model(input_ids=text.unsqueeze(0), output_hidden_states=True)
+        end = query_ids.size(1) + len(real_tokens(tail))
+        place = slice(end - len(text), end)
+        logprobs = padded.logits[i, place].log_softmax(-1)
+        torch.testing.assert_close(logprobs, alone.logits[0].log_softmax(-1), rtol=1e-5, atol=1e-5)
+        hidden, own = padded.hidden_states[-1][i, place], alone.hidden_states[-1][0]
+        torch.testing.assert_close(hidden, own, rtol=1e-4, atol=1e-4)
+
+
+def test_response_logits_are_those_before_each_response_token():
+    logits = torch.arange(10.0).view(1, 5, 2)  # Q = 3, T = 2: positions 2 and 3 predict it
+    tempered = response_logits(logits, 3, 0.5)
+    torch.testing.assert_close(tempered, torch.tensor([[[8.0, 10.0], [12.0, 14.0]]]))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
+    model, query_ids, tokenizer, temperature
+):
+    config = settings_of(temperature=temperature)
+    query_ids = query_ids.repeat(4, 1)
+    torch.manual_seed(0)
+    ids, logprobs = generate(model, query_ids, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    assert torch.equal(ids[:, : query_ids.size(1)], query_ids)
+    responses = ids[:, query_ids.size(1) :]
+    assert logprobs.shape == responses.shape
+    last, _, _ = find_ends(responses, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    assert (last > 3).sum() > 3  # there is something to compare
+    for query, response, ours, end in zip(query_ids, responses, logprobs, last + 1, strict=True):
+        expected = logprobs_without_padding(model, query, response[:end], temperature)
+        torch.testing.assert_close(ours[:end], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 2.0])
+def test_tokens_are_sampled_from_the_whole_tempered_distribution(llama, tokenizer, temperature):
+    query = torch.tensor([[4, 9, 7]])
+    with torch.no_grad():
+        logits = llama(input_ids=query).logits[0, -1]
+    config = settings_of(max_new_tokens=1, temperature=temperature)
+    torch.manual_seed(0)
+    ids, _ = generate(
+        llama, query.expand(20_000, 3), tokenizer=tokenizer, config=config, end_ids=[EOS]
+    )
+    shares = torch.bincount(ids[:, -1], minlength=15) / len(ids)
+
+    def distance(probabilities):  # total variation
+        return (shares - probabilities).abs().sum().item() / 2
+
+    # 20,000 draws from 15 tokens: expected distance below sqrt(15 / 20,000) / 2 = 0.014
+    assert distance((logits / temperature).softmax(0)) < 0.02
+    assert distance(logits.softmax(0)) > 0.1
+
+
+def test_a_temperature_near_zero_gives_the_greedy_reply(llama, tokenizer):
+    query = torch.tensor([[4, 9, 7]])
+    config = settings_of(max_new_tokens=6, temperature=1e-3)
+    ids, logprobs = generate(llama, query, tokenizer=tokenizer, config=config, end_ids=[])
+    with torch.no_grad():
+        greedy = llama(input_ids=ids).logits[0, 2:-1].argmax(-1)
+    assert torch.equal(ids[0, 3:], greedy)
+    assert logprobs.abs().max() < 1e-3
+
+
+def test_the_checkpoint_s_own_sampling_defaults_do_not_count(llama, tokenizer, query_ids):
+    def sample(model):
+        torch.manual_seed(0)
+        return generate(model, query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[EOS])
+
+    opinionated = copy.deepcopy(llama)
+    defaults = opinionated.generation_config
+    defaults.do_sample, defaults.temperature, defaults.repetition_penalty = True, 0.1, 1.5
+    defaults.top_k, defaults.top_p, defaults.max_length = 1, 0.1, 9
+    for ours, expected in zip(sample(opinionated), sample(llama), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_equal_seeds_give_equal_responses_and_others_do_not(llama, tokenizer, query_ids):
+    def sample(seed, noise):
+        torch.manual_seed(noise)  # the stream does not look at the global generator
+        with RandomStream(seed, "rollout"):
+            return generate(
+                llama, query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[EOS]
+            )
+
+    first, again, other = sample(0, 1), sample(0, 2), sample(1, 1)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert first[0].shape != other[0].shape or not torch.equal(first[0], other[0])
+
+
+def test_rows_are_padded_after_any_end_token(llama, tokenizer, query_ids):
+    end_ids = [EOS, 4, 9]
+    torch.manual_seed(0)
+    ids, _ = generate(
+        llama, query_ids.repeat(8, 1), tokenizer=tokenizer, config=settings_of(), end_ids=end_ids
+    )
+    responses = ids[:, query_ids.size(1) :]
+    for end_id in (4, 9):
+        assert (responses == end_id).any()
+    after = sum((responses == i).long() for i in end_ids).cumsum(1).roll(1, 1)
+    after[:, 0] = 0
+    assert (responses[after > 0] == PAD).all()
+
+
+def ends(tokenizer, texts, *, end_ids=(EOS,), **changes):
+    """`find_ends` of texts of one length, in which "$" stands for EOS and "_" for the pad token."""
+    names = {"$": EOS, "_": PAD, "^": BOS}
+    rows = [
+        [names[t] if t in names else tokenizer.convert_tokens_to_ids(t) for t in text]
+        for text in texts
+    ]
+    last, ended, completions = find_ends(
+        torch.tensor(rows), tokenizer=tokenizer, config=settings_of(**changes), end_ids=end_ids
+    )
+    return last.tolist(), ended.tolist(), completions
+
+
+def test_a_response_ends_at_its_first_eos_which_belongs_to_it_but_not_to_the_text(tokenizer):
+    assert ends(tokenizer, ["ab$__", "a$bc$", "$____", "abcd$"]) == (
+        [2, 1, 0, 4],
+        [True, True, True, True],
+        ["ab", "a", "", "abcd"],
+    )
+
+
+def test_a_response_that_nothing_ends_is_whole_and_did_not_end(tokenizer):
+    assert ends(tokenizer, ["abcde"], stop_strings=["aa"]) == ([4], [False], ["abcde"])
+
+
+def test_an_end_token_that_is_not_special_ends_a_response_and_stays_in_its_text(tokenizer):
+    newline = tokenizer.convert_tokens_to_ids("j")
+    assert ends(tokenizer, ["abjcd", "ab$jc", "abcde"], end_ids=(EOS, newline)) == (
+        [2, 2, 4],
+        [True, True, False],
+        ["abj", "ab", "abcde"],
+    )
+
+
+def test_a_response_ends_where_a_stop_string_is_complete_and_its_text_before_it(tokenizer):
+    assert ends(tokenizer, ["abcde", "cabab", "aaaab", "ab$__"], stop_strings=["ab"]) == (
+        [1, 2, 4, 1],
+        [True, True, True, True],
+        ["", "c", "aaa", ""],
+    )
+
+
+def test_the_first_of_several_stop_strings_counts(tokenizer):
+    stop_strings = ["fg", "cd", "a"]
+    assert ends(tokenizer, ["bcdfg", "bfgcd", "bbbba"], stop_strings=stop_strings) == (
+        [2, 2, 4],
+        [True, True, True],
+        ["b", "b", "bbbb"],
+    )
+
+
+def test_a_stop_string_after_the_end_does_not_count(tokenizer):
+    assert ends(tokenizer, ["c$ab_", "c_ab_"], stop_strings=["ab"]) == (
+        [1, 0],
+        [True, False],
+        ["c", "c"],
+    )
+
+
+def test_a_stop_string_may_be_complete_inside_a_token(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["bcd"])
+    rows = torch.tensor([tokenizer.convert_tokens_to_ids(["e", "a", "bcd", "e"])])
+    config = settings_of(stop_strings=["ab"])
+    last, ended, texts = find_ends(rows, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    assert (last.tolist(), ended.tolist(), texts) == ([2], [True], ["e"])
+
+
+def test_the_default_stop_string_is_the_next_human_turn(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["\n\n", "Human", ":"])
+    rows = torch.tensor([tokenizer.convert_tokens_to_ids(["a", "\n\n", "Human", ":", "b"])])
+    last, ended, texts = find_ends(rows, tokenizer=tokenizer, config=RolloutConfig(), end_ids=[EOS])
+    assert (last.tolist(), ended.tolist(), texts) == ([3], [True], ["a"])
+
+
+def test_a_sampled_pad_token_cuts_a_response_short(tokenizer):
+    assert ends(tokenizer, ["ab_cd", "_abcd", "ab_c$"]) == (
+        [1, -1, 1],
+        [False, False, True],
+        ["ab", "", "ab"],
+    )
+
+
+def test_other_special_tokens_are_kept_as_tokens_but_not_as_text(tokenizer):
+    assert ends(tokenizer, ["a^b$_"]) == ([3], [True], ["ab"])
+
+
+def test_end_tokens_are_eos_and_the_configured_ones_in_order(tokenizer, make_tokenizer):
+    config = settings_of(end_tokens=["j", "a"])
+    j, a = tokenizer.convert_tokens_to_ids(["j", "a"])
+    assert end_token_ids(tokenizer, config) == [EOS, j, a]
+    assert end_token_ids(make_tokenizer(eos_token=None), config) == [j, a]
+
+
+def test_an_end_token_that_the_tokenizer_does_not_know_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match=r"rollout.end_tokens: 'x' is not a token"):
+        end_token_ids(tokenizer, settings_of(end_tokens=["j", "x"]))
+
+
+def roll(policy, tokenizer, query_ids, *, seed=0, **changes) -> Rollouts:
+    torch.manual_seed(seed)
+    return rollout(
+        policy,
+        query_ids,
+        tokenizer=tokenizer,
+        config=settings_of(**changes),
+        reference=policy.disable_adapter,
+    )
+
+
+def test_both_policies_logprobs_are_those_of_plain_forward_passes(policy, tokenizer, query_ids):
+    rollouts = roll(policy, tokenizer, query_ids, temperature=0.8)
+    assert (rollouts.logprobs - rollouts.reference_logprobs).abs().max() > 0.1
+    for i, end in enumerate(rollouts.num_tokens):
+        text = query_ids[i], rollouts.responses[i, :end]
+        expected = logprobs_without_padding(policy, *text, 0.8)
+        torch.testing.assert_close(rollouts.logprobs[i, :end], expected, rtol=0, atol=1e-4)
+        with policy.disable_adapter():
+            expected = logprobs_without_padding(policy, *text, 0.8)
+        ours = rollouts.reference_logprobs[i, :end]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("forward_batch_size", [1, 3, 5, 64])
+def test_chunks_of_any_size_give_one_batch_that_is_as_long_as_its_longest_response(
+    policy, tokenizer, query_ids, forward_batch_size
+):
+    rollouts = roll(
+        policy,
+        tokenizer,
+        query_ids.repeat(2, 1),
+        end_tokens=["a", "c", "e", "g"],
+        forward_batch_size=forward_batch_size,
+    )
+    num_tokens = rollouts.num_tokens
+    assert num_tokens.min() < num_tokens.max() == rollouts.logprobs.size(1)
+    shape = (8, rollouts.logprobs.size(1))
+    assert rollouts.logprobs.shape == rollouts.reference_logprobs.shape == shape
+    assert rollouts.responses.shape == rollouts.mask.shape == shape
+    assert rollouts.context_length == query_ids.size(1)
+    assert torch.equal(rollouts.query_responses[:, : query_ids.size(1)], query_ids.repeat(2, 1))
+    assert rollouts.ended.all()
+    assert len(rollouts.completions) == 8
+    assert (rollouts.responses[~rollouts.mask] == PAD).all()
+    for i, end in enumerate(num_tokens):
+        expected = logprobs_without_padding(
+            policy, query_ids[i % 4], rollouts.responses[i, :end], 0.7
+        )
+        torch.testing.assert_close(rollouts.logprobs[i, :end], expected, rtol=0, atol=1e-4)
+
+
+def test_padding_has_the_invalid_logprob_in_both_policies_and_so_no_kl(
+    policy, tokenizer, query_ids
+):
+    rollouts = roll(policy, tokenizer, query_ids, stop_strings=["a", "c", "e"], end_tokens=["g"])
+    padding = ~rollouts.mask
+    assert padding.any()
+    assert (rollouts.logprobs[padding] == INVALID_LOGPROB).all()
+    assert (rollouts.reference_logprobs[padding] == INVALID_LOGPROB).all()
+    assert (rollouts.logprobs[rollouts.mask] <= 0).all()
+    for estimator in ("k1", "k3"):
+        kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, estimator=estimator)
+        assert torch.equal(kl[padding], torch.zeros_like(kl[padding]))
+
+
+def test_an_adapter_that_changes_nothing_has_no_kl(make_policy, tokenizer, query_ids):
+    policy = make_policy()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    rollouts = roll(policy, tokenizer, query_ids)
+    kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs)
+    # the policy's come from cached steps, the reference's from one pass: float32 rounding remains
+    assert kl.abs().max() < 1e-5
+
+
+def test_the_reference_is_asked_inside_its_context_only(policy, tokenizer, query_ids):
+    inside, seen = [False], []
+
+    @contextlib.contextmanager
+    def reference():
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    handle = policy.register_forward_pre_hook(lambda *_: seen.append(inside[0]))
+    try:
+        torch.manual_seed(0)
+        rollouts = rollout(
+            policy,
+            query_ids,
+            tokenizer=tokenizer,
+            config=settings_of(forward_batch_size=2),
+            reference=reference,
+        )
+    finally:
+        handle.remove()
+    assert seen.count(True) == 2  # one pass per chunk
+    kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs)
+    assert kl.abs().max() < 1e-5  # this reference leaves the adapter on
+
+
+def test_texts_are_the_decoded_responses_up_to_their_end(policy, tokenizer, query_ids):
+    rollouts = roll(policy, tokenizer, query_ids)
+    for text, response, end in zip(
+        rollouts.completions, rollouts.responses, rollouts.num_tokens, strict=True
+    ):
+        assert text == tokenizer.decode(response[:end], skip_special_tokens=True)
+
+
+def test_rollouts_carry_no_graph(policy, tokenizer, query_ids):
+    rollouts = roll(policy, tokenizer, query_ids)
+    assert not rollouts.logprobs.requires_grad
+    assert not rollouts.reference_logprobs.requires_grad
+
+
+def test_masks_and_score_places_by_hand():
+    rollouts = Rollouts(
+        completions=["", "", ""],
+        query_responses=torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6], [7, 0, 8, 9]]),
+        context_length=1,
+        logprobs=torch.zeros(3, 3),
+        reference_logprobs=torch.zeros(3, 3),
+        last_index=torch.tensor([1, 2, -1]),  # two tokens, three, none
+        ended=torch.tensor([True, False, False]),
+    )
+    assert rollouts.responses.tolist() == [[1, 2, 3], [4, 5, 6], [0, 8, 9]]
+    assert rollouts.mask.long().tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0]]
+    assert rollouts.value_mask.long().tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
+    assert rollouts.score_index.tolist() == [2, 2, 0]
+    assert rollouts.num_tokens.tolist() == [2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "at least 1, got 0, 256 and 64"),
+        ({"max_prompt_tokens": 0}, "at least 1, got 128, 0 and 64"),
+        ({"forward_batch_size": -1}, "at least 1, got 128, 256 and -1"),
+        ({"temperature": 0.0}, "rollout.temperature must be positive, got 0.0"),
+    ],
+)
+def test_a_rollout_config_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(**changes)

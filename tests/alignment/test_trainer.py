@@ -1,0 +1,221 @@
+"""The trainer against stock TRL, and its gradients against single objectives."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+from trl.experimental.ppo import PPOConfig as StockConfig
+from trl.experimental.ppo import PPOTrainer as StockTrainer
+
+# what stock TRL, not our subclass, warns of
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+class LetterCount(torch.nn.Module):
+    """A reward model for stock TRL: how often one letter stands among prompt and reply ids."""
+
+    base_model_prefix = "trunk"
+
+    def __init__(self, token_id: int):
+        super().__init__()
+        self.token_id = token_id
+        self.score = torch.nn.Identity()
+
+    def trunk(self, input_ids, attention_mask, **_):
+        count = ((input_ids == self.token_id) & attention_mask).cumsum(1).unsqueeze(-1) / 8
+        return SimpleNamespace(hidden_states=[count])
+
+
+@pytest.fixture
+def make_value_model(make_model):
+    """A value network of the policy's architecture, the same every time."""
+
+    def make():
+        config = make_model(num_labels=1).config
+        torch.manual_seed(2)
+        return LlamaForSequenceClassification(config)
+
+    return make
+
+
+@pytest.fixture
+def train_stock(tokenizer, make_policy, make_value_model, prompt_dataset, tmp_path):
+    """Trains by stock TRL, 18 optimizer steps; gives the states of policy and value network."""
+
+    def train(*, letter: str = "a", clip_range: float = 0.1):
+        trainer = StockTrainer(
+            args=StockConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=16,
+                gradient_accumulation_steps=1,
+                num_mini_batches=2,
+                num_ppo_epochs=3,
+                total_episodes=16 * 3,
+                response_length=10,
+                temperature=0.8,
+                stop_token="eos",
+                learning_rate=3e-3,
+                kl_coef=0.1,
+                cliprange=clip_range,
+                missing_eos_penalty=0.5,
+                bf16=False,
+                use_cpu=True,
+                activation_checkpointing=False,
+                report_to="none",
+                num_sample_generations=0,
+                seed=3,
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            processing_class=tokenizer,
+            model=make_policy(),
+            ref_model=None,
+            reward_model=LetterCount(tokenizer.convert_tokens_to_ids(letter)),
+            train_dataset=prompt_dataset,
+            value_model=make_value_model(),
+        )
+        np.random.seed(4)
+        trainer.train()
+        return trainer.model.policy.state_dict(), trainer.model.value_model.state_dict()
+
+    return train
+
+
+@pytest.fixture
+def train_ours(make_trainer):
+    """Trains by `MultiObjectivePPOTrainer.train`; gives the states of policy and critic."""
+
+    def train(**arguments):
+        trainer = make_trainer(**arguments)
+        np.random.seed(4)
+        trainer.train()
+        return trainer.policy_model.state_dict(), trainer.learner.critic.state_dict()
+
+    return train
+
+
+def largest_difference(first, second) -> float:
+    assert first.keys() == second.keys()
+    return max((first[k] - second[k]).abs().max().item() for k in first)
+
+
+def test_one_objective_with_a_value_network_equals_stock_trl_bit_for_bit(
+    train_stock, train_ours, make_policy, make_value_model, letter_count
+):
+    stock = train_stock()
+    ours = train_ours(
+        rewards={"a": letter_count("a")}, critic="network", value_model=make_value_model()
+    )
+    for stock_state, our_state in zip(stock, ours, strict=True):
+        assert stock_state.keys() == our_state.keys()
+        for name in stock_state:
+            assert torch.equal(stock_state[name], our_state[name]), name
+    # the comparison has something to compare, and notices another reward or clip range
+    assert largest_difference(stock[0], make_policy().state_dict()) > 1e-3
+    assert largest_difference(stock[0], train_stock(letter="b")[0]) > 1e-4
+    assert largest_difference(stock[0], train_stock(clip_range=0.01)[0]) > 1e-4
+
+
+@pytest.mark.parametrize("num_objectives", [2, 4])
+def test_duplicated_objectives_equal_one_objective(train_ours, letter_count, num_objectives):
+    one = train_ours(rewards={"a": letter_count("a")})
+    rewards = {f"a{j}": letter_count("a") for j in range(num_objectives)}
+    many = train_ours(rewards=rewards)
+    assert largest_difference(one[0], many[0]) < 1e-5  # sums of M equal products round differently
+    for j in range(num_objectives):
+        torch.testing.assert_close(many[1]["score.weight"][j], one[1]["score.weight"][0])
+
+
+def test_row_j_of_the_jacobian_is_the_gradient_of_objective_j_alone(make_trainer, letter_count):
+    rewards = {letter: letter_count(letter) for letter in "abc"}
+    trainer = make_trainer(rewards=rewards)
+    experience = some_experience(trainer)
+    rows = trainer.gradients(experience, slice(None)).jacobian
+    for j, (name, reward) in enumerate(rewards.items()):
+        alone = make_trainer(rewards={name: reward})
+        own = alone.gradients(some_experience(alone), slice(None)).jacobian
+        torch.testing.assert_close(rows[j], own[0], rtol=1e-5, atol=1e-8)
+        assert own.norm() > 1e-3
+
+
+def some_experience(trainer):
+    torch.manual_seed(5)
+    query_ids = torch.randint(4, 10, (16, 6))
+    prompts = trainer.processing_class.batch_decode(query_ids)
+    return trainer.experience(trainer.sample(query_ids), prompts)
+
+
+def test_adapter_dropout_is_active_in_updates_and_off_in_rollouts(make_trainer, letter_count):
+    def gradients_twice(dropout):
+        trainer = make_trainer(rewards={"a": letter_count("a")}, dropout=dropout)
+        experience = some_experience(trainer)
+        both = [trainer.gradients(experience, slice(None)).jacobian for _ in range(2)]
+        return experience, both
+
+    without, (first, second) = gradients_twice(0.0)
+    assert torch.equal(first, second)
+    with_dropout, (first, second) = gradients_twice(0.5)
+    assert not torch.allclose(first, second)
+    assert torch.equal(without.rollouts.logprobs, with_dropout.rollouts.logprobs)
+
+
+def test_the_critic_does_not_move_the_adapter_and_steps_at_its_own_rate(make_trainer, letter_count):
+    trainer = make_trainer(
+        rewards={"a": letter_count("a")},
+        critic_learning_rate=0.5,
+        actor_learning_rate=1e-12,
+    )
+    before = copy.deepcopy(trainer.policy_model.state_dict())
+    np.random.seed(0)
+    trainer.train()
+    assert largest_difference(before, trainer.policy_model.state_dict()) < 1e-9
+    assert trainer.learner.critic.score.weight.abs().max() > 1e-2
+
+
+def test_sgd_takes_the_plain_gradient_step_of_algorithm_1(make_trainer, letter_count):
+    trainer = make_trainer(
+        rewards={"a": letter_count("a"), "b": letter_count("b")},
+        actor_optimizer="sgd",
+        actor_learning_rate=0.25,
+    )
+    gradients = trainer.gradients(some_experience(trainer), slice(None))
+    before = torch.cat([p.detach().flatten() for p in trainer.adapter_parameters.values()])
+    weights = torch.tensor([0.3, 0.7])
+    trainer.step(gradients, weights)
+    after = torch.cat([p.detach().flatten() for p in trainer.adapter_parameters.values()])
+    expected = before - 0.25 * (0.3 * gradients.jacobian[0] + 0.7 * gradients.jacobian[1])
+    torch.testing.assert_close(after, expected)
+
+
+def test_training_without_a_batch_of_prompts_says_so(make_trainer, letter_count):
+    trainer = make_trainer(rewards={"a": letter_count("a")})
+    trainer.train_dataset_len = 1
+    with pytest.raises(ValueError, match=r"at least one batch of prompts \(16\), got 1"):
+        trainer.train()
+
+
+def test_a_learner_continues_from_its_state_as_if_it_had_not_stopped(make_trainer, letter_count):
+    trainer = make_trainer(rewards={"a": letter_count("a")})
+    experience = some_experience(trainer)
+    weights = torch.ones(1)
+
+    def step():
+        trainer.step(trainer.gradients(experience, slice(None)), weights)
+        trainer.finish_batch(experience)
+
+    step()
+    adapter = [p.detach().clone() for p in trainer.adapter_parameters.values()]
+    state = trainer.learner.state()
+    step()
+    expected = [p.detach().clone() for p in trainer.adapter_parameters.values()]
+    trainer.learner = trainer.new_learner()
+    trainer.learner.restore(state)
+    with torch.no_grad():
+        for parameter, value in zip(trainer.adapter_parameters.values(), adapter, strict=True):
+            parameter.copy_(value)
+    step()
+    for parameter, value in zip(trainer.adapter_parameters.values(), expected, strict=True):
+        assert torch.equal(parameter, value)
