@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table and a ratio against a peer."""

@@ -1,0 +1,198 @@
+"""Seconds of a local step by stage at M = 1, 2 and 4, beside TRL's own PPOTrainer at M = 1.
+
+    python benchmarks/local_step.py
+
+Both trainers get the miniature's policy, reward model, prompts and sizes. The peer is matched by
+`critic: network`, TRL's separate value network; `heads` is FIRM's default. Runs are interleaved,
+every figure is the median over local steps, and the first step of each run is left out.
+"""
+
+import os
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import contextlib
+import io
+import logging
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
+from trl.experimental.ppo import PPOConfig as StockConfig
+from trl.experimental.ppo import PPOTrainer as StockTrainer
+
+from firm.alignment import (
+    KLConfig,
+    LoraSettings,
+    MultiObjectivePPOTrainer,
+    PolicyConfig,
+    PPOConfig,
+    RolloutConfig,
+    load_policy,
+    load_prompts,
+    load_tokenizer,
+)
+from firm.alignment.policy import without_deprecation_warnings
+from firm.federation import RandomStream
+from firm.miniature import checkpoint_path
+from reward_models import SequenceClassifierReward, load_sequence_classifier
+
+REPEATS = 5
+STEPS = 4  # local steps per repeat, of which the first warms up
+BATCH, MINIBATCH, EPOCHS, TOKENS = 32, 16, 2, 40
+STAGES = (
+    "rollout", "reward", "values", "advantages", "forward", "critic", "backward", "gram", "solve",
+    "step",
+)  # fmt: skip
+
+
+@dataclass
+class StepTimes(TrainerCallback):
+    """Notes when each local step ends; both trainers call it."""
+
+    ends: list[float] = field(default_factory=list)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after a local step."""
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        """Duration of every step but the first."""
+        return np.diff(self.ends).tolist()
+
+
+def main() -> None:
+    """Runs all variants in turn and prints the table and the ratio."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    policy_config = PolicyConfig(str(checkpoint_path("policy")), lora=LoraSettings(dropout=0.0))
+    tokenizer = load_tokenizer(policy_config)
+    texts = [p.text for p in load_prompts(checkpoint_path("policy").parent / "prompts_train.jsonl")]
+    prompts = Dataset.from_dict({"input_ids": tokenizer(texts)["input_ids"]})
+    variants = {"TRL, M = 1": lambda: stock(policy_config, tokenizer, prompts)}
+    for critic in ("network", "heads"):
+        for m in (1, 2, 4):
+            variants[f"FIRM, {critic}, M = {m}"] = lambda m=m, critic=critic: ours(
+                policy_config, tokenizer, prompts, num_objectives=m, critic=critic
+            )
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    stages: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    for _ in range(REPEATS):
+        for name, run in variants.items():
+            with contextlib.redirect_stdout(io.StringIO()):
+                times, by_stage = run()
+            seconds[name] += times
+            stages[name].append({stage: by_stage.get(stage, 0.0) / STEPS for stage in STAGES})
+    print(f"median of {REPEATS * (STEPS - 1)} local steps, milliseconds; batch {BATCH}, ", end="")
+    print(f"minibatch {MINIBATCH}, {EPOCHS} epochs, {TOKENS} new tokens, 1 thread")
+    print(f"{'':24}{'step':>8}" + "".join(f"{stage:>11}" for stage in STAGES))
+    for name, times in seconds.items():
+        row = [median(run[stage] for run in stages[name]) for stage in STAGES]
+        cells = "".join(f"{1e3 * s:11.2f}" for s in row) if any(row) else ""
+        print(f"{name:24}{1e3 * median(times):8.0f}{cells}")
+    peer = median(seconds["TRL, M = 1"])
+    print()
+    for name in list(variants)[1:]:
+        print(f"{name} / TRL, M = 1: {median(seconds[name]) / peer:.3f}")
+
+
+def stock(
+    config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, prompts: Dataset
+) -> tuple[list[float], dict[str, float]]:
+    """TRL's trainer: seconds of its steps; it does not tell stages apart."""
+    times = StepTimes()
+    scorer = str(checkpoint_path("helpful"))
+    with without_deprecation_warnings():
+        trainer = StockTrainer(
+            args=StockConfig(
+                output_dir="/tmp/firm-benchmark",
+                per_device_train_batch_size=BATCH,
+                num_mini_batches=BATCH // MINIBATCH,
+                num_ppo_epochs=EPOCHS,
+                total_episodes=BATCH * STEPS,
+                response_length=TOKENS,
+                temperature=1.0,
+                stop_token="eos",
+                bf16=False,
+                use_cpu=True,
+                activation_checkpointing=False,
+                report_to="none",
+                num_sample_generations=0,
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            processing_class=tokenizer,
+            model=AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32),
+            ref_model=None,
+            reward_model=AutoModelForSequenceClassification.from_pretrained(scorer, dtype="float32"),
+            train_dataset=prompts,
+            value_model=AutoModelForSequenceClassification.from_pretrained(scorer, dtype="float32"),
+            peft_config=LoraConfig(
+                task_type="CAUSAL_LM",
+                r=config.lora.r,
+                lora_alpha=int(config.lora.alpha),
+                target_modules=config.lora.target_modules,
+            ),
+            callbacks=[times],
+        )
+    trainer.train()
+    return times.seconds, {}
+
+
+def ours(
+    config: PolicyConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Dataset,
+    *,
+    num_objectives: int,
+    critic: Any,
+) -> tuple[list[float], dict[str, float]]:
+    """FIRM's trainer with M reward models: seconds of its steps and of each stage."""
+    times = StepTimes()
+    rewards = {}
+    for j in range(num_objectives):
+        model, scorer_tokenizer = load_sequence_classifier(
+            str(checkpoint_path("helpful")), dtype="float32", device="cpu"
+        )
+        rewards[f"objective_{j}"] = SequenceClassifierReward(
+            model, scorer_tokenizer, name=f"objective_{j}", format="plain", append_eos=True
+        )
+    trainer = MultiObjectivePPOTrainer(
+        PPOConfig(
+            batch_size=BATCH,
+            minibatch_size=MINIBATCH,
+            num_epochs=EPOCHS,
+            critic=critic,
+            kl=KLConfig(controller="fixed"),
+        ),
+        rollout_config=RolloutConfig(max_new_tokens=TOKENS, temperature=1.0, stop_strings=[]),
+        policy=load_policy(config, stream=RandomStream(0, "adapter")),
+        tokenizer=tokenizer,
+        reward_fns=rewards,
+        num_steps=STEPS,
+        train_dataset=prompts,
+        callbacks=[times],
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer.train()
+    return times.seconds, trainer.seconds
+
+
+if __name__ == "__main__":
+    main()

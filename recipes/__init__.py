@@ -1,0 +1,1 @@
+"""Recipes: importable scripts that wire the parts together and decide nothing."""

@@ -1,0 +1,209 @@
+"""Builds a policy and its reward models from scratch: tokenizer, SFT, one classifier per objective.
+
+python recipes/build_miniature.py --out runs/miniature
+python recipes/build_miniature.py --config configs/build_hh.yaml --out runs/hh \\
+    --preferences "[helpful.jsonl.gz, harmless.jsonl.gz]"
+
+The first takes the generated world's corpus, the second preference files (JSON lines with the
+fields `prompt`, `chosen`, `rejected`, `kind`; one reward model per kind). Writes the checkpoint
+folders `policy` and one per objective, the prompts of every split, and `build.json`.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from firm.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
+from firm.miniature.corpus import Corpus, generated_corpus, preference_corpus
+from firm.miniature.preferences import Preference, load_preferences, truncate_prompt
+from firm.miniature.training import (
+    PolicyTraining,
+    RewardTraining,
+    bits_per_byte,
+    fit_pairs,
+    quiet,
+    reward_margins,
+    reward_tokenizer,
+    save_checkpoint,
+    train_policy,
+    train_reward_model,
+    train_tokenizer,
+)
+from firm.miniature.world import World
+from firm.run.config import run_cli, to_dict
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What is built, from what, and where it goes."""
+
+    out: Path
+    """Folder that receives the checkpoints, the prompts and `build.json`."""
+    preferences: list[Path] = field(default_factory=list)
+    """Preference files; none: the generated world."""
+    seed: int = 0
+    """Seed of everything random."""
+    num_texts: int = 20_000
+    """Generated world: demonstrations that the policy learns from."""
+    num_pairs: int = 8_000
+    """Generated world: training pairs per objective."""
+    num_held_out: int = 1000
+    """Generated world: pairs per objective and held-out split, and held-out texts."""
+    noise: float = 0.25
+    """Generated world: temperature of the training labels; held-out pairs are free of noise."""
+    max_prompt_tokens: int = 64
+    """Longest prompt in a scored text and in the prompt files; whole turns go first."""
+    policy: PolicyTraining = field(default_factory=PolicyTraining)
+    """The policy."""
+    reward: RewardTraining = field(default_factory=RewardTraining)
+    """Each reward model."""
+
+    def __post_init__(self) -> None:
+        longest = self.max_prompt_tokens + 3  # BOS, EOS and one token of a reply
+        if self.reward.call_format == "plain" and self.reward.max_length < longest:
+            raise ValueError(
+                f"reward.max_length must be at least {longest} for prompts of "
+                f"{self.max_prompt_tokens} tokens, got {self.reward.max_length}."
+            )
+
+
+@quiet()
+def main(cfg: BuildConfig) -> dict[str, Any]:
+    """Builds everything and returns what `build.json` holds."""
+    corpus = load_corpus(cfg)
+    cfg.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"config": to_dict(cfg), "reward_models": {}, "seconds": {}}
+
+    with timed("policy", report):
+        tokenizer = train_tokenizer(corpus.texts["train"], vocab_size=cfg.policy.vocab_size)
+        policy = train_policy(corpus.texts["train"], tokenizer, cfg.policy, seed=cfg.seed)
+        save_checkpoint(policy, tokenizer, cfg.out / "policy", dtype=torch.float16)
+        report["policy"] = policy_figures(cfg, corpus.texts["test"])
+
+    def num_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def shorten(prompt: str) -> str:
+        return truncate_prompt(prompt, max_tokens=cfg.max_prompt_tokens, num_tokens=num_tokens)
+
+    for kind, pairs_by_split in corpus.pairs.items():
+        with timed(kind, report):
+            fitted = {
+                split: fit_pairs(pairs, cfg.reward, shorten=shorten, num_tokens=num_tokens)
+                for split, pairs in pairs_by_split.items()
+            }
+            scorer_tokenizer = reward_tokenizer(tokenizer, cfg.reward)
+            scorer = train_reward_model(
+                cfg.out / "policy", scorer_tokenizer, fitted["train"], cfg.reward, seed=cfg.seed
+            )
+            save_checkpoint(scorer, scorer_tokenizer, cfg.out / kind, dtype=torch.float16)
+            report["reward_models"][kind] = reward_figures(cfg, kind, pairs_by_split, fitted)
+
+    for split, prompts in corpus.prompts.items():
+        with open(cfg.out / f"prompts_{split}.jsonl", "w", encoding="utf-8") as file:
+            for row in prompts:
+                file.write(json.dumps({**row, "prompt": shorten(row["prompt"])}) + "\n")
+    report["num_prompts"] = {split: len(prompts) for split, prompts in corpus.prompts.items()}
+
+    (cfg.out / "build.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(table(report))
+    return report
+
+
+def load_corpus(cfg: BuildConfig) -> Corpus:
+    """Returns the corpus of the preference files, or of the generated world without any."""
+    if cfg.preferences:
+        corpus = preference_corpus(
+            pair for path in cfg.preferences for pair in load_preferences(path)
+        )
+        if "policy" in corpus.pairs:
+            raise ValueError("kind 'policy' would take the policy's folder; rename that kind.")
+        return corpus
+    return generated_corpus(
+        World.conflict(),
+        num_texts=cfg.num_texts,
+        num_pairs=cfg.num_pairs,
+        num_held_out=cfg.num_held_out,
+        noise=cfg.noise,
+        seed=cfg.seed,
+    )
+
+
+def policy_figures(cfg: BuildConfig, held_out: list[str]) -> dict[str, Any]:
+    """Returns size and held-out code length of the policy as it was saved."""
+    policy = AutoModelForCausalLM.from_pretrained(cfg.out / "policy", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.out / "policy")
+    return {
+        "num_parameters": policy.num_parameters(),
+        "tokens_seen": cfg.policy.num_tokens,
+        "held_out_bytes": sum(len(text.encode()) for text in held_out),
+        "bits_per_byte": bits_per_byte(
+            policy, tokenizer, held_out, context_length=cfg.policy.context_length
+        ),
+    }
+
+
+def reward_figures(
+    cfg: BuildConfig,
+    kind: str,
+    pairs_by_split: dict[str, list[Preference]],
+    fitted: dict[str, list[Preference]],
+) -> dict[str, Any]:
+    """Returns the pair accuracies, beside two baselines, of a reward model as it was saved."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        cfg.out / kind, num_labels=1, dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(cfg.out / kind)
+    train = pairs_by_split["train"]
+    figures: dict[str, Any] = {"num_train_pairs": len(train), "call_format": cfg.reward.call_format}
+    for split, pairs in pairs_by_split.items():
+        if pairs:
+            margins = {
+                "model": reward_margins(model, tokenizer, fitted[split], cfg.reward).numpy(),
+                "length": length_margins(train, pairs),
+                "bag_of_words": bag_of_words_margins(train, pairs),
+            }
+            figures[split] = {name: asdict(pair_accuracy(m)) for name, m in margins.items()}
+    return figures
+
+
+@contextmanager
+def timed(stage: str, report: dict[str, Any]) -> Iterator[None]:
+    """Announces a stage and notes its wall-clock and processor seconds."""
+    print(f"{stage} ...", flush=True)
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    report["seconds"][stage] = {"wall": round(wall, 1), "cpu": round(cpu, 1)}
+
+
+def table(report: dict[str, Any]) -> str:
+    """Returns the figures of `build.json` for a reader."""
+    policy, seconds = report["policy"], report["seconds"]
+    lines = [
+        f"policy: {policy['num_parameters']:,} parameters, {policy['tokens_seen']:,} tokens seen, "
+        f"{policy['bits_per_byte']:.3f} bits per byte held out",
+        f"{'pair accuracy':24} {'pairs':>6} {'model':>14} {'length':>14} {'bag of words':>14}",
+    ]
+    for kind, figures in report["reward_models"].items():
+        for split, scores in figures.items():
+            if isinstance(scores, dict):
+                shares = "".join(
+                    f" {s['accuracy']:.3f} ± {s['standard_error']:.3f}".rjust(15)
+                    for s in scores.values()
+                )
+                lines.append(f"{kind + ', ' + split:24} {scores['model']['num_pairs']:6}{shares}")
+    times = ", ".join(f"{stage} {s['wall']:.0f} ({s['cpu']:.0f})" for stage, s in seconds.items())
+    lines.append(f"seconds (of the processor): {times}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_cli(main, BuildConfig, description=__doc__ or "")
