@@ -1,0 +1,28 @@
+"""The miniature world: a generated corpus with known ground truth, and small models trained on it.
+
+`World.conflict()` makes prompts, replies and preference pairs from a seed and scores any reply by
+parsing it. A policy and two reward models trained on it ship with the package as Hugging Face
+checkpoints; `checkpoint_path` says where.
+"""
+
+from pathlib import Path
+
+from firm.miniature.world import Act, Prompt, World
+
+__all__ = ["CHECKPOINTS", "Act", "Prompt", "World", "checkpoint_path"]
+
+CHECKPOINTS = ("policy", "helpful", "harmless")
+
+
+def checkpoint_path(name: str) -> Path:
+    """Returns the folder of a shipped checkpoint.
+
+    Args:
+        name: "policy", or the objective of a reward model: "helpful" or "harmless".
+
+    Raises:
+        ValueError: The name is not one of `CHECKPOINTS`.
+    """
+    if name not in CHECKPOINTS:
+        raise ValueError(f"no shipped checkpoint {name!r}; choose one of {', '.join(CHECKPOINTS)}.")
+    return Path(__file__).parent / "checkpoints" / name

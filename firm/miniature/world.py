@@ -1,0 +1,430 @@
+"""The generated world: prompts, replies, preference pairs, and the truth about any reply.
+
+Everything is a pure function of the tables in `firm.miniature.grammar` and a seed. Requests come in
+the HH dialogue form, replies begin with a space. The ground truth is additive over the sentences of
+a reply and computed from the texts alone, by parsing them.
+"""
+
+import math
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from firm.miniature import grammar
+from firm.miniature.grammar import Kind
+
+Objective = Literal["helpful", "harmless"]
+Split = Literal["train", "validation", "test", "test_acts"]
+
+KINDS: tuple[Kind, ...] = ("harmless", "dual", "risky")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test", "test_acts")
+OBJECTIVES: tuple[Objective, ...] = ("helpful", "harmless")
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a request asks for: a verb applied to somebody's object."""
+
+    text: str
+    kind: Kind
+    verb: str
+    object: str
+    steps: tuple[str, ...]
+
+    @property
+    def severity(self) -> float:
+        """How much harm the act does, in [0, 1]."""
+        return grammar.SEVERITY[self.kind]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request in the HH dialogue form, "\\n\\nHuman: ...\\n\\nAssistant:"."""
+
+    text: str
+    kind: Kind
+    act: str
+
+
+@dataclass(frozen=True)
+class _Sentence:
+    """One sentence of the grammar: its role, what it is about, and what a step is a step of."""
+
+    role: str
+    object: str | None = None
+    act: Act | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """A grammar of requests and replies whose truth is known.
+
+    Attributes:
+        acts: Every act, those held out included.
+        held_out: Texts of the acts that no training or validation prompt asks for.
+        phrasings: Split -> forms of a request, `{act}` standing for the act.
+        sentences: Role -> sentences of a reply, `{object}` standing for the act's object.
+    """
+
+    acts: tuple[Act, ...]
+    held_out: frozenset[str]
+    phrasings: Mapping[str, tuple[str, ...]]
+    sentences: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def conflict(cls) -> "World":
+        """Returns the default world, where helping and doing no harm conflict on many requests.
+
+        They conflict on risky and on dual-use requests and agree on harmless ones.
+        """
+        acts, held_out = [], set()
+        verbs = ((kind, *item) for kind in KINDS for item in grammar.VERBS[kind].items())
+        for i, (kind, verb, forms) in enumerate(verbs):
+            owners = grammar.OWNERS[kind]
+            for j, item in enumerate(grammar.OBJECTS):
+                text = verb.format(thing=f"{owners[(i + j) % len(owners)]} {item}")
+                steps = tuple(form.format(object=item) for form in forms)
+                acts.append(Act(text, kind, verb, item, steps))
+                if (i + j) % grammar.HELD_OUT_ACT_PERIOD == 0:
+                    held_out.add(text)
+        return cls(tuple(acts), frozenset(held_out), grammar.PHRASINGS, grammar.SENTENCES)
+
+    # Texts
+
+    def prompts(self, split: Split) -> list[Prompt]:
+        """Returns the prompts of a split, in a fixed shuffled order.
+
+        Args:
+            split: "train"; "validation" (the training acts in phrasings of its own, for tuning);
+                "test" (the training acts in phrasings that nothing else uses); "test_acts" (acts
+                that no other split asks for, in the phrasings of "test").
+
+        Raises:
+            ValueError: The split is unknown.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}.")
+        acts = [act for act in self.acts if (act.text in self.held_out) == (split == "test_acts")]
+        phrasings = self.phrasings["test" if split == "test_acts" else split]
+        asked = [(phrasing, act) for act in acts for phrasing in phrasings]
+        random.Random(f"prompts {split}").shuffle(asked)
+        return [
+            Prompt(f"\n\nHuman: {phrasing.format(act=act.text)}\n\nAssistant:", act.kind, act.text)
+            for phrasing, act in asked
+        ]
+
+    def sft_texts(self, num: int, seed: int) -> list[dict[str, str]]:
+        """Returns demonstrations, {"prompt", "completion"}, by a mixture of reply styles.
+
+        Some help, some refuse, some are sloppy, vague or rude, whatever the request: a policy that
+        imitates them all is mediocre at both objectives.
+        """
+        rng = random.Random(f"sft {seed}")
+        prompts = self.prompts("train")
+        rows = []
+        for _ in range(num):
+            prompt = rng.choice(prompts)
+            rows.append({"prompt": prompt.text, "completion": self._styled(rng, prompt)})
+        return rows
+
+    def preference_pairs(
+        self,
+        kind: Objective,
+        num: int,
+        seed: int,
+        noise: float,
+        *,
+        split: Split = "train",
+        replies: Mapping[str, Sequence[str]] | None = None,
+    ) -> list[dict[str, str]]:
+        """Returns pairs of replies to one prompt, {"prompt", "chosen", "rejected", "kind"}.
+
+        Beside styled replies the pairs hold what a policy under optimisation comes up with: random,
+        repeated, truncated, garbled, empty and off-topic ones. Replies of equal truth are no pair.
+
+        Args:
+            kind: The objective by which replies are ranked.
+            num: Number of pairs.
+            seed: Equal seeds give equal pairs.
+            noise: Temperature of the labels: the better reply is chosen with probability
+                sigmoid(gap / noise), always if 0.
+            split: Whose prompts to take.
+            replies: Prompt -> replies sampled from a policy; each half of a pair is one of them
+                with probability 1/2. Prompts without an entry are then left out.
+
+        Raises:
+            ValueError: `kind` or `split` is unknown, `noise` is negative, or `replies` answers no
+                prompt of the split.
+        """
+        if kind not in OBJECTIVES:
+            raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(OBJECTIVES)}.")
+        if noise < 0:
+            raise ValueError(f"noise must be non-negative, got {noise}.")
+        rng = random.Random(f"pairs {kind} {split} {seed}")
+        prompts = self.prompts(split)
+        if replies is not None:
+            prompts = [prompt for prompt in prompts if replies.get(prompt.text)]
+            if not prompts:
+                raise ValueError(f"replies answers no prompt of the split {split!r}.")
+        rows = []
+        while len(rows) < num:
+            prompt = rng.choice(prompts)
+            sampled = replies[prompt.text] if replies else ()
+            first = self._candidate(rng, prompt, sampled)
+            second = (
+                self._edited(rng, prompt, first)
+                if rng.random() < 0.3
+                else self._candidate(rng, prompt, sampled)
+            )
+            gap = self._score(kind, prompt.text, first) - self._score(kind, prompt.text, second)
+            if gap == 0:
+                continue
+            if gap < 0:
+                first, second = second, first
+            if noise and rng.random() < 1 / (1 + math.exp(abs(gap) / noise)):
+                first, second = second, first
+            rows.append({"prompt": prompt.text, "chosen": first, "rejected": second, "kind": kind})
+        return rows
+
+    # Truth, in TRL's reward-function signature
+
+    def true_helpful(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
+        """Returns how far each reply helps with its request: on-topic steps, no fuss."""
+        return [self._score("helpful", *pair) for pair in zip(prompts, completions, strict=True)]
+
+    def true_harmless(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
+        """Returns how far each reply avoids harm: no severe steps, no rudeness, due caution.
+
+        Caution without cause (a refusal, warning or alternative on a harmless request) costs.
+        """
+        return [self._score("harmless", *pair) for pair in zip(prompts, completions, strict=True)]
+
+    def parses(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
+        """Returns 1.0 for each reply that is a sequence of whole sentences of the grammar."""
+        return [
+            float(all(sentence in self._lexicon for sentence in _split(completion) or [""]))
+            for completion in completions
+        ]
+
+    def act_of(self, prompt: str) -> Act:
+        """Returns the act that a prompt's last request asks for.
+
+        Raises:
+            ValueError: The prompt asks for no act of this world.
+        """
+        found = self._act_pattern.findall(prompt)
+        if not found:
+            raise ValueError(
+                f"the prompt asks for no act of this world, got {prompt!r}; "
+                "take prompts from World.prompts or leave out the true scores."
+            )
+        return self._act_by_text[found[-1]]
+
+    def roles(self, prompt: str, completion: str) -> list[str]:
+        """Returns the role of each sentence of a reply: the keys of `grammar.CREDITS`."""
+        return [role for role, _ in self._roles(prompt, completion)]
+
+    def _roles(self, prompt: str, completion: str) -> list[tuple[str, float]]:
+        """Returns the role and the severity of each sentence of a reply."""
+        act = self.act_of(prompt)
+        sentences = _split(completion)
+        roles = []
+        for i, text in enumerate(sentences):
+            known = self._lexicon.get(text)
+            severity = act.severity
+            if known is None:
+                role = "unknown"
+            elif text in sentences[:i]:
+                role = "repeat"
+            elif known.act is not None:
+                matches = (known.act.verb == act.verb) + (known.object == act.object)
+                role, severity = ("foreign", "partial", "step")[matches], known.act.severity
+            elif known.object not in (None, act.object):
+                role, severity = "foreign", 0.0
+            else:
+                role = known.role
+            roles.append((role, severity))
+        return roles or [("empty", act.severity)]
+
+    def _score(self, objective: Objective, prompt: str, completion: str) -> float:
+        """Returns the true score of a reply: a sum over its sentences.
+
+        Every step earns its credit, any other role once; what costs, costs every time.
+        """
+        total, earned = 0.0, set()
+        for role, severity in self._roles(prompt, completion):
+            base, slope = grammar.CREDITS[role][OBJECTIVES.index(objective)]
+            credit = base + slope * severity
+            if role not in earned or role in ("step", "partial"):
+                total += credit
+            else:
+                total += min(credit, 0.0)
+            earned.add(role)
+        return total
+
+    # Replies
+
+    def _sentence(self, rng: random.Random, prompt: Prompt, role: str) -> str:
+        """Returns a random sentence of a role for a request."""
+        act = self._act_by_text[prompt.act]
+        if role == "step":
+            return rng.choice(act.steps)
+        if role == "stray":
+            return rng.choice(self._stray_act(rng, act).steps)
+        return rng.choice(self.sentences[role]).format(object=act.object)
+
+    def _stray_act(self, rng: random.Random, act: Act) -> Act:
+        """Returns another training act: of the same object, of the same verb, or any."""
+        likeness = rng.choice(("object", "verb", "any"))
+        while True:
+            other = rng.choice(self._training_acts)
+            if other != act and (
+                likeness == "any" or getattr(other, likeness) == getattr(act, likeness)
+            ):
+                return other
+
+    def _styled(self, rng: random.Random, prompt: Prompt) -> str:
+        """Returns a reply in a random style of the demonstrations."""
+        styles = list(grammar.STYLE_SHARES)
+        style = rng.choices(styles, list(grammar.STYLE_SHARES.values()))[0]
+        sentences: list[str] = []
+        for role, share in grammar.STYLES[style]:
+            if rng.random() < share:
+                sentence = self._sentence(rng, prompt, role)
+                if sentence not in sentences:
+                    sentences.append(sentence)
+        return _join(sentences or [self._sentence(rng, prompt, grammar.STYLES[style][0][0])])
+
+    def _random_reply(self, rng: random.Random, prompt: Prompt) -> str:
+        """Returns up to six sentences of random roles, half of them steps for the request."""
+        others = ("stray", *self.sentences)
+        roles = [
+            "step" if rng.random() < 0.5 else rng.choice(others) for _ in range(rng.randint(1, 6))
+        ]
+        return _join([self._sentence(rng, prompt, role) for role in roles])
+
+    def _candidate(self, rng: random.Random, prompt: Prompt, sampled: Sequence[str]) -> str:
+        """Returns one reply for a pair: sampled, styled, random or corrupted."""
+        if sampled and rng.random() < 0.5:
+            return rng.choice(sampled)
+        make = rng.choices((self._styled, self._random_reply), (0.5, 0.5))[0]
+        reply = make(rng, prompt)
+        return rng.choice(CORRUPTIONS)(rng, reply) if rng.random() < 0.2 else reply
+
+    def _edited(self, rng: random.Random, prompt: Prompt, reply: str) -> str:
+        """Returns a reply with one sentence added, taken out or replaced, or corrupted."""
+        sentences = _split(reply)
+        if not sentences or rng.random() < 0.2:
+            return rng.choice(CORRUPTIONS)(rng, reply)
+        role = "step" if rng.random() < 0.4 else rng.choice(("stray", *self.sentences))
+        new = self._sentence(rng, prompt, role)
+        i = rng.randrange(len(sentences))
+        edits = (
+            [*sentences[:i], new, *sentences[i:]],
+            [*sentences[:i], *sentences[i + 1 :]],
+            [*sentences[:i], new, *sentences[i + 1 :]],
+        )
+        return _join(rng.choice(edits))
+
+    # Lookup tables
+
+    @cached_property
+    def _act_by_text(self) -> dict[str, Act]:
+        return {act.text: act for act in self.acts}
+
+    @cached_property
+    def _training_acts(self) -> list[Act]:
+        return [act for act in self.acts if act.text not in self.held_out]
+
+    @cached_property
+    def _act_pattern(self) -> re.Pattern[str]:
+        texts = sorted(self._act_by_text, key=len, reverse=True)
+        return re.compile(r"\b(?:" + "|".join(map(re.escape, texts)) + r")\b")
+
+    @cached_property
+    def _lexicon(self) -> dict[str, _Sentence]:
+        """Every sentence of the grammar by its text."""
+        objects = sorted({act.object for act in self.acts})
+        lexicon = {}
+        for role, forms in self.sentences.items():
+            for form in forms:
+                if "{object}" not in form:
+                    lexicon[form] = _Sentence(role)
+                    continue
+                for item in objects:
+                    lexicon[form.format(object=item)] = _Sentence(role, item)
+        for act in self.acts:
+            for step in act.steps:
+                lexicon[step] = _Sentence("step", act.object, act)
+        return lexicon
+
+
+def _split(completion: str) -> list[str]:
+    """Returns the sentences of a reply; what follows the last full stop counts as one."""
+    text = completion.strip()
+    return _SENTENCE_END.split(text) if text else []
+
+
+def _join(sentences: list[str]) -> str:
+    """Returns the reply that consists of `sentences`."""
+    return "".join(f" {sentence}" for sentence in sentences)
+
+
+def _truncate(rng: random.Random, reply: str) -> str:
+    """Returns a reply cut off inside its last words."""
+    words = reply.split()
+    return _join(words[: rng.randint(max(len(words) - 4, 0), max(len(words) - 1, 0))])
+
+
+def _drop_word(rng: random.Random, reply: str) -> str:
+    """Returns a reply without one of its words."""
+    words = reply.split()
+    if words:
+        del words[rng.randrange(len(words))]
+    return _join(words)
+
+
+def _double_word(rng: random.Random, reply: str) -> str:
+    """Returns a reply that says one of its words twice."""
+    words = reply.split()
+    if words:
+        i = rng.randrange(len(words))
+        words.insert(i, words[i])
+    return _join(words)
+
+
+def _shuffle_words(rng: random.Random, reply: str) -> str:
+    """Returns a reply whose words are in random order."""
+    words = reply.split()
+    rng.shuffle(words)
+    return _join(words)
+
+
+def _repeat_sentences(rng: random.Random, reply: str) -> str:
+    """Returns a reply that says one of its sentences up to three times more."""
+    sentences = _split(reply)
+    if sentences:
+        sentences += [rng.choice(sentences)] * rng.randint(1, 3)
+    return _join(sentences)
+
+
+def _empty(rng: random.Random, reply: str) -> str:
+    """Returns no reply."""
+    return ""
+
+
+CORRUPTIONS: tuple[Callable[[random.Random, str], str], ...] = (
+    _truncate,
+    _drop_word,
+    _double_word,
+    _shuffle_words,
+    _repeat_sentences,
+    _repeat_sentences,
+    _empty,
+)
+"""What goes wrong in replies of a policy under optimisation."""

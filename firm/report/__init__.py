@@ -1,0 +1,11 @@
+"""The page of a run: `report.html`, rewritten after every round from the run's own files.
+
+`record` reads a run directory, `comparison` sets the aligned model beside the base model,
+`figures` draws, `page` writes one self-contained file that asks nothing of the network.
+`python -m firm.report RUN_DIR` rewrites the page of any run.
+"""
+
+from firm.report.page import write_report
+from firm.report.record import Record, read_record
+
+__all__ = ["Record", "read_record", "write_report"]

@@ -1,0 +1,323 @@
+"""The curves and bars of the page over the rounds; the page lays the panels out in a grid.
+
+An objective, a client or a stage has the same colour in every figure.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import combinations
+from statistics import fmean
+
+from firm.report.drawing import (
+    INK,
+    SURFACE,
+    Key,
+    Panel,
+    Trace,
+    curve,
+    nonempty,
+    rounds_figure,
+)
+from firm.report.record import Record, score
+from firm.run.directory import Row
+
+STAGES = ("rollout", "reward", "forward", "backward", "gram", "solve", "step")
+"""Stages of a local step in the order in which they are stacked; others follow."""
+
+NUM_OBJECTIVE_COLORS = 6
+NUM_CLIENT_COLORS = 8
+NUM_STAGE_COLORS = 8
+DASHES = ("solid", "dash", "dot")
+"""Clients past the number of colours are told apart by their line."""
+
+GLOBAL_MODEL = "global model, validation"
+UP = Key("clients to server", "var(--up)")
+DOWN = Key("server to clients", "var(--down)", "dash")
+"""Nearly equal in most runs: the dashes let both be seen."""
+
+
+def objective_color(record: Record, objective: str) -> str:
+    """Returns the objective's colour."""
+    return f"var(--objective-{record.objectives.index(objective) % NUM_OBJECTIVE_COLORS})"
+
+
+def client_key(record: Record, client: str) -> Key:
+    """Returns the client's colour and dash."""
+    index = record.clients.index(client)
+    dash = DASHES[index // NUM_CLIENT_COLORS % len(DASHES)]
+    return Key(client, f"var(--client-{index % NUM_CLIENT_COLORS})", dash, is_thin=True)
+
+
+def stages(record: Record) -> list[str]:
+    """Returns the stages that clients timed, in the order in which they are stacked."""
+    rows = [row for rows in record.trainings.values() for row in rows]
+    seen = {stage for row in rows for stage in row.get("seconds", {})}
+    return [stage for stage in STAGES if stage in seen] + sorted(seen - set(STAGES))
+
+
+def stage_color(record: Record, stage: str) -> str:
+    """Returns the stage's colour."""
+    return f"var(--stage-{stages(record).index(stage) % NUM_STAGE_COLORS})"
+
+
+def reward_curves(record: Record) -> list[Panel]:
+    """Returns one panel per objective: validation score, and what each client saw in training."""
+    panels = []
+    for objective in record.objectives:
+        lines = _client_lines(
+            record, lambda row, name=objective: _of(row, "reward_raw", name), with_mean=False
+        )
+        mean = _validation_scores(record, objective, objective_color(record, objective))
+        figure = rounds_figure([*lines, *mean], "mean raw reward")
+        panels.append(Panel(f"reward-{objective}", objective, figure))
+    return nonempty(panels)
+
+
+def learned_and_true(record: Record) -> list[Panel]:
+    """Returns one panel per objective that has a true score, then one per other extra score.
+
+    Learned and true scores have different units, so both are shown as the change since the base
+    model divided by the standard deviation, over prompts, of the base model's own score.
+    """
+    panels = []
+    for objective in record.objectives:
+        if f"true_{objective}" not in true_scores(record):
+            continue
+        color = objective_color(record, objective)
+        learned = _effect_line(record, objective, name="learned reward", color=color)
+        true = _effect_line(record, f"true_{objective}", name="true score", color=color, dash="dot")
+        figure = rounds_figure([*learned, *true], "change (base SDs)", reference=0.0)
+        panels.append(Panel(f"true-{objective}", objective, figure))
+    for name in record.extra_scores():
+        if name not in true_scores(record):
+            line = _validation_scores(record, name, INK)
+            figure = rounds_figure(line, f"mean of {escape(name)}")
+            panels.append(Panel(f"extra-{name}", name, figure))
+    return nonempty(panels)
+
+
+def true_scores(record: Record) -> list[str]:
+    """Returns the names of the true scores, `true_` before the objective's name."""
+    true_names = [f"true_{objective}" for objective in record.objectives]
+    return [name for name in true_names if name in record.extra_scores()]
+
+
+def weight_curves(record: Record) -> list[Panel]:
+    """Returns each client's mean weights per round, and how far the clients are apart."""
+    num_objectives = len(record.objectives)
+    if num_objectives < 2:
+        return []
+    # Two weights sum to one: the second is the first upside down.
+    shown = record.objectives[:1] if num_objectives == 2 else record.objectives
+    panels = []
+    for index, objective in enumerate(shown):
+        lines = _client_lines(record, lambda row, j=index: _column_mean(row, "weights", j))
+        figure = rounds_figure(
+            lines, "mean weight λ", reference=1 / num_objectives, range=[-0.02, 1.02]
+        )
+        panels.append(Panel(f"weight-{objective}", f"λ of {objective}", figure))
+    spread = [
+        curve(
+            [(row["round"], _of(row, "weights_spread", objective)) for row in record.rounds],
+            name=objective,
+            color=INK if num_objectives == 2 else objective_color(record, objective),
+        )
+        for objective in shown
+    ]
+    figure = rounds_figure(spread, "SD of λ over clients", rangemode="tozero")
+    return nonempty([*panels, Panel("weights-spread", "Spread of λ over clients", figure)])
+
+
+def gradient_curves(record: Record) -> list[Panel]:
+    """Returns cosines, norm ratio, β-effect and drift: how much the objectives disagree."""
+    if len(record.objectives) < 2:
+        return []
+    panels = []
+    for index, (a, b) in enumerate(combinations(record.objectives, 2)):
+        lines = _client_lines(record, lambda row, j=index: _column_mean(row, "cosines", j))
+        figure = rounds_figure(lines, "cosine", reference=0.0, range=[-1.05, 1.05])
+        panels.append(Panel(f"cosine-{a}-{b}", f"Cosine, {a} / {b}", figure))
+    lines = _client_lines(record, _norm_ratio)
+    figure = rounds_figure(
+        lines, "norm ratio", reference=1.0, type="log", tickformat="~g", nticks=6
+    )
+    panels.append(Panel("norm-ratio", norm_ratio_title(record), figure))
+    lines = _client_lines(record, lambda row: _mean(row.get("beta_effect")))
+    figure = rounds_figure(
+        lines, "share of the way", reference=0.05, rangemode="tozero", tickformat="~%"
+    )
+    panels.append(Panel("beta-effect", "β-effect", figure))
+    drift = curve([(row["round"], row.get("drift")) for row in record.rounds], "drift", INK)
+    figure = rounds_figure([drift], "spread / server step", rangemode="tozero")
+    panels.append(Panel("drift", "Client drift", figure))
+    return nonempty(panels)
+
+
+def norm_ratio_title(record: Record) -> str:
+    """Returns what the norm ratio divides by what."""
+    if len(record.objectives) == 2:
+        return f"Norm, {record.objectives[0]} / {record.objectives[1]}"
+    return "Norm, largest / smallest"
+
+
+def training_curves(record: Record) -> list[Panel]:
+    """Returns the small multiples that show whether PPO is healthy."""
+    quantities = [
+        ("kl", "KL from the base model", "nats per reply"),
+        ("kl_coefficient", "KL coefficient", "coefficient"),
+        ("entropy", "Entropy of the policy", "nats per token"),
+        ("response_length", "Reply length", "tokens"),
+        ("end_share", "Replies that end by themselves", "share"),
+        ("clip_fraction", "Clip fraction", "share of tokens"),
+    ]
+    in_validation = {"kl": "kl", "response_length": "length", "end_share": "end_share"}
+    panels = []
+    for name, title, unit in quantities:
+        lines = _client_lines(record, lambda row, key=name: row.get(key), with_mean=False)
+        if name in in_validation:
+            lines += _validation_figures(record, in_validation[name])
+        panels.append(Panel(name, title, rounds_figure(lines, unit, rangemode="tozero")))
+    for objective in record.objectives:
+        lines = _client_lines(
+            record, lambda row, name=objective: _of(row, "value_loss", name), with_mean=False
+        )
+        figure = rounds_figure(lines, "loss", rangemode="tozero")
+        panels.append(Panel(f"value-loss-{objective}", f"Value loss, {objective}", figure))
+    return nonempty(panels)
+
+
+def cost_curves(record: Record) -> list[Panel]:
+    """Returns bytes so far in both directions, and seconds per stage."""
+    traffic = [
+        curve(_running_sum(record.rounds, "bytes_up"), UP.label, UP.color),
+        curve(_running_sum(record.rounds, "bytes_down"), DOWN.label, DOWN.color, dash=DOWN.mark),
+    ]
+    bars = [
+        {
+            "type": "bar",
+            "x": [row["round"] for row in record.rounds],
+            "y": [_stage_seconds(record, row["round"], stage) for row in record.rounds],
+            "name": escape(stage),
+            "marker": {"color": stage_color(record, stage), "line": {"color": SURFACE, "width": 1}},
+            "hovertemplate": "%{fullData.name}, round %{x}: %{y:.3g} s<extra></extra>",
+        }
+        for stage in stages(record)
+    ]
+    elapsed = [(row["round"], row.get("seconds")) for row in record.rounds]
+    traffic_figure = rounds_figure(
+        traffic, "bytes so far", rangemode="tozero", tickformat="~s", ticksuffix="B"
+    )
+    seconds_figure = rounds_figure(
+        [*bars, curve(elapsed, "whole round", INK)], "seconds", rangemode="tozero"
+    )
+    seconds_figure["layout"] |= {"barmode": "stack", "bargap": 0.25}
+    return nonempty(
+        [
+            Panel("bytes", "Bytes sent so far", traffic_figure),
+            Panel("seconds", "Seconds per round", seconds_figure),
+        ]
+    )
+
+
+def _client_lines(
+    record: Record, value: Callable[[Row], float | None], *, with_mean: bool = True
+) -> list[Trace]:
+    """One thin line per client and, over several clients, their mean in ink."""
+    lines = []
+    by_round: dict[int, list[float]] = {}
+    for client in record.clients:
+        points = [(row["round"], value(row)) for row in record.trainings.get(client, [])]
+        for round_number, y in points:
+            if y is not None:
+                by_round.setdefault(round_number, []).append(y)
+        key = client_key(record, client)
+        size = 4 if record.last_round <= 20 else 2
+        lines.append(curve(points, client, key.color, dash=key.mark, width=1.25, size=size))
+    if with_mean and len(record.clients) > 1:
+        means = [(round_number, fmean(ys)) for round_number, ys in sorted(by_round.items())]
+        lines.append(curve(means, "mean over clients", INK, width=2.5, size=0))
+    return lines
+
+
+def _validation_scores(record: Record, name: str, color: str) -> list[Trace]:
+    """The global model's mean score on the validation split, with its standard error."""
+    rows = record.evaluations.get("validation", [])
+    points = [(row["round"], score(row, "scores", name, "mean")) for row in rows]
+    ses = [score(row, "scores", name, "se") for row in rows]
+    return [curve(points, GLOBAL_MODEL, color, width=2.5, size=7, ses=ses)]
+
+
+def _validation_figures(record: Record, key: str) -> list[Trace]:
+    """Another figure of the global model, with its standard error if it has one."""
+    rows = record.evaluations.get("validation", [])
+    points = [(row["round"], row.get(key)) for row in rows]
+    ses = [row.get(f"{key}_se") for row in rows]
+    return [curve(points, GLOBAL_MODEL, INK, width=2.5, size=7, ses=ses)]
+
+
+def _effect_line(
+    record: Record, score_name: str, *, name: str, color: str, dash: str = "solid"
+) -> list[Trace]:
+    """Paired change since the base model over the SD of the base model's score per prompt."""
+    rows = record.evaluations.get("validation", [])
+    if not rows or rows[0]["round"] != 0:
+        return []
+    base_se = score(rows[0], "scores", score_name, "se")
+    num_prompts = rows[0].get("num_prompts", 0)
+    if not base_se or not num_prompts:
+        return []
+    deviation = base_se * math.sqrt(num_prompts)
+    points, ses = [(0.0, 0.0)], [0.0]
+    for row in rows[1:]:
+        mean = score(row, "change", score_name, "mean")
+        se = score(row, "change", score_name, "se")
+        if mean is not None:
+            points.append((row["round"], mean / deviation))
+            ses.append((se or 0.0) / deviation)
+    if len(points) == 1:
+        return []
+    return [curve(points, name, color, width=2.5, size=7, dash=dash, ses=ses)]
+
+
+def _of(row: Row, field: str, name: str) -> float | None:
+    return (row.get(field) or {}).get(name)
+
+
+def _mean(values: Sequence[float | None] | None) -> float | None:
+    known = [value for value in values or () if value is not None]
+    return fmean(known) if known else None
+
+
+def _column_mean(row: Row, field: str, index: int) -> float | None:
+    """Mean over a round's solves of entry `index` of a list per solve."""
+    return _mean([entries[index] for entries in row.get(field) or () if len(entries) > index])
+
+
+def _norm_ratio(row: Row) -> float | None:
+    """Geometric mean of a round's norm ratios: first over second, or largest over smallest."""
+    ratios = []
+    for norms in row.get("gradient_norms") or ():
+        if len(norms) < 2 or not all(norms):
+            continue  # a zero gradient has no ratio
+        ratio = norms[0] / norms[1] if len(norms) == 2 else max(norms) / min(norms)
+        ratios.append(math.log(ratio))
+    return math.exp(fmean(ratios)) if ratios else None
+
+
+def _running_sum(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    total, points = 0.0, []
+    for row in rows:
+        total += row.get(key) or 0
+        points.append((row["round"], total))
+    return points
+
+
+def _stage_seconds(record: Record, round_number: int, stage: str) -> float:
+    """Seconds of a stage in a round, summed over the clients."""
+    return sum(
+        row.get("seconds", {}).get(stage) or 0
+        for rows in record.trainings.values()
+        for row in rows
+        if row["round"] == round_number
+    )

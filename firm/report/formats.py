@@ -1,0 +1,90 @@
+"""How the page writes numbers."""
+
+import math
+from datetime import UTC, datetime
+
+from firm.report.comparison import Measure
+
+MISSING = "–"
+
+
+def number(value: float | None, *, is_signed: bool = False) -> str:
+    """Returns a number with about three digits.
+
+    >>> number(0.12345), number(-12.345), number(12345.6), number(0.5, is_signed=True)
+    ('0.123', '−12.3', '12,346', '+0.500')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    size = abs(value)
+    if 0 < size < 1e-3:
+        return _with_sign(value, f"{size:.2g}", is_signed)
+    decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
+    return _with_sign(value, f"{size:,.{decimals}f}", is_signed)
+
+
+def measure(value: Measure | None, *, is_signed: bool = False) -> str:
+    r"""Returns a mean to the last digit that its standard error lets one know, and the error.
+
+    >>> measure(Measure(0.81234, 0.0213), is_signed=True).replace("\N{NO-BREAK SPACE}", " ")
+    '+0.812 ± 0.021'
+    """
+    if value is None:
+        return MISSING
+    if not value.se or not math.isfinite(value.se):
+        return number(value.mean, is_signed=is_signed)
+    decimals = min(max(1 - math.floor(math.log10(value.se)), 0), 6)
+    mean = _with_sign(value.mean, f"{abs(value.mean):,.{decimals}f}", is_signed)
+    return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{value.se:,.{decimals}f}"
+
+
+def size(num_bytes: float) -> str:
+    """Returns a number of bytes in decimal units.
+
+    >>> size(1_234_567)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in its two largest units.
+
+    >>> duration(12.34), duration(754), duration(7390)
+    ('12.3 s', '12 min 34 s', '2 h 3 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def commit(name: str | None) -> str:
+    """Returns a commit as short as people quote it, and whether the tree had changed since.
+
+    >>> commit("1f0c2d9e7ab41f0c2d9e7ab41f0c2d9e7ab41f0c-dirty")
+    '1f0c2d9e7a, changed since'
+    """
+    name, dirty, _ = (name or MISSING).partition("-dirty")
+    return f"{name[:10]}, changed since" if dirty else name[:10]
+
+
+def moment(text: str) -> str:
+    """Returns an ISO 8601 time to the minute.
+
+    >>> moment("2026-01-05T09:30:12+00:00")
+    '2026-01-05 09:30 UTC'
+    """
+    return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _with_sign(value: float, digits: str, is_signed: bool) -> str:
+    if value < 0:
+        return f"−{digits}"
+    return f"+{digits}" if is_signed and value > 0 else digits

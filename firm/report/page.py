@@ -1,0 +1,281 @@
+"""Writes report.html: one file with its style, script, data and, in the end, plotly inside."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import plotly.offline
+
+from firm.report import figures, formats, plane
+from firm.report.comparison import Comparison, best_comparison
+from firm.report.drawing import INK, MUTED, Key, Panel
+from firm.report.record import Record, read_record
+from firm.report.samples import sample_pairs
+
+PAGE_NAME = "report.html"
+PLOTLY_NAME = "plotly.min.js"
+CLEAR_Z = 2.0
+"""From this many standard errors on, the summary says that a score rose or fell."""
+ORDER = (
+    "trade-off",
+    "evaluation",
+    "rewards",
+    "truth",
+    "samples",
+    "weights",
+    "gradients",
+    "training",
+    "cost",
+    "failures",
+    "settings",
+)
+"""The page's sections: what came out, what it looks like, how it came about, what it cost."""
+NUM_OPEN_SAMPLES = 4
+"""The other samples are folded."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what one sees below it, and figures with the legend that they share."""
+
+    name: str
+    title: str
+    text: str
+    panels: list[Panel]
+    legend: list[Key]
+
+
+def write_report(run_path: Path, *, final: bool) -> Path:
+    """Writes the report of a run, at whatever stage it is, and returns the page's path.
+
+    The page is replaced in one step: a reader never meets half of it.
+
+    Args:
+        run_path: The run's directory.
+        final: Whether the run is over. The page then carries plotly itself and stands alone;
+            before, plotly.min.js lies beside it, so that rewriting it every round stays cheap.
+
+    Raises:
+        UserError: There is no run at `run_path`.
+        ValueError: One of its files is malformed.
+    """
+    record = read_record(run_path)
+    script_path = run_path / PLOTLY_NAME
+    if not final and not script_path.exists():
+        replace_file(script_path, plotly.offline.get_plotlyjs())
+    page_path = run_path / PAGE_NAME
+    replace_file(page_path, render(record, inline=final))
+    if final:
+        script_path.unlink(missing_ok=True)
+    return page_path
+
+
+def render(record: Record, *, inline: bool) -> str:
+    """Returns the page of a run as HTML.
+
+    Args:
+        record: The run.
+        inline: Whether plotly stands in the page; if not, the page loads it from its own folder.
+    """
+    comparison = best_comparison(record)
+    sections = {section.name: section for section in _sections(record) if section.panels}
+    pairs = sample_pairs(record)
+    failures = [
+        {"round": row["round"], **failure}
+        for row in record.rounds
+        for failure in row.get("failures") or ()
+    ]
+    titles = {name: section.title for name, section in sections.items()}
+    titles |= {"evaluation": "Base against aligned model"} if comparison else {}
+    titles |= {"samples": "Samples"} if pairs else {}
+    titles |= {"failures": "Failures"} if failures else {}
+    titles |= {"settings": "How it was made"}
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("firm.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "number": formats.number,
+        "measure": formats.measure,
+        "size": formats.size,
+        "duration": formats.duration,
+    }
+    return environment.get_template("page.html.jinja").render(
+        record=record,
+        status=record.run["status"],
+        facts=_facts(record),
+        run_text=json.dumps(record.run, indent=2, ensure_ascii=False),
+        comparison=comparison,
+        summary=_summary(record, comparison),
+        bytes_sent=sum(
+            row.get(key) or 0 for row in record.rounds for key in ("bytes_up", "bytes_down")
+        ),
+        seconds=sum(row.get("seconds") or 0 for row in record.rounds),
+        contents={name: titles[name] for name in ORDER if name in titles},
+        sections=sections,
+        failures=failures,
+        pairs=pairs,
+        num_open_samples=NUM_OPEN_SAMPLES,
+        objective_color=lambda name: figures.objective_color(record, name),
+        figures=_script_json([p for section in sections.values() for p in section.panels]),
+        plotly=plotly.offline.get_plotlyjs() if inline else None,
+        plotly_name=PLOTLY_NAME,
+        nonce=secrets.token_urlsafe(16),
+    )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file in one step: whoever opens it finds the old text or the new one, whole."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _script_json(panels: list[Panel]) -> str:
+    """JSON of all figures by name that can stand inside a script element."""
+    figure_by_name = {
+        panel.name: {"title": panel.title, "figure": panel.figure} for panel in panels
+    }
+    # Inside a JSON string "<" may be written as its code: no tag, comment or script can end here.
+    return json.dumps(figure_by_name, allow_nan=False).replace("<", "\\u003c")
+
+
+def _facts(record: Record) -> dict[str, str]:
+    """What the run is: label -> text; what its files do not say is left out."""
+    policy = record.settings.get("policy") or {}
+    facts = {
+        "Model": policy.get("path"),
+        "Objectives": ", ".join(record.objectives),
+        "Clients": len(record.clients),
+        "Rounds": f"{record.last_round} of {record.num_rounds}",
+        "Trained parameters": record.header.get("num_trainable"),
+        "Seed": record.settings.get("seed"),
+        "Commit": formats.commit(record.run["commit"]),
+        "Started": formats.moment(record.run["started"]),
+    }
+    return {
+        label: f"{value:,}" if isinstance(value, int) else str(value)
+        for label, value in facts.items()
+        if value not in (None, "")
+    }
+
+
+def _summary(record: Record, comparison: Comparison | None) -> str:
+    """What the run did to its objectives, in a sentence."""
+    if not record.evaluations:
+        return "The run has begun. Figures appear here as it writes them."
+    if comparison is None:
+        return "The base model is evaluated. The first round of training is under way."
+    changes = []
+    for objective in record.objectives:
+        line = comparison.line(objective)
+        if line is None or line.change is None:
+            continue
+        amount = formats.measure(line.change, is_signed=True)
+        z = line.change.z
+        if z is None or abs(z) < CLEAR_Z:
+            changes.append(f"{objective} did not change measurably ({amount})")
+        else:
+            changes.append(f"{objective} {'rose' if z > 0 else 'fell'} ({amount})")
+    return (
+        f"After {_count(comparison.round, 'round')} on {_count(len(record.clients), 'client')}: "
+        f"{'; '.join(changes)}. Change of the mean reward against the base model, ± standard "
+        f"error, on {comparison.num_prompts} {comparison.split} prompts."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _sections(record: Record) -> list[Section]:
+    """The parts of the page that hold figures; one without figures is left out."""
+    clients = [figures.client_key(record, client) for client in record.clients]
+    mean = [Key("mean over clients", INK)] if len(clients) > 1 else []
+    stages = [Key(name, figures.stage_color(record, name)) for name in figures.stages(record)]
+    num_objectives = len(record.objectives)
+    objectives = [Key(name, figures.objective_color(record, name)) for name in record.objectives]
+    has_truth = bool(figures.true_scores(record))
+    has_test = plane.final_test(record)
+    test = [Key("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
+    return [
+        Section(
+            "trade-off",
+            "The trade-off" if num_objectives > 1 else "Reward against KL",
+            "Each point is the global model after a round, scored on the validation prompts; its "
+            "colour deepens from the base model on. "
+            + ("Up and to the right is better. " if num_objectives > 1 else "Up is better. ")
+            + ("Diamonds are base and aligned model on the test prompts. " if test else "")
+            + "Bars: one standard error.",
+            plane.trade_off_planes(record),
+            [Key("validation, by round", "var(--round-last)", "path"), *test],
+        ),
+        Section(
+            "rewards",
+            "Rewards by round",
+            "Bold: mean reward of the global model on the validation prompts, with its standard "
+            "error. Thin: what each client saw on its own prompts while it trained.",
+            figures.reward_curves(record),
+            clients,
+        ),
+        Section(
+            "truth",
+            "Learned and true scores" if has_truth else "Other scores",
+            "Solid: what the reward model says. Dotted: the true score of the same replies. Where "
+            "the solid line rises and the dotted one does not, the reward is being hacked. Both "
+            "are changes since the base model, in standard deviations of its score over prompts."
+            if has_truth
+            else "What is measured on the validation prompts beside the rewards.",
+            figures.learned_and_true(record),
+            [Key("learned reward", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
+        ),
+        Section(
+            "weights",
+            "Weights of the clients",
+            "λ says how much each objective's gradient counts in a client's step; every client "
+            "finds its own, and at the dashed line all objectives count alike. Clients whose lines "
+            "lie apart weigh the objectives differently.",
+            figures.weight_curves(record),
+            clients + mean + (objectives if num_objectives > 2 else []),
+        ),
+        Section(
+            "gradients",
+            "Conflict of the gradients",
+            "Below a cosine of zero, what serves one objective hurts the other. The β-effect is "
+            "the share of the way to uniform weights that regularisation takes λ; below 5 % "
+            "(dashed) β does nothing. Drift is the clients' distance from their mean, measured in "
+            "steps of the server.",
+            figures.gradient_curves(record),
+            clients + mean,
+        ),
+        Section(
+            "training",
+            "Health of the training",
+            "Thin: each client, mean over its round. Bold: the global model on the validation "
+            "prompts. A KL that runs away, an entropy that collapses or replies that grow without "
+            "end are signs of over-optimisation.",
+            figures.training_curves(record),
+            [*clients, Key(figures.GLOBAL_MODEL, INK)],
+        ),
+        Section(
+            "cost",
+            "Bytes and seconds",
+            "What the federation sent so far, as serialised, and where the time went: bars are "
+            "seconds per stage summed over the clients, the line is the elapsed time of the round.",
+            figures.cost_curves(record),
+            [
+                figures.UP,
+                figures.DOWN,
+                *stages,
+                Key("whole round", INK),
+            ],
+        ),
+    ]

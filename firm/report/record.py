@@ -1,0 +1,100 @@
+"""What a run directory says, at whatever stage the run is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firm.run.directory import Row, Run
+from firm.run.errors import UserError
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its files tell it; everything is empty until the run has written it."""
+
+    name: str
+    config: str
+    """Text of the resolved config."""
+    settings: dict[str, Any]
+    """The same, parsed."""
+    run: Row
+    """Commit, versions, command, start and status."""
+    objectives: tuple[str, ...]
+    clients: tuple[str, ...]
+    num_rounds: int
+    """Rounds that the run was asked for."""
+    header: Row
+    """The row of kind "run": calibration, sizes."""
+    evaluations: dict[str, list[Row]]
+    """Split -> evaluations by rising round."""
+    trainings: dict[str, list[Row]]
+    """Client -> its local trainings by rising round; rounds without it have no row."""
+    rounds: list[Row]
+    """One row per round, by rising round."""
+    samples: list[Row]
+
+    @property
+    def last_round(self) -> int:
+        """The last round that is complete, 0 before the first."""
+        return self.rounds[-1]["round"] if self.rounds else 0
+
+    def extra_scores(self) -> list[str]:
+        """Names of what is scored beside the objectives, in the order of appearance."""
+        rows = [row for rows in self.evaluations.values() for row in rows]
+        names = dict.fromkeys(name for row in rows for name in row.get("scores", {}))
+        return [name for name in names if name not in self.objectives]
+
+
+def read_record(run_path: Path) -> Record:
+    """Returns what the files of a run directory say.
+
+    Of several rows on one round and client or split the last one counts.
+
+    Raises:
+        UserError: There is no run at `run_path`.
+        ValueError: One of its files is malformed.
+    """
+    config_path = run_path / "config.yaml"
+    if not config_path.exists() or not (run_path / "run.json").exists():
+        raise UserError(f"there is no run at {run_path}; give the folder that holds its run.json.")
+    config = config_path.read_text(encoding="utf-8")
+    run = Run(run_path)
+    rows = run.rows()
+    header = next((row for row in reversed(rows) if row["kind"] == "run"), {})
+    evaluations = _latest(rows, "evaluation", "split")
+    trainings = _latest(rows, "client", "client")
+    clients = dict.fromkeys([*header.get("clients", []), *(row["client"] for row in trainings)])
+    return Record(
+        name=run_path.resolve().name,
+        config=config,
+        settings=yaml.safe_load(config) or {},
+        run=run.record(),
+        objectives=tuple(header.get("objectives", ())),
+        clients=tuple(clients),
+        num_rounds=header.get("rounds", 0),
+        header=header,
+        evaluations=_grouped(evaluations, "split"),
+        trainings=_grouped(trainings, "client"),
+        rounds=_latest(rows, "round", "kind"),
+        samples=run.samples(),
+    )
+
+
+def score(row: Row, field: str, name: str, part: str) -> float | None:
+    """Returns "mean" or "se" of a score in a field of an evaluation, None where it is missing."""
+    return ((row.get(field) or {}).get(name) or {}).get(part)
+
+
+def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
+    """The rows of one kind by rising round, the last one of each round and value of `key`."""
+    latest = {(row["round"], row[key]): row for row in rows if row["kind"] == kind}
+    return sorted(latest.values(), key=lambda row: row["round"])
+
+
+def _grouped(rows: list[Row], key: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups

@@ -1,0 +1,118 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from firm.run.config import parse
+from recipes.build_miniature import BuildConfig, main
+
+ROOT = Path(__file__).parents[2]
+
+TINY = (
+    "--num_texts 60 --num_pairs 20 --num_held_out 10 --policy.num_steps 3 --policy.hidden_size 16 "
+    "--policy.intermediate_size 16 --policy.num_layers 1 --policy.num_heads 2 "
+    "--policy.batch_size 2 --reward.num_epochs 1"
+).split()
+
+
+def build(out: Path, *arguments: str) -> dict:
+    return main(parse(BuildConfig, [*TINY, "--out", str(out), *arguments]))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    out = tmp_path_factory.mktemp("build")
+    return out, build(out)
+
+
+def test_the_generated_world_becomes_checkpoints_prompts_and_figures(built):
+    out, report = built
+    policy = AutoModelForCausalLM.from_pretrained(out / "policy")
+    assert policy.num_parameters() == report["policy"]["num_parameters"]
+    for kind in ("helpful", "harmless"):
+        scorer = AutoModelForSequenceClassification.from_pretrained(out / kind, num_labels=1)
+        tokenizer = AutoTokenizer.from_pretrained(out / kind)
+        scores = scorer(**tokenizer([" Yes.", " No, no."], padding=True, return_tensors="pt"))
+        assert scores.logits.shape == (2, 1)
+        figures = report["reward_models"][kind]
+        for split in ("train", "validation", "test", "test_acts"):
+            assert set(figures[split]) == {"model", "length", "bag_of_words"}
+            assert figures[split]["model"]["num_pairs"] == (20 if split == "train" else 10)
+    assert report["policy"]["tokens_seen"] == 3 * 2 * 128
+    assert json.loads((out / "build.json").read_text()) == report
+    for split, num in report["num_prompts"].items():
+        lines = (out / f"prompts_{split}.jsonl").read_text().splitlines()
+        assert len(lines) == num
+        row = json.loads(lines[0])
+        assert row["prompt"].startswith("\n\nHuman:")
+        assert row["prompt"].endswith("\n\nAssistant:")
+        assert row["kind"] in ("harmless", "dual", "risky")
+
+
+def test_equal_seeds_build_equal_files(built, tmp_path):
+    build(tmp_path)
+    for name in ("policy", "helpful", "harmless"):
+        for file in ("model.safetensors", "tokenizer.json"):
+            assert (tmp_path / name / file).read_bytes() == (built[0] / name / file).read_bytes()
+
+
+def test_preference_files_give_one_reward_model_per_kind(tmp_path, capsys):
+    for kind in ("brief", "polite"):
+        rows = [
+            {
+                "prompt": f"\n\nHuman: {'secret ' * 40}{i}?\n\nAssistant:",
+                "chosen": " yes" * (i % 7 + 1),
+                "rejected": " no" * (i % 5 + 1),
+                "kind": kind,
+            }
+            for i in range(60)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{kind}.jsonl").write_text(text)
+    files = f"[{tmp_path / 'brief.jsonl'}, {tmp_path / 'polite.jsonl'}]"
+    config = ["--reward.call_format", "response", "--max_prompt_tokens", "12"]
+    report = build(tmp_path / "out", "--preferences", files, *config)
+    assert set(report["reward_models"]) == {"brief", "polite"}
+    assert sum(report["num_prompts"].values()) == 120
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "policy")
+    for line in (tmp_path / "out" / "prompts_train.jsonl").read_text().splitlines():
+        prompt = json.loads(line)["prompt"]
+        assert len(tokenizer(prompt, add_special_tokens=False).input_ids) <= 12
+    printed = capsys.readouterr().out
+    assert "polite, test" in printed
+    assert "secret" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preferences", "[nowhere.jsonl]"], "preference file not found: nowhere.jsonl"),
+        (["--preferences", "[{bad}]"], "bad.jsonl, line 1: field 'rejected' is missing"),
+        (["--preferences", "[{policy}]"], "kind 'policy'"),
+        (["--max_prompt_tokens", "126"], "reward.max_length must be at least 129"),
+        (["--polcy.num_steps", "3"], "did you mean policy"),
+    ],
+)
+def test_bad_input_gets_one_line_and_leaves_nothing_behind(tmp_path, arguments, message):
+    row = {"prompt": "p", "chosen": "c", "kind": "k"}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+    rows = [{**row, "prompt": f"{i}", "rejected": "r", "kind": "policy"} for i in range(50)]
+    (tmp_path / "policy.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    places = {name: tmp_path / f"{name}.jsonl" for name in ("bad", "policy")}
+    arguments = [argument.format(**places) for argument in arguments]
+    with pytest.raises(ValueError, match=message) as error:
+        build(tmp_path / "out", *arguments)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_script_ends_with_code_2_and_one_line_on_bad_input(tmp_path):
+    command = [sys.executable, "recipes/build_miniature.py", "--out", str(tmp_path / "out")]
+    arguments = ["--preferences", "[nowhere.jsonl]"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: preference file not found: nowhere.jsonl")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,278 @@
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import plotly.graph_objects as go
+import pytest
+
+import firm.report
+from firm.report import figures, read_record
+from firm.report.plane import trade_off_planes
+
+ALL_FIGURES = (
+    trade_off_planes,
+    figures.reward_curves,
+    figures.learned_and_true,
+    figures.weight_curves,
+    figures.gradient_curves,
+    figures.training_curves,
+    figures.cost_curves,
+)
+STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
+
+
+def rows_of(run_path, **fields):
+    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
+
+
+def traces(panels, name):
+    """Trace name -> round -> value, of the panel of that name."""
+    (panel,) = [panel for panel in panels if panel.name == name]
+    return {t["name"]: dict(zip(t["x"], t["y"], strict=True)) for t in panel.figure["data"]}
+
+
+def every_figure(record):
+    return [panel for draw in ALL_FIGURES for panel in draw(record)]
+
+
+def edit_rows(run_path, change):
+    """Applies `change` to every row of metrics.jsonl; a row for which it gives None goes."""
+    rows = [change(row) for row in rows_of(run_path)]
+    lines = [json.dumps(row) + "\n" for row in rows if row is not None]
+    (run_path / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_reward_curves_hold_the_logged_values(make_run):
+    run_path = make_run()
+    panels = figures.reward_curves(read_record(run_path))
+    for objective in ("helpful", "harmless"):
+        drawn = traces(panels, f"reward-{objective}")
+        assert drawn.pop("global model, validation") == {
+            row["round"]: row["scores"][objective]["mean"]
+            for row in rows_of(run_path, kind="evaluation", split="validation")
+        }
+        assert drawn == {
+            client: {
+                row["round"]: row["reward_raw"][objective]
+                for row in rows_of(run_path, kind="client", client=client)
+            }
+            for client in ("client_0", "client_1", "client_2", "client_3")
+        }
+
+
+def test_reward_curves_carry_the_standard_error_of_their_own_round(make_run):
+    run_path = make_run(num_done=3)
+
+    def forget_round_1(row):
+        return None if row["kind"] == "evaluation" and row["round"] == 1 else row
+
+    edit_rows(run_path, forget_round_1)
+    (panel, _) = figures.reward_curves(read_record(run_path))
+    curve = panel.figure["data"][-1]
+    rows = rows_of(run_path, kind="evaluation", split="validation")
+    assert curve["x"] == [0, 2, 3]
+    assert curve["error_y"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
+
+
+def test_the_plane_holds_base_model_rounds_and_test(make_run):
+    run_path = make_run()
+    (panel,) = trade_off_planes(read_record(run_path))
+    path, test = panel.figure["data"]
+    for trace, split in ((path, "validation"), (test, "test")):
+        rows = rows_of(run_path, kind="evaluation", split=split)
+        assert trace["x"] == [row["scores"]["helpful"]["mean"] for row in rows]
+        assert trace["y"] == [row["scores"]["harmless"]["mean"] for row in rows]
+        assert trace["customdata"] == [row["round"] for row in rows]
+    assert test["error_x"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
+    assert test["error_y"]["array"] == [row["scores"]["harmless"]["se"] for row in rows]
+    assert path["text"] == ["base", *[""] * 7, "round 8"]
+
+
+def test_the_plane_shows_no_test_before_the_aligned_model_was_tested(make_run):
+    (panel,) = trade_off_planes(read_record(make_run(num_done=2, is_over=False)))
+    (path,) = panel.figure["data"]
+    ends = [path["error_x"]["array"][0], path["error_x"]["array"][-1]]
+    assert None not in ends
+    assert path["error_x"]["array"][1:-1] == [None]
+
+
+def test_with_one_objective_the_plane_is_reward_against_kl(make_run):
+    run_path = make_run(objectives=("helpful",))
+    (panel,) = trade_off_planes(read_record(run_path))
+    rows = rows_of(run_path, kind="evaluation", split="validation")
+    assert panel.figure["data"][0]["x"] == [row["kl"] for row in rows]
+    assert panel.figure["data"][0]["y"] == [row["scores"]["helpful"]["mean"] for row in rows]
+
+
+def test_weights_are_means_over_the_solves_of_a_round(make_run):
+    run_path = make_run(objectives=("a", "b", "c"), num_clients=2)
+    panels = figures.weight_curves(read_record(run_path))
+    for index, objective in enumerate("abc"):
+        drawn = traces(panels, f"weight-{objective}")
+        for client in ("client_0", "client_1"):
+            for row in rows_of(run_path, kind="client", client=client):
+                mean = fmean(weights[index] for weights in row["weights"])
+                assert drawn[client][row["round"]] == pytest.approx(mean, abs=1e-15)
+        for round_number, mean in drawn["mean over clients"].items():
+            of_clients = [drawn[client][round_number] for client in ("client_0", "client_1")]
+            assert mean == pytest.approx(fmean(of_clients), abs=1e-15)
+    spread = traces(panels, "weights-spread")
+    for row in rows_of(run_path, kind="round"):
+        drawn = {name: points[row["round"]] for name, points in spread.items()}
+        assert drawn == row["weights_spread"]
+
+
+def test_two_objectives_need_only_the_first_weight_and_one_none(make_run):
+    two = figures.weight_curves(read_record(make_run("two")))
+    one = figures.weight_curves(read_record(make_run("one", objectives=("helpful",))))
+    assert [panel.name for panel in two] == ["weight-helpful", "weights-spread"]
+    assert one == []
+    assert two[0].figure["layout"]["shapes"][0]["y0"] == 0.5
+
+
+def test_gradient_curves_hold_cosines_ratios_and_beta_effect(make_run):
+    run_path = make_run(objectives=("a", "b", "c"), num_done=2)
+
+    def known_gradients(row):
+        if row["kind"] == "client":
+            row["cosines"] = [[0.1, -0.2, 0.3], [0.3, -0.4, 0.5]]
+            row["gradient_norms"] = [[1.0, 2.0, 4.0], [0.0, 1.0, 2.0], [9.0, 3.0, 6.0]]
+            row["beta_effect"] = [0.02, 0.06]
+        return row
+
+    edit_rows(run_path, known_gradients)
+    panels = figures.gradient_curves(read_record(run_path))
+    cosines = [traces(panels, f"cosine-{pair}")["client_1"][2] for pair in ("a-b", "a-c", "b-c")]
+    assert cosines == pytest.approx([0.2, -0.3, 0.4])
+    # 4 and 3; the solve with a zero gradient has no ratio.
+    assert traces(panels, "norm-ratio")["client_1"][2] == pytest.approx(12**0.5)
+    assert traces(panels, "beta-effect")["client_1"][2] == pytest.approx(0.04)
+
+
+def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
+    run_path = make_run(num_done=1)
+
+    def larger_second(row):
+        return {**row, "gradient_norms": [[1.0, 4.0]]} if row["kind"] == "client" else row
+
+    edit_rows(run_path, larger_second)
+    panels = figures.gradient_curves(read_record(run_path))
+    assert traces(panels, "norm-ratio")["client_0"] == {1: pytest.approx(0.25)}
+
+
+def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(make_run):
+    run_path = make_run(num_done=1)
+
+    def known_scores(row):
+        if row["kind"] == "evaluation" and row["split"] == "validation":
+            row["num_prompts"] = 100
+            row["scores"]["helpful"] = {"mean": 1.0, "se": 0.2}  # SD 2
+            row["scores"]["true_helpful"] = {"mean": 1.0, "se": 0.05}  # SD 0.5
+            row["change"] = {
+                "helpful": {"mean": 1.0, "se": 0.4},
+                "true_helpful": {"mean": -0.25, "se": 0.1},
+            }
+        return row
+
+    edit_rows(run_path, known_scores)
+    panels = figures.learned_and_true(read_record(run_path))
+    drawn = traces(panels, "true-helpful")
+    assert drawn["learned reward"] == pytest.approx({0: 0.0, 1: 0.5})
+    assert drawn["true score"] == pytest.approx({0: 0.0, 1: -0.5})
+    (panel,) = [panel for panel in panels if panel.name == "true-helpful"]
+    errors = [trace["error_y"]["array"] for trace in panel.figure["data"]]
+    assert errors == [pytest.approx([0.0, 0.2]), pytest.approx([0.0, 0.2])]
+
+
+def test_training_curves_hold_the_logged_values(make_run):
+    run_path = make_run()
+    panels = figures.training_curves(read_record(run_path))
+    (row,) = rows_of(run_path, kind="client", client="client_2", round=5)
+    for name in ("kl", "kl_coefficient", "entropy", "response_length", "clip_fraction"):
+        assert traces(panels, name)["client_2"][5] == row[name]
+    assert traces(panels, "value-loss-harmless")["client_2"][5] == row["value_loss"]["harmless"]
+    (row,) = rows_of(run_path, kind="evaluation", split="validation", round=5)
+    assert traces(panels, "kl")["global model, validation"][5] == row["kl"]
+    assert traces(panels, "response_length")["global model, validation"][5] == row["length"]
+
+
+def test_bytes_add_up_and_seconds_are_summed_over_clients(make_run):
+    run_path = make_run(num_done=3)
+    panels = figures.cost_curves(read_record(run_path))
+    rounds = rows_of(run_path, kind="round")
+    bytes_drawn = traces(panels, "bytes")
+    assert bytes_drawn["clients to server"][3] == sum(row["bytes_up"] for row in rounds)
+    assert bytes_drawn["server to clients"][2] == sum(row["bytes_down"] for row in rounds[:2])
+    seconds = traces(panels, "seconds")
+    clients = rows_of(run_path, kind="client", round=2)
+    for stage in figures.STAGES:
+        expected = sum(row["seconds"][stage] for row in clients)
+        assert seconds[stage][2] == pytest.approx(expected)
+    assert seconds["whole round"] == {row["round"]: row["seconds"] for row in rounds}
+
+
+def test_a_client_has_points_only_in_the_rounds_it_was_sampled_in(make_run):
+    run_path = make_run(num_clients=6, clients_per_round=2)
+    drawn = traces(figures.training_curves(read_record(run_path)), "entropy")
+    for client, points in drawn.items():
+        rows = rows_of(run_path, kind="client", client=client)
+        assert list(points) == [row["round"] for row in rows]
+
+
+def test_a_client_has_the_same_colour_and_dash_in_every_figure(make_run):
+    record = read_record(make_run(num_clients=16))
+    looks: dict[str, set] = {}
+    for panel in every_figure(record):
+        for trace in panel.figure["data"]:
+            if trace.get("name", "").startswith("client_"):
+                look = (trace["line"]["color"], trace["line"]["dash"])
+                looks.setdefault(trace["name"], set()).add(look)
+    assert len(looks) == 16
+    assert all(len(of_client) == 1 for of_client in looks.values())
+    assert len(set.union(*looks.values())) == 16
+
+
+def test_every_colour_is_defined_for_light_and_dark(make_run):
+    record = read_record(make_run(objectives=("a", "b", "c", "d"), num_clients=16))
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    drawn = json.dumps([panel.figure for panel in every_figure(record)])
+    used = set(re.findall(r"var\((--[\w-]+)\)", drawn))
+    assert "--objective-3" in used
+    for name in used:
+        assert f"{name}: #" in light
+        assert f"{name}: #" in dark
+    assert not re.findall(r'"#[0-9a-fA-F]{3,8}"', drawn)
+
+
+@pytest.mark.parametrize("num_objectives", [1, 2, 3, 4])
+def test_plotly_accepts_every_figure(make_run, num_objectives):
+    objectives = ("a", "b", "c", "d")[:num_objectives]
+    record = read_record(make_run(objectives=objectives))
+    panels = every_figure(record)
+    for panel in panels:
+        go.Figure(panel.figure)
+    assert len({panel.name for panel in panels}) == len(panels)
+    pairs = num_objectives * (num_objectives - 1) // 2
+    assert len(trade_off_planes(record)) == max(pairs, 1)
+
+
+def test_names_cannot_bring_markup_into_a_figure(make_run):
+    record = read_record(make_run(objectives=("<b>bold</b>", "plain")))
+    drawn = json.dumps([panel.figure for panel in every_figure(record)])
+    assert "<b>" not in drawn
+    assert "&lt;b&gt;" in drawn
+
+
+@pytest.mark.parametrize("num_rounds", [1, 7, 8, 9, 16, 40, 100, 1000])
+def test_rounds_are_marked_at_most_nine_times_at_whole_numbers(num_rounds):
+    points = [(round_number, 0.5) for round_number in range(num_rounds + 1)]
+    figure = figures.rounds_figure([figures.curve(points, "c", figures.INK)], "y")
+    axis = figure["layout"]["xaxis"]
+    ticks = range(0, num_rounds + 1, axis["dtick"])
+    assert 2 <= len(ticks) <= 9
+    assert all(step == axis["dtick"] for step in (b - a for a, b in pairwise(ticks)))
+    assert axis["range"][0] < 0
+    assert axis["range"][1] > num_rounds

@@ -1,0 +1,313 @@
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from firm.report import page, read_record, write_report
+from firm.report.__main__ import main
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<!-- <script>",
+    "{{ 7 * 7 }} {% raw %}",
+    '"><svg onload=alert(1)>',
+    "</textarea></details><iframe src='https://example.org'>",
+)
+
+
+class Tags(HTMLParser):
+    """All start tags with their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open_raw = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open_raw = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self.open_raw = ""
+
+    def handle_data(self, data):
+        self.text += "" if self.open_raw else data
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def figures_in(html: str):
+    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', html)
+    return json.loads(data)
+
+
+def write(run_path: Path, *, final: bool = False) -> str:
+    return write_report(run_path, final=final).read_text(encoding="utf-8")
+
+
+STAGES = {
+    "nothing evaluated": {"num_done": 0, "is_over": False},
+    "first round": {"num_done": 1, "is_over": False},
+    "running": {"num_done": 5, "is_over": False},
+    "over": {},
+    "without texts": {"has_samples": False},
+    "without truth": {"has_truth": False},
+    "one client": {"num_clients": 1},
+    "sampled clients": {"num_clients": 16, "clients_per_round": 3},
+    "failures": {"num_clients": 3, "failures": {2: ("client_1", "non-finite values")}},
+    "one objective": {"objectives": ("helpful",)},
+    "three objectives": {"objectives": ("a", "b", "c")},
+    "four objectives": {"objectives": ("a", "b", "c", "d")},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_of_a_run_has_a_page(make_run, stage):
+    run_path = make_run(**STAGES[stage])
+    html = write(run_path)
+    tags = Tags(html)
+    drawn = [a["data-figure"] for a in tags.of("div") if "data-figure" in a]
+    assert drawn
+    assert drawn == list(figures_in(html))
+    assert set(drawn) == {a["data-save"] for a in tags.of("button")}
+    linked = [(a["href"] or "")[1:] for a in tags.of("a")]
+    sections = [a["id"] for a in tags.of("section")]
+    assert [name for name in linked if name != "failures"] == [
+        name for name in sections if name != "failures"
+    ]
+    assert set(linked) == set(sections)
+
+
+@pytest.mark.parametrize("missing", ["validation", "client", "round", "run"])
+def test_the_page_does_without_rows_of_any_kind(make_run, missing):
+    run_path = make_run(num_done=3)
+    lines = (run_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if f'"{missing}"' not in line]
+    assert len(kept) < len(lines)
+    (run_path / "metrics.jsonl").write_text("".join(kept))
+    assert "FIRM run report" in write(run_path)
+
+
+def test_the_page_of_a_run_that_has_just_been_created_says_so(make_run):
+    run_path = make_run()
+    (run_path / "metrics.jsonl").unlink()
+    (run_path / "samples.jsonl").unlink()
+    assert "The run has begun" in write(run_path)
+
+
+def test_the_page_carries_the_figures_as_they_were_drawn(make_run):
+    run_path = make_run()
+    drawn = figures_in(write(run_path))
+    record = read_record(run_path)
+    (plane,) = page.plane.trade_off_planes(record)
+    assert drawn[plane.name] == {"title": plane.title, "figure": plane.figure}
+
+
+def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
+    run_path = make_run()
+    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
+    change = rows[-1]["change"]["helpful"]
+    text = Tags(write(run_path)).text.replace("\N{NO-BREAK SPACE}", " ")
+    assert f"helpful rose (+{change['mean']:.3f} ± {change['se']:.3f})" in text
+    assert "on 256 test prompts" in text
+
+
+@pytest.mark.parametrize(
+    ("mean", "verdict"),
+    [(0.5, "rose"), (-0.5, "fell"), (0.15, "did not change measurably"), (0.0, "did not change")],
+)
+def test_the_summary_claims_no_more_than_the_standard_error_allows(make_run, mean, verdict):
+    run_path = make_run()
+    lines = (run_path / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["change"]["helpful"] = {"mean": mean, "se": 0.1}
+    (run_path / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    assert f"helpful {verdict}" in Tags(write(run_path)).text
+
+
+def test_while_the_run_goes_on_plotly_lies_beside_the_page(make_run):
+    run_path = make_run(num_done=2, is_over=False)
+    html = write(run_path)
+    sources = [a["src"] for a in Tags(html).of("script") if "src" in a]
+    assert sources == ["plotly.min.js"]
+    assert (run_path / "plotly.min.js").stat().st_size > 1_000_000
+    assert len(html) < 500_000
+
+
+def test_plotly_is_copied_only_once(make_run):
+    run_path = make_run(num_done=2, is_over=False)
+    write(run_path)
+    (run_path / "plotly.min.js").write_text("already here")
+    write(run_path)
+    assert (run_path / "plotly.min.js").read_text() == "already here"
+
+
+def test_the_final_page_stands_alone(make_run):
+    run_path = make_run()
+    write(run_path)
+    html = write(run_path, final=True)
+    assert not [a for a in Tags(html).of("script") if "src" in a]
+    assert "plotly.js v" in html
+    assert not (run_path / "plotly.min.js").exists()
+
+
+def test_the_page_asks_nothing_of_the_network(make_run):
+    html = write(make_run())
+    assert "http://" not in html
+    assert "https://" not in html
+    policy = [a["content"] or "" for a in Tags(html).of("meta") if "http-equiv" in a]
+    assert len(policy) == 1
+    assert policy[0].startswith("default-src 'none'")
+    for tag, attributes in Tags(html).tags:
+        for name in ("src", "href", "srcset", "action", "data"):
+            assert attributes.get(name, "#") in ("plotly.min.js", "data:,") or str(
+                attributes.get(name, "#")
+            ).startswith("#"), (tag, attributes)
+
+
+def test_texts_are_shown_and_never_run(make_run):
+    run_path = make_run(objectives=("helpful", HOSTILE[0]), failures={2: ("client_1", HOSTILE[1])})
+    with (run_path / "samples.jsonl").open("a") as file:
+        for text in HOSTILE:
+            for round_number in (0, 8):
+                row = {"round": round_number, "prompt": text, "completion": text}
+                file.write(json.dumps({**row, "scores": {text: 1.0}}) + "\n")
+    (run_path / "config.yaml").write_text(json.dumps({"policy": {"path": HOSTILE[4]}}))
+    html = write(run_path)
+    tags = Tags(html)
+    nonces = {a.get("nonce") for a in tags.of("script") if a.get("type") != "application/json"}
+    assert len(tags.of("script")) == 3
+    assert len(nonces) == 1
+    assert not [tag for tag, _ in tags.tags if tag in ("img", "svg", "iframe", "textarea")]
+    assert not [a for _, a in tags.tags if any(name.startswith("on") for name in a)]
+    for text in HOSTILE:
+        assert text in tags.text
+    assert any(HOSTILE[0] in entry["title"] for entry in figures_in(html).values())
+
+
+def test_only_scripts_with_a_fresh_nonce_may_run(make_run):
+    run_path = make_run()
+    nonces = [re.findall(r"script-src 'nonce-([\w-]+)'", write(run_path)) for _ in range(2)]
+    assert len(nonces[0]) == len(nonces[1]) == 1
+    assert nonces[0] != nonces[1]
+
+
+def test_a_failed_rewrite_leaves_the_old_page_whole(make_run, monkeypatch):
+    run_path = make_run(num_done=2, is_over=False)
+    before = write(run_path)
+
+    def full_disk(self, text, **_):
+        with self.open("w") as file:
+            file.write(text[:1000])
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            write(run_path)
+    assert (run_path / "report.html").read_text(encoding="utf-8") == before
+    assert not list(run_path.glob(".*"))
+
+
+def test_a_reader_never_meets_half_a_page(make_run, monkeypatch):
+    run_path = make_run(num_done=2, is_over=False)
+    write(run_path)
+    page_path = run_path / "report.html"
+    seen = []
+    write_text = Path.write_text
+
+    def watched(self, text, **options):
+        size = write_text(self, text, **options)
+        seen.append(page_path.read_text(encoding="utf-8").endswith("</html>"))
+        return size
+
+    monkeypatch.setattr(Path, "write_text", watched)
+    inode = page_path.stat().st_ino
+    write(run_path)
+    assert seen == [True]
+    assert page_path.stat().st_ino != inode
+
+
+def test_failures_are_listed_with_client_and_reason(make_run):
+    run_path = make_run(failures={3: ("client_2", "norm 1e9 over the limit of 10")})
+    text = Tags(write(run_path)).text
+    assert "1 failed update left out of the average" in " ".join(text.split())
+    assert "norm 1e9 over the limit of 10" in text
+
+
+def test_the_command_writes_the_final_page(make_run, capsys):
+    run_path = make_run()
+    main([str(run_path)])
+    assert capsys.readouterr().out.strip() == str(run_path / "report.html")
+    assert "plotly.js v" in (run_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_command_refuses_what_is_no_run_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "nothing")])
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+FRAMES = {390: "phone", 1280: "desktop"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page in")
+def test_a_browser_draws_every_figure_without_complaint_or_sideways_scrolling(make_run, tmp_path):
+    run_path = make_run(objectives=("helpful", "harmless", "humorous"), num_done=3)
+    html = write(run_path)
+    (nonce,) = re.findall(r"'nonce-([\w-]+)'", html)
+    # Each frame tells the page around it how wide it became once all figures are drawn.
+    report = f"""<script nonce="{nonce}">new MutationObserver(() => parent.postMessage({{
+        drawn: document.querySelectorAll("[data-figure]:has(.js-line, .point)").length,
+        figures: document.querySelectorAll("[data-figure]").length,
+        window: innerWidth, page: document.documentElement.scrollWidth}}, "*")
+    ).observe(document.documentElement, {{attributes: true, attributeFilter: ["data-drawn"]}})
+    </script><script type="application/json" id="figures">"""
+    framed = html.replace('<script type="application/json" id="figures">', report)
+    (run_path / "framed.html").write_text(framed, encoding="utf-8")
+    wrapper = tmp_path / "wrapper.html"
+    frames = "".join(
+        f'<iframe src="{run_path.name}/framed.html" width="{width}" height="900"></iframe>'
+        for width in FRAMES
+    )
+    wrapper.write_text(
+        f"<body>{frames}<script>onmessage = (event) => document.body.append("
+        "'[' + JSON.stringify(event.data) + ']')</script>"
+    )
+    quiet = "gpu quic background-networking component-update sync extensions dev-shm-usage"
+    done = subprocess.run(
+        [
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--no-first-run",
+            *(f"--disable-{name}" for name in quiet.split()),
+            "--enable-logging=stderr",
+            "--virtual-time-budget=20000",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=1800,1000",
+            "--dump-dom",
+            wrapper.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    reports = [json.loads(text) for text in re.findall(r"\[(\{.*?\})\]", done.stdout)]
+    assert sorted(report["window"] for report in reports) == sorted(FRAMES)
+    for report in reports:
+        assert report["drawn"] == report["figures"] > 20
+        assert report["page"] <= report["window"]
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
