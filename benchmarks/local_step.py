@@ -16,6 +16,7 @@ import io
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -116,7 +117,11 @@ def stock(
 ) -> tuple[list[float], dict[str, float]]:
     """TRL's trainer: seconds of its steps; it does not tell stages apart."""
     times = StepTimes()
-    scorer = str(checkpoint_path("helpful"))
+    scorer = partial(
+        AutoModelForSequenceClassification.from_pretrained,
+        checkpoint_path("helpful"),
+        dtype=torch.float32,
+    )
     with without_deprecation_warnings():
         trainer = StockTrainer(
             args=StockConfig(
@@ -139,9 +144,9 @@ def stock(
             processing_class=tokenizer,
             model=AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32),
             ref_model=None,
-            reward_model=AutoModelForSequenceClassification.from_pretrained(scorer, dtype="float32"),
+            reward_model=scorer(),
             train_dataset=prompts,
-            value_model=AutoModelForSequenceClassification.from_pretrained(scorer, dtype="float32"),
+            value_model=scorer(),
             peft_config=LoraConfig(
                 task_type="CAUSAL_LM",
                 r=config.lora.r,

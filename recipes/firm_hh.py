@@ -143,6 +143,7 @@ class Config:
             )
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
+        self.strategy.check(len(self.rewards))
 
 
 def main(cfg: Config) -> Path:
@@ -181,6 +182,7 @@ def main(cfg: Config) -> Path:
         for name, shard in zip(names, _partition(train, cfg), strict=True)
     ]
     engine = LocalEngine(clients, on_event=progress.event)
+    trainer.calibrations = _calibrate(trainer, train, cfg)  # tries every reward model, too
 
     def measure(prompts: list[str], split: str) -> Evaluation:
         load_adapter_(trainer.adapter_parameters, state.adapter)
@@ -214,7 +216,6 @@ def main(cfg: Config) -> Path:
             state = ServerState(
                 copy_adapter(trainer.adapter_parameters), objectives=objectives, seed=cfg.seed
             )
-            trainer.calibrations = _calibrate(trainer, train, cfg)
             log(_run_row(cfg, names, trainer, state))
             base = {"test": measure(test, "test")}
             if validation:
@@ -226,6 +227,7 @@ def main(cfg: Config) -> Path:
             )
             run.save_checkpoint(0, _checkpoint(state, engine, trainer, base))
         write_report(run.path, final=False)
+        progress.event("resumed", round=state.round)
 
         # train: a round of the strategy, what it gave, and a checkpoint
         strategy = STRATEGIES[cfg.strategy.name]

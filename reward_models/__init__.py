@@ -12,7 +12,7 @@ A reward model is a callable with TRL's reward-function signature,
 and a config names it, with the file that it stands in.
 """
 
-from reward_models import miniature as _miniature  # registers the true scores
+from reward_models import miniature  # registers the miniature world's true scores
 from reward_models.registry import (
     REWARD_MODELS,
     RewardModelConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "brevity",
     "load_reward_model",
     "load_sequence_classifier",
+    "miniature",
     "positivity",
     "reward_model",
 ]

@@ -1,4 +1,4 @@
-"""The miniature world's ground truth, as scores that a config can name: reported, not trained on."""
+"""The miniature world's ground truth as scores that a config can name: shown, not trained on."""
 
 from firm.miniature import World
 from reward_models.registry import reward_model

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
+settings.load_profile("unhurried")
 
 torch.set_num_threads(1)  # bit-for-bit promises hold at one thread count
 

@@ -134,7 +134,8 @@ def evaluate(
 
     Raises:
         ValueError: There are too few prompts for a standard error, a prompt comes twice, two
-            scores share a name, an objective has no calibration, or a score is not one finite number per reply.
+            scores share a name, an objective has no calibration, or a score is not one finite
+            number per reply.
     """
     extra_fns = extra_fns or {}
     if len(prompts) < 2 or num_samples < 1 or batch_size < 1:

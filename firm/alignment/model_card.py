@@ -68,4 +68,3 @@ model = PeftModel.from_pretrained(base, "path/of/this/folder")
 ```
 """
     ModelCard(text).save(folder / "README.md")
-

@@ -324,7 +324,7 @@ def truncate_by_turns(
     for turn in re.finditer(HUMAN, text):
         if fits(text[turn.start() :]):
             return text[turn.start() :]
-    question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).strip()
+    question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).lstrip()
     too_early, fitting = 0, len(question)
     if not fits(f"{HUMAN} {ASSISTANT}"):
         raise ValueError(

@@ -8,7 +8,7 @@ from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, R
 from firm.federation.engines import Engine, LocalEngine
 from firm.federation.partition import dirichlet_partition, iid_partition
 from firm.federation.randomness import RandomStream, derive_seed
-from firm.federation.server import ServerState
+from firm.federation.server import RoundFailed, ServerState
 from firm.federation.training import local_training
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "LocalEngine",
     "RandomStream",
     "Reply",
+    "RoundFailed",
     "ServerState",
     "State",
     "Update",

@@ -5,7 +5,7 @@ and take a step can be federated by every strategy, on every engine.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -123,3 +123,5 @@ class Failure:
     reason: str
     bytes_down: int = 0
     bytes_up: int = 0
+    cause: BaseException | None = field(default=None, compare=False)
+    """What was raised, where that happened in this process; for tracebacks only."""

@@ -45,5 +45,5 @@ def sample_clients(
             f"Clients per round must be from 1 to the {len(clients)} that there are, got {count}."
         )
     generator = np.random.default_rng(derive_seed(seed, "sampling", round_number))
-    chosen = generator.choice(len(clients), size=count, replace=False)
-    return [clients[index] for index in sorted(chosen.tolist())]
+    chosen = set(generator.permutation(len(clients))[:count].tolist())
+    return [name for index, name in enumerate(clients) if index in chosen]

@@ -51,13 +51,17 @@ def check_round_config(num_local_steps: int, clients_per_round: int | None) -> N
         )
 
 
+class RoundFailed(RuntimeError):
+    """No client finished a round; what the last checkpoint holds is whole."""
+
+
 def accept(
     replies: Sequence[Reply], failures: Sequence[Failure], *, round_number: int
 ) -> tuple[list[Reply], list[Failure]]:
     """Returns the replies whose updates are finite, and all failures, with the others among them.
 
     Raises:
-        RuntimeError: When no client is left; with the first reason.
+        RoundFailed: When no client is left; with the first reason.
     """
     accepted, all_failures = [], list(failures)
     for reply in replies:
@@ -69,9 +73,9 @@ def accept(
             accepted.append(reply)
     if not accepted:
         first = all_failures[0]
-        raise RuntimeError(
+        raise RoundFailed(
             f"No client finished round {round_number}; {first.client}: {first.reason}"
-        )
+        ) from first.cause
     return accepted, all_failures
 
 

@@ -1,7 +1,8 @@
 """The page of a run: `report.html`, rewritten after every round from the run's own files.
 
-`record` reads a run directory, `comparison` sets the aligned model beside the base model,
-`figures` draws, `page` writes one self-contained file that asks nothing of the network.
+`record` reads a run directory, `comparison` and `samples` set the aligned model beside the base
+model, `plane` and `figures` draw in the one style of `drawing`, `page` writes one self-contained
+file that asks nothing of the network.
 `python -m firm.report RUN_DIR` rewrites the page of any run.
 """
 

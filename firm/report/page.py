@@ -92,6 +92,46 @@ def render(record: Record, *, inline: bool) -> str:
     titles |= {"samples": "Samples"} if pairs else {}
     titles |= {"failures": "Failures"} if failures else {}
     titles |= {"settings": "How it was made"}
+    return (
+        _environment()
+        .get_template("page.html.jinja")
+        .render(
+            record=record,
+            status=record.run["status"],
+            facts=_facts(record),
+            run_text=json.dumps(record.run, indent=2, ensure_ascii=False),
+            comparison=comparison,
+            summary=_summary(record, comparison),
+            bytes_sent=sum(
+                row.get(key) or 0 for row in record.rounds for key in ("bytes_up", "bytes_down")
+            ),
+            seconds=sum(row.get("seconds") or 0 for row in record.rounds),
+            contents={name: titles[name] for name in ORDER if name in titles},
+            sections=sections,
+            failures=failures,
+            pairs=pairs,
+            num_open_samples=NUM_OPEN_SAMPLES,
+            objective_color=lambda name: figures.objective_color(record, name),
+            figures=_script_json([p for section in sections.values() for p in section.panels]),
+            plotly=plotly.offline.get_plotlyjs() if inline else None,
+            plotly_name=PLOTLY_NAME,
+            nonce=secrets.token_urlsafe(16),
+        )
+    )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file in one step: whoever opens it finds the old text or the new one, whole."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _environment() -> jinja2.Environment:
+    """Templates of this package; what they print is escaped, a name they lack is an error."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("firm.report", "."),
         autoescape=True,
@@ -105,38 +145,7 @@ def render(record: Record, *, inline: bool) -> str:
         "size": formats.size,
         "duration": formats.duration,
     }
-    return environment.get_template("page.html.jinja").render(
-        record=record,
-        status=record.run["status"],
-        facts=_facts(record),
-        run_text=json.dumps(record.run, indent=2, ensure_ascii=False),
-        comparison=comparison,
-        summary=_summary(record, comparison),
-        bytes_sent=sum(
-            row.get(key) or 0 for row in record.rounds for key in ("bytes_up", "bytes_down")
-        ),
-        seconds=sum(row.get("seconds") or 0 for row in record.rounds),
-        contents={name: titles[name] for name in ORDER if name in titles},
-        sections=sections,
-        failures=failures,
-        pairs=pairs,
-        num_open_samples=NUM_OPEN_SAMPLES,
-        objective_color=lambda name: figures.objective_color(record, name),
-        figures=_script_json([p for section in sections.values() for p in section.panels]),
-        plotly=plotly.offline.get_plotlyjs() if inline else None,
-        plotly_name=PLOTLY_NAME,
-        nonce=secrets.token_urlsafe(16),
-    )
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file in one step: whoever opens it finds the old text or the new one, whole."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    return environment
 
 
 def _script_json(panels: list[Panel]) -> str:
@@ -156,24 +165,25 @@ def _facts(record: Record) -> dict[str, str]:
         "Objectives": ", ".join(record.objectives),
         "Clients": len(record.clients),
         "Rounds": f"{record.last_round} of {record.num_rounds}",
-        "Trained parameters": record.header.get("num_trainable"),
+        "Trained parameters": f"{record.header['num_trainable']:,}" if record.header else None,
         "Seed": record.settings.get("seed"),
         "Commit": formats.commit(record.run["commit"]),
         "Started": formats.moment(record.run["started"]),
     }
-    return {
-        label: f"{value:,}" if isinstance(value, int) else str(value)
-        for label, value in facts.items()
-        if value not in (None, "")
-    }
+    return {label: str(value) for label, value in facts.items() if value not in (None, "")}
 
 
 def _summary(record: Record, comparison: Comparison | None) -> str:
     """What the run did to its objectives, in a sentence."""
     if not record.evaluations:
         return "The run has begun. Figures appear here as it writes them."
-    if comparison is None:
+    if comparison is None and not record.rounds:
         return "The base model is evaluated. The first round of training is under way."
+    if comparison is None:
+        return (
+            f"{_count(record.last_round, 'round')} of training done. The aligned model has not "
+            "been compared with the base model yet."
+        )
     changes = []
     for objective in record.objectives:
         line = comparison.line(objective)
@@ -204,19 +214,24 @@ def _sections(record: Record) -> list[Section]:
     num_objectives = len(record.objectives)
     objectives = [Key(name, figures.objective_color(record, name)) for name in record.objectives]
     has_truth = bool(figures.true_scores(record))
-    has_test = plane.final_test(record)
+    has_path, has_test = record.evaluations.get("validation"), plane.final_test(record)
+    path = [Key("validation, by round", "var(--round-last)", "path")] if has_path else []
     test = [Key("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
     return [
         Section(
             "trade-off",
             "The trade-off" if num_objectives > 1 else "Reward against KL",
-            "Each point is the global model after a round, scored on the validation prompts; its "
-            "colour deepens from the base model on. "
+            (
+                "Each point is the global model after a round, scored on the validation prompts; "
+                "its colour deepens from the base model on. "
+                if path
+                else ""
+            )
             + ("Up and to the right is better. " if num_objectives > 1 else "Up is better. ")
             + ("Diamonds are base and aligned model on the test prompts. " if test else "")
             + "Bars: one standard error.",
             plane.trade_off_planes(record),
-            [Key("validation, by round", "var(--round-last)", "path"), *test],
+            path + test,
         ),
         Section(
             "rewards",
@@ -240,9 +255,9 @@ def _sections(record: Record) -> list[Section]:
         Section(
             "weights",
             "Weights of the clients",
-            "λ says how much each objective's gradient counts in a client's step; every client "
-            "finds its own, and at the dashed line all objectives count alike. Clients whose lines "
-            "lie apart weigh the objectives differently.",
+            "λ says how much each objective's gradient counts in a client's step; with FIRM "
+            "each client finds its own, and at the dashed line all objectives count alike. Clients "
+            "whose lines lie apart weigh the objectives differently.",
             figures.weight_curves(record),
             clients + mean + (objectives if num_objectives > 2 else []),
         ),

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from firm.federation import RoundFailed
+
 
 class UserError(ValueError):
     """What was wrong, what was received and what to do, in one line for the person who typed it."""
@@ -14,13 +16,13 @@ class UserError(ValueError):
 def exit_on_user_error() -> Iterator[None]:
     """Ends the program with one line on stderr and exit code 2 when the input is at fault.
 
-    Bad values, files and rewards raise ValueError or OSError. A defect may raise them too, so
-    whatever is not a plain `UserError` says how to see its traceback. All other exceptions are
-    defects and keep theirs.
+    Bad values, files and rewards raise ValueError or OSError, or make every client fail. A defect
+    may do so too, so whatever is not a plain `UserError` says how to see its traceback. All other
+    exceptions are defects and keep theirs.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RoundFailed) as error:
         if os.environ.get("FIRM_TRACEBACK"):
             raise
         line = " ".join(str(error).split()) or type(error).__name__

@@ -33,6 +33,7 @@ class Progress:
 
     Events and what they take:
 
+    - "resumed": round, the last one that earlier sessions completed; 0 for a new run
     - "client_started": round, client
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
       train at a time
@@ -44,7 +45,6 @@ class Progress:
         num_rounds: Rounds of the whole run.
         clients: Names of the clients.
         objectives: Names of the M objectives.
-        num_done: Rounds that were complete when this session began.
         clients_per_round: Clients sampled each round; all of them when None.
         console: Where to write; standard output when None.
     """
@@ -55,14 +55,13 @@ class Progress:
         clients: Sequence[str],
         objectives: Sequence[str],
         *,
-        num_done: int = 0,
         clients_per_round: int | None = None,
         console: Console | None = None,
     ) -> None:
         self._num_rounds = num_rounds
         self._num_clients = clients_per_round or len(clients)
         self._objectives = tuple(objectives)
-        self._first = self._num_done = num_done
+        self._first = self._num_done = 0
         self._console = console or Console(highlight=False)
         self._views: dict[str, _ClientView] = {}
         self._current = ""
@@ -87,6 +86,8 @@ class Progress:
             ValueError: There is no such event.
         """
         match name:
+            case "resumed":
+                self._first = self._num_done = info["round"]
             case "client_started":
                 self._current = info["client"]
                 self._views[self._current] = _ClientView()
@@ -105,7 +106,7 @@ class Progress:
                 self._finish_round(info["row"], info.get("scores", {}))
             case _:
                 raise ValueError(
-                    f"progress knows no event {name!r}; it knows client_started, stage, "
+                    f"progress knows no event {name!r}; it knows resumed, client_started, stage, "
                     "client_finished and round_finished."
                 )
 
@@ -184,13 +185,15 @@ def print_table(
         console: Where to write; standard output when None.
     """
     console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, highlight=False, width=10_000)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(header):
         table.add_column(Text(heading), justify="right" if place else "left")
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row))
     console.print(title, markup=False, soft_wrap=True)
-    console.print(table, width=None if console.is_terminal else 10_000)
+    console.print(table)
 
 
 def _cell(value: object) -> str:

@@ -8,7 +8,7 @@ from firm.alignment.advantages import gae, kl_penalty, masked_mean, shaped_rewar
 seeds = st.integers(0, 2**32)
 sizes = st.tuples(st.integers(1, 4), st.integers(2, 7))  # B, T
 fractions = st.floats(0, 1)
-examples = settings(max_examples=30, deadline=None, derandomize=True)
+examples = settings(max_examples=30, derandomize=True)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

@@ -246,6 +246,12 @@ def test_adapter_dropout_can_be_set_and_other_dropout_is_left_alone(make_model):
     assert [p for name, p in dropouts.items() if "resid" in name] == [0.3] * 2
 
 
+def test_a_policy_is_loaded_with_the_configured_dropout(checkpoint):
+    policy = load(checkpoint, dropout=0.25, target_modules=["q_proj"])
+    dropouts = [m.p for m in policy.modules() if isinstance(m, torch.nn.Dropout)]
+    assert dropouts == [0.25, 0.25]  # one per layer
+
+
 def test_adapter_dropout_is_active_in_training_mode_alone(make_policy):
     policy = make_policy(dropout=0.05)
 

@@ -16,7 +16,7 @@ from firm.alignment.ppo import (
 )
 
 seeds = st.integers(0, 2**32)
-examples = settings(max_examples=30, deadline=None, derandomize=True)
+examples = settings(max_examples=30, derandomize=True)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -124,15 +124,6 @@ def test_row_j_of_the_losses_is_bit_for_bit_that_of_objective_j_alone(num_object
         assert torch.equal(clip_fractions[row], alone_fraction)
         own = value_losses(values[row], old_values[row], returns[row], mask, clip_range=0.2)
         assert torch.equal(critic_losses[row], own)
-
-
-def test_clip_fractions_carry_no_graph():
-    logprobs = torch.zeros(1, 2, requires_grad=True)
-    losses, clip_fractions = policy_losses(
-        logprobs, torch.zeros(1, 2), torch.ones(1, 1, 2), torch.ones(1, 2), clip_range=0.2
-    )
-    assert losses.requires_grad
-    assert not clip_fractions.requires_grad
 
 
 def test_clipped_value_loss_by_hand():

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 
 from firm.federation import Adapter, Gradients, RandomStream, ServerState, State
 from firm.gradients import combine, jacobian
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 OBJECTIVES = ("left", "right")
 

@@ -38,9 +38,12 @@ def test_an_update_that_is_not_finite_becomes_a_failure_with_its_client_and_para
 
 
 def test_a_round_without_updates_raises_with_the_first_reason():
-    failures = [Failure("b", "ValueError: no prompts"), Failure("c", "KeyError: 1")]
-    with pytest.raises(RuntimeError, match="No client finished round 3; b: ValueError: no prompts"):
+    cause = ValueError("no prompts")
+    failures = [Failure("b", "ValueError: no prompts", cause=cause), Failure("c", "KeyError: 1")]
+    message = "No client finished round 3; b: ValueError: no prompts"
+    with pytest.raises(RuntimeError, match=message) as raised:
         accept([], failures, round_number=3)
+    assert raised.value.__cause__ is cause
 
 
 def test_the_rows_of_a_round_say_who_took_part_and_how_they_differ(start):

@@ -31,16 +31,16 @@ from firm.miniature.training import (
 
 TINY = PolicyTraining(
     vocab_size=300,
-    hidden_size=16,
+    hidden_size=32,
     intermediate_size=32,
     num_layers=1,
     num_heads=2,
-    context_length=32,
+    context_length=48,
     batch_size=4,
-    num_steps=60,
+    num_steps=120,
     learning_rate=1e-2,
 )
-SCORER = RewardTraining(max_length=24, num_epochs=3, batch_size=8, learning_rate=1e-2)
+SCORER = RewardTraining(max_length=48, num_epochs=3, batch_size=8, learning_rate=1e-2)
 
 PHRASES = ("the red boat sails", "a tin drum beats", "old hats burn", "no kite flies low")
 
@@ -164,7 +164,7 @@ def test_equal_seeds_train_equal_policies_and_others_do_not(policy, tokenizer):
 
 
 def test_a_policy_learns_its_texts_and_to_end_them(policy, tokenizer):
-    assert bits_per_byte(policy, tokenizer, texts(40, 1), context_length=32) < 1.0
+    assert bits_per_byte(policy, tokenizer, texts(40, 1), context_length=48) < 1.0
     prompt = tokenizer(texts(1, 2)[0], return_tensors="pt")
     with torch.inference_mode():
         probabilities = policy(**prompt).logits[0, -1].softmax(0)
@@ -202,7 +202,7 @@ def test_a_uniform_model_needs_log_v_bits_per_token(tokenizer):
 
 
 def test_context_makes_held_out_text_cheaper(policy, tokenizer):
-    bits = [bits_per_byte(policy, tokenizer, texts(40, 1), context_length=n) for n in (2, 32)]
+    bits = [bits_per_byte(policy, tokenizer, texts(40, 1), context_length=n) for n in (2, 48)]
     assert bits[1] < 0.8 * bits[0]
 
 

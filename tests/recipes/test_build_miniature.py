@@ -1,25 +1,33 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from firm.run.config import parse
+from firm.miniature.preferences import split_of
+from firm.run.config import parse, run_cli
 from recipes.build_miniature import BuildConfig, main
 
-ROOT = Path(__file__).parents[2]
+TINY = {
+    "num_texts": 60,
+    "num_pairs": 20,
+    "num_held_out": 10,
+    "policy.num_steps": 3,
+    "policy.hidden_size": 16,
+    "policy.intermediate_size": 16,
+    "policy.num_layers": 1,
+    "policy.num_heads": 2,
+    "policy.batch_size": 2,
+    "reward.num_epochs": 1,
+}
 
-TINY = (
-    "--num_texts 60 --num_pairs 20 --num_held_out 10 --policy.num_steps 3 --policy.hidden_size 16 "
-    "--policy.intermediate_size 16 --policy.num_layers 1 --policy.num_heads 2 "
-    "--policy.batch_size 2 --reward.num_epochs 1"
-).split()
+
+def command_line(out: Path, *arguments: str) -> list[str]:
+    return [*(f"--{key}={value}" for key, value in TINY.items()), f"--out={out}", *arguments]
 
 
 def build(out: Path, *arguments: str) -> dict:
-    return main(parse(BuildConfig, [*TINY, "--out", str(out), *arguments]))
+    return main(parse(BuildConfig, command_line(out, *arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +67,44 @@ def test_equal_seeds_build_equal_files(built, tmp_path):
             assert (tmp_path / name / file).read_bytes() == (built[0] / name / file).read_bytes()
 
 
+def write_preferences(path: Path, kind: str, *, held_out_reply: str = " yes") -> None:
+    rows = []
+    for i in range(60):
+        prompt = f"\n\nHuman: {'secret ' * 40}{i}?\n\nAssistant:"
+        chosen = " yes" if split_of(prompt) == "train" else held_out_reply
+        replies = {"chosen": chosen * (i % 7 + 1), "rejected": " no" * (i % 5 + 1)}
+        rows.append({"prompt": prompt, **replies, "kind": kind})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+RESPONSE = ("--reward.call_format=response", "--max_prompt_tokens=12")
+
+
 def test_preference_files_give_one_reward_model_per_kind(tmp_path, capsys):
-    for kind in ("brief", "polite"):
-        rows = [
-            {
-                "prompt": f"\n\nHuman: {'secret ' * 40}{i}?\n\nAssistant:",
-                "chosen": " yes" * (i % 7 + 1),
-                "rejected": " no" * (i % 5 + 1),
-                "kind": kind,
-            }
-            for i in range(60)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{kind}.jsonl").write_text(text)
-    files = f"[{tmp_path / 'brief.jsonl'}, {tmp_path / 'polite.jsonl'}]"
-    config = ["--reward.call_format", "response", "--max_prompt_tokens", "12"]
-    report = build(tmp_path / "out", "--preferences", files, *config)
+    files = [tmp_path / "brief.jsonl", tmp_path / "polite.jsonl"]
+    for file in files:
+        write_preferences(file, file.stem)
+    out = tmp_path / "out"
+    report = build(out, f"--preferences=[{files[0]}, {files[1]}]", *RESPONSE)
     assert set(report["reward_models"]) == {"brief", "polite"}
     assert sum(report["num_prompts"].values()) == 120
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "policy")
-    for line in (tmp_path / "out" / "prompts_train.jsonl").read_text().splitlines():
+    tokenizer = AutoTokenizer.from_pretrained(out / "policy")
+    for line in (out / "prompts_train.jsonl").read_text().splitlines():
         prompt = json.loads(line)["prompt"]
         assert len(tokenizer(prompt, add_special_tokens=False).input_ids) <= 12
     printed = capsys.readouterr().out
     assert "polite, test" in printed
     assert "secret" not in printed
+
+
+def test_no_checkpoint_depends_on_held_out_rows(tmp_path):
+    for name, reply in (("one", " yes"), ("other", " perhaps")):
+        write_preferences(tmp_path / f"{name}.jsonl", "brief", held_out_reply=reply)
+        build(tmp_path / name, f"--preferences=[{tmp_path / name}.jsonl]", *RESPONSE)
+    for folder in ("policy", "brief"):
+        for file in ("model.safetensors", "tokenizer.json"):
+            one, other = (tmp_path / name / folder / file for name in ("one", "other"))
+            assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -96,23 +117,19 @@ def test_preference_files_give_one_reward_model_per_kind(tmp_path, capsys):
         (["--polcy.num_steps", "3"], "did you mean policy"),
     ],
 )
-def test_bad_input_gets_one_line_and_leaves_nothing_behind(tmp_path, arguments, message):
+def test_bad_input_ends_in_code_2_and_one_line_and_leaves_nothing_behind(
+    tmp_path, capsys, arguments, message
+):
     row = {"prompt": "p", "chosen": "c", "kind": "k"}
     (tmp_path / "bad.jsonl").write_text(json.dumps(row))
     rows = [{**row, "prompt": f"{i}", "rejected": "r", "kind": "policy"} for i in range(50)]
     (tmp_path / "policy.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     places = {name: tmp_path / f"{name}.jsonl" for name in ("bad", "policy")}
     arguments = [argument.format(**places) for argument in arguments]
-    with pytest.raises(ValueError, match=message) as error:
-        build(tmp_path / "out", *arguments)
-    assert "\n" not in str(error.value)
+    with pytest.raises(SystemExit) as ended:
+        run_cli(main, BuildConfig, command_line(tmp_path / "out", *arguments))
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_the_script_ends_with_code_2_and_one_line_on_bad_input(tmp_path):
-    command = [sys.executable, "recipes/build_miniature.py", "--out", str(tmp_path / "out")]
-    arguments = ["--preferences", "[nowhere.jsonl]"]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: preference file not found: nowhere.jsonl")
-    assert done.stderr.count("\n") == 1

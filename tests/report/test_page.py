@@ -104,6 +104,21 @@ def test_the_page_of_a_run_that_has_just_been_created_says_so(make_run):
     assert "The run has begun" in write(run_path)
 
 
+def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run):
+    def page_without_validation(run_path):
+        lines = (run_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if '"validation"' not in line]
+        (run_path / "metrics.jsonl").write_text("".join(kept))
+        return Tags(write(run_path)).text
+
+    running = page_without_validation(make_run("running", num_done=3, is_over=False))
+    assert "3 rounds of training done. The aligned model has not been compared" in running
+    over = page_without_validation(make_run("over", num_done=3))
+    assert "After 3 rounds on 4 clients: helpful rose" in over
+    assert "Diamonds are base and aligned model" in over
+    assert "scored on the validation prompts" not in over
+
+
 def test_the_page_carries_the_figures_as_they_were_drawn(make_run):
     run_path = make_run()
     drawn = figures_in(write(run_path))

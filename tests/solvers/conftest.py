@@ -5,10 +5,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import settings
-
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-settings.load_profile("unhurried")
 
 
 def _solve_rational(rows: list[list[Fraction]]) -> list[Fraction] | None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from firm.federation.client import Client, Failure, Reply, State
@@ -45,7 +46,7 @@ class LocalEngine:
     ) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
-        Any exception of a client is its failure; the traceback goes to the log.
+        Any exception of a client is its failure; the traceback goes to the log at level DEBUG.
         """
         replies, failures = [], []
         for name in clients:
@@ -97,8 +98,9 @@ class LocalEngine:
             reply = Reply(name, content, bytes_down, num_bytes(content))
             self._states[name][payload["round"]] = client.state()
         except Exception as error:
-            logger.warning("%s failed in round %d", name, payload["round"], exc_info=True)
-            return Failure(name, f"{type(error).__name__}: {error}", bytes_down)
+            logger.debug("%s failed in round %d", name, payload["round"], exc_info=True)
+            traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
+            return Failure(name, f"{type(error).__name__}: {error}", bytes_down, cause=error)
         return reply
 
     def _accepted_state(self, name: str, accepted: Mapping[str, int]) -> State:

@@ -33,9 +33,12 @@ class FedAvgConfig:
     """Clients drawn for each round, without replacement; null takes all."""
 
     def __post_init__(self) -> None:
-        num_objectives = 1 if self.weights is None else max(1, len(self.weights))
-        fixed_weights(np.eye(num_objectives), weights=self.weights)  # checks its arguments
+        self.check(1 if self.weights is None else max(1, len(self.weights)))
         check_round_config(self.num_local_steps, self.clients_per_round)
+
+    def check(self, num_objectives: int) -> None:
+        """Raises ``ValueError`` on weights that do not fit this many objectives."""
+        fixed_weights(np.eye(num_objectives), weights=self.weights)
 
 
 def fedavg(
@@ -50,7 +53,7 @@ def fedavg(
         cfg: What FedAvg leaves to choose.
 
     Raises:
-        RuntimeError: When no client finished the round.
+        RoundFailed: When no client finished the round.
     """
     start = time.perf_counter()
     round_number = state.round + 1

@@ -42,9 +42,12 @@ class FirmConfig:
     """Clients drawn for each round, without replacement; null takes all, as the paper does."""
 
     def __post_init__(self) -> None:
-        num_objectives = 1 if self.preference is None else max(1, len(self.preference))
-        firm_weights(np.eye(num_objectives), **self.weighting_options())  # checks its arguments
+        self.check(1 if self.preference is None else max(1, len(self.preference)))
         check_round_config(self.num_local_steps, self.clients_per_round)
+
+    def check(self, num_objectives: int) -> None:
+        """Raises ``ValueError`` on options that do not fit this many objectives."""
+        firm_weights(np.eye(num_objectives), **self.weighting_options())
 
     def weighting_options(self) -> dict[str, Any]:
         """Returns the arguments of ``firm_weights``."""
@@ -68,7 +71,7 @@ def firm(
         cfg: What FIRM leaves to choose.
 
     Raises:
-        RuntimeError: When no client finished the round.
+        RoundFailed: When no client finished the round.
     """
     start = time.perf_counter()
     round_number = state.round + 1

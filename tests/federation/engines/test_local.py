@@ -1,4 +1,5 @@
 import logging
+import weakref
 
 import pytest
 import torch
@@ -61,19 +62,37 @@ def test_a_round_that_was_not_accepted_is_as_if_it_had_not_been(new_client, star
 
 def test_a_failure_names_client_and_reason_and_spares_the_others(new_client, start, same, caplog):
     engine = LocalEngine([new_client("a"), new_client("b", fails_in=(1,)), new_client("c")])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         replies, failures = engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
     assert [reply.client for reply in replies] == ["a", "c"]
     assert [(failure.client, failure.reason) for failure in failures] == [
         ("b", "ArithmeticError: the quadratic has no bottom")
     ]
     assert failures[0].bytes_down == replies[0].bytes_down
+    assert isinstance(failures[0].cause, ArithmeticError)
     assert "b failed in round 1" in caplog.text
     assert "Traceback" in caplog.text
     untouched = LocalEngine([new_client("b")])
     expected, _ = untouched.map("local_training", ["b"], _payload(start, 1, {}))
     found, _ = engine.map("local_training", ["b"], _payload(start, 2, {}))
     assert same(_adapters(found), _adapters(expected))
+
+
+def test_a_failure_keeps_no_tensor_of_its_client_alive(new_client, start):
+    class Activations(torch.Tensor):
+        pass
+
+    client, held = new_client("a"), []
+
+    def step(gradients, weights):
+        activations = torch.zeros(3).as_subclass(Activations)
+        held.append(weakref.ref(activations))
+        raise MemoryError
+
+    client.step = step
+    _, failures = LocalEngine([client]).map("local_training", ["a"], _payload(start, 1, {}))
+    assert failures[0].reason.startswith("MemoryError")
+    assert held[0]() is None
 
 
 def test_a_reply_that_cannot_travel_is_the_clients_failure(new_client, start):
@@ -141,6 +160,8 @@ def test_progress_is_told_of_every_client(new_client, start):
         ("client_finished", "b", 1),
     ]
     assert events[1][1]["reason"] is None
+    assert len(events[1][1]["metrics"]["weights"]) == 4
+    assert events[3][1]["metrics"] == {}
     assert events[1][1]["seconds"] > 0
     assert events[3][1]["reason"] == "ArithmeticError: the quadratic has no bottom"
 

@@ -37,6 +37,20 @@ def test_weights_are_uniform_by_default(new_client, start):
     assert metrics["clients"][0]["weights"] == [[0.5, 0.5]] * 4
 
 
+def test_aggregation_by_examples_weighs_the_clients(new_client, start):
+    options = {"noise": 0.0, "num_minibatches": 1, "optimizer": torch.optim.SGD, "lr": 1.0}
+    near, far = torch.zeros(2, 3), torch.full((2, 3), 8.0)  # one step lands on the target
+    for by, point in (("uniform", 4.0), ("by_examples", 6.0)):
+        engine = LocalEngine(
+            [
+                new_client("a", near, num_examples=1, **options),
+                new_client("b", far, num_examples=3, **options),
+            ]
+        )
+        state, _ = fedavg(start, ["a", "b"], engine, FedAvgConfig(aggregation=by))
+        assert state.adapter["first"].tolist() == pytest.approx([point, point])
+
+
 def test_clients_are_sampled_and_failures_told(new_client, start):
     engine = LocalEngine([new_client("a"), new_client("b", fails_in=(1,)), new_client("c")])
     state, metrics = fedavg(start, ["a", "b", "c"], engine, FedAvgConfig())

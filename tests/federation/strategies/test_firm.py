@@ -124,6 +124,34 @@ def test_a_preference_moves_the_model_towards_its_objective(new_client, start):
     assert only_left[0] < 0.1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.5},
+        {"beta": 0.5, "normalize": False},
+        {"preference": (3.0, 1.0)},
+        {"preference": (3.0, 1.0), "preference_strength": 0.2},
+    ],
+)
+def test_every_option_reaches_the_clients_weights(new_client, start, options):
+    _, rows = _run([new_client()], start, FirmConfig(**options), num_rounds=1)
+    row = rows[0]["clients"][0]
+    norms = torch.tensor(row["gradient_norms"][0], dtype=torch.float64)
+    cosine = torch.eye(2, dtype=torch.float64)
+    cosine[0, 1] = cosine[1, 0] = row["cosines"][0][0]
+    gram = norms[:, None] * cosine * norms
+    assert row["weights"][0] == pytest.approx(firm_weights(gram, **options).tolist())
+
+
+def test_weights_may_be_solved_once_per_batch(new_client, start):
+    counts = {}
+    for solve_per in ("minibatch", "batch"):
+        cfg = FirmConfig(solve_per=solve_per, num_local_steps=3)
+        _, rows = _run([new_client(num_minibatches=4)], start, cfg, num_rounds=1)
+        counts[solve_per] = len(rows[0]["clients"][0]["weights"])
+    assert counts == {"minibatch": 12, "batch": 3}
+
+
 @pytest.mark.parametrize("fault", ["fails_in", "diverges_in"])
 def test_a_client_that_fails_or_diverges_is_as_if_not_sampled(new_client, start, same, fault):
     cfg = FirmConfig(num_local_steps=2)

@@ -1,0 +1,234 @@
+"""The main recipe: it runs whole, resumes to the same adapter, says in a line what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from firm.run import parse, run_cli
+from recipes.firm_hh import Config, main
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "configs/smoke.yaml"
+
+MORTAL_REWARD = """
+import os
+from reward_models import reward_model
+
+calls = 0
+
+@reward_model("mortal")
+def mortal(completions, *, dies_at=-1, **kwargs):
+    global calls
+    calls += 1
+    if calls == dies_at:
+        os.kill(os.getpid(), 9)
+    return [float(len(text.split())) for text in completions]
+
+@reward_model("not_a_number")
+def not_a_number(completions, **kwargs):
+    return [float(len(text)) for text in completions[:-1]] + [float("nan")]
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    """Configs name the shipped checkpoints relative to the clone."""
+    monkeypatch.chdir(ROOT)
+
+
+def run(*arguments: object) -> Path:
+    return main(parse(Config, ["--config", str(SMOKE), *map(str, arguments)]))
+
+
+def recipe(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "recipes/firm_hh.py", "--config", SMOKE, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+def rows_of(folder: Path, kind: str) -> list[dict]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return run("--out", tmp_path_factory.mktemp("runs") / "smoke")
+
+
+def test_a_run_leaves_everything_that_it_promises(finished):
+    for name in ("config.yaml", "run.json", "report.html", "samples.jsonl"):
+        assert (finished / name).stat().st_size > 0
+    assert json.loads((finished / "run.json").read_text())["status"] == "finished"
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {
+        "round_0000",
+        "round_0001",
+        "round_0002",
+    }
+    assert len(rows_of(finished, "client")) == 2 * 2  # rounds, clients
+    assert len(rows_of(finished, "round")) == 2
+    splits = [(row["split"], row["round"]) for row in rows_of(finished, "evaluation")]
+    assert sorted(splits) == [
+        ("test", 0), ("test", 2), ("validation", 0), ("validation", 1), ("validation", 2),
+    ]  # fmt: skip
+    base = rows_of(finished, "evaluation")[0]
+    assert base["kl"] == pytest.approx(0, abs=1e-4)  # the adapter changes nothing yet
+    assert all(0 < score["mean"] < 1 for score in base["normalized"].values())
+
+
+def test_every_step_is_logged_with_its_weights(finished):
+    for row in rows_of(finished, "client"):
+        assert row["num_steps"] == 2
+        assert len(row["weights"]) == 2 * 2 * 2  # local steps, epochs, minibatches
+        for weights in row["weights"]:
+            assert min(weights) >= 0
+            assert sum(weights) == pytest.approx(1)
+        assert row["bytes_up"] > 0
+        assert row["bytes_down"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's own
+def test_the_final_adapter_is_a_peft_folder_that_changes_the_base_model(finished):
+    card = (finished / "adapter/README.md").read_text()
+    assert "brevity" in card
+    assert "±" in card
+    base = AutoModelForCausalLM.from_pretrained(
+        "firm/miniature/checkpoints/policy", dtype=torch.float32
+    )
+    token_ids = torch.tensor([[5, 6, 7]])
+    before = base(token_ids).logits.detach().clone()
+    aligned = PeftModel.from_pretrained(base, str(finished / "adapter"))
+    assert not torch.allclose(before, aligned(token_ids).logits)
+
+
+def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(tmp_path):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(MORTAL_REWARD)
+
+    def mortal(dies_at: int) -> tuple[str, ...]:
+        return (
+            "--rewards.brevity.name", "mortal",
+            "--rewards.brevity.file", str(rewards),
+            "--rewards.brevity.options", json.dumps({"dies_at": dies_at}),
+        )  # fmt: skip
+
+    whole = recipe(*mortal(-1), "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    # calibration, base on test and validation, then 2 clients with 2 steps and a validation: the
+    # tenth call is the second step of the first client of round 2
+    killed = recipe(*mortal(10), "--out", tmp_path / "killed")
+    assert killed.returncode == -signal.SIGKILL
+    assert len(rows_of(tmp_path / "killed", "round")) == 1
+    config = yaml.safe_load((tmp_path / "killed/config.yaml").read_text())
+    assert config["rewards"]["brevity"]["options"] == {"dies_at": 10}
+    resumed = recipe(*mortal(10), "--out", tmp_path / "killed", "--resume", "true")
+    assert resumed.returncode == 0, resumed.stderr
+    adapters = [
+        load_file(tmp_path / name / "adapter/adapter_model.safetensors")
+        for name in ("whole", "killed")
+    ]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name in adapters[0]:
+        assert torch.equal(adapters[0][name], adapters[1][name]), name
+    counts = [len(rows_of(tmp_path / name, "client")) for name in ("whole", "killed")]
+    assert counts == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy.betta", "1"], "beta"),
+        (["--strategy.beta", "-0.1"], "beta must be non-negative, got -0.1"),
+        (["--num_clients", "500"], "fewer clients"),
+        (["--ppo.minibatch_size", "3"], "multiple of ppo.minibatch_size, got 8 and 3"),
+        (["--policy.path", "no/such/folder"], "no/such/folder"),
+        (["--data.train.source", "no/such/file.jsonl"], "no/such/file.jsonl"),
+        (["--policy.lora.target_modules", "[wq]"], "match no layer"),
+        (["--strategy.preference", "[1, 0, 0]"], "preference"),
+    ],
+)
+def test_bad_input_ends_in_one_line_with_nothing_written(arguments, message, tmp_path, capsys):
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as stop:
+        run_cli(main, Config, ["--config", str(SMOKE), "--out", str(out), *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert error[0].startswith("error: ")
+    assert message in error[0]
+    assert not out.exists()
+
+
+def test_a_reward_that_is_not_a_number_ends_in_one_line(tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text(MORTAL_REWARD.replace('"mortal"', '"mortal_2"'))
+    arguments = [
+        "--rewards.brevity.name", "not_a_number",
+        "--rewards.brevity.file", str(tmp_path / "rewards.py"),
+        "--out", str(tmp_path / "run"),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        run_cli(main, Config, ["--config", str(SMOKE), *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "reward 'brevity' returned nan" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_is_in_use_is_refused(finished, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_cli(main, Config, ["--config", str(SMOKE), "--out", str(finished)])
+    assert stop.value.code == 2
+    assert "--resume true" in capsys.readouterr().err
+
+
+def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
+    for name in ("hh_tinyllama", "hh_llama32"):
+        cfg = parse(Config, ["--config", str(ROOT / f"configs/{name}.yaml")])
+        assert (cfg.num_clients, cfg.rounds) == (8, 16)
+        assert (cfg.ppo.actor_learning_rate, cfg.ppo.critic_learning_rate) == (6e-5, 1e-4)
+        assert (cfg.ppo.num_epochs, cfg.ppo.batch_size, cfg.ppo.minibatch_size) == (3, 16, 8)
+        assert (cfg.ppo.kl.controller, cfg.ppo.kl.target) == ("adaptive", 0.03)
+        lora = cfg.policy.lora
+        assert (lora.r, lora.alpha, lora.dropout) == (16, 32, 0.05)
+        assert lora.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+        assert cfg.strategy.beta == 0.01
+        assert list(cfg.rewards) == ["helpful", "harmless"]
+        for objective, reward in cfg.rewards.items():
+            assert reward.path == f"Ray2333/gpt2-large-{objective}-reward_model"
+            assert reward.format == "hh_pair"
+        assert cfg.data.train.source == "Anthropic/hh-rlhf"
+
+
+@pytest.mark.data
+def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_path):
+    out = main(
+        parse(
+            Config,
+            [
+                "--config", str(ROOT / "configs/stories.yaml"),
+                "--policy.path", str(firm_data / "models/stories260K"),
+                "--out", str(tmp_path / "stories"),
+                "--rounds", "1", "--num_clients", "2", "--strategy.num_local_steps", "1",
+                "--evaluation.num_calibration_prompts", "32",
+                "--evaluation.num_validation_prompts", "0",
+                "--evaluation.num_test_prompts", "16",
+            ],
+        )
+    )  # fmt: skip
+    base = rows_of(out, "evaluation")[0]
+    assert base["end_share"] > 0.5  # replies end at the newline token
+    assert base["length"] < 64

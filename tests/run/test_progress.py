@@ -1,0 +1,114 @@
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from firm.run import Progress, print_table
+
+CLIENTS = ["client_0", "client_1"]
+OBJECTIVES = ["helpful", "harmless"]
+METRICS = {
+    "weights": [[0.25, 0.75], [0.75, 0.25], [0.8, 0.2]],
+    "reward": {"helpful": 0.512, "harmless": 0.634},
+    "kl": 0.031,
+}
+
+
+def console(*, is_terminal: bool) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=is_terminal,
+        width=120,
+        highlight=False,
+        color_system=None,
+    )
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def train(progress: Progress, round: int, clients: list[str] = CLIENTS) -> None:
+    for client in clients:
+        progress.event("client_started", round=round, client=client)
+        for step in (1, 2):
+            for stage in ("rollout", "reward", "update"):
+                progress.event("stage", stage=stage, step=step, num_steps=2)
+        progress.event("client_finished", metrics=METRICS)
+
+
+def test_in_a_pipe_there_is_one_plain_line_per_round() -> None:
+    pipe = console(is_terminal=False)
+    with Progress(2, CLIENTS, OBJECTIVES, console=pipe) as progress:
+        progress.event("round_finished", row={"round": 0}, scores={"helpful": 0.5})
+        train(progress, 1)
+        progress.event("round_finished", row={"round": 1, "seconds": 2.0}, scores={"helpful": 0.6})
+        train(progress, 2, clients=["client_1"])
+        failures = [{"client": "client_0", "reason": "NaN"}]
+        progress.event("round_finished", row={"round": 2, "seconds": 1.0, "failures": failures})
+    base, first, second = text_of(pipe).splitlines()
+    assert base == "round 0/2  helpful 0.500"
+    assert re.fullmatch(
+        r"round 1/2  helpful 0\.600  weights 0\.60 0\.40  2\.0 s  ETA 0:00:\d\d", first
+    )
+    assert second == "round 2/2  weights 0.60 0.40  failed: client_0  1.0 s"
+
+
+def test_on_a_terminal_clients_stages_weights_and_rewards_are_shown() -> None:
+    terminal = console(is_terminal=True)
+    with Progress(4, CLIENTS, OBJECTIVES, console=terminal) as progress:
+        train(progress, 1, clients=["client_0"])
+        progress.event("client_started", round=1, client="client_1")
+        progress.event("stage", stage="rollout", step=2, num_steps=4)
+        terminal.print(progress._render())
+    lines = [" ".join(line.split()) for line in text_of(terminal).splitlines()]
+    assert "client_0 done 0.600 0.400 0.512 0.634 0.031" in lines
+    assert "client_1 rollout 2/4" in lines
+    assert "client stage λ helpful λ harmless reward helpful reward harmless KL" in lines
+
+
+def test_the_share_done_rises_from_0_to_1_also_after_a_resume() -> None:
+    progress = Progress(4, CLIENTS, OBJECTIVES, console=console(is_terminal=False))
+    progress.event("resumed", round=2)
+    shares = [progress._share_done()]
+    for round in (3, 4):
+        for client in CLIENTS:
+            progress.event("client_started", round=round, client=client)
+            for step in (1, 2):
+                progress.event("stage", stage="rollout", step=step, num_steps=2)
+                shares.append(progress._share_done())
+            progress.event("client_finished", metrics=METRICS)
+            shares.append(progress._share_done())
+        progress.event("round_finished", row={"round": round})
+    quarters = [0.0, 0.125, 0.25, 0.25, 0.375, 0.5]
+    assert shares == [0.0, *quarters, *(0.5 + share for share in quarters)]
+
+
+def test_clients_that_train_at_a_time_are_told_apart_by_name() -> None:
+    progress = Progress(1, CLIENTS, OBJECTIVES, console=console(is_terminal=False))
+    for client in CLIENTS:
+        progress.event("client_started", round=1, client=client)
+    progress.event("stage", client="client_0", stage="reward", step=1, num_steps=2)
+    progress.event("client_finished", client="client_0", metrics=METRICS)
+    assert [view.stage for view in progress._views.values()] == ["done", "starting"]
+
+
+def test_an_unknown_event_is_refused() -> None:
+    with pytest.raises(ValueError, match="progress knows no event 'client_lost'; it knows"):
+        Progress(1, CLIENTS, OBJECTIVES).event("client_lost")
+
+
+def test_a_table_in_a_pipe_is_aligned_and_never_folded() -> None:
+    pipe = console(is_terminal=False)
+    title = "Scores [raw] " * 20
+    rows = [["helpful " * 20, "0.5 ± 0.1", 0.61234, None], ["kl", 1, "", "[x]"]]
+    print_table(title, ["score", "base", "aligned", "change"], rows, console=pipe)
+    lines = text_of(pipe).splitlines()
+    assert lines[0] == title
+    [helpful] = [line for line in lines if "helpful" in line]
+    assert helpful.split()[-5:] == ["0.5", "±", "0.1", "0.612", "-"]
+    [kl] = [line for line in lines if "kl" in line]
+    assert kl.split() == ["kl", "1", "[x]"]
+    assert len(kl.rstrip()) == len(helpful.rstrip())
