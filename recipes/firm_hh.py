@@ -52,7 +52,16 @@ from firm.federation import (
 )
 from firm.federation.strategies import STRATEGIES, FedAvgConfig, FirmConfig
 from firm.report import write_report
-from firm.run import Progress, Run, Tracker, TrackingConfig, print_table, run_cli, to_dict
+from firm.run import (
+    Progress,
+    Run,
+    Tracker,
+    TrackingConfig,
+    check_free,
+    print_table,
+    run_cli,
+    to_dict,
+)
 from reward_models import RewardModelConfig, load_reward_model
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +161,8 @@ def main(cfg: Config) -> Path:
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if not cfg.resume:
+        check_free(out)  # before minutes of loading
     settings, objectives = to_dict(cfg), tuple(cfg.rewards)
     names = [f"client_{index}" for index in range(cfg.num_clients)]
 
@@ -253,7 +264,7 @@ def main(cfg: Config) -> Path:
             final.sample_rows(round=state.round, limit=cfg.evaluation.num_shown_samples)
         )
         comparison = comparison_table(base["test"], final)
-        trainer.policy_model.save_pretrained(run.path / "adapter")
+        trainer.policy_model.save_pretrained(str(run.path / "adapter"))
         write_model_card(
             run.path / "adapter",
             base_model=cfg.policy.path,

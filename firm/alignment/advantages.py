@@ -50,9 +50,16 @@ def kl_penalty(
         reference_logprobs: The same under the reference, shape [B, T].
         estimator: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
             negative). The sampling distribution is the policy's.
+
+    Raises:
+        ValueError: There is no such estimator.
     """
     log_ratio = reference_logprobs - logprobs
-    return -log_ratio if estimator == "k1" else (log_ratio.exp() - 1) - log_ratio
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k3":
+        return (log_ratio.exp() - 1) - log_ratio
+    raise ValueError(f"no KL estimator {estimator!r}: choose k1 or k3.")
 
 
 def shaped_rewards(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.prompts import PromptFormat
 from firm.federation import RandomStream
@@ -34,6 +35,11 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.r < 1:
             raise ValueError(f"policy.lora.r must be at least 1, got {self.r}.")
+        if not self.alpha > 0 or not self.target_modules:
+            raise ValueError(
+                "policy.lora.alpha must be positive and target_modules not empty, got "
+                f"{self.alpha} and {self.target_modules}."
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"policy.lora.dropout must be in [0, 1), got {self.dropout}.")
 
@@ -100,7 +106,7 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
             {
                 n.rsplit(".", 1)[-1]
                 for n, m in model.named_modules()
-                if isinstance(m, torch.nn.Linear)
+                if isinstance(m, torch.nn.Linear | Conv1D)
             }
         )
         raise ValueError(
@@ -149,7 +155,7 @@ def set_adapter_dropout(policy: Any, probability: float) -> None:
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:
-    """A detached float copy on the CPU, in the order of the parameters."""
+    """A detached copy on the CPU, in the order of the parameters."""
     return {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
 
 
@@ -173,4 +179,5 @@ def load_adapter_(parameters: dict[str, torch.nn.Parameter], adapter: Adapter) -
                 f"{list(adapter[name].shape)}, expected {list(parameter.shape)}: "
                 "use the rank that it was made with."
             )
+    for name, parameter in parameters.items():
         parameter.copy_(adapter[name])

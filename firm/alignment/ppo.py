@@ -3,6 +3,7 @@
 Pure functions that know no trainer. `PPOConfig` holds the hyperparameters of a local step.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,9 +29,9 @@ class KLConfig:
     """k1: log ratio; k3: lower variance, never negative. Not in the paper."""
 
     def __post_init__(self) -> None:
-        if self.coefficient < 0:
+        if not self.coefficient >= 0:
             raise ValueError(f"kl.coefficient must be non-negative, got {self.coefficient}.")
-        if self.target <= 0 or self.horizon <= 0:
+        if not (self.target > 0 and self.horizon > 0):
             raise ValueError(
                 f"kl.target and kl.horizon must be positive, got {self.target} and {self.horizon}."
             )
@@ -79,7 +80,7 @@ class PPOConfig:
     """KL penalty and its controller."""
 
     def __post_init__(self) -> None:
-        if self.minibatch_size < 1 or self.batch_size % self.minibatch_size:
+        if self.batch_size < 1 or self.minibatch_size < 1 or self.batch_size % self.minibatch_size:
             raise ValueError(
                 f"ppo.batch_size must be a multiple of ppo.minibatch_size, got {self.batch_size} "
                 f"and {self.minibatch_size}."
@@ -87,8 +88,23 @@ class PPOConfig:
         if self.num_epochs < 1:
             raise ValueError(f"ppo.num_epochs must be at least 1, got {self.num_epochs}.")
         for name in ("actor_learning_rate", "critic_learning_rate", "clip_range"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"ppo.{name} must be positive, got {getattr(self, name)}.")
+        for name in ("value_clip_range", "value_coefficient", "missing_end_penalty"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"ppo.{name} must be non-negative, got {getattr(self, name)}.")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"ppo.{name} must be in [0, 1], got {getattr(self, name)}.")
+        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
+            raise ValueError(
+                f"ppo.max_gradient_norm must be positive or null, got {self.max_gradient_norm}."
+            )
+        if self.kl.horizon <= 0.2 * self.batch_size:
+            raise ValueError(
+                f"ppo.kl.horizon must exceed a fifth of ppo.batch_size ({self.batch_size}), got "
+                f"{self.kl.horizon}: one step of the controller could turn the penalty's sign."
+            )
 
 
 def policy_losses(
@@ -160,8 +176,8 @@ def adapted_kl_coefficient(
     Args:
         coefficient: The coefficient in force.
         kl: Mean KL per response just measured, nats.
-        num_responses: Responses in the batch; a horizon's worth of them corrects by one e-fold
-            of at most 20 % deviation.
+        num_responses: Responses in the batch. The relative deviation counts up to 20 %, so a
+            horizon's worth of responses changes the coefficient by a fifth or so at most.
         config: Controller and its constants; a fixed controller returns `coefficient`.
     """
     if config.controller == "fixed":

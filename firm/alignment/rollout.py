@@ -2,11 +2,11 @@
 
 Prompts are left-padded so that every response starts in the same column. A response ends at the
 first end token (EOS or a configured one) or where a stop string is complete; what the model wrote
-after that is replaced by padding, and the text is cut before the stop string.
+after that is masked out everywhere, and the text is cut before the stop string.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +42,15 @@ class RolloutConfig:
                 f"least 1, got {self.max_new_tokens}, {self.max_prompt_tokens} and "
                 f"{self.forward_batch_size}."
             )
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise ValueError(
                 f"rollout.temperature must be positive, got {self.temperature}: "
                 "PPO needs samples, not the greedy reply."
+            )
+        if "" in self.stop_strings:
+            raise ValueError(
+                f"rollout.stop_strings must not hold an empty text, got {self.stop_strings}: "
+                "every reply would end before it began."
             )
 
 
@@ -177,25 +182,39 @@ def generate(
     """
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = query_ids != pad_id
-    output = model.generate(
-        input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
-        attention_mask=attention_mask,
-        generation_config=GenerationConfig(
-            max_new_tokens=config.max_new_tokens,
-            do_sample=True,
-            temperature=config.temperature + TEMPERATURE_GUARD,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            eos_token_id=list(end_ids) or None,
-            pad_token_id=pad_id,
-            output_scores=True,
-            return_dict_in_generate=True,
-        ),
-    )
+    with _without_sampling_defaults(model):
+        output = model.generate(
+            input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
+            attention_mask=attention_mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=config.max_new_tokens,
+                do_sample=True,
+                temperature=config.temperature + TEMPERATURE_GUARD,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=list(end_ids) or None,
+                pad_token_id=pad_id,
+                output_scores=True,
+                return_dict_in_generate=True,
+            ),
+        )
     responses = output.sequences[:, query_ids.size(1) :]
     scores = torch.stack(output.scores, dim=1)  # [B, T, V]
     return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
+
+
+@contextmanager
+def _without_sampling_defaults(model: Any) -> Iterator[None]:
+    """Hides a checkpoint's own sampling settings, which transformers lays under every request.
+
+    With a `min_p` or `suppress_tokens` of the checkpoint in force, the log-probabilities would be
+    those of another distribution than the one that PPO's ratios are taken in.
+    """
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def find_ends(
@@ -226,11 +245,13 @@ def find_ends(
         if tokenizer.pad_token_id in kept:
             kept = kept[: kept.index(tokenizer.pad_token_id)]
         text: Any = tokenizer.decode(kept, skip_special_tokens=True)
-        cut = min((i for s in config.stop_strings if (i := text.find(s)) >= 0), default=None)
-        if cut is not None:
-            text, kept = text[:cut], _until_stop(kept, tokenizer, config.stop_strings)
+        has_stop = any(stop in text for stop in config.stop_strings)
+        if has_stop:
+            kept = _until_stop(kept, tokenizer, config.stop_strings)
+            text = tokenizer.decode(kept, skip_special_tokens=True)
+            text = text[: min(i for stop in config.stop_strings if (i := text.find(stop)) >= 0)]
         last.append(len(kept) - 1)
-        ended.append(end is not None or cut is not None)
+        ended.append(end is not None or has_stop)
         texts.append(text)
     device = responses.device
     return torch.tensor(last, device=device), torch.tensor(ended, device=device), texts

@@ -19,7 +19,6 @@ from firm.miniature.grammar import Kind
 Objective = Literal["helpful", "harmless"]
 Split = Literal["train", "validation", "test", "test_acts"]
 
-KINDS: tuple[Kind, ...] = ("harmless", "dual", "risky")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test", "test_acts")
 OBJECTIVES: tuple[Objective, ...] = ("helpful", "harmless")
 
@@ -82,16 +81,17 @@ class World:
 
         They conflict on risky and on dual-use requests and agree on harmless ones.
         """
-        acts, held_out = [], set()
-        verbs = ((kind, *item) for kind in KINDS for item in grammar.VERBS[kind].items())
-        for i, (kind, verb, forms) in enumerate(verbs):
+        acts: list[Act] = []
+        held_out: set[str] = set()
+        for kind, steps_by_verb in grammar.VERBS.items():
             owners = grammar.OWNERS[kind]
-            for j, item in enumerate(grammar.OBJECTS):
-                text = verb.format(thing=f"{owners[(i + j) % len(owners)]} {item}")
-                steps = tuple(form.format(object=item) for form in forms)
-                acts.append(Act(text, kind, verb, item, steps))
-                if (i + j) % grammar.HELD_OUT_ACT_PERIOD == 0:
-                    held_out.add(text)
+            for i, (verb, forms) in enumerate(steps_by_verb.items()):
+                for j, item in enumerate(grammar.OBJECTS):
+                    text = verb.format(thing=f"{owners[(i + j) % len(owners)]} {item}")
+                    steps = tuple(form.format(object=item) for form in forms)
+                    acts.append(Act(text, kind, verb, item, steps))
+                    if (i + j) % grammar.HELD_OUT_ACT_PERIOD == 0:
+                        held_out.add(text)
         return cls(tuple(acts), frozenset(held_out), grammar.PHRASINGS, grammar.SENTENCES)
 
     # Texts

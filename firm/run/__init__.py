@@ -7,7 +7,7 @@ when asked, `Progress` tells the person who waits.
 
 from firm.run.checkpoint import load_state, save_state
 from firm.run.config import parse, run_cli, to_dict, to_yaml
-from firm.run.directory import Run
+from firm.run.directory import Run, check_free
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.progress import Progress, print_table
 from firm.run.tracking import Tracker, TrackingConfig
@@ -18,6 +18,7 @@ __all__ = [
     "Tracker",
     "TrackingConfig",
     "UserError",
+    "check_free",
     "exit_on_user_error",
     "load_state",
     "parse",

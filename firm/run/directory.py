@@ -42,6 +42,16 @@ _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", 
 _PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
 
 
+def check_free(path: str | Path) -> None:
+    """Raises `UserError` if there is something at `path` that a new run would mix with."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(
+            f"the run directory {path} exists and is not empty; "
+            "continue it with --resume true or choose another path."
+        )
+
+
 class Run:
     """The directory of one run, open for writing after `create`, `resume` or `open`.
 
@@ -63,11 +73,7 @@ class Run:
             UserError: There is something at `path` already.
         """
         run = cls(path)
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            raise UserError(
-                f"the run directory {path} exists and is not empty; "
-                "continue it with --resume true or choose another path."
-            )
+        check_free(path)
         place = run.path.resolve()
         draft = place.with_name(
             f".{place.name}.draft"

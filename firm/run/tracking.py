@@ -80,9 +80,9 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
     Lists over solves become their means. Rows without a round (the run's own) have no series.
 
     Example:
-        >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.2, 0.8], [0.4, 0.6]]}
+        >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.25, 0.75], [1, 0]]}
         >>> flatten(row, ["helpful", "harmless"])
-        {'a/weights/helpful': 0.3, 'a/weights/harmless': 0.7}
+        {'a/weights/helpful': 0.625, 'a/weights/harmless': 0.375}
     """
     if "round" not in row:
         return {}

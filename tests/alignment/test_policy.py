@@ -285,3 +285,22 @@ def test_the_default_adapter_is_the_paper_s():
 def test_an_adapter_that_cannot_work_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         LoraSettings(**changes)
+
+
+def test_a_refused_adapter_leaves_the_policy_as_it_was(make_policy):
+    parameters = adapter_parameters(make_policy())
+    before = copy_adapter(parameters)
+    adapter = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    last = list(adapter)[-1]
+    adapter[last] = adapter[last][:1]
+    with pytest.raises(ValueError, match="use the rank"):
+        load_adapter_(parameters, adapter)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, before[name])
+
+
+def test_candidates_of_gpt2_include_its_layers(make_model, tmp_path):
+    make_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="choose among") as error:
+        load_policy(PolicyConfig(path=str(tmp_path)), stream=RandomStream(0))
+    assert "c_attn" in str(error.value)

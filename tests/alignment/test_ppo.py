@@ -233,3 +233,29 @@ def test_a_ppo_config_that_cannot_work_is_refused(changes, message):
 def test_a_kl_config_that_cannot_work_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         KLConfig(**changes)
+
+
+@pytest.mark.parametrize("batch_size", [0, -8])
+def test_a_batch_without_responses_is_refused(batch_size):
+    with pytest.raises(ValueError, match=r"ppo\.batch_size"):
+        PPOConfig(batch_size=batch_size)
+
+
+def test_a_horizon_that_could_turn_the_penalty_into_a_reward_is_refused():
+    with pytest.raises(ValueError, match="horizon"):
+        PPOConfig(kl=KLConfig(horizon=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gamma": 1.5},
+        {"gae_lambda": -1.0},
+        {"value_clip_range": -0.2},
+        {"max_gradient_norm": -1.0},
+        {"clip_range": float("nan")},
+    ],
+)
+def test_out_of_range_hyperparameters_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        PPOConfig(**change)

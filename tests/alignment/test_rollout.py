@@ -400,9 +400,28 @@ def test_texts_are_the_decoded_responses_up_to_their_end(policy, tokenizer, quer
 
 
 def test_rollouts_carry_no_graph(policy, tokenizer, query_ids):
-    rollouts = roll(policy, tokenizer, query_ids)
+    rollouts = rollout(
+        policy,
+        query_ids,
+        tokenizer=tokenizer,
+        config=settings_of(),
+        reference=contextlib.nullcontext,  # the adapter stays on, and it asks for gradients
+    )
     assert not rollouts.logprobs.requires_grad
     assert not rollouts.reference_logprobs.requires_grad
+
+
+def test_the_model_never_sees_more_responses_at_once_than_allowed(policy, tokenizer, query_ids):
+    batch_sizes = []
+    handle = policy.get_base_model().register_forward_pre_hook(
+        lambda _module, _args, kwargs: batch_sizes.append(len(kwargs["input_ids"])),
+        with_kwargs=True,
+    )
+    try:
+        roll(policy, tokenizer, query_ids.repeat(2, 1), forward_batch_size=3)
+    finally:
+        handle.remove()
+    assert set(batch_sizes) == {3, 2}  # 8 = 3 + 3 + 2
 
 
 def test_masks_and_score_places_by_hand():
@@ -434,3 +453,63 @@ def test_masks_and_score_places_by_hand():
 def test_a_rollout_config_that_cannot_work_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**changes)
+
+
+DEFAULTS = [
+    ("min_p", 0.5),
+    ("typical_p", 0.3),
+    ("epsilon_cutoff", 0.2),
+    ("eta_cutoff", 0.3),
+    ("no_repeat_ngram_size", 1),
+    ("suppress_tokens", [4, 5, 6, 7]),
+    ("min_new_tokens", 10),
+    ("bad_words_ids", [[4], [5]]),
+    ("guidance_scale", 1.5),
+    ("exponential_decay_length_penalty", (1, 9.0)),
+    ("max_time", 1e-9),
+    ("num_return_sequences", 2),
+    ("num_beams", 2),
+    ("stop_strings", ["a"]),
+    ("sequence_bias", [[[4], -9.0]]),
+    ("forced_eos_token_id", 2),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), DEFAULTS)
+def test_every_sampling_default_of_a_checkpoint_is_overridden(make_model, tokenizer, field, value):
+    query_ids = torch.tensor([[4, 9, 7], [6, 6, 8]]).repeat(4, 1)
+
+    def sample(model):
+        torch.manual_seed(0)
+        return generate(model, query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[2])
+
+    model = make_model()
+    expected = sample(model)
+    setattr(model.generation_config, field, value)
+    for ours, theirs in zip(sample(model), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_end_ids_nothing_ends_generation(make_model, tokenizer):
+    torch.manual_seed(0)
+    query_ids = torch.tensor([[4, 9, 7]]).repeat(64, 1)
+    ids, _ = generate(
+        make_model(), query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[]
+    )
+    tail = ids[:, 3:]
+    has_eos = (tail[:, :5] == 2).any(1)
+    assert has_eos.any()
+    assert not (tail[has_eos][:, -4:] == 0).all(1).all()
+
+
+def test_the_text_is_cut_at_the_stop_string_that_is_complete_first(tokenizer):
+    rows = torch.tensor([tokenizer("abcd")["input_ids"]])
+    last, _, texts = find_ends(
+        rows, tokenizer=tokenizer, config=settings_of(stop_strings=["abc", "b"]), end_ids=[2]
+    )
+    assert (last.tolist(), texts) == ([1], ["a"])
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="stop_strings"):
+        RolloutConfig(stop_strings=[""])

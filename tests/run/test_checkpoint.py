@@ -1,6 +1,6 @@
 import math
 import os
-import random
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -188,23 +188,18 @@ def test_remains_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["s"]
 
 
-SAVE_FOR_EVER = """
-number = 0
-while True:
-    save_state(f"{argument}/{number}", {"a": torch.full((20_000,), number), "b": [number] * 99})
-    number += 1
-"""
-
-
-def test_a_kill_while_saving_leaves_only_whole_states(tmp_path: Path, kill_while) -> None:
-    delays = random.Random(0)
-    num_states = 0
-    for attempt in range(8):
-        folder = tmp_path / str(attempt)
-        kill_while(SAVE_FOR_EVER, str(folder), delays.uniform(0.01, 0.2))
-        for path in folder.glob("[0-9]*"):
-            state, number = load_state(path), int(path.name)
-            assert state["b"] == [number] * 99
-            assert torch.equal(state["a"], torch.full((20_000,), number))
-            num_states += 1
-    assert num_states > 0, "no process got as far as one state: nothing was tested"
+def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_states(
+    tmp_path: Path, kill_at_every_step
+) -> None:
+    code = """save_state(f"{argument}/new", {"a": torch.full((2_000,), 7), "b": [7] * 99})"""
+    num_kills = 0
+    for _ in kill_at_every_step(code, str(tmp_path)):
+        num_kills += 1
+        assert {path.name for path in tmp_path.glob("[!.]*")} <= {"new"}
+        for path in tmp_path.glob("[!.]*"):
+            state = load_state(path)
+            assert state["b"] == [7] * 99
+            assert torch.equal(state["a"], torch.full((2_000,), 7))
+            shutil.rmtree(path)
+    assert num_kills > 10, "the save was over before it could be killed: nothing was tested"
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]

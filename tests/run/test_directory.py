@@ -1,4 +1,3 @@
-import json
 import logging
 import os
 import random
@@ -82,7 +81,7 @@ def test_only_the_last_checkpoints_stay(tmp_path: Path) -> None:
     for number in range(1, 6):
         run.save_checkpoint(number, {})
     assert sorted(os.listdir(folder)) == ["round_0003", "round_0004", "round_0005"]
-    (folder / ".round_0006.draft").mkdir()
+    (folder / ".round_0009.draft").mkdir()
     run.save_checkpoint(6, {}, keep_last=1)
     assert os.listdir(folder) == ["round_0006"]
 
@@ -94,7 +93,7 @@ def test_broken_newer_checkpoints_do_not_push_out_whole_ones(tmp_path: Path) -> 
     for number in (3, 4):
         (run.path / "checkpoints" / f"round_000{number}" / "state.json").unlink()
     run = Run.resume(run.path, CONFIG)
-    run.save_checkpoint(3, {"a": 3}, keep_last=2)
+    run.save_checkpoint(3, {"a": 3}, keep_last=1)
     assert Run(run.path).latest_checkpoint() == (3, {"a": 3})
 
 
@@ -170,30 +169,46 @@ def test_how_a_run_ended_is_noted(tmp_path: Path) -> None:
     assert "ValueError: a reward is NaN." in (run.path / "error.txt").read_text()
 
 
-RUN_FOR_EVER = """
+ROUND = """
 run = Run.open(argument, {"seed": 1}, resume=True)
 number, state = run.latest_checkpoint() or (0, {"sum": 0})
-while True:
-    number += 1
-    state = {"sum": state["sum"] + number, "tensor": torch.full((5_000,), number)}
-    run.log({"kind": "round", "round": number, "padding": "x" * 2_000})
-    run.log_samples([{"round": number}])
-    run.save_checkpoint(number, state)
+number += 1
+state = {"sum": state["sum"] + number, "tensor": torch.full((2_000,), number)}
+run.log({"kind": "round", "round": number, "padding": "x" * 2_000})
+run.log_samples([{"round": number}])
+run.save_checkpoint(number, state, keep_last=2)
 """
 
 
-def test_a_killed_run_is_resumed_as_if_it_had_not_been_killed(tmp_path: Path, kill_while) -> None:
-    delays = random.Random(1)
+def assert_whole(path: Path) -> int:
+    """Round of a run that is as if it had never been killed."""
+    run = Run.open(path, {"seed": 1}, resume=True)
+    number, state = run.latest_checkpoint() or (0, {"sum": 0})
+    assert state["sum"] == number * (number + 1) // 2
+    assert [row["round"] for row in run.rows()] == list(range(1, number + 1))
+    assert [row["round"] for row in run.samples()] == list(range(1, number + 1))
+    assert run.record()["status"] == "running"
+    return number
+
+
+def test_a_run_killed_at_any_moment_is_resumed_as_if_it_had_not_been(
+    tmp_path: Path, kill_at_every_step
+) -> None:
     path = tmp_path / "run"
-    last = 0
-    for _ in range(8):
-        kill_while(RUN_FOR_EVER, str(path), delays.uniform(0.01, 0.3))
-        run = Run.open(path, {"seed": 1}, resume=True)
-        number, state = run.latest_checkpoint() or (0, {"sum": 0})
-        assert number >= last
-        assert state["sum"] == number * (number + 1) // 2
-        assert [row["round"] for row in run.rows()] == list(range(1, number + 1))
-        assert [row["round"] for row in run.samples()] == list(range(1, number + 1))
-        assert json.loads((path / "run.json").read_text())["status"] == "running"
-        last = number
-    assert last > 0, "no process got as far as one checkpoint: nothing was tested"
+    rounds = [assert_whole(path) for _ in kill_at_every_step(ROUND, str(path))]
+    assert rounds == sorted(rounds)
+    assert len(rounds) > 20, "a round was over before it could be killed: nothing was tested"
+    assert assert_whole(path) == rounds[-1] + 1
+
+
+def test_a_run_killed_at_random_times_is_resumed_as_if_it_had_not_been(
+    tmp_path: Path, kill_while
+) -> None:
+    delays = random.Random(1)
+    for_ever = "while True:" + ROUND.replace("\n", "\n    ")
+    rounds = [0]
+    for _ in range(6):
+        kill_while(for_ever, str(tmp_path / "run"), delays.uniform(0.01, 0.3))
+        rounds.append(assert_whole(tmp_path / "run"))
+    assert rounds == sorted(rounds)
+    assert rounds[-1] > 0, "no process got as far as one checkpoint: nothing was tested"
