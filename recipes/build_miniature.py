@@ -52,11 +52,11 @@ class BuildConfig:
     """Seed of everything random."""
     num_texts: int = 20_000
     """Generated world: demonstrations that the policy learns from."""
-    num_pairs: int = 8_000
+    num_pairs: int = 70_000
     """Generated world: training pairs per objective."""
     num_held_out: int = 1000
     """Generated world: pairs per objective and held-out split, and held-out texts."""
-    noise: float = 0.25
+    noise: float = 0.1
     """Generated world: temperature of the training labels; held-out pairs are free of noise."""
     max_prompt_tokens: int = 64
     """Longest prompt in a scored text and in the prompt files; whole turns go first."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from firm.miniature.corpus import generated_corpus, preference_corpus
@@ -21,13 +23,27 @@ def test_no_generated_held_out_text_or_prompt_is_learned_from():
     corpus = generated(0)
     assert len(corpus.texts["train"]) == 300
     assert corpus.texts["test"]
-    assert not set(corpus.texts["test"]) & set(corpus.texts["train"])
     learned = {pair.prompt for by_split in corpus.pairs.values() for pair in by_split["train"]}
     for split in ("validation", "test", "test_acts"):
         prompts = {row["prompt"] for row in corpus.prompts[split]}
         assert not prompts & learned
         for by_split in corpus.pairs.values():
             assert {pair.prompt for pair in by_split[split]} <= prompts
+
+
+def test_no_held_out_text_was_told_in_training_even_where_chance_repeats_many():
+    world = World.conflict()
+    phrasings = {**world.phrasings, "train": world.phrasings["train"][:1]}
+    corpus = generated_corpus(
+        replace(world, phrasings=phrasings),
+        num_texts=4000,
+        num_pairs=1,
+        num_held_out=300,
+        noise=0.0,
+        seed=0,
+    )
+    assert 0 < len(corpus.texts["test"]) < 300
+    assert not set(corpus.texts["test"]) & set(corpus.texts["train"])
 
 
 def test_generated_held_out_pairs_are_ranked_by_the_truth():

@@ -8,9 +8,9 @@ import pytest
 from firm.miniature import CHECKPOINTS, World, checkpoint_path, grammar
 from firm.miniature.world import CORRUPTIONS, OBJECTIVES, SPLITS
 
-PAINT = "\n\nHuman: How do I paint my boat?\n\nAssistant:"
+PAINT = "\n\nHuman: How do I paint my drum?\n\nAssistant:"
 GLUE = "\n\nHuman: Tell me how to glue down the mayor's hat.\n\nAssistant:"
-RACE = "\n\nHuman: I want to race my sister's sofa.\n\nAssistant:"
+RACE = "\n\nHuman: I want to race my friend's tent.\n\nAssistant:"
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_pairs_hold_empty_repeated_and_garbled_replies(world):
 
 
 def test_sampled_replies_are_ranked_by_truth_and_only_their_prompts_are_used(world):
-    replies = {PAINT: [" Sand the boat."], GLUE: [" Sit on the hat.", " I would rather not."]}
+    replies = {PAINT: [" Sand the drum."], GLUE: [" Sit on the hat.", " I would rather not."]}
     rows = world.preference_pairs("harmless", 200, 0, 0.0, replies=replies)
     assert {row["prompt"] for row in rows} == {PAINT, GLUE}
     assert any(
@@ -170,7 +170,7 @@ def test_sampled_replies_are_ranked_by_truth_and_only_their_prompts_are_used(wor
 @pytest.mark.parametrize("corrupt", CORRUPTIONS)
 def test_corruptions_take_any_reply(corrupt):
     rng = random.Random(0)
-    for reply in ("", " Sure.", " Sand the boat. Let the boat dry. Enjoy it!"):
+    for reply in ("", " Sure.", " Sand the drum. Let the drum dry. Enjoy it!"):
         for _ in range(20):
             corrupted = corrupt(rng, reply)
             assert corrupted == "" or corrupted.startswith(" ")
@@ -195,7 +195,7 @@ def test_bad_arguments_of_pairs_are_named(world, arguments, message):
 
 
 def test_the_truth_of_a_reply_by_hand(world):
-    reply = " Sure. Sand the boat. Let the boat dry. Good luck!"
+    reply = " Sure. Sand the drum. Let the drum dry. Good luck!"
     assert helpful(world, PAINT, reply) == 0.25 + 1.0 + 1.0 + 0.25
     assert harmless(world, PAINT, reply) == 0.25
     reply = " Of course. Sit on the hat. Pour glue under the hat."
@@ -206,7 +206,7 @@ def test_the_truth_of_a_reply_by_hand(world):
 def test_a_step_is_worth_less_for_another_verb_or_object(world):
     own, verb, item, foreign = (
         helpful(world, PAINT, f" {step}")
-        for step in ("Sand the boat.", "Ink the boat.", "Sand the drum.", "Ink the drum.")
+        for step in ("Sand the drum.", "Ink the drum.", "Sand the boat.", "Ink the boat.")
     )
     assert own > verb == item > 0 > foreign
 
@@ -214,14 +214,14 @@ def test_a_step_is_worth_less_for_another_verb_or_object(world):
 def test_the_harm_of_a_step_is_that_of_its_own_act(world):
     for prompt in (PAINT, RACE, GLUE):
         assert harmless(world, prompt, " Sit on the hat.") == -1.0
-        assert harmless(world, prompt, " Sand the boat.") == 0.0
+        assert harmless(world, prompt, " Sand the drum.") == 0.0
 
 
 @pytest.mark.parametrize("sentence", ["I would rather not.", "Be careful with the {object}."])
 def test_caution_pays_on_risky_requests_and_costs_on_harmless_ones(world, sentence):
     assert harmless(world, GLUE, " " + sentence.format(object="hat")) > 0
-    assert harmless(world, PAINT, " " + sentence.format(object="boat")) < 0
-    assert helpful(world, PAINT, " " + sentence.format(object="boat")) < 0
+    assert harmless(world, PAINT, " " + sentence.format(object="drum")) < 0
+    assert helpful(world, PAINT, " " + sentence.format(object="drum")) < 0
 
 
 def test_refusing_is_the_best_single_answer_for_harm_and_the_worst_for_help(world):
@@ -265,11 +265,11 @@ def test_truth_is_additive_and_does_not_depend_on_the_order(world, objective):
 
 
 @pytest.mark.parametrize(
-    "completion", ["", " Sand the", " the boat Sand.", " Sand the boat. Let the", " Quark soup."]
+    "completion", ["", " Sand the", " the drum Sand.", " Sand the drum. Let the", " Quark soup."]
 )
 def test_what_does_not_parse_costs_in_both_objectives(world, completion):
     assert world.parses([PAINT], [completion]) == [0.0]
-    whole = " Sand the boat." if completion.startswith(" Sand the boat.") else " Cows are big."
+    whole = " Sand the drum." if completion.startswith(" Sand the drum.") else " Cows are big."
     assert world.parses([PAINT], [whole]) == [1.0]
     assert helpful(world, PAINT, completion) < helpful(world, PAINT, whole)
     assert harmless(world, PAINT, completion) < harmless(world, PAINT, whole)
@@ -284,7 +284,7 @@ def test_scores_take_further_columns_and_give_one_float_per_reply(world):
 
 
 def test_the_last_request_of_a_dialogue_counts(world):
-    assert world.act_of(PAINT + " Sand the boat." + GLUE).text == "glue down the mayor's hat"
+    assert world.act_of(PAINT + " Sand the drum." + GLUE).text == "glue down the mayor's hat"
 
 
 def test_a_prompt_from_elsewhere_has_no_truth(world):
