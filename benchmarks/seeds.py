@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--out", default="runs/seeds")
     parser.add_argument("--min-z", type=float, default=3.0)
     arguments, overrides = parser.parse_known_args()
-    rows, lowest = [], float("inf")
+    rows, lowest, final = [], float("inf"), {}
     for seed in arguments.seeds:
         out = Path(arguments.out) / f"{Path(arguments.config).stem}_seed_{seed}"
         command = [sys.executable, "recipes/firm_hh.py", "--config", arguments.config]
