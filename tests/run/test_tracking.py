@@ -71,7 +71,7 @@ def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, ca
     assert re.search(rb"client_0/weights/harmless.{1,4}0\.375", content, re.DOTALL)
     assert re.search(rb"client_0/seconds/rollout.{1,4}1\.5", content, re.DOTALL)
     assert b"0.0625" in content
-    [line] = caplog.messages
+    [line] = [r.getMessage() for r in caplog.records if r.name == "firm.run.tracking"]
     assert re.fullmatch(
         rf".* \(as configured\); upload with: wandb sync {tmp_path}/wandb/o.*", line
     )
