@@ -50,7 +50,7 @@ from firm.federation import RandomStream
 from firm.miniature import checkpoint_path
 from reward_models import SequenceClassifierReward, load_sequence_classifier
 
-REPEATS = 5
+REPEATS = 3
 STEPS = 4  # local steps per repeat, of which the first warms up
 BATCH, MINIBATCH, EPOCHS, TOKENS = 32, 16, 2, 40
 STAGES = (
