@@ -4,8 +4,25 @@ A strategy is one round of one paper's algorithm and reads from top to bottom; a
 clients run; a client keeps its data and its state. None of the three knows text or images.
 """
 
-from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, Reply, State, Update
-from firm.federation.engines import Engine, LocalEngine
+from firm.federation.client import (
+    Adapter,
+    Batch,
+    Client,
+    Failure,
+    Gradients,
+    ProcessLost,
+    Reply,
+    State,
+    Update,
+)
+from firm.federation.diagnostics import beta_alarm
+from firm.federation.engines import (
+    Engine,
+    LocalEngine,
+    Processes,
+    ProcessesEngine,
+    Team,
+)
 from firm.federation.partition import dirichlet_partition, iid_partition
 from firm.federation.randomness import RandomStream, derive_seed
 from firm.federation.server import RoundFailed, ServerState
@@ -19,12 +36,17 @@ __all__ = [
     "Failure",
     "Gradients",
     "LocalEngine",
+    "ProcessLost",
+    "Processes",
+    "ProcessesEngine",
     "RandomStream",
     "Reply",
     "RoundFailed",
     "ServerState",
     "State",
+    "Team",
     "Update",
+    "beta_alarm",
     "derive_seed",
     "dirichlet_partition",
     "iid_partition",

@@ -125,3 +125,7 @@ class Failure:
     bytes_up: int = 0
     cause: BaseException | None = field(default=None, compare=False)
     """What was raised, where that happened in this process; for tracebacks only."""
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run is gone; no client's fault, and the last checkpoint is whole."""

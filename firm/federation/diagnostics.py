@@ -1,10 +1,17 @@
 """Numbers that tell how a round went: on one solve, and on the clients together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import median
+from typing import Any
 
 import torch
 
 from firm.federation.client import Adapter
+from firm.solvers import firm_weights
+
+INERT_EFFECT = 0.05
+"""Below this β-effect a regulariser is said to do nothing."""
 
 
 def gradient_norms(gram: torch.Tensor) -> torch.Tensor:
@@ -43,6 +50,82 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
     if distance < 1e-9:  # rounding of λ(0), not a direction
         return 0.0
     return torch.linalg.vector_norm(weights - unregularised).item() / distance
+
+
+def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
+    """Returns the smallest β whose effect on the weights of a Gram matrix is as given.
+
+    At M = 2, inside the simplex, the effect is β / (2 - 2Ĝ₁₂ + β) with Ĝ = G / mean(diag G), and so
+    β = (2 - 2Ĝ₁₂) effect / (1 - effect); in general it is found by bisection.
+
+    Args:
+        gram: Gram matrix, shape [M, M], not zero.
+        effect: Value of ``beta_effect``, in (0, 1).
+
+    Returns:
+        β, at most 1e6; 0 where λ(0) is uniform and there is nothing to move.
+    """
+    unregularised = firm_weights(gram, beta=0.0)
+    if beta_effect(torch.full_like(unregularised, 1 / len(gram)), unregularised) == 0.0:
+        return 0.0
+    low, high = -6.0, 6.0  # of the exponent of 10
+    for _ in range(50):
+        middle = (low + high) / 2
+        reached = beta_effect(firm_weights(gram, beta=10.0**middle), unregularised) >= effect
+        low, high = (low, middle) if reached else (middle, high)
+    return 10.0**high
+
+
+def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 3) -> str | None:
+    """Returns what to tell the user whose β does nothing; None while there is nothing to tell.
+
+    Told once, after the given number of rounds, when the median β-effect of all solves so far is
+    below 5 %. A β of 0 is meant so.
+
+    Args:
+        rows: Rows of the log so far, those of the round that just ended included. Of each client
+            row the entries "beta_effect", "gradient_norms" and "cosines" are read.
+        beta: β of the run.
+        rounds: Rounds to wait for.
+    """
+    clients = [row for row in rows if row.get("kind") == "client"]
+    if beta == 0 or not clients or max(row["round"] for row in clients) != rounds:
+        return None
+    effect = median(value for row in clients for value in row["beta_effect"])
+    if effect >= INERT_EFFECT:
+        return None
+    solves = [
+        beta_for_effect(_gram(norms, cosine), INERT_EFFECT)
+        for row in clients
+        for norms, cosine in zip(row["gradient_norms"], row["cosines"], strict=True)
+        if any(norms)
+    ]
+    return (
+        f"beta {beta:g} is inert: over {rounds} rounds it moved the weights by {effect:.1%} of the "
+        f"way to uniform ones; about {median(solves):.2g} would move them by {INERT_EFFECT:.0%}."
+    )
+
+
+def _gram(norms: Sequence[float], cosine: Sequence[float]) -> torch.Tensor:
+    """The Gram matrix [M, M] of gradients of these norms and pairwise cosines."""
+    gram = torch.diag(torch.tensor(norms, dtype=torch.float64).square())
+    for (i, j), value in zip(combinations(range(len(norms)), 2), cosine, strict=True):
+        gram[i, j] = gram[j, i] = value * norms[i] * norms[j]
+    return gram
+
+
+def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Returns the Pareto-stationarity bound min_λ λᵀ(mean_c G_c)λ over the simplex.
+
+    The squared norm of the mean gradient along the best common weights is at most this (Jensen), so
+    a value near zero says that no direction improves all objectives.
+
+    Args:
+        grams: Clients' Gram matrices, C nested lists of shape [M, M].
+    """
+    mean = torch.tensor(grams, dtype=torch.float64).mean(dim=0)
+    weights = firm_weights(mean, beta=0.0)
+    return (weights @ mean @ weights).item()
 
 
 def weights_spread(weights: Sequence[Sequence[Sequence[float]]]) -> torch.Tensor:

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
-
-from firm.federation.client import Adapter, Failure, Reply, State
-from firm.federation.diagnostics import drift, weights_spread
+from firm.federation.aggregation import Aggregation
+from firm.federation.client import Adapter, Failure, Reply, State, Update
+from firm.federation.diagnostics import drift, stationarity, weights_spread
 
 
 @dataclass(frozen=True)
@@ -41,42 +40,107 @@ class ServerState:
         return cls(**{**state, "objectives": tuple(state["objectives"])})
 
 
-def check_round_config(num_local_steps: int, clients_per_round: int | None) -> None:
-    """Raises ``ValueError`` on numbers that no strategy can run a round with."""
-    if num_local_steps < 1:
-        raise ValueError(f"num_local_steps must be at least 1, got {num_local_steps}.")
-    if clients_per_round is not None and clients_per_round < 1:
-        raise ValueError(
-            f"clients_per_round must be at least 1, got {clients_per_round}; null takes all."
-        )
+@dataclass(frozen=True)
+class RoundConfig:
+    """What every strategy leaves to choose about a round; a strategy's own keys come on top."""
+
+    num_local_steps: int = 1
+    """Local steps per round and client, K, each on a fresh batch. Its value is not in the paper."""
+    aggregation: Aggregation = "uniform"
+    """Whether clients count alike (1/C, as in Algorithm 1 of FIRM) or by their number of
+    examples."""
+    clients_per_round: int | None = None
+    """Clients drawn for each round, without replacement; null takes all, as the paper does."""
+    quorum: int = 1
+    """Fewest clients whose updates a round needs; with fewer the run stops. Not in the paper."""
+    max_update_norm: float | None = None
+    """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length. Not in the paper."""
+    share_gram: bool = False
+    """Whether clients send their mean Gram matrix, M² numbers, with each update: it bounds how far
+    the global model is from Pareto stationarity. Not in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.num_local_steps < 1:
+            raise ValueError(f"num_local_steps must be at least 1, got {self.num_local_steps}.")
+        if self.clients_per_round is not None and self.clients_per_round < 1:
+            raise ValueError(
+                f"clients_per_round must be at least 1, got {self.clients_per_round}; "
+                "null takes all."
+            )
+        if self.quorum < 1:
+            raise ValueError(f"quorum must be at least 1 client, got {self.quorum}.")
+        if self.clients_per_round is not None and self.quorum > self.clients_per_round:
+            raise ValueError(
+                f"quorum must be at most clients_per_round ({self.clients_per_round}), "
+                f"got {self.quorum}."
+            )
+        if self.max_update_norm is not None and not self.max_update_norm > 0:
+            raise ValueError(
+                f"max_update_norm must be positive, got {self.max_update_norm}; null accepts any."
+            )
 
 
 class RoundFailed(RuntimeError):
-    """No client finished a round; what the last checkpoint holds is whole."""
+    """Too few clients finished a round; what the last checkpoint holds is whole."""
 
 
 def accept(
-    replies: Sequence[Reply], failures: Sequence[Failure], *, round_number: int
+    replies: Sequence[Reply], failures: Sequence[Failure], *, state: ServerState, cfg: RoundConfig
 ) -> tuple[list[Reply], list[Failure]]:
-    """Returns the replies whose updates are finite, and all failures, with the others among them.
+    """Returns the replies whose updates are valid, and all failures, with the others among them.
+
+    Valid is an update of the adapter that was sent out: the same names, shapes and dtypes, all
+    values finite, a positive number of examples, and within the norm limit when there is one.
 
     Raises:
-        RoundFailed: When no client is left; with the first reason.
+        RoundFailed: When fewer than ``cfg.quorum`` are left; with every reason.
     """
     accepted, all_failures = [], list(failures)
     for reply in replies:
-        if broken := _first_nonfinite(reply.content.adapter):
-            reason = f"the update is not finite in {broken!r}"
+        if reason := invalidity(reply.content, state.adapter, cfg.max_update_norm):
             failure = Failure(reply.client, reason, reply.bytes_down, reply.bytes_up)
             all_failures.append(failure)
         else:
             accepted.append(reply)
-    if not accepted:
-        first = all_failures[0]
+    if len(accepted) < cfg.quorum:
+        reasons = "; ".join(f"{failure.client}: {failure.reason}" for failure in all_failures)
+        causes = [failure.cause for failure in all_failures if failure.cause]
         raise RoundFailed(
-            f"No client finished round {round_number}; {first.client}: {first.reason}"
-        ) from first.cause
+            f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
+            f"{state.round + 1}, quorum {cfg.quorum} ({reasons}); repair the cause, then resume "
+            f"from round {state.round}."
+        ) from (causes[0] if causes else None)
     return accepted, all_failures
+
+
+def invalidity(update: Any, adapter: Adapter, max_norm: float | None = None) -> str | None:
+    """Returns why the server must not average an update into this adapter; None if it may.
+
+    Args:
+        update: What a client sent; anything.
+        adapter: The adapter that it was sent, θ_t.
+        max_norm: Longest ‖θ_c - θ_t‖; None allows any.
+    """
+    if not isinstance(update, Update):
+        return f"the reply is no update but {type(update).__name__}"
+    if strangers := update.adapter.keys() ^ adapter.keys():
+        whose = "lacks" if min(strangers) in adapter else "has an unknown"
+        return f"the update {whose} parameter {min(strangers)!r}"
+    squares = 0.0
+    for name, sent in adapter.items():
+        value = update.adapter[name]
+        if value.shape != sent.shape:
+            return f"the update has shape {list(value.shape)} in {name!r}, not {list(sent.shape)}"
+        if value.dtype != sent.dtype:
+            return f"the update has dtype {value.dtype} in {name!r}, not {sent.dtype}"
+        if not value.isfinite().all():
+            return f"the update is not finite in {name!r}"
+        squares += (value.double() - sent.double()).square().sum().item()
+    if update.num_examples < 1:
+        return f"the update counts {update.num_examples} examples"
+    if max_norm is not None and squares**0.5 > max_norm:
+        return f"the update has norm {squares**0.5:.4g}, above max_update_norm {max_norm:g}"
+    return None
 
 
 def round_metrics(
@@ -100,6 +164,7 @@ def round_metrics(
         {"round": row, "clients": [row, ...]}, JSON-able.
     """
     updates = [reply.content for reply in replies]
+    grams = [update.metrics["gram"] for update in updates if "gram" in update.metrics]
     spread = weights_spread([update.metrics["weights"] for update in updates]).tolist()
     return {
         "round": {
@@ -114,6 +179,7 @@ def round_metrics(
             "bytes_up": sum(item.bytes_up for item in [*replies, *failures]),
             "weights_spread": dict(zip(before.objectives, spread, strict=True)),
             "drift": drift([update.adapter for update in updates], after.adapter, before.adapter),
+            **({"stationarity": stationarity(grams)} if grams else {}),
         },
         "clients": [
             {
@@ -128,7 +194,3 @@ def round_metrics(
             for reply in replies
         ],
     }
-
-
-def _first_nonfinite(adapter: Adapter) -> str | None:
-    return next((name for name, value in adapter.items() if not torch.isfinite(value).all()), None)

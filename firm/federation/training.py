@@ -26,7 +26,8 @@ def local_training(client: Client, payload: State) -> Update:
         client: Who trains.
         payload: "adapter", "num_local_steps" (K), "weighting" (a name in ``WEIGHTINGS``),
             "weighting_options", and "solve_per": "minibatch", or "batch" for weights that come
-            from the whole batch's gradients once and hold for all its minibatches.
+            from the whole batch's gradients once and hold for all its minibatches; "share_gram":
+            whether the mean of the solves' Gram matrices is sent along, as "gram".
     """
     client.load(payload["adapter"])
     num_steps, solves = 0, []
@@ -44,8 +45,10 @@ def local_training(client: Client, payload: State) -> Update:
             client.step(gradients, weights)
     metrics = client.metrics()
     seconds = {stage: sum(solve.pop(stage) for solve in solves) for stage in ("gram", "solve")}
+    gram = torch.stack([solve.pop("gram_matrix") for solve in solves]).mean(dim=0)
     metrics = {
         **metrics,
+        **({"gram": gram.tolist()} if payload["share_gram"] else {}),
         **{key: [solve[key] for solve in solves] for key in solves[0]},
         "num_steps": num_steps,
         "seconds": {**metrics.get("seconds", {}), **seconds},
@@ -65,6 +68,7 @@ def _solve(jacobian: torch.Tensor, payload: State) -> tuple[torch.Tensor, dict[s
         "gradient_norms": gradient_norms(gram).tolist(),
         "cosines": cosines(gram).tolist(),
         "beta_effect": beta_effect(weights, firm_weights(gram, beta=0.0)),
+        "gram_matrix": gram,
         "gram": gram_end - start,
         "solve": solve_end - gram_end,
     }

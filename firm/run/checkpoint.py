@@ -5,10 +5,11 @@ or not at all, whenever the process or the machine stops. What is read is checke
 and nothing is ever unpickled.
 """
 
+import errno
 import hashlib
 import json
-import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from firm.federation.client import State
+from firm.federation.serialization import decode, encode
+from firm.run.errors import UserError
 
 _FORMAT = 1
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
+
+
+class OtherFormat(UserError):
+    """A checkpoint of a version of this program that wrote them otherwise."""
 
 
 def save_state(path: str | Path, state: State) -> None:
@@ -38,10 +45,11 @@ def save_state(path: str | Path, state: State) -> None:
 
     Raises:
         ValueError: The state holds something else; the message says where.
+        OSError: It cannot be written, for want of room or permission; what was there stays.
     """
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
-    encoded = _encode(state, "state", tensors)
+    encoded = encode(state, "state", tensors)
     draft, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("draft", "old"))
     for remains in (draft, old):
         shutil.rmtree(remains, ignore_errors=True)
@@ -51,6 +59,10 @@ def save_state(path: str | Path, state: State) -> None:
             save_file(tensors, draft / _TENSORS)
         except KeyError as error:  # what safetensors says to a dtype that it does not know
             raise ValueError(f"a tensor of the state has dtype {error}; convert it.") from None
+        except SafetensorError as error:  # which is no OSError, and tells the number in its text
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code), str(draft / _TENSORS)) from error
         content = {
             "format": _FORMAT,
             "tensors_sha256": _file_digest(draft / _TENSORS),
@@ -73,25 +85,31 @@ def load_state(path: str | Path) -> State:
     """Returns the state that `save_state` wrote to the folder `path`, bit for bit.
 
     Raises:
-        ValueError: The folder or a file of it is missing, truncated, altered, of another save or of
-            another format.
+        ValueError: The folder or a file of it is missing, truncated, altered or of another save.
+        OtherFormat: Another version of this program wrote it.
     """
     path = Path(path)
     try:
         content = json.loads((path / _STATE).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
+            raise OtherFormat(
+                f"the checkpoint at {path} has format {content['format']}, and this version reads "
+                f"format {_FORMAT}; resume with the version of firm-align that run.json names, or "
+                "start a new run."
+            )
         if content["state_sha256"] != _digest(content["state"]):
             raise ValueError(f"{_STATE} was altered after it was written")
         if content["tensors_sha256"] != _file_digest(path / _TENSORS):
             raise ValueError(f"{_TENSORS} is truncated, altered or of another save")
-        return _decode(content["state"], load_file(path / _TENSORS))
+        return decode(content["state"], load_file(path / _TENSORS))
     except json.JSONDecodeError as error:
         problem = f"{_STATE} is truncated or not JSON ({error})"
     except (KeyError, TypeError, UnicodeDecodeError, SafetensorError) as error:
         problem = f"a file of it has another layout ({error!r})"
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"{error.filename} is missing"
+    except OtherFormat:
+        raise
     except ValueError as error:
         problem = str(error)
     raise ValueError(f"no whole checkpoint at {path}: {problem}; use an earlier one.")
@@ -104,50 +122,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON in which every object is a tag; its tensors are added to `tensors`."""
-    if value is None or isinstance(value, bool | str | int):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_quantized:
-            raise ValueError(f"{where} is a {value.layout} tensor; make it dense before saving.")
-        name = str(len(tensors))
-        # A copy, because safetensors refuses tensors that share memory.
-        tensors[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
-        return {"tensor": name}
-    if isinstance(value, dict):
-        for key in value:
-            if isinstance(key, bool) or not isinstance(key, int | str):
-                raise ValueError(f"{where} has the key {key!r}; use strings or integers.")
-        entries = {key: _encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
-        all_texts = all(isinstance(key, str) for key in entries)
-        return {"dict": entries} if all_texts else {"items": [list(e) for e in entries.items()]}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
-        return {"tuple": items} if isinstance(value, tuple) else items
-    raise ValueError(
-        f"{where} is a {type(value).__name__}; "
-        "a state holds tensors, numbers, strings, bools, None, dictionaries, lists and tuples."
-    )
-
-
-def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    [(tag, content)] = value.items()
-    if tag == "dict":
-        return {key: _decode(item, tensors) for key, item in content.items()}
-    if tag == "items":
-        return {key: _decode(item, tensors) for key, item in content}
-    if tag == "tuple":
-        return tuple(_decode(item, tensors) for item in content)
-    return float(content) if tag == "float" else tensors[content]
 
 
 def _digest(encoded: Any) -> str:

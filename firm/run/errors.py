@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from firm.federation import RoundFailed
+from firm.federation import ProcessLost, RoundFailed
 
 
 class UserError(ValueError):
@@ -22,13 +22,14 @@ def exit_on_user_error() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, RoundFailed) as error:
+    except (ValueError, OSError, RoundFailed, ProcessLost) as error:
         if os.environ.get("FIRM_TRACEBACK"):
             raise
+        rank = os.environ.get("RANK", "0")  # of a launcher's processes; the first needs no name
         line = " ".join(str(error).split()) or type(error).__name__
         hint = "" if isinstance(error, UserError) else " (FIRM_TRACEBACK=1 shows where)"
-        sys.stderr.write(f"error: {line}{hint}\n")
-        raise SystemExit(2) from None
+        sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {line}{hint}\n")
+        raise SystemExit(1 if isinstance(error, ProcessLost) else 2) from None
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         raise SystemExit(130) from None  # 128 + SIGINT, as shells count

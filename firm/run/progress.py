@@ -123,12 +123,14 @@ class Progress:
         if means:
             parts.append("weights " + " ".join(f"{weight:.2f}" for weight in means))
         if failures := row.get("failures"):
-            parts.append("failed: " + ", ".join(failure["client"] for failure in failures))
+            parts.append("failed: " + "; ".join(f"{f['client']} ({f['reason']})" for f in failures))
         if "seconds" in row:
             parts.append(f"{row['seconds']:.1f} s")
         if eta := self._time_left():
             parts.append(f"ETA {eta}")
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+        for alarm in row.get("alarms", ()):
+            self._console.print(f"note: {alarm}", markup=False, soft_wrap=True)
 
     def _share_done(self) -> float:
         """Share of this session's rounds that is done, from 0 to 1."""

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.federation.diagnostics import (
+    beta_alarm,
     beta_effect,
+    beta_for_effect,
     cosines,
     drift,
     gradient_norms,
@@ -57,3 +59,57 @@ def test_drift_by_hand():
     assert drift([first, second], mean, start) == pytest.approx(2 / 5)
     assert drift([mean, mean], mean, start) == 0
     assert drift([start], start, start) == 0
+
+
+@pytest.mark.parametrize("effect", [0.05, 0.5])
+def test_the_beta_of_an_effect_has_that_effect(effect):
+    gram = torch.tensor([[1.0, -0.4, 0.1], [-0.4, 1.5, 0.2], [0.1, 0.2, 0.8]], dtype=torch.float64)
+    beta = beta_for_effect(gram, effect)
+    reached = beta_effect(firm_weights(gram, beta=beta), firm_weights(gram, beta=0.0))
+    assert reached == pytest.approx(effect, rel=1e-6)
+
+
+def test_the_beta_of_an_effect_agrees_with_the_closed_form_of_two_objectives():
+    gram = torch.tensor([[1.2, -0.3], [-0.3, 0.8]], dtype=torch.float64)  # mean of the diagonal: 1
+    assert beta_for_effect(gram, 0.05) == pytest.approx(2.6 * 0.05 / 0.95, rel=1e-6)
+
+
+def test_where_weights_are_uniform_no_beta_is_needed():
+    assert beta_for_effect(torch.eye(3, dtype=torch.float64), 0.05) == 0.0
+
+
+def _client_row(round_number, beta, cosine):
+    gram = torch.tensor([[1.0, cosine], [cosine, 1.0]], dtype=torch.float64)
+    gram = torch.diag(torch.tensor([2.0, 0.5], dtype=torch.float64)) @ gram  # norms 2 and 0.5
+    gram = gram @ torch.diag(torch.tensor([2.0, 0.5], dtype=torch.float64))
+    weights, unregularised = firm_weights(gram, beta=beta), firm_weights(gram, beta=0.0)
+    return {
+        "kind": "client",
+        "round": round_number,
+        "beta_effect": [beta_effect(weights, unregularised)] * 2,
+        "gradient_norms": [gradient_norms(gram).tolist()] * 2,
+        "cosines": [cosines(gram).tolist()] * 2,
+    }
+
+
+def test_an_inert_beta_is_told_once_with_one_that_matters():
+    rows = [_client_row(number, 0.01, -0.4) for number in (1, 2, 3)]
+    assert beta_alarm(rows[:2], 0.01) is None
+    told = beta_alarm(rows, 0.01)
+    assert told is not None
+    assert beta_alarm([*rows, _client_row(4, 0.01, -0.4)], 0.01) is None
+    # trace-normalised, G12 is -0.4 * 2 * 0.5 / 2.125
+    needed = (2 + 2 * 0.4 / 2.125) * 0.05 / 0.95
+    assert f"about {needed:.2g} would move them by 5%" in told
+    assert beta_effect(*_two_weights(needed)) == pytest.approx(0.05, rel=1e-3)
+
+
+def _two_weights(beta):
+    gram = torch.tensor([[4.0, -0.4], [-0.4, 0.25]], dtype=torch.float64)
+    return firm_weights(gram, beta=beta), firm_weights(gram, beta=0.0)
+
+
+def test_a_beta_that_matters_or_is_meant_to_do_nothing_raises_no_alarm():
+    assert beta_alarm([_client_row(3, 1.0, -0.4)], 1.0) is None
+    assert beta_alarm([_client_row(3, 0.0, -0.4)], 0.0) is None
+    assert beta_alarm([{"kind": "round", "round": 3}], 0.01) is None

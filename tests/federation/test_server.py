@@ -3,8 +3,9 @@ import json
 import pytest
 import torch
 
-from firm.federation import Failure, Reply, ServerState, Update
-from firm.federation.server import accept, check_round_config, round_metrics
+from firm.federation import Failure, Reply, RoundFailed, ServerState, Update
+from firm.federation.server import RoundConfig, accept, invalidity, round_metrics
+from firm.federation.strategies import FedAvgConfig, FirmConfig
 
 
 def _reply(name, value, weights):
@@ -28,22 +29,64 @@ def test_advancing_counts_the_round_for_those_who_were_accepted(start):
     assert state.adapter is adapter
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_update_that_is_not_finite_becomes_a_failure_with_its_client_and_parameter(value):
-    good, bad = _reply("a", 1.0, [[0.5, 0.5]]), _reply("b", value, [[0.5, 0.5]])
+def _update(**changes):
+    fields = {"client": "b", "adapter": _adapter(1.0), "num_examples": 10, "metrics": {}}
+    return Update(**{**fields, **changes})
+
+
+def _adapter(value):
+    return {"first": torch.tensor([value, 0.0]), "second": torch.tensor([0.0])}
+
+
+INVALID = {
+    "nan": (_update(adapter=_adapter(float("nan"))), "the update is not finite in 'first'"),
+    "infinite": (_update(adapter=_adapter(float("inf"))), "the update is not finite in 'first'"),
+    "lacking": (_update(adapter={"first": torch.zeros(2)}), "the update lacks parameter 'second'"),
+    "unknown": (
+        _update(adapter={**_adapter(1.0), "third": torch.zeros(1)}),
+        "the update has an unknown parameter 'third'",
+    ),
+    "shape": (
+        _update(adapter={**_adapter(1.0), "second": torch.zeros(2)}),
+        "the update has shape [2] in 'second', not [1]",
+    ),
+    "dtype": (
+        _update(adapter={**_adapter(1.0), "second": torch.zeros(1).half()}),
+        "the update has dtype torch.float16 in 'second', not torch.float32",
+    ),
+    "no examples": (_update(num_examples=0), "the update counts 0 examples"),
+    "far": (_update(adapter=_adapter(10.1)), "the update has norm 10.01, above max_update_norm 10"),
+    "no update": ({"adapter": None}, "the reply is no update but dict"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_update_becomes_a_failure_with_its_client_and_the_reason(start, case):
+    content, reason = INVALID[case]
+    good, bad = _reply("a", 1.0, [[0.5, 0.5]]), Reply("b", content, 100, 70)
     lost = Failure("c", "TimeoutError: too late", 100)
-    replies, failures = accept([good, bad], [lost], round_number=3)
+    cfg = RoundConfig(max_update_norm=10.0)
+    replies, failures = accept([good, bad], [lost], state=start, cfg=cfg)
     assert replies == [good]
-    assert failures == [lost, Failure("b", "the update is not finite in 'first'", 100, 70)]
+    assert failures == [lost, Failure("b", reason, 100, 70)]
 
 
-def test_a_round_without_updates_raises_with_the_first_reason():
+def test_any_length_of_update_is_accepted_without_a_limit(start):
+    assert invalidity(_update(adapter=_adapter(1e6)), start.adapter) is None
+
+
+def test_a_round_below_its_quorum_raises_with_every_reason(start):
     cause = ValueError("no prompts")
     failures = [Failure("b", "ValueError: no prompts", cause=cause), Failure("c", "KeyError: 1")]
-    message = "No client finished round 3; b: ValueError: no prompts"
-    with pytest.raises(RuntimeError, match=message) as raised:
-        accept([], failures, round_number=3)
+    message = r"no clients finished round 1, quorum 1 \(b: ValueError: no prompts; c: KeyError: 1\)"
+    with pytest.raises(RoundFailed, match=message) as raised:
+        accept([], failures, state=start, cfg=RoundConfig())
     assert raised.value.__cause__ is cause
+
+    good, cfg = _reply("a", 1.0, [[0.5, 0.5]]), RoundConfig(quorum=2)
+    with pytest.raises(RoundFailed, match=r"^1 client finished round 1, quorum 2 \(b: .*resume"):
+        accept([good], failures, state=start, cfg=cfg)
+    accept([good, good], failures, state=start, cfg=cfg)
 
 
 def test_the_rows_of_a_round_say_who_took_part_and_how_they_differ(start):
@@ -78,9 +121,28 @@ def test_the_rows_of_a_round_say_who_took_part_and_how_they_differ(start):
     assert json.dumps(rows)
 
 
-def test_rounds_that_cannot_be_run_are_refused():
-    check_round_config(1, None)
-    with pytest.raises(ValueError, match="num_local_steps must be at least 1, got 0"):
-        check_round_config(0, None)
-    with pytest.raises(ValueError, match="clients_per_round must be at least 1, got 0"):
-        check_round_config(1, 0)
+def test_the_stationarity_bound_comes_of_the_grams_that_were_sent(start):
+    replies = [_reply(name, 1.0, [[0.5, 0.5]]) for name in "abc"]
+    after = start.advance(start.adapter, ["a", "b", "c"])
+    assert "stationarity" not in round_metrics(start, after, replies, [], seconds=1.0)["round"]
+    replies[0].content.metrics["gram"] = [[1.0, 0.0], [0.0, 4.0]]
+    replies[1].content.metrics["gram"] = [[3.0, 0.0], [0.0, 4.0]]
+    row = round_metrics(start, after, replies, [], seconds=1.0)["round"]
+    assert row["stationarity"] == pytest.approx(4 / 3)  # 1 / (1/2 + 1/4), the mean of two
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_local_steps": 0}, "num_local_steps must be at least 1, got 0"),
+        ({"clients_per_round": 0}, "clients_per_round must be at least 1, got 0"),
+        ({"quorum": 0}, "quorum must be at least 1 client, got 0"),
+        ({"quorum": 3, "clients_per_round": 2}, r"quorum must be at most clients_per_round \(2\)"),
+        ({"max_update_norm": 0.0}, "max_update_norm must be positive, got 0.0"),
+    ],
+)
+@pytest.mark.parametrize("config", [RoundConfig, FirmConfig, FedAvgConfig])
+def test_rounds_that_cannot_be_run_are_refused(config, values, message):
+    config()
+    with pytest.raises(ValueError, match=message):
+        config(**values)

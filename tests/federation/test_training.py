@@ -15,6 +15,7 @@ def _payload(start, **changes):
         "weighting": "firm",
         "weighting_options": {"beta": 0.1},
         "solve_per": "minibatch",
+        "share_gram": False,
         **changes,
     }
 
@@ -109,3 +110,19 @@ def test_a_gradient_that_is_not_finite_stops_the_training_before_its_step(new_cl
     with pytest.raises(ValueError, match="loss of objective 1 is not finite"):
         local_training(client, _payload(start))
     assert torch.equal(client.adapter()["first"], start.adapter["first"])
+
+
+def test_a_client_sends_its_mean_gram_only_when_asked(new_client, start):
+    assert "gram" not in local_training(new_client(), _payload(start)).metrics
+    update = local_training(new_client(), _payload(start, num_local_steps=1, share_gram=True))
+    client = new_client()
+    client.load(start.adapter)
+    (batch,) = client.batches(1)
+    grams = []
+    for minibatch in batch.minibatches():
+        gradients = client.gradients(minibatch)
+        grams.append(gram_matrix(gradients.jacobian))
+        client.step(gradients, firm_weights(grams[-1], beta=0.1))
+    torch.testing.assert_close(
+        torch.tensor(update.metrics["gram"], dtype=torch.float64), torch.stack(grams).mean(0)
+    )

@@ -47,13 +47,15 @@ def test_in_a_pipe_there_is_one_plain_line_per_round() -> None:
         progress.event("round_finished", row={"round": 1, "seconds": 2.0}, scores={"helpful": 0.6})
         train(progress, 2, clients=["client_1"])
         failures = [{"client": "client_0", "reason": "NaN"}]
-        progress.event("round_finished", row={"round": 2, "seconds": 1.0, "failures": failures})
-    base, first, second = text_of(pipe).splitlines()
+        row = {"round": 2, "seconds": 1.0, "failures": failures, "alarms": ["beta is inert"]}
+        progress.event("round_finished", row=row)
+    base, first, second, note = text_of(pipe).splitlines()
     assert base == "round 0/2  helpful 0.500"
     assert re.fullmatch(
         r"round 1/2  helpful 0\.600  weights 0\.60 0\.40  2\.0 s  ETA 0:00:\d\d", first
     )
-    assert second == "round 2/2  weights 0.60 0.40  failed: client_0  1.0 s"
+    assert second == "round 2/2  weights 0.60 0.40  failed: client_0 (NaN)  1.0 s"
+    assert note == "note: beta is inert"
 
 
 def test_on_a_terminal_clients_stages_weights_and_rewards_are_shown() -> None:

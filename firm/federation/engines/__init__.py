@@ -2,5 +2,6 @@
 
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
+from firm.federation.engines.processes import Processes, ProcessesEngine, Team
 
-__all__ = ["Engine", "LocalEngine"]
+__all__ = ["Engine", "LocalEngine", "Processes", "ProcessesEngine", "Team"]

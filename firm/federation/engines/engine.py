@@ -35,3 +35,7 @@ class Engine(Protocol):
     def restore_client_states(self, states: State) -> None:
         """Continues from what ``client_states`` returned."""
         ...
+
+    def close(self) -> None:
+        """Ends what the engine started; it is not used afterwards."""
+        ...

@@ -5,8 +5,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
-from firm.federation.client import Client, Failure, Reply, State
-from firm.federation.engines.wire import num_bytes
+from firm.federation.client import Client, Failure, ProcessLost, Reply, State
+from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
 
 logger = logging.getLogger(__name__)
@@ -85,18 +85,23 @@ class LocalEngine:
             )
         self._states = {name: {saved["round"]: saved["state"]} for name, saved in states.items()}
 
+    def close(self) -> None:
+        """Does nothing: clients that run in this process end with it."""
+
     def _run(self, task: str, name: str, payload: State) -> Reply | Failure:
         run_task, client = TASKS[task], self._clients[name]
         accepted_round = payload["accepted"].get(name, 0)
         accepted_state = self._accepted_state(name, payload["accepted"])
         self._states[name] = {accepted_round: accepted_state}  # an older pending state was rejected
         message = {**payload, "accepted": accepted_round}
-        bytes_down = num_bytes(message)
+        bytes_down = len(pack(message))
         try:
             client.restore(accepted_state)
             content = run_task(client, message)
-            reply = Reply(name, content, bytes_down, num_bytes(content))
+            reply = Reply(name, content, bytes_down, len(pack(content)))
             self._states[name][payload["round"]] = client.state()
+        except ProcessLost:
+            raise
         except Exception as error:
             logger.debug("%s failed in round %d", name, payload["round"], exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph

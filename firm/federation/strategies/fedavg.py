@@ -10,31 +10,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from firm.federation.aggregation import Aggregation, aggregate
+from firm.federation.aggregation import aggregate
 from firm.federation.engines.engine import Engine
 from firm.federation.sampling import sample_clients
-from firm.federation.server import ServerState, accept, check_round_config, round_metrics
+from firm.federation.server import RoundConfig, ServerState, accept, round_metrics
 from firm.solvers import fixed_weights
 
 
 @dataclass(frozen=True)
-class FedAvgConfig:
+class FedAvgConfig(RoundConfig):
     """What FedAvg on a weighted sum leaves to choose."""
 
     name: Literal["fedavg"] = "fedavg"
     """The strategy."""
     weights: tuple[float, ...] | None = None
     """Weight of each objective, scaled to sum 1; null weighs them alike."""
-    num_local_steps: int = 1
-    """Local steps per round and client, K, each on a fresh batch."""
-    aggregation: Aggregation = "uniform"
-    """Whether clients count alike (1/C) or by their number of examples."""
-    clients_per_round: int | None = None
-    """Clients drawn for each round, without replacement; null takes all."""
 
     def __post_init__(self) -> None:
         self.check(1 if self.weights is None else max(1, len(self.weights)))
-        check_round_config(self.num_local_steps, self.clients_per_round)
+        super().__post_init__()
 
     def check(self, num_objectives: int) -> None:
         """Raises ``ValueError`` on weights that do not fit this many objectives."""
@@ -53,7 +47,7 @@ def fedavg(
         cfg: What FedAvg leaves to choose.
 
     Raises:
-        RoundFailed: When no client finished the round.
+        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
     """
     start = time.perf_counter()
     round_number = state.round + 1
@@ -68,9 +62,10 @@ def fedavg(
         "weighting": "fixed",
         "weighting_options": {"weights": cfg.weights},
         "solve_per": "minibatch",
+        "share_gram": cfg.share_gram,
     }
     replies, failures = engine.map("local_training", sampled, payload)
-    replies, failures = accept(replies, failures, round_number=round_number)
+    replies, failures = accept(replies, failures, state=state, cfg=cfg)
     adapter = aggregate([reply.content for reply in replies], by=cfg.aggregation)
     after = state.advance(adapter, [reply.client for reply in replies])
     seconds = time.perf_counter() - start

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from firm.federation.aggregation import Aggregation, aggregate
+from firm.federation.aggregation import aggregate
 from firm.federation.engines.engine import Engine
 from firm.federation.sampling import sample_clients
-from firm.federation.server import ServerState, accept, check_round_config, round_metrics
+from firm.federation.server import RoundConfig, ServerState, accept, round_metrics
 from firm.solvers import firm_weights
 
 
 @dataclass(frozen=True)
-class FirmConfig:
+class FirmConfig(RoundConfig):
     """What FIRM leaves to choose."""
 
     name: Literal["firm"] = "firm"
@@ -34,16 +34,10 @@ class FirmConfig:
     solve_per: Literal["minibatch", "batch"] = "minibatch"
     """Whether each minibatch has its own weights, or a batch's hold in all of its. Not in the
     paper."""
-    num_local_steps: int = 1
-    """Local steps per round and client, K, each on a fresh batch. Its value is not in the paper."""
-    aggregation: Aggregation = "uniform"
-    """Whether clients count alike (1/C, as in Algorithm 1) or by their number of examples."""
-    clients_per_round: int | None = None
-    """Clients drawn for each round, without replacement; null takes all, as the paper does."""
 
     def __post_init__(self) -> None:
         self.check(1 if self.preference is None else max(1, len(self.preference)))
-        check_round_config(self.num_local_steps, self.clients_per_round)
+        super().__post_init__()
 
     def check(self, num_objectives: int) -> None:
         """Raises ``ValueError`` on options that do not fit this many objectives."""
@@ -71,7 +65,7 @@ def firm(
         cfg: What FIRM leaves to choose.
 
     Raises:
-        RoundFailed: When no client finished the round.
+        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
     """
     start = time.perf_counter()
     round_number = state.round + 1
@@ -88,13 +82,14 @@ def firm(
         "weighting": "firm",
         "weighting_options": cfg.weighting_options(),
         "solve_per": cfg.solve_per,
+        "share_gram": cfg.share_gram,
     }
 
     # each of them takes K local steps along its own consensus direction λᵀJ
     replies, failures = engine.map("local_training", sampled, payload)
 
     # the server averages what came back whole: θ_{t+1}
-    replies, failures = accept(replies, failures, round_number=round_number)
+    replies, failures = accept(replies, failures, state=state, cfg=cfg)
     adapter = aggregate([reply.content for reply in replies], by=cfg.aggregation)
     after = state.advance(adapter, [reply.client for reply in replies])
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.engines.wire import num_bytes
+from firm.federation.serialization import pack
 
 
 def _payload(start, round_number, accepted):
@@ -17,6 +17,7 @@ def _payload(start, round_number, accepted):
         "weighting": "firm",
         "weighting_options": {},
         "solve_per": "minibatch",
+        "share_gram": False,
     }
 
 
@@ -99,15 +100,15 @@ def test_a_reply_that_cannot_travel_is_the_clients_failure(new_client, start):
     client = new_client("a")
     client.metrics = lambda: {"secret": object()}
     _, failures = LocalEngine([client]).map("local_training", ["a"], _payload(start, 1, {}))
-    assert "not JSON serializable" in failures[0].reason
+    assert "['metrics']['secret'] is a object" in failures[0].reason
 
 
 def test_bytes_are_those_of_the_clients_own_message_and_of_its_reply(new_client, start):
     engine = LocalEngine([new_client("a"), new_client("b")])
     replies, _ = engine.map("local_training", ["a", "b"], _payload(start, 1, {}))
     for reply in replies:
-        assert reply.bytes_down == num_bytes({**_payload(start, 1, {}), "accepted": 0})
-        assert reply.bytes_up == num_bytes(reply.content)
+        assert reply.bytes_down == len(pack({**_payload(start, 1, {}), "accepted": 0}))
+        assert reply.bytes_up == len(pack(reply.content))
 
 
 def test_restored_clients_continue_as_if_never_stopped(new_client, start, same):

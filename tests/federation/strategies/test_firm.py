@@ -175,7 +175,9 @@ def test_a_client_that_fails_or_diverges_is_as_if_not_sampled(new_client, start,
 
 def test_a_round_that_nobody_finishes_raises_and_may_be_repeated(new_client, start, same):
     engine = LocalEngine([new_client("a", fails_in=(1,)), new_client("b", diverges_in=(1,))])
-    with pytest.raises(RuntimeError, match=r"round 1; a: ArithmeticError: the quadratic"):
+    with pytest.raises(
+        RuntimeError, match=r"round 1, quorum 1 \(a: ArithmeticError: the quadratic"
+    ):
         firm(start, ["a", "b"], engine, FirmConfig())
     state, _ = firm(start, ["a", "b"], engine, FirmConfig())
     expected, _ = _run([new_client("a"), new_client("b")], start, FirmConfig(), num_rounds=1)

@@ -1,0 +1,386 @@
+"""The processes engine: clients divided among the processes that a launcher started.
+
+`torchrun --nproc_per_node N` or `accelerate launch --num_processes N` start the same program N
+times. The first process is the server: it alone runs the strategy, writes and shows. The others
+serve it: they host clients, or work as one with the process that does.
+"""
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from firm.federation.client import Failure, ProcessLost, Reply, State
+from firm.federation.engines.local import LocalEngine
+from firm.federation.serialization import pack, unpack
+
+Result = TypeVar("Result")
+
+_LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What a launcher tells a process of its place, beside its RANK."""
+
+_PATIENCE = timedelta(days=30)
+"""A process may wait as long as a round takes; a peer that dies is noticed by its closed socket."""
+
+
+class Processes:
+    """The processes of one program, as one of them sees them; without a launcher there is one.
+
+    Attributes:
+        rank: This process's place, from 0, the server.
+        size: How many there are.
+        per_client: How many work as one on a client.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, per_client: int = 1) -> None:
+        if size % per_client:
+            raise ValueError(
+                f"processes_per_client must divide the number of processes, got {per_client} and "
+                f"{size}; start another number by the launcher's --nproc_per_node or "
+                "--num_processes."
+            )
+        self.rank, self.size, self.per_client = rank, size, per_client
+
+    @classmethod
+    def join(cls, *, per_client: int = 1) -> "Processes":
+        """Returns the processes that the launcher started, connected; call it once, first of all.
+
+        Other libraries are not to take the processes for data-parallel copies of one training
+        (Accelerate would average the gradients of different clients): after this call they see a
+        single process, on a CUDA device of its own where there are some.
+
+        Raises:
+            ValueError: ``per_client`` does not divide their number.
+        """
+        place = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
+        size = int(place.get("WORLD_SIZE", 1))
+        processes = cls(int(os.environ.get("RANK", 0)), size, per_client)
+        if size > 1:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(place["LOCAL_RANK"]) % torch.cuda.device_count())
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(
+                backend, rank=processes.rank, world_size=size, timeout=_PATIENCE
+            )
+            signal.signal(signal.SIGTERM, _stopped)
+        return processes
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this process runs the strategy, writes and shows."""
+        return self.rank == 0
+
+    def hosted(self, clients: Sequence[str]) -> list[str]:
+        """Returns the clients that this process works on, dealt out in turn."""
+        return self.hosted_by(self.rank, clients)
+
+    def hosted_by(self, rank: int, clients: Sequence[str]) -> list[str]:
+        """Returns the clients that the process of this rank works on."""
+        return list(clients[rank // self.per_client :: self.size // self.per_client])
+
+    def leads(self, rank: int) -> bool:
+        """Whether the process of this rank answers for the clients that it works on."""
+        return rank % self.per_client == 0
+
+    def team(self) -> "Team":
+        """Returns the processes that work on the same clients as this one."""
+        group = None
+        for first in range(0, self.size, self.per_client) if self.per_client > 1 else ():
+            members = list(range(first, first + self.per_client))
+            made = dist.new_group(members, timeout=_PATIENCE)  # every process makes every group
+            if self.rank in members:
+                group = made
+        return Team(self.rank % self.per_client, self.per_client, group)
+
+    def send(self, message: Any, rank: int) -> None:
+        """Sends a message to another process.
+
+        Raises:
+            ProcessLost: It is gone.
+        """
+        packed = torch.frombuffer(bytearray(pack(message)), dtype=torch.uint8)
+        try:
+            dist.send(torch.tensor([len(packed)]), rank)
+            dist.send(packed, rank)
+        except RuntimeError as error:
+            raise _lost(rank, self.size) from error
+
+    def receive(self, rank: int) -> Any:
+        """Returns the next message of another process, however long it takes.
+
+        Raises:
+            ProcessLost: It is gone.
+        """
+
+        def wait() -> Any:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, rank)
+            packed = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(packed, rank)
+            return unpack(packed.numpy().tobytes())
+
+        try:
+            return _interruptible(wait)
+        except RuntimeError as error:
+            raise _lost(rank, self.size) from error
+
+    def broadcast(self, message: Any = None) -> Any:
+        """Returns the server's message to all processes, which give none themselves."""
+        if not self.is_server:
+            return self.receive(0)
+        for rank in range(1, self.size):
+            self.send(message, rank)
+        return message
+
+
+@dataclass(frozen=True)
+class Team:
+    """Processes that work as one on the same clients; a team of one does nothing beside.
+
+    They run the same task at the same time: whoever calls one of these, all do, in one order.
+    """
+
+    rank: int = 0
+    """This process's place in the team."""
+    size: int = 1
+    """How many they are."""
+    group: Any = None
+    """Their process group."""
+
+    def share(self, num_rows: int) -> slice:
+        """Returns this process's rows of a batch: parts of near-equal size, in order of rank."""
+        bounds = [num_rows * rank // self.size for rank in (self.rank, self.rank + 1)]
+        return slice(*bounds)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all members' tensors, of the same shape on all."""
+        if self.size > 1:
+            tensor = tensor.clone()
+            with self._connected():
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather(self, content: Any) -> list[Any]:
+        """Returns what every member gave, in order of rank: anything that `pack` takes."""
+        if self.size == 1:
+            return [content]
+        packed = torch.frombuffer(bytearray(pack(content)), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(packed)
+        with self._connected():
+            dist.all_reduce(lengths, group=self.group)
+            padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+            padded[: len(packed)] = packed
+            gathered = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(gathered, padded, group=self.group)
+        pieces = zip(gathered, lengths.tolist(), strict=True)
+        return [unpack(piece[:length].numpy().tobytes()) for piece, length in pieces]
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise ProcessLost(
+                f"a process of the client's {self.size} is gone, its own message stands above; "
+                "repair the cause, then resume from the last checkpoint."
+            ) from error
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Returns what this member's work gave, once every member's has succeeded.
+
+        Raises:
+            RuntimeError: The work of another member failed; with its reason. A failure of one's own
+                is raised as it is. So no member waits for one that has given up.
+        """
+        if self.size == 1:
+            return work()
+        result, error = None, None
+        try:
+            result = work()
+        except ProcessLost:
+            raise
+        except Exception as own:
+            error = own
+        reasons = self.gather(f"{type(error).__name__}: {error}" if error else None)
+        if error:
+            raise error
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise RuntimeError(f"process {rank} of the client's {self.size} failed: {reason}")
+        return result  # type: ignore[return-value]  # no error, so there is one
+
+
+class ProcessesEngine:
+    """Runs clients on the processes of a launcher; implements ``Engine`` on the server.
+
+    Updates come back in the order that was asked for, whatever process they come from, so that any
+    number of processes gives the adapter that one gives, bit for bit on the CPU.
+
+    Args:
+        processes: All of them, with more than one member.
+        clients: Names of all clients, in order.
+        local: Runs the clients that this process works on.
+        on_event: Told of the clients on other processes, as ``LocalEngine`` tells of its own.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        clients: Sequence[str],
+        local: LocalEngine,
+        *,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        self._processes, self._clients, self._local = processes, list(clients), local
+        self._on_event = on_event or (lambda name, **info: None)
+
+    def serve(self) -> None:
+        """Does what the server asks until it says that the run is over; for the other processes.
+
+        Raises:
+            ProcessLost: The server is gone.
+        """
+        while (message := self._processes.receive(0))["do"] != "stop":
+            answer: Any = None
+            if message["do"] == "map":
+                replies, failures = self._local.map(
+                    message["task"], message["clients"], message["payload"]
+                )
+                answer = {
+                    "replies": [vars(reply) for reply in replies],
+                    "failures": [{**vars(failure), "cause": None} for failure in failures],
+                }
+            elif message["do"] == "client_states":
+                answer = self._local.client_states(message["accepted"])
+            else:
+                self._local.restore_client_states(message["states"])
+            if answer is not None and self._processes.leads(self._processes.rank):
+                self._processes.send(answer, 0)
+
+    def map(
+        self, task: str, clients: Sequence[str], payload: State
+    ) -> tuple[list[Reply], list[Failure]]:
+        """Returns the replies in the given order, and the failures; see ``Engine``."""
+        asked = {rank: self._hosted(rank, clients) for rank in range(self._processes.size)}
+        for rank in self._others(asked):
+            message = {"do": "map", "task": task, "clients": asked[rank], "payload": payload}
+            self._processes.send(message, rank)
+            for name in asked[rank] if self._processes.leads(rank) else ():
+                self._on_event("client_started", client=name, round=payload["round"])
+        replies, failures = self._local.map(task, asked[0], payload)
+        outcomes = {outcome.client: outcome for outcome in (*replies, *failures)}
+        for rank in filter(self._processes.leads, self._others(asked)):
+            answer = self._processes.receive(rank)
+            for outcome in (
+                *(Reply(**reply) for reply in answer["replies"]),
+                *(Failure(**failure) for failure in answer["failures"]),
+            ):
+                outcomes[outcome.client] = outcome
+                self._tell(outcome, payload["round"])
+        ordered = [outcomes[name] for name in clients]
+        replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
+        return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
+
+    def client_states(self, accepted: Mapping[str, int]) -> State:
+        """Returns all clients' states after their last accepted rounds; see ``Engine``."""
+        others = [rank for rank in range(1, self._processes.size) if self._processes.leads(rank)]
+        for rank in others:
+            self._processes.send({"do": "client_states", "accepted": dict(accepted)}, rank)
+        states = self._local.client_states(accepted)
+        for rank in others:
+            states.update(self._processes.receive(rank))
+        return {name: states[name] for name in self._clients}
+
+    def restore_client_states(self, states: State) -> None:
+        """Continues from what ``client_states`` returned, on any number of processes.
+
+        Raises:
+            ValueError: When the clients are not the ones that were saved.
+        """
+        if states.keys() != set(self._clients):
+            raise ValueError(
+                f"The checkpoint has the clients {sorted(states)}, this run has "
+                f"{sorted(self._clients)}; resume with the configuration that wrote it."
+            )
+        for rank in range(self._processes.size):
+            hosted = {name: states[name] for name in self._hosted(rank, self._clients)}
+            if rank == 0:
+                self._local.restore_client_states(hosted)
+            else:
+                self._processes.send({"do": "restore_client_states", "states": hosted}, rank)
+
+    def close(self) -> None:
+        """Lets the other processes end; one that is gone already is left alone."""
+        for rank in range(1, self._processes.size):
+            try:
+                self._processes.send({"do": "stop"}, rank)
+            except ProcessLost:
+                continue
+
+    def _hosted(self, rank: int, clients: Sequence[str]) -> list[str]:
+        hosted = self._processes.hosted_by(rank, self._clients)
+        return [name for name in clients if name in hosted]
+
+    def _others(self, asked: Mapping[int, Sequence[str]]) -> list[int]:
+        return [rank for rank, names in asked.items() if rank and names]
+
+    def _tell(self, outcome: Reply | Failure, round_number: int) -> None:
+        failed = isinstance(outcome, Failure)
+        metrics = {} if failed else getattr(outcome.content, "metrics", {})
+        self._on_event(
+            "client_finished",
+            client=outcome.client,
+            round=round_number,
+            seconds=sum(metrics.get("seconds", {}).values()),
+            reason=outcome.reason if failed else None,
+            metrics=metrics,
+        )
+
+
+def _interruptible(wait: Callable[[], Result]) -> Result:
+    """Returns what a blocking call gives, while signals are still attended to.
+
+    A thread that waits inside a collective lets no signal through, and a process whose peer has
+    died would have to be killed without a word.
+    """
+    outcome: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+
+    def run() -> None:
+        try:
+            outcome.put((wait(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        try:
+            result, error = outcome.get(timeout=0.5)
+        except queue.Empty:
+            continue
+        if error:
+            raise error
+        return result
+
+
+def _lost(rank: int, size: int) -> ProcessLost:
+    return ProcessLost(
+        f"process {rank} of the run's {size} is gone, its own message stands above; "
+        "repair the cause, then resume from the last checkpoint."
+    )
+
+
+def _stopped(signum: int, frame: FrameType | None) -> NoReturn:
+    raise ProcessLost(
+        "the launcher stopped this process, as another one of the run has ended; its own message "
+        "stands above; repair the cause, then resume from the last checkpoint."
+    )

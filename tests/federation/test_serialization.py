@@ -1,0 +1,56 @@
+import json
+
+import pytest
+import torch
+
+from firm.federation import Update
+from firm.federation.serialization import decode, encode, pack, unpack
+
+ADAPTER = {"b": torch.tensor([[1.5, -0.0], [torch.pi, 1e-42]]), "a": torch.zeros(2).bfloat16()}
+
+
+def test_a_message_arrives_as_it_was_sent(same):
+    moments = {0: {"step": torch.tensor(3.0)}, 1: {}}
+    message = {"round": 3, "adapter": ADAPTER, "moments": moments, "p": (0.5, None, True, "é")}
+    assert same(unpack(pack(message)), message)
+    assert unpack(pack({"x": [float("inf"), 0.1]})) == {"x": [float("inf"), 0.1]}
+
+
+def test_an_update_stays_an_update(same):
+    update = Update("client_1", ADAPTER, 7, {"weights": [[0.25, 0.75]]})
+    arrived = unpack(pack([update]))[0]
+    assert isinstance(arrived, Update)
+    assert same(vars(arrived), vars(update))
+
+
+def test_views_travel_as_what_they_show(same):
+    matrix = torch.arange(6.0).view(2, 3)
+    assert same(unpack(pack(matrix.T)), matrix.T)
+    assert len(pack(matrix[:, :1])) < len(pack(matrix))
+
+
+def test_more_parameters_cost_their_own_bytes():
+    small = Update("a", {"x": torch.zeros(1000)}, 5, {"weights": [[0.5, 0.5]]})
+    large = Update("a", {"x": torch.zeros(3000)}, 5, {"weights": [[0.5, 0.5]]})
+    assert abs(len(pack(large)) - len(pack(small)) - 8000) < 16  # the header's digits and padding
+    told = Update("a", {"x": torch.zeros(1000)}, 5, {"weights": [[0.5, 0.5]] * 2})
+    assert len(pack(told)) - len(pack(small)) == len(",[0.5,0.5]")
+
+
+def test_what_is_encoded_is_json_and_comes_back(same):
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode({"adapter": ADAPTER, 3: "three"}, "state", tensors)
+    assert same(decode(json.loads(json.dumps(encoded)), tensors), {"adapter": ADAPTER, 3: "three"})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [object()]}, r"message\['a'\]\[0\] is a object; a state holds"),
+        ({1.5: 0}, r"message has the key 1.5; use strings or integers"),
+        (torch.eye(2).to_sparse(), "message is a torch.sparse_coo tensor; make it dense"),
+    ],
+)
+def test_what_cannot_travel_is_named_with_its_place(value, message):
+    with pytest.raises(ValueError, match=message):
+        pack(value)
