@@ -45,7 +45,7 @@ from firm.alignment import (
     load_prompts,
     load_tokenizer,
 )
-from firm.alignment.policy import without_deprecation_warnings
+from firm.alignment.policy import without_needless_warnings
 from firm.federation import RandomStream
 from firm.miniature import checkpoint_path
 from reward_models import SequenceClassifierReward, load_sequence_classifier
@@ -122,7 +122,7 @@ def stock(
         checkpoint_path("helpful"),
         dtype=torch.float32,
     )
-    with without_deprecation_warnings():
+    with without_needless_warnings():
         trainer = StockTrainer(
             args=StockConfig(
                 output_dir="/tmp/firm-benchmark",

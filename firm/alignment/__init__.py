@@ -6,7 +6,16 @@ is worth on held-out prompts.
 """
 
 from firm.alignment.client import AlignmentClient
-from firm.alignment.evaluation import Evaluation, Replies, comparison_table, evaluate
+from firm.alignment.evaluation import (
+    Comparison,
+    Evaluation,
+    Replies,
+    comparison_table,
+    evaluate,
+    load_adapters,
+    sample_replies,
+    select_adapter,
+)
 from firm.alignment.model_card import write_model_card
 from firm.alignment.policy import (
     LoraSettings,
@@ -25,6 +34,7 @@ from firm.alignment.trainer import MultiObjectivePPOTrainer
 __all__ = [
     "AlignmentClient",
     "Calibration",
+    "Comparison",
     "Evaluation",
     "KLConfig",
     "LoraSettings",
@@ -42,9 +52,12 @@ __all__ = [
     "copy_adapter",
     "evaluate",
     "load_adapter_",
+    "load_adapters",
     "load_policy",
     "load_prompts",
     "load_tokenizer",
+    "sample_replies",
     "score",
+    "select_adapter",
     "write_model_card",
 ]

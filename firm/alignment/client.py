@@ -1,8 +1,9 @@
 """One federated client: a private shard of prompts and its own learner on the shared policy."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from firm.alignment.policy import Adapter, copy_adapter, load_adapter_
 from firm.alignment.prompts import Prompt, PromptStream
+from firm.alignment.rewards import reward_diagnostics
 from firm.alignment.trainer import Experience, MultiObjectivePPOTrainer
 from firm.federation import Gradients, RandomStream
 
@@ -70,12 +72,14 @@ class AlignmentClient:
         self._prompts = PromptStream(prompts, prompt_order)
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
+        self._counts_before = self._counts()
 
     def load(self, adapter: Adapter) -> None:
         """Starts local training from `adapter`, with this client's learner in charge."""
         self._trainer.learner = self._learner
         self._trainer.seconds = defaultdict(float)
         self._batches, self._minibatches = [], []
+        self._counts_before = self._counts()
         load_adapter_(self._trainer.adapter_parameters, adapter)
 
     def batches(self, num_steps: int) -> Iterator[PPOBatch]:
@@ -97,8 +101,13 @@ class AlignmentClient:
 
     def gradients(self, minibatch: tuple[Experience, np.ndarray | slice]) -> Gradients:
         """The M policy losses of a minibatch and their Jacobian [M, d]."""
+        team = self._trainer.team
         with self._update:
-            return self._trainer.gradients(*minibatch)
+            if team.size == 1:
+                return self._trainer.gradients(*minibatch)
+            seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
+            with RandomStream(seed, "dropout", team.rank):
+                return self._trainer.gradients(*minibatch)
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """One optimizer step of adapter and critic."""
@@ -132,10 +141,13 @@ class AlignmentClient:
             key: torch.stack([m[key] for m in self._minibatches]).mean(0).tolist()
             for key in self._minibatches[0]
         }
-        by_objective = ("reward_raw", "reward_raw_std", "reward")
+        by_objective = ("reward_raw", "reward_raw_std", "reward", "reward_length_correlation")
+        pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
         return {
-            **{key: self._named(batch[key].tolist()) for key in by_objective},
-            **{key: float(batch[key]) for key in batch if key not in by_objective},
+            **{key: self._named(batch.pop(key)) for key in by_objective},
+            "reward_correlation": _by_name(pairs, batch.pop("reward_correlation")),
+            "reward_truncated_share": self._reward_truncated_share(),
+            **{key: float(value) for key, value in batch.items()},
             "policy_loss": self._named(minibatch["policy_loss"]),
             "value_loss": self._named(minibatch["value_loss"]),
             "clip_fraction": minibatch["clip_fraction"],
@@ -143,16 +155,44 @@ class AlignmentClient:
             "seconds": dict(self._trainer.seconds),
         }
 
-    def _named(self, row: Sequence[float]) -> dict[str, float]:
-        return dict(zip(self.objectives, row, strict=True))
+    def _named(self, row: Iterable[float]) -> dict[str, float | None]:
+        return _by_name(self.objectives, row)
+
+    def _reward_truncated_share(self) -> dict[str, float]:
+        """Share of the inputs that a reward model has cut since `load`, where it counts them."""
+        shares = {}
+        for name, (num_scored, num_truncated) in self._counts().items():
+            before = self._counts_before[name]
+            shares[name] = (num_truncated - before[1]) / max(num_scored - before[0], 1)
+        return shares
+
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        """Inputs scored and cut so far by each reward model that counts them."""
+        models: dict[str, Any] = self._trainer.reward_fns
+        return {
+            name: (model.num_scored, model.num_truncated)
+            for name, model in models.items()
+            if hasattr(model, "num_truncated")
+        }
+
+
+def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | None]:
+    """Numbers by name; what is not a number is None, as JSON knows no other way to say so."""
+    return {
+        name: None if np.isnan(value) else float(value)
+        for name, value in zip(names, row, strict=True)
+    }
 
 
 def _batch_metrics(experience: Experience, kl_coefficient: float) -> dict[str, Any]:
     """Figures of one batch of rollouts, numbers and lists of one number per objective."""
     rollouts = experience.rollouts
+    diagnostics = reward_diagnostics(experience.raw_scores, rollouts.num_tokens)
     return {
-        "reward_raw": experience.raw_scores.mean(1).tolist(),
-        "reward_raw_std": experience.raw_scores.std(1).tolist(),
+        "reward_raw": diagnostics["mean"].tolist(),
+        "reward_raw_std": diagnostics["spread"].tolist(),
+        "reward_correlation": diagnostics["correlation"].tolist(),
+        "reward_length_correlation": diagnostics["length_correlation"].tolist(),
         "reward": experience.scores.mean(1).tolist(),
         "kl": experience.kl.sum(1).mean().item(),
         "kl_coefficient": kl_coefficient,

@@ -1,5 +1,6 @@
 """The policy that every client aligns: a causal language model with one LoRA adapter slot."""
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,9 @@ class PolicyConfig:
     """A folder or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the frozen parameters; the adapter is float32. Not in the paper."""
+    gradient_checkpointing: bool = False
+    """Whether activations are computed again in each backward pass instead of kept: less memory,
+    more time, the same gradients. Not in the paper."""
     pad_token: str | None = None
     """Padding token; by default the checkpoint's, or its unknown token where that is missing or
     equal to EOS."""
@@ -113,7 +117,9 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
             f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
             f"choose among {linear}."
         )
-    with stream, without_deprecation_warnings():
+    with stream, without_needless_warnings():
+        if config.gradient_checkpointing:  # the reentrant kind sees no gradient in frozen inputs
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         return get_peft_model(
             model,
             LoraConfig(
@@ -127,15 +133,26 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
 
 
 @contextmanager
-def without_deprecation_warnings() -> Iterator[None]:
-    """Silences what peft and TRL make transformers say of its version 6.
+def without_needless_warnings() -> Iterator[None]:
+    """Silences what transformers says of its version 6, and of processes that are not its own.
 
-    They read a model property that transformers 6 will drop. The upper bound in pyproject.toml
-    guards against that; a user can do nothing more about it.
+    peft, TRL and `load_policy` use names that transformers 6 will drop; the upper bound in
+    pyproject.toml guards against that. And it takes a process group for a sign of data-parallel
+    training, started in a wrong way. A user can do nothing more about either.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        yield
+    logger = logging.getLogger("transformers.training_args")
+
+    def is_actionable(record: logging.LogRecord) -> bool:
+        return "process group is initialized" not in record.getMessage()
+
+    logger.addFilter(is_actionable)
+    try:
+        with warnings.catch_warnings():
+            for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
+                warnings.filterwarnings("ignore", f"`{name}`", FutureWarning)
+            yield
+    finally:
+        logger.removeFilter(is_actionable)
 
 
 def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:

@@ -45,6 +45,10 @@ class PPOConfig:
     """Responses per local step, each to a fresh prompt (A.1: 16)."""
     minibatch_size: int = 8
     """Responses per optimizer step; divides the batch (A.1: 8)."""
+    micro_batch_size: int | None = None
+    """Responses per forward and backward pass; the minibatch's gradients are their sum, so that a
+    minibatch is one optimizer step however it is divided. By default the whole minibatch. Bounds
+    memory. Not in the paper."""
     num_epochs: int = 3
     """PPO epochs over a batch (A.1: 3)."""
     actor_learning_rate: float = 6e-5
@@ -84,6 +88,10 @@ class PPOConfig:
             raise ValueError(
                 f"ppo.batch_size must be a multiple of ppo.minibatch_size, got {self.batch_size} "
                 f"and {self.minibatch_size}."
+            )
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(
+                f"ppo.micro_batch_size must be at least 1 or null, got {self.micro_batch_size}."
             )
         if self.num_epochs < 1:
             raise ValueError(f"ppo.num_epochs must be at least 1, got {self.num_epochs}.")

@@ -189,3 +189,32 @@ def normalize(raw: torch.Tensor, calibrations: Mapping[str, Calibration]) -> tor
         )
     rows = zip(raw, calibrations.values(), strict=True)
     return torch.stack([calibration(row) for row, calibration in rows])
+
+
+def reward_diagnostics(raw: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Figures that show a reward being gamed or two of them measuring the same.
+
+    Args:
+        raw: Raw scores of B replies, shape [M, B].
+        lengths: Lengths of the replies in tokens, shape [B].
+
+    Returns:
+        "mean" and "spread" (standard deviation, 0 for one reply), shape [M]; "correlation" of each
+        pair of objectives over the replies (01, 02, ..., 12, ...), shape [M(M-1)/2]; and
+        "length_correlation" of each objective's scores with the lengths, shape [M]. Correlations
+        are Pearson's, NaN where one of the two does not vary.
+    """
+    rows = torch.cat([raw.double(), lengths.to(raw.device).double()[None]])  # [M + 1, B]
+    centred = rows - rows.mean(1, keepdim=True)
+    norms = centred.norm(dim=1)
+    # what is left of equal values after rounding does not vary
+    varies = norms > 1e-12 * rows.abs().amax(1) * rows.size(1) ** 0.5
+    unit = centred / torch.where(varies, norms, torch.full_like(norms, torch.nan))[:, None]
+    correlations = (unit @ unit.T).clamp(-1, 1)
+    first, second = torch.triu_indices(len(raw), len(raw), offset=1)
+    return {
+        "mean": raw.mean(1),
+        "spread": raw.std(1) if raw.size(1) > 1 else torch.zeros(len(raw)),
+        "correlation": correlations[:-1, :-1][first, second],
+        "length_correlation": correlations[-1, :-1],
+    }

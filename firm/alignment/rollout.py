@@ -11,10 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+)
+
+from firm.alignment.prompts import (
+    PromptFormat,
+    encode_prompts,
+    format_prompt,
+    truncate_by_turns,
+)
+from firm.federation import Team
 
 INVALID_LOGPROB = 1.0
 """Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
+
+
+ALONE = Team()
+"""One process that has all rows for itself."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,32 @@ class Rollouts:
         return torch.arange(self.logprobs.size(1), device=self.logprobs.device).unsqueeze(0)
 
 
+def encode_dialogues(
+    dialogues: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_format: PromptFormat,
+    max_prompt_tokens: int,
+) -> torch.Tensor:
+    """Dialogues as the policy reads them, left-padded token ids [B, Q].
+
+    Args:
+        dialogues: B dialogues that wait for a reply; a long one loses its oldest turns.
+        tokenizer: The policy's, padding left, its pad token unlike EOS.
+        prompt_format: How the policy reads a dialogue.
+        max_prompt_tokens: Upper bound of Q.
+    """
+    texts = [
+        format_prompt(
+            truncate_by_turns(dialogue, tokenizer, max_prompt_tokens, prompt_format=prompt_format),
+            tokenizer,
+            prompt_format,
+        )
+        for dialogue in dialogues
+    ]
+    return encode_prompts(texts, tokenizer, max_prompt_tokens=max_prompt_tokens)[0]
+
+
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
 
@@ -127,6 +170,7 @@ def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
         position_ids=attention_mask.cumsum(1) - attention_mask.long(),
         return_dict=True,
         output_hidden_states=True,
+        use_cache=False,
     )
 
 
@@ -166,6 +210,7 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     end_ids: Sequence[int],
+    team: Team = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples of at most `max_new_tokens` tokens and their log-probabilities.
 
@@ -175,23 +220,52 @@ def generate(
         tokenizer: Gives the pad id.
         config: Length and temperature.
         end_ids: Tokens after which a row is finished.
+        team: Divides the rows; whatever its size, all rows get the tokens that one process would
+            have sampled.
 
     Returns:
         Token ids [B, Q + T], the queries as they came, and log-probabilities [B, T] under the
         tempered distribution that was sampled from.
     """
+    if team.size == 1:
+        return _generate(model, query_ids, tokenizer, config, end_ids)
+    draws = _SharedDraws(query_ids.size(0), team.share(query_ids.size(0)), config)
+    own = query_ids[draws.rows]
+    parts = team.gather(
+        team.together(lambda: _generate(model, own, tokenizer, config, end_ids, draws))
+    )
+    length = max(logprobs.size(1) for _, logprobs in parts)
+    draws.skip_to(length, query_ids.device)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    sequences = [_pad_right(ids, query_ids.size(1) + length, pad_id) for ids, _ in parts]
+    logprobs = [_pad_right(part, length, INVALID_LOGPROB) for _, part in parts]
+    return torch.cat(sequences).to(query_ids.device), torch.cat(logprobs).to(query_ids.device)
+
+
+def _generate(
+    model: Any,
+    query_ids: torch.Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+    draws: "_SharedDraws | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples and log-probabilities, by the global generator or by draws that a team shares."""
+    if not len(query_ids):  # a batch smaller than the team
+        return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = query_ids != pad_id
     with _without_sampling_defaults(model):
         output = model.generate(
             input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
             attention_mask=attention_mask,
+            logits_processor=LogitsProcessorList([draws] if draws else []),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
-                do_sample=True,
-                temperature=config.temperature + TEMPERATURE_GUARD,
-                top_k=0,
-                top_p=1.0,
+                do_sample=draws is None,
+                temperature=config.temperature + TEMPERATURE_GUARD if draws is None else None,
+                top_k=0 if draws is None else None,
+                top_p=1.0 if draws is None else None,
                 eos_token_id=list(end_ids) or None,
                 pad_token_id=pad_id,
                 output_scores=True,
@@ -199,8 +273,36 @@ def generate(
             ),
         )
     responses = output.sequences[:, query_ids.size(1) :]
-    scores = torch.stack(output.scores, dim=1)  # [B, T, V]
+    scores = torch.stack(output.scores if draws is None else draws.logits, dim=1)  # [B, T, V]
     return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
+
+
+class _SharedDraws(LogitsProcessor):
+    """Samples some rows of a batch as one process would that samples all of them.
+
+    `torch.multinomial` draws one exponential variate per token of the vocabulary and takes the
+    largest ratio of probability to variate. Here every process draws the variates of all rows, uses
+    those of its own, and leaves the largest ratio to a greedy search.
+    """
+
+    def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
+        self.rows = rows
+        self.logits: list[torch.Tensor] = []
+        self._num_rows, self._vocabulary = num_rows, 0
+        self._temperature = config.temperature + TEMPERATURE_GUARD
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.logits.append(scores / self._temperature)
+        self._vocabulary = scores.size(-1)
+        return torch.softmax(self.logits[-1], dim=-1) / self._draw(scores.device)[self.rows]
+
+    def skip_to(self, num_tokens: int, device: torch.device) -> None:
+        """Draws what the longest of the team's rows have needed, so that all generators agree."""
+        for _ in range(num_tokens - len(self.logits)):
+            self._draw(device)
+
+    def _draw(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self._num_rows, self._vocabulary, device=device).exponential_()
 
 
 @contextmanager
@@ -280,6 +382,7 @@ def rollout(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     reference: Callable[[], AbstractContextManager[Any]],
+    team: Team = ALONE,
 ) -> Rollouts:
     """Sampled responses to left-padded prompts, with both policies' log-probabilities.
 
@@ -289,11 +392,12 @@ def rollout(
         tokenizer: The policy's tokenizer; its pad token differs from EOS.
         config: How to sample and where responses end.
         reference: A context inside which `model` is the reference policy (adapter off).
+        team: Divides the rows among its processes; all get the whole result.
     """
     end_ids = end_token_ids(tokenizer, config)
     chunks = query_ids.split(config.forward_batch_size)
     sampled = [
-        generate(model, chunk, tokenizer=tokenizer, config=config, end_ids=end_ids)
+        generate(model, chunk, tokenizer=tokenizer, config=config, end_ids=end_ids, team=team)
         for chunk in chunks
     ]
     length = max(ids.size(1) for ids, _ in sampled)
@@ -305,9 +409,13 @@ def rollout(
     reference_logprobs = []
     with reference():
         for chunk in query_responses.split(config.forward_batch_size):
-            logits = forward(model, chunk, pad_id).logits
-            logits = response_logits(logits, query_ids.size(1), config.temperature)
-            reference_logprobs.append(token_logprobs(logits, chunk[:, query_ids.size(1) :]))
+
+            def logprobs_of(rows: torch.Tensor) -> torch.Tensor:
+                logits = forward(model, rows, pad_id).logits
+                logits = response_logits(logits, query_ids.size(1), config.temperature)
+                return token_logprobs(logits, rows[:, query_ids.size(1) :])
+
+            reference_logprobs.append(by_rows(team, logprobs_of, chunk))
     last_index, ended, completions = find_ends(
         query_responses[:, query_ids.size(1) :],
         tokenizer=tokenizer,
@@ -325,6 +433,17 @@ def rollout(
         last_index=last_index,
         ended=ended,
     )
+
+
+def by_rows(
+    team: Team, function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
+) -> torch.Tensor:
+    """A function of rows [B, ...], each member of the team computing its share, shape [B, ...]."""
+    if team.size == 1:
+        return function(rows)
+    own = rows[team.share(len(rows))]
+    parts = team.gather(team.together(lambda: function(own) if len(own) else None))
+    return torch.cat([part for part in parts if part is not None]).to(rows.device)
 
 
 def _pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:

@@ -39,11 +39,11 @@ from trl.experimental.ppo import PPOConfig as TrlPPOConfig
 from trl.experimental.ppo import PPOTrainer
 
 from firm.alignment.advantages import gae, kl_penalty, masked_mean, shaped_rewards, whiten
-from firm.alignment.evaluation import Replies
+from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.policy import (
     adapter_parameters,
     set_adapter_dropout,
-    without_deprecation_warnings,
+    without_needless_warnings,
 )
 from firm.alignment.ppo import (
     PPOConfig,
@@ -52,23 +52,21 @@ from firm.alignment.ppo import (
     policy_losses,
     value_losses,
 )
-from firm.alignment.prompts import (
-    PromptFormat,
-    encode_prompts,
-    format_prompt,
-    truncate_by_turns,
-)
+from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, normalize, score
 from firm.alignment.rollout import (
+    ALONE,
     INVALID_LOGPROB,
     RolloutConfig,
     Rollouts,
+    by_rows,
+    encode_dialogues,
     forward,
     response_logits,
     rollout,
     token_logprobs,
 )
-from firm.federation import Gradients
+from firm.federation import Gradients, Team
 from firm.gradients import combine, gram_matrix, jacobian
 from firm.solvers import firm_weights
 
@@ -182,6 +180,8 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         value_model: The network of `critic: network`, with one output per objective; by default
             a fresh sequence classifier of the policy's architecture.
         callbacks: Hugging Face trainer callbacks, called by `train()` alone.
+        team: Processes among which the rows of every batch are divided. All hold the same adapter,
+            take the same steps, and call the stages at the same time.
         **trl_arguments: Further fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
     """
 
@@ -208,9 +208,16 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         solver: Callable[[torch.Tensor], torch.Tensor] = firm_weights,
         value_model: torch.nn.Module | None = None,
         callbacks: list[Any] | None = None,
+        team: Team = ALONE,
         **trl_arguments: Any,
     ) -> None:
+        if config.minibatch_size < team.size:
+            raise ValueError(
+                f"ppo.minibatch_size must have a row for each of the client's {team.size} "
+                f"processes, got {config.minibatch_size}."
+            )
         self.config = config
+        self.team = team
         self.rollout_config = rollout_config
         self.prompt_format = prompt_format or PromptFormat()
         self.objectives = tuple(reward_fns)
@@ -227,7 +234,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             value_model = AutoModelForSequenceClassification.from_config(architecture)
         with (
             _temporary_folder(trl_arguments.get("output_dir")) as output_dir,
-            without_deprecation_warnings(),
+            without_needless_warnings(),
         ):
             super().__init__(
                 args=_trl_config(
@@ -283,16 +290,12 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
     def encode(self, prompts: Sequence[str]) -> torch.Tensor:
         """Stage 1: dialogues as the policy reads them, left-padded token ids [B, Q]."""
-        tokenizer, limit = self.processing_class, self.rollout_config.max_prompt_tokens
-        texts = [
-            format_prompt(
-                truncate_by_turns(prompt, tokenizer, limit, prompt_format=self.prompt_format),
-                tokenizer,
-                self.prompt_format,
-            )
-            for prompt in prompts
-        ]
-        return encode_prompts(texts, tokenizer, max_prompt_tokens=limit)[0]
+        return encode_dialogues(
+            prompts,
+            self.processing_class,
+            prompt_format=self.prompt_format,
+            max_prompt_tokens=self.rollout_config.max_prompt_tokens,
+        )
 
     def rewards(self, raw_scores: torch.Tensor) -> torch.Tensor:
         """Raw scores [M, B] under the frozen calibrations; as they are without any."""
@@ -310,13 +313,20 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 tokenizer=self.processing_class,  # type: ignore[arg-type]
                 config=self.rollout_config,
                 reference=self.null_ref_context,
+                team=self.team,
             )
 
     def replies(self, prompts: Sequence[str]) -> Replies:
-        """One sampled reply to each dialogue, with its KL from the reference; for evaluation."""
-        rollouts = self.sample(self.encode(prompts))
-        kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
-        return Replies(rollouts.completions, kl, rollouts.num_tokens, rollouts.ended)
+        """One sampled reply to each dialogue, by this process alone; for evaluation."""
+        self.policy_model.eval()
+        return sample_replies(
+            self.policy_model,
+            prompts,
+            tokenizer=self.processing_class,
+            prompt_format=self.prompt_format,
+            config=self.rollout_config,
+            reference=self.null_ref_context,
+        )
 
     @torch.no_grad()
     def experience(self, rollouts: Rollouts, prompts: Sequence[str]) -> Experience:
@@ -331,13 +341,17 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         """
         config = self.config
         with self._timed("reward"):
-            raw_scores = score(self.reward_fns, prompts, rollouts.completions)  # [M, B]
+            raw_scores = self._scores(prompts, rollouts.completions)  # [M, B]
             scores = self.rewards(raw_scores).to(rollouts.logprobs.device)
             scores = scores - config.missing_end_penalty * (~rollouts.ended)
         with self._timed("values"):
             values = torch.cat(
-                [self._values(ids, rollouts) for ids in self._chunks(rollouts)], dim=1
-            ).masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
+                [
+                    by_rows(self.team, lambda ids: self._values(ids, rollouts).transpose(0, 1), ids)
+                    for ids in self._chunks(rollouts)
+                ]
+            )  # [B, M, T]
+            values = values.transpose(0, 1).masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
         with self._timed("advantages"):
             kl = kl_penalty(
                 rollouts.logprobs, rollouts.reference_logprobs, estimator=config.kl.estimator
@@ -374,32 +388,65 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     def gradients(self, experience: Experience, index: np.ndarray | slice) -> Gradients:
         """Stages 5 and 6: the M policy losses of some rows and their Jacobian [M, d].
 
-        The critic's gradients come along in `aux`, a `MinibatchResult`; nothing is stepped.
+        Rows are taken `micro_batch_size` at a time, each process of the team its share of them;
+        losses and gradients are sums of the parts, so that a minibatch is one optimizer step
+        however it is divided. The critic's gradients come along in `aux`, a `MinibatchResult`;
+        nothing is stepped.
         """
+        rows = torch.arange(self.config.batch_size)[index]
+        own = rows[self.team.share(len(rows))]
+        parts = own.split(self.config.micro_batch_size or len(own))
+        sums = self.team.together(
+            lambda: _summed(self._part_gradients(experience, part, rows) for part in parts)
+        )
+        with self._timed("reduce"):
+            sums = {name: self.team.sum(tensor) for name, tensor in sums.items()}
+        sizes = [parameter.numel() for parameter in self.learner.critic.parameters()]
+        critic_gradients = tuple(
+            part.view_as(parameter)
+            for part, parameter in zip(
+                sums.pop("critic_gradient").split(sizes),
+                self.learner.critic.parameters(),
+                strict=True,
+            )
+        )
+        rows_of_jacobian = sums.pop("jacobian")
+        return Gradients(
+            rows_of_jacobian, sums["policy_loss"], MinibatchResult(critic_gradients, sums)
+        )
+
+    def _part_gradients(
+        self, experience: Experience, part: torch.Tensor, minibatch: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What some rows of a minibatch add to its losses, Jacobian, critic's gradient, figures."""
         config, rollouts = self.config, experience.rollouts
-        token_ids = rollouts.query_responses[index]
-        mask, value_mask = rollouts.mask[index], rollouts.value_mask[index]
+        token_ids = rollouts.query_responses[part]
+        mask, value_mask = rollouts.mask[part], rollouts.value_mask[part]
+        # of the minibatch's means over tokens, these rows are this share; 1.0 if they are all
+        share = mask.sum() / rollouts.mask[minibatch].sum()
+        value_share = value_mask.sum() / rollouts.value_mask[minibatch].sum()
         self.policy_model.train()
         with self._timed("forward"):
             output = forward(self.policy_model, token_ids, self._pad_token_id)
             logits = response_logits(
                 output.logits, rollouts.context_length, self.rollout_config.temperature
             )
-            logprobs = token_logprobs(logits, rollouts.responses[index])
+            logprobs = token_logprobs(logits, rollouts.responses[part])
             losses, clip_fractions = policy_losses(
                 logprobs.masked_fill(~mask, INVALID_LOGPROB),
-                rollouts.logprobs[index],
-                experience.advantages[:, index],
+                rollouts.logprobs[part],
+                experience.advantages[:, part],
                 mask,
                 clip_range=config.clip_range,
             )
             critic_losses = value_losses(
                 self._values(token_ids, rollouts, output).masked_fill(~value_mask, 0),
-                experience.values[:, index],
-                experience.returns[:, index],
+                experience.values[:, part],
+                experience.returns[:, part],
                 value_mask,
                 clip_range=config.value_clip_range,
             )
+        losses, critic_losses = losses * share, critic_losses * value_share
         with self._timed("critic"):
             critic_gradients = torch.autograd.grad(
                 config.value_coefficient * critic_losses.sum(),
@@ -407,13 +454,14 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             )
         with self._timed("backward"):
             rows = jacobian(losses, list(self.adapter_parameters.values()))
-        metrics = {
+        return {
+            "jacobian": rows,
+            "critic_gradient": torch.cat([gradient.flatten() for gradient in critic_gradients]),
             "policy_loss": losses.detach(),
             "value_loss": critic_losses.detach(),
-            "clip_fraction": clip_fractions.mean(),
-            "entropy": masked_mean(entropy(logits.detach()), mask),
+            "clip_fraction": clip_fractions.mean() * share,
+            "entropy": masked_mean(entropy(logits.detach()), mask) * share,
         }
-        return Gradients(rows, losses.detach(), MinibatchResult(critic_gradients, metrics))
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Stage 9: the adapter along the weighted gradient, the critic along its own."""
@@ -512,6 +560,12 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             "episode": self.state.episode,
         }
 
+    def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> torch.Tensor:
+        """Raw scores [M, B], each process of the team asking for its share."""
+        own = self.team.share(len(completions))
+        scores = self.team.together(lambda: score(self.reward_fns, prompts[own], completions[own]))
+        return torch.cat(self.team.gather(scores), dim=1)
+
     def _values(
         self, token_ids: torch.Tensor, rollouts: Rollouts, policy_output: Any = None
     ) -> torch.Tensor:
@@ -568,6 +622,15 @@ def _trl_config(
             **arguments,
         }
     )
+
+
+def _summed(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The sums of each entry; a single part as it is."""
+    first, *others = parts
+    for part in others:
+        for name, tensor in part.items():
+            first[name] += tensor
+    return first
 
 
 @contextmanager

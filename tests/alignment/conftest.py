@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from firm.alignment import KLConfig, MultiObjectivePPOTrainer, PPOConfig, RolloutConfig
-from firm.alignment.policy import without_deprecation_warnings
+from firm.alignment.policy import without_needless_warnings
 
 LETTERS = "abcdefghij "
 
@@ -87,7 +87,7 @@ def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
 def make_policy(make_model) -> Callable[..., PeftModel]:
     """A tiny Llama with an adapter that does something (B is random, unlike a fresh adapter's)."""
 
-    def make(*, dropout: float = 0.0) -> PeftModel:
+    def make(*, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> PeftModel:
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=4,
@@ -96,8 +96,8 @@ def make_policy(make_model) -> Callable[..., PeftModel]:
             target_modules=["q_proj", "v_proj"],
             init_lora_weights=False,
         )
-        with without_deprecation_warnings():
-            return get_peft_model(make_model(), config).eval()
+        with without_needless_warnings():
+            return get_peft_model(make_model().to(dtype), config).eval()
 
     return make
 
@@ -136,7 +136,9 @@ def letter_count() -> Callable[[str], Callable]:
 def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiObjectivePPOTrainer]:
     """A trainer of the tiny policy: 3 local steps of 3 epochs and 2 minibatches."""
 
-    def make(*, rewards, value_model=None, dropout=0.0, **changes) -> MultiObjectivePPOTrainer:
+    def make(
+        *, rewards, value_model=None, dropout=0.0, policy=None, **changes
+    ) -> MultiObjectivePPOTrainer:
         config = {
             "batch_size": 16,
             "minibatch_size": 8,
@@ -152,7 +154,7 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
         return MultiObjectivePPOTrainer(
             PPOConfig(**config),
             rollout_config=RolloutConfig(max_new_tokens=10, temperature=0.8, stop_strings=[]),
-            policy=make_policy(dropout=dropout),
+            policy=policy or make_policy(dropout=dropout),
             tokenizer=tokenizer,
             reward_fns=rewards,
             num_steps=3,

@@ -171,3 +171,33 @@ def test_streams_of_two_purposes_do_not_share_numbers():
     with RandomStream(SEED, "client_0", "update"):
         second = torch.rand(3)
     assert not torch.equal(first, second)
+
+
+class Counting:
+    """A reward that counts and cuts every fourth of its inputs, as a sequence classifier may."""
+
+    def __init__(self):
+        self.num_scored = self.num_truncated = 0
+
+    def __call__(self, prompts, completions, **kwargs):
+        self.num_scored += len(completions)
+        self.num_truncated += len(completions) // 4
+        return [float(len(text)) for text in completions]
+
+
+def test_reward_diagnostics_are_logged_per_round(make_trainer, letter_count):
+    constant = lambda completions, **kwargs: [1.0] * len(completions)  # noqa: E731
+    trainer = make_trainer(rewards={"a": Counting(), "b": letter_count("b"), "c": constant})
+    start = ServerState(
+        copy_adapter(trainer.adapter_parameters), objectives=("a", "b", "c"), seed=1
+    )
+    engine = LocalEngine([AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)])
+    state, first = firm(start, ["client_0"], engine, FirmConfig())
+    _, second = firm(state, ["client_0"], engine, FirmConfig())
+    for metrics in (first, second):
+        row = metrics["clients"][0]
+        assert row["reward_truncated_share"] == {"a": 0.25}  # of this round, not of all so far
+        assert row["reward_correlation"].keys() == {"a-b", "a-c", "b-c"}
+        assert -1 <= row["reward_correlation"]["a-b"] <= 1
+        assert row["reward_correlation"]["a-c"] is row["reward_length_correlation"]["c"] is None
+        assert row["reward_length_correlation"]["a"] > 0.5  # one token is one letter

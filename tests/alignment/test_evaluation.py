@@ -1,9 +1,13 @@
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from firm.alignment.evaluation import (
     Evaluation,
@@ -11,9 +15,15 @@ from firm.alignment.evaluation import (
     comparison_table,
     distinct,
     evaluate,
+    load_adapters,
     mean_and_error,
+    sample_replies,
+    select_adapter,
 )
+from firm.alignment.policy import PolicyConfig, without_needless_warnings
+from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration
+from firm.alignment.rollout import RolloutConfig
 from firm.federation.randomness import RandomStream
 
 PROMPTS = [f"\n\nHuman: Question {index}\n\nAssistant:" for index in range(6)]
@@ -54,7 +64,8 @@ def run(generate, **options):
         "extra_fns": {"match": matches},
         "num_samples": 3,
     }
-    return evaluate(generate, PROMPTS, {"words": num_words}, **(defaults | options))
+    reward_fns = options.pop("reward_fns", {"words": num_words})
+    return evaluate(generate, PROMPTS, reward_fns, **(defaults | options))
 
 
 def test_figures_equal_a_hand_computation():
@@ -150,6 +161,23 @@ def test_the_table_sets_base_and_final_side_by_side():
     assert table["distinct_1"].change_se is None
 
 
+def test_rewards_in_0_to_1_follow_the_scores_when_asked_for():
+    base, final = run(policy()), run(policy(extra_words=2))
+    plain, table = comparison_table(base, final), comparison_table(base, final, has_normalized=True)
+    assert [row.name for row in table][:3] == ["words", "match", "words in [0, 1]"]
+    assert [row for row in table if row.name != "words in [0, 1]"] == plain
+    reward, raw = table[2], table[0]
+    assert (reward.base, reward.final) == pytest.approx((raw.base / 10, raw.final / 10))
+    assert reward.change == pytest.approx(0.2)
+
+
+def test_a_policy_can_be_measured_without_any_score():
+    evaluation = run(policy(), calibrations={}, extra_fns={}, reward_fns={})
+    assert evaluation.scores == evaluation.normalized == {}
+    assert evaluation.num_prompts == 6
+    assert comparison_table(evaluation, evaluation)[0].name == "kl"
+
+
 def test_rows_and_state_can_be_written_to_disk():
     base = run(policy())
     rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
@@ -179,3 +207,126 @@ def test_evaluations_that_cannot_be_trusted_are_refused():
         evaluate(policy(), PROMPTS, fns, num_samples=0, **options)
     with pytest.raises(ValueError, match="'words' has no calibration"):
         evaluate(policy(), PROMPTS, fns, **{**options, "calibrations": {}})
+
+
+LETTER_PROMPTS = ["abc", "jihgfe", "d", "cafe bad"]
+TOKEN_IDS = torch.tensor([[4, 9, 7, 14, 5], [8, 8, 4, 6, 10]])
+ROLLOUT = RolloutConfig(max_new_tokens=10, temperature=0.8, stop_strings=[])
+
+
+@pytest.fixture
+def save_adapter(checkpoint, tmp_path):
+    """Saves an adapter that does something, with modules and rank of its own, to a folder."""
+
+    def save(name: str, *, r: int, target_modules: list[str]) -> Path:
+        base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        lora = LoraConfig(
+            task_type="CAUSAL_LM", r=r, target_modules=target_modules, init_lora_weights=False
+        )
+        with without_needless_warnings():
+            get_peft_model(base, lora).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+@pytest.fixture
+def folders(save_adapter) -> list[Path]:
+    torch.manual_seed(0)
+    return [
+        save_adapter("wide", r=4, target_modules=["q_proj", "v_proj"]),
+        save_adapter("small", r=2, target_modules=["o_proj"]),
+    ]
+
+
+def test_adapters_of_other_ranks_and_modules_share_a_base_and_act_as_if_alone(checkpoint, folders):
+    policy = load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert not policy.training
+    expected = [base(TOKEN_IDS).logits]
+    for folder in folders:
+        fresh = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        with without_needless_warnings():
+            expected.append(PeftModel.from_pretrained(fresh, str(folder))(TOKEN_IDS).logits)
+    for index in (1, None, 0, 1, 0, None):  # whoever spoke before
+        with select_adapter(policy, index) as reference:
+            place = 0 if index is None else index + 1
+            assert torch.equal(policy(TOKEN_IDS).logits, expected[place])
+            with reference():
+                assert torch.equal(policy(TOKEN_IDS).logits, expected[0])
+            assert torch.equal(policy(TOKEN_IDS).logits, expected[place])
+    assert not torch.equal(expected[1], expected[2])
+
+
+def test_more_adapters_than_digits_keep_their_own_tensors(checkpoint, save_adapter):
+    torch.manual_seed(0)
+    folders = [save_adapter(f"a{i}", r=2, target_modules=["q_proj"]) for i in range(12)]
+    policy = load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+    outputs = []
+    for index in range(12):
+        with select_adapter(policy, index):
+            outputs.append(policy(TOKEN_IDS).logits)
+    alone = load_adapters(PolicyConfig(path=str(checkpoint)), folders[1:2])
+    assert torch.equal(outputs[1], alone(TOKEN_IDS).logits)
+    assert not any(torch.equal(outputs[1], other) for other in [outputs[0], *outputs[2:]])
+
+
+def test_replies_without_a_trainer_are_the_trainer_s(make_trainer, letter_count, tokenizer):
+    trainer = make_trainer(rewards={"a": letter_count("a")})
+    with RandomStream(0):
+        expected = trainer.replies(LETTER_PROMPTS)
+    with RandomStream(0):
+        replies = sample_replies(
+            trainer.policy_model,
+            LETTER_PROMPTS,
+            tokenizer=tokenizer,
+            prompt_format=PromptFormat(),
+            config=ROLLOUT,
+            reference=trainer.policy_model.disable_adapter,
+        )
+    assert replies.completions == expected.completions
+    for name in ("kl", "num_tokens", "ended"):
+        assert torch.equal(getattr(replies, name), getattr(expected, name))
+    assert replies.kl.abs().max() > 0.01
+
+
+def test_the_base_model_has_no_kl_from_itself(checkpoint, folders, tokenizer):
+    policy = load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+    with select_adapter(policy, None) as reference, RandomStream(0):
+        replies = sample_replies(
+            policy,
+            LETTER_PROMPTS,
+            tokenizer=tokenizer,
+            prompt_format=PromptFormat(),
+            config=ROLLOUT,
+            reference=reference,
+        )
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with RandomStream(0):
+        expected = sample_replies(
+            base,
+            LETTER_PROMPTS,
+            tokenizer=tokenizer,
+            prompt_format=PromptFormat(),
+            config=ROLLOUT,
+            reference=nullcontext,
+        )
+    assert replies.completions == expected.completions
+    assert replies.kl.abs().max() < 1e-5
+
+
+def test_an_adapter_of_another_base_is_refused_unless_the_base_is_said_to_be_the_same(
+    checkpoint, folders, monkeypatch
+):
+    settings = folders[0] / "adapter_config.json"
+    values = json.loads(settings.read_text())
+    settings.write_text(json.dumps(values | {"base_model_name_or_path": "some/other"}))
+    config = PolicyConfig(path=str(checkpoint))
+    with pytest.raises(
+        ValueError, match=r"was made for the base model 'some/other', got .*check_base"
+    ):
+        load_adapters(config, folders)
+    load_adapters(config, folders, check_base=False)
+    monkeypatch.chdir(checkpoint.parent)  # the same folder, spelt otherwise
+    settings.write_text(json.dumps(values))
+    load_adapters(PolicyConfig(path=checkpoint.name), folders)

@@ -11,7 +11,7 @@ from firm.alignment.policy import (
     load_policy,
     load_tokenizer,
     set_adapter_dropout,
-    without_deprecation_warnings,
+    without_needless_warnings,
 )
 from firm.federation import RandomStream
 
@@ -237,7 +237,7 @@ def test_adapter_dropout_can_be_set_and_other_dropout_is_left_alone(make_model):
         target_modules=["c_attn"],
         fan_in_fan_out=True,  # GPT-2's layers are stored transposed
     )
-    with without_deprecation_warnings():
+    with without_needless_warnings():
         policy = get_peft_model(model, config)
     set_adapter_dropout(policy, 0.5)
     dropouts = {n: m.p for n, m in policy.named_modules() if isinstance(m, torch.nn.Dropout)}

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.alignment.rewards import Calibration, RewardModel, calibrate, normalize, score
+from firm.alignment.rewards import (
+    Calibration,
+    RewardModel,
+    calibrate,
+    normalize,
+    reward_diagnostics,
+    score,
+)
 
 PROMPTS = ["secret one", "secret two", "secret three"]
 REPLIES = ["a", "bb", "ccc"]
@@ -154,3 +161,22 @@ def test_every_row_is_normalized_by_its_own_calibration():
     assert rewards[1:].tolist() == [[0.5, 1.0], [0.25, 7.0]]
     with pytest.raises(ValueError, match="2 rows of scores need one calibration each, got 3"):
         normalize(raw[:2], calibrations)
+
+
+def test_diagnostics_are_means_spreads_and_pearson_correlations():
+    raw = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) + 100
+    lengths = torch.randint(1, 40, (50,), generator=torch.Generator().manual_seed(1))
+    figures = reward_diagnostics(raw, lengths)
+    expected = np.corrcoef(np.vstack([raw.double().numpy(), lengths.numpy()]))
+    np.testing.assert_allclose(figures["correlation"], expected[[0, 0, 1], [1, 2, 2]], atol=1e-9)
+    np.testing.assert_allclose(figures["length_correlation"], expected[3, :3], atol=1e-9)
+    torch.testing.assert_close(figures["mean"], raw.mean(1))
+    torch.testing.assert_close(figures["spread"], raw.std(1))
+
+
+def test_what_does_not_vary_has_no_correlation():
+    raw = torch.stack([torch.full((4,), 0.1), torch.arange(4.0)])
+    figures = reward_diagnostics(raw, torch.tensor([3, 1, 4, 1]))
+    assert figures["correlation"].isnan().all()
+    assert figures["length_correlation"].isnan().tolist() == [True, False]
+    assert reward_diagnostics(raw[:, :1], torch.tensor([3]))["spread"].tolist() == [0.0, 0.0]

@@ -1,5 +1,6 @@
 import contextlib
 import copy
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -7,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firm.alignment.advantages import kl_penalty
+from firm.alignment.prompts import PromptFormat
 from firm.alignment.rollout import (
     INVALID_LOGPROB,
     RolloutConfig,
     Rollouts,
+    encode_dialogues,
     end_token_ids,
     find_ends,
     forward,
@@ -19,7 +22,7 @@ from firm.alignment.rollout import (
     rollout,
     token_logprobs,
 )
-from firm.federation import RandomStream
+from firm.federation import RandomStream, Team
 
 PAD, BOS, EOS = 0, 1, 2
 QUERIES = ["abc", "jihgfe", "d", "cafe bad"]
@@ -513,3 +516,74 @@ def test_the_text_is_cut_at_the_stop_string_that_is_complete_first(tokenizer):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="stop_strings"):
         RolloutConfig(stop_strings=[""])
+
+
+def test_dialogues_become_left_padded_ids_in_the_policy_s_format(tokenizer):
+    dialogues = [
+        "\n\nHuman: abc\n\nAssistant:",
+        "\n\nHuman: d\n\nAssistant: e\n\nHuman: fg\n\nAssistant:",
+    ]
+    ids = encode_dialogues(
+        dialogues,
+        tokenizer,
+        prompt_format=PromptFormat("plain", template="a{prompt}"),
+        max_prompt_tokens=8,
+    )
+    assert tokenizer.batch_decode(ids.tolist()) == ["aabc", "<pad>afg"]
+    assert ids[1, 0] == PAD
+
+
+def test_a_dialogue_that_is_too_long_loses_its_oldest_turns(tokenizer):
+    turns = [f"\n\nHuman: {letter * 3}\n\nAssistant: {letter}" for letter in "abc"]
+    dialogue = "".join(turns) + "\n\nHuman: j\n\nAssistant:"
+    last_two = dialogue[dialogue.index("\n\nHuman: ccc") :]
+    limit = len(tokenizer(last_two)["input_ids"])
+
+    def encode(text: str, max_prompt_tokens: int) -> torch.Tensor:
+        return encode_dialogues(
+            [text], tokenizer, prompt_format=PromptFormat(), max_prompt_tokens=max_prompt_tokens
+        )
+
+    assert torch.equal(encode(dialogue, limit), encode(last_two, 1000))
+    assert encode(dialogue, limit - 1).size(1) < limit
+
+
+@dataclass(frozen=True)
+class Seat(Team):
+    """One seat of a team whose members are played one after the other."""
+
+    given: list = field(default_factory=list)
+
+    def together(self, work):
+        return work()
+
+    def gather(self, content):
+        self.given.append(content)
+        return list(self.given)
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_a_team_samples_what_one_process_samples_and_leaves_its_generator_alike(
+    make_model, tokenizer, num_members
+):
+    model, config = make_model(), RolloutConfig(max_new_tokens=10, stop_strings=[])
+    query_ids = torch.randint(4, 10, (5, 6), generator=torch.Generator().manual_seed(0))
+    options = {"tokenizer": tokenizer, "config": config, "end_ids": [tokenizer.eos_token_id]}
+
+    torch.manual_seed(1)
+    ids, logprobs = generate(model, query_ids, **options)
+    after = torch.get_rng_state()
+
+    given: list = []
+    for rank in range(num_members):
+        torch.manual_seed(1)
+        seat = Seat(rank, num_members, given=given)
+        team_ids, team_logprobs = generate(model, query_ids, **options, team=seat)
+    # the last member has seen what all gave, and knows how long the longest reply is
+    assert torch.equal(team_ids, ids)
+    assert torch.equal(torch.get_rng_state(), after)
+    ended = (ids[:, 6:] == tokenizer.eos_token_id).cumsum(1) > 0
+    first_end = ended & (ended.cumsum(1) == 1)
+    real = ~ended | first_end
+    torch.testing.assert_close(team_logprobs[real], logprobs[real], rtol=1e-5, atol=1e-6)
+    assert ended.any(), "some reply must end early for this to test much"

@@ -10,6 +10,9 @@ from transformers import LlamaForSequenceClassification
 from trl.experimental.ppo import PPOConfig as StockConfig
 from trl.experimental.ppo import PPOTrainer as StockTrainer
 
+from firm.alignment import PolicyConfig, load_policy
+from firm.federation import RandomStream
+
 # what stock TRL, not our subclass, warns of
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -146,6 +149,83 @@ def some_experience(trainer):
     query_ids = torch.randint(4, 10, (16, 6))
     prompts = trainer.processing_class.batch_decode(query_ids)
     return trainer.experience(trainer.sample(query_ids), prompts)
+
+
+@pytest.mark.parametrize("size", [3, 8, 16])
+@pytest.mark.parametrize("critic", ["heads", "network"])
+def test_micro_batches_sum_to_the_minibatch_and_are_one_optimizer_step(
+    make_trainer, letter_count, size, critic
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    arguments = {"rewards": rewards, "critic": critic, "minibatch_size": 16}
+
+    def new_trainer(**changes):
+        torch.manual_seed(6)  # of the value network
+        return make_trainer(**arguments, **changes)
+
+    whole, parts = new_trainer(), new_trainer(micro_batch_size=size)
+    steps = []
+    parts.learner.actor_optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    index = np.random.default_rng(0).permutation(16)
+    expected = whole.gradients(some_experience(whole), index)
+    found = parts.gradients(some_experience(parts), index)
+    torch.testing.assert_close(found.jacobian, expected.jacobian, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=1e-7)
+    for mine, theirs in zip(found.aux.critic_gradients, expected.aux.critic_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+    for name, figure in expected.aux.metrics.items():
+        torch.testing.assert_close(found.aux.metrics[name], figure, rtol=1e-4, atol=1e-6)
+    parts.step(found, torch.tensor([0.5, 0.5]))
+    assert len(steps) == 1
+
+
+def test_gradient_checkpointing_computes_again_and_changes_nothing(
+    make_trainer, checkpoint, letter_count
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+
+    def gradients(checkpointing):
+        config = PolicyConfig(str(checkpoint), gradient_checkpointing=checkpointing)
+        policy = load_policy(config, stream=RandomStream(0, "adapter"))
+        trainer = make_trainer(rewards=rewards, policy=policy)
+        experience = some_experience(trainer)
+        calls = []
+        attention = policy.get_base_model().model.layers[0].self_attn
+        attention.register_forward_pre_hook(lambda *_: calls.append(1))
+        return trainer.gradients(experience, slice(None)).jacobian, len(calls)
+
+    plain, num_calls = gradients(False)
+    again, num_calls_again = gradients(True)
+    assert plain.norm() > 1e-3
+    assert torch.equal(plain, again)
+    assert (num_calls, num_calls_again) == (1, 1 + len(rewards))  # once more per backward pass
+
+
+def test_a_bfloat16_policy_trains_a_float32_adapter(make_trainer, make_policy, letter_count):
+    policy = make_policy(dtype=torch.bfloat16)
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    trainer = make_trainer(rewards={letter: letter_count(letter) for letter in "ab"}, policy=policy)
+    assert {p.dtype for p in policy.parameters() if not p.requires_grad} == {torch.bfloat16}
+    gradients = trainer.gradients(some_experience(trainer), slice(None))
+    assert gradients.jacobian.dtype == torch.float32
+    assert gradients.jacobian.isfinite().all()
+    before = [p.detach().clone() for p in trainer.adapter_parameters.values()]
+    trainer.step(gradients, torch.tensor([0.5, 0.5]))
+    for parameter, old in zip(trainer.adapter_parameters.values(), before, strict=True):
+        assert parameter.dtype == torch.float32
+        assert not torch.equal(parameter, old)
+
+
+def test_a_compiled_policy_gives_the_same_gradients(make_trainer, make_policy, letter_count):
+    def gradients(compiled):
+        policy = make_policy()
+        if compiled:  # "eager" traces the model as the other backends do, and generates no code
+            policy.get_base_model().model.compile(backend="eager")
+        trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
+        return trainer.gradients(some_experience(trainer), slice(None)).jacobian
+
+    torch.testing.assert_close(gradients(True), gradients(False))
 
 
 def test_adapter_dropout_is_active_in_updates_and_off_in_rollouts(make_trainer, letter_count):
