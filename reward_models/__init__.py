@@ -1,7 +1,7 @@
 """Reward models: Hugging Face sequence classifiers and plain Python functions, chosen by name.
 
 A reward model is a callable with TRL's reward-function signature,
-`f(prompts, completions, **kwargs) -> list[float]`. A function becomes one by the decorator:
+`f(prompts, completions, **kwargs) -> list[float]`. A function becomes one by the decorator::
 
     from reward_models import reward_model
 
@@ -9,27 +9,37 @@ A reward model is a callable with TRL's reward-function signature,
     def question_marks(completions, **kwargs):
         return [float(text.count("?")) for text in completions]
 
-and a config names it, with the file that it stands in.
+and a config names it, with the file that it stands in. A package offers one to all who install it
+by an entry point in the group "firm.reward_models"::
+
+    [project.entry-points."firm.reward_models"]
+    question_marks = "my_package.rewards:question_marks"
 """
 
 from reward_models import miniature  # registers the miniature world's true scores
+from reward_models.golden import GoldenScore, check_golden_scores
 from reward_models.registry import (
+    ENTRY_POINT_GROUP,
     REWARD_MODELS,
     RewardModelConfig,
     load_reward_model,
     reward_model,
 )
-from reward_models.scripted import brevity, positivity
+from reward_models.scripted import brevity, politeness, positivity
 from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
 
 __all__ = [
+    "ENTRY_POINT_GROUP",
     "REWARD_MODELS",
+    "GoldenScore",
     "RewardModelConfig",
     "SequenceClassifierReward",
     "brevity",
+    "check_golden_scores",
     "load_reward_model",
     "load_sequence_classifier",
     "miniature",
+    "politeness",
     "positivity",
     "reward_model",
 ]

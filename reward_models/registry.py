@@ -5,19 +5,24 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from reward_models.sequence_classifier import (
-    CallFormat,
-    SequenceClassifierReward,
-    load_sequence_classifier,
-)
+from reward_models.formats import CallFormat
+from reward_models.golden import GoldenScore, check_golden_scores
+from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+ENTRY_POINT_GROUP = "firm.reward_models"
+"""Installed packages offer reward functions in this group of entry points: the key is the reward's
+name, the value the function, or a module that registers it."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,18 @@ class RewardModelConfig:
     """One objective's reward model."""
 
     name: str = "sequence_classifier"
-    """"sequence_classifier" for a Hugging Face checkpoint, or the name of a registered function
-    ("brevity" and "positivity" ship)."""
+    """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: "brevity",
+    "politeness" or "positivity", which ship, one in `file`, or one of an installed package."""
     path: str = ""
     """The checkpoint: a folder, or a name on the Hugging Face hub."""
     format: CallFormat = "hh_pair"
     """How a sequence classifier reads a reply. "hh_pair": dialogue and reply as a pair, spelt as
-    the Ray2333 models were trained; "plain": both as one text; "response": the reply alone."""
+    the Ray2333 models were trained; "question_answer": the last human turn and the reply as a pair
+    without role tags, as OpenAssistant's DeBERTa models; "chat_template": the turns in the
+    classifier's own chat template; "plain": both as one text; "response": the reply alone."""
+    output: int | None = None
+    """Label of a classifier with several whose logit is the reward, counted from 0; by default the
+    classifier must have one."""
     append_eos: bool = False
     """Ends every text with EOS, as TRL trains its reward models. Leave it off for a checkpoint
     whose pad token is its EOS: there the score was read from the token before."""
@@ -43,11 +53,13 @@ class RewardModelConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the parameters."""
     device: str = "auto"
-    """"auto" takes the accelerator when there is one, else the CPU."""
+    """"auto" takes the accelerator when there is one, else the CPU; "cuda:1" is its second one."""
     file: str = ""
     """A Python file whose functions join the registry by the decorator `reward_model`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of a registered function, such as brevity's `half_words`."""
+    golden: list[GoldenScore] = field(default_factory=list)
+    """Examples with known scores, which are checked when the reward model is loaded."""
     normalization: Literal["sigmoid", "minmax", "none"] = "sigmoid"
     """How raw scores become rewards in [0, 1], with figures frozen on replies of the base model.
     "sigmoid" of the standardised score; "minmax" between its 5 % and 95 % quantiles; "none" leaves
@@ -70,17 +82,23 @@ class RewardModelConfig:
                 "a reward model's batch_size and max_length must be at least 1, got "
                 f"{self.batch_size} and {self.max_length}."
             )
+        if self.output is not None and (not is_classifier or self.output < 0):
+            raise ValueError(
+                "output is a sequence classifier's label, counted from 0, got "
+                f"{self.output} for {self.name!r}: correct or remove it."
+            )
 
 
 def _sequence_classifier(config: RewardModelConfig, objective: str) -> SequenceClassifierReward:
     model, tokenizer = load_sequence_classifier(
-        config.path, dtype=config.dtype, device=config.device
+        config.path, output=config.output, dtype=config.dtype, device=config.device
     )
     return SequenceClassifierReward(
         model,
         tokenizer,
         name=objective,
         format=config.format,
+        output=config.output,
         append_eos=config.append_eos,
         max_length=config.max_length,
         batch_size=config.batch_size,
@@ -146,21 +164,19 @@ def load_reward_model(config: RewardModelConfig, objective: str) -> Any:
     """The reward model of an objective: a callable with TRL's signature and a `name`.
 
     Raises:
-        ValueError: No such name, file or checkpoint, or one that does not fit its settings.
+        ValueError: No such name, file or checkpoint, one that does not fit its settings, or one
+            that misses a golden score.
     """
-    if config.file:
-        _import_file(config.file)
-    if config.name not in REWARD_MODELS:
-        near = difflib.get_close_matches(config.name, REWARD_MODELS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(REWARD_MODELS)};"
-        raise ValueError(
-            f"objective {objective!r} has no reward model {config.name!r}: {hint} "
-            "a function of your own needs `file` and the decorator."
-        )
     try:
-        return REWARD_MODELS[config.name](config, objective)
+        if config.file:
+            _import_file(config.file)
+        if config.name not in REWARD_MODELS:
+            _import_installed(config.name)
+        reward = REWARD_MODELS[config.name](config, objective)
+        check_golden_scores(reward, config.golden)
     except ValueError as error:
         raise ValueError(f"reward model of {objective!r}: {error}") from error
+    return reward
 
 
 def _import_file(file: str) -> None:
@@ -174,10 +190,72 @@ def _import_file(file: str) -> None:
         raise ValueError(f"no Python file of reward functions at {file}: correct `file`.")
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with _all_or_no_names():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ValueError(
-            f"the reward functions in {file} cannot be imported ({type(error).__name__}: {error}): "
-            "repair the file."
+            f"the file of reward functions cannot be imported, {_place(error, path)}: "
+            f"{_in_one_line(error)}: repair it."
         ) from error
+
+
+def _import_installed(name: str) -> None:
+    """Registers a name that an installed package offers."""
+    offers = entry_points(group=ENTRY_POINT_GROUP)
+    packages = [offer.dist.name if offer.dist else "?" for offer in offers if offer.name == name]
+    if not packages:
+        known = sorted({*REWARD_MODELS, *offers.names})
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)};"
+        raise ValueError(
+            f"there is no reward model {name!r}: {hint} "
+            "a function of your own needs `file` and the decorator."
+        )
+    if len(packages) > 1:
+        raise ValueError(
+            f"several installed packages offer the reward model {name!r} ({', '.join(packages)}): "
+            "uninstall all but one."
+        )
+    (offer,) = offers.select(name=name)
+    try:
+        with _all_or_no_names():
+            found = offer.load()
+            if name not in REWARD_MODELS:
+                if not callable(found):
+                    raise TypeError(f"{offer.value} is no function, and registers none of the name")
+                reward_model(name)(found)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "
+            f"({_in_one_line(error)}): repair or update the package."
+        ) from error
+
+
+@contextmanager
+def _all_or_no_names() -> Iterator[None]:
+    """Takes back what a failing import registered, or trying again would find the name taken."""
+    before = dict(REWARD_MODELS)
+    try:
+        yield
+    except BaseException:
+        REWARD_MODELS.clear()
+        REWARD_MODELS.update(before)
+        raise
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The file and its own line that the error came through, not a line of what it imports."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path)
+    ]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+    return f"{path}:{lines[-1]}" if lines and lines[-1] else str(path)
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return ": ".join([type(error).__name__, *text.splitlines()[:1]])

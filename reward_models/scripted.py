@@ -1,6 +1,6 @@
 """Rewards that are a few lines of Python: quick to run, and plain about what they measure.
 
-They need no model, so they suit a first run on any policy. Both look at the surface of a text.
+They need no model, so they suit a first run on any policy. All look at the surface of a text.
 """
 
 import re
@@ -12,6 +12,19 @@ POSITIVE_WORDS = (
     "beautiful best brave clever enjoy excited friend friends fun glad good great happy help hope "
     "joy kind kindness laugh laughed love loved lovely nice play please proud safe share shared "
     "smile smiled sweet thank thanks together welcome wonderful"
+)
+
+COURTEOUS_PHRASES = (
+    "please, thank you, thanks, you're welcome, you are welcome, sorry, i apologize, i apologise, "
+    "my apologies, excuse me, pardon, may i, could you, would you, would you mind, "
+    "i'd be happy to, i would be happy to, i'm happy to, happy to help, glad to help, my pleasure, "
+    "i appreciate, good question, good luck, take care, with respect, if you like, feel free"
+)
+RUDE_PHRASES = (
+    "shut up, stupid, idiot, idiotic, moron, dumb, fool, loser, jerk, pathetic, ridiculous, "
+    "nonsense, damn, hell, crap, shit, fuck, fucking, bitch, bastard, asshole, screw you, "
+    "go away, get lost, who cares, none of your business, i don't care, what's wrong with you, "
+    "your own fault"
 )
 
 
@@ -54,3 +67,43 @@ def positivity(
         float(sum(word in positive for word in re.findall(r"[\w']+", text.lower())))
         for text in completions
     ]
+
+
+@reward_model("politeness")
+def politeness(
+    completions: list[str],
+    *,
+    prompts: list[str] | None = None,
+    courteous: str = COURTEOUS_PHRASES,
+    rude: str = RUDE_PHRASES,
+    **_: Any,
+) -> list[float]:
+    """How many courteous phrases each reply has, less the rude ones: no phrase at all gives 0.
+
+    A phrase is one or more whole words, in any case and with any punctuation between them; where
+    one holds another, the longer one counts, once. A word has no context here: whoever quotes an
+    insult is charged for it, and who explains hell, too.
+
+    Args:
+        completions: The replies.
+        prompts: Not looked at.
+        courteous: What counts for a reply, separated by commas.
+        rude: What counts against it.
+
+    >>> politeness(["Thank you! Could you say more, please?", "Shut up.", "Rain."])
+    [3.0, -1.0, 0.0]
+    """
+    for_it, against_it = _any_of(courteous), _any_of(rude)
+    texts = [_words(text) for text in completions]
+    return [float(len(for_it.findall(text)) - len(against_it.findall(text))) for text in texts]
+
+
+def _words(text: str) -> str:
+    """The words in lower case, one space between them."""
+    return " ".join(re.findall(r"\w+(?:'\w+)*", text.lower().replace("\u2019", "'")))
+
+
+def _any_of(phrases: str) -> re.Pattern[str]:
+    """Finds whole phrases in what `_words` gives, the longest first."""
+    spelt = sorted(filter(None, map(_words, phrases.split(","))), key=len, reverse=True)
+    return re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, spelt))})(?!\S)" if spelt else r"(?!)")

@@ -9,20 +9,20 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BatchEncoding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
-CallFormat = Literal["hh_pair", "plain", "response"]
-
-ASSISTANT = "\n\nAssistant:"
+from reward_models.formats import CallFormat, check_format, present
 
 UNKNOWN_LENGTH = 10**9
 """Longer than any model reads; tokenizers without a limit say 10^30."""
@@ -31,24 +31,27 @@ Features = dict[str, list[int]]
 
 
 class SequenceClassifierReward:
-    """The one logit of a sequence classifier as a reward function.
+    """One logit of a sequence classifier as a reward function.
 
     Args:
-        model: A sequence classifier with one label; it is put into evaluation mode.
+        model: A sequence classifier; it is put into evaluation mode.
         tokenizer: The model's own.
         name: The objective.
         format: How a reply is presented; see `RewardModelConfig.format`.
+        output: Label whose logit is the reward; None demands that there is one label.
         append_eos: Whether every text ends with EOS.
         max_length: Longest input in tokens; longer ones lose their beginning, but not the special
             tokens that the tokenizer opens with. By default what the model has positions for.
         batch_size: Replies that are scored at once.
 
     Attributes:
-        num_truncated: How many inputs have been cut so far.
+        num_scored: How many inputs have been scored so far.
+        num_truncated: How many of them have been cut.
 
     Raises:
-        ValueError: The model has not one label, there is no EOS to append, or `max_length` is
-            unknown or beyond the model's positions.
+        ValueError: There is no such label, or several and no choice; the tokenizer cannot spell
+            the format; there is no EOS to append; or `max_length` is unknown or beyond the model's
+            positions.
     """
 
     def __init__(
@@ -58,15 +61,13 @@ class SequenceClassifierReward:
         *,
         name: str,
         format: CallFormat = "hh_pair",
+        output: int | None = None,
         append_eos: bool = False,
         max_length: int | None = None,
         batch_size: int = 32,
     ) -> None:
-        if model.config.num_labels != 1:
-            raise ValueError(
-                f"the classifier has {model.config.num_labels} labels, expected 1: "
-                "use a checkpoint that gives one score."
-            )
+        self._column = _checked_column(output, model.config.num_labels)
+        check_format(format, tokenizer)
         # A causal classifier has one linear layer `score` on every position; the last one counts.
         score = getattr(model, "score", None)
         self._score_layer = score if isinstance(score, torch.nn.Module) else None
@@ -78,10 +79,11 @@ class SequenceClassifierReward:
         self.name = name
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.format = format
+        self.format: CallFormat = format
+        self.output = output
         self.append_eos = append_eos
         self.batch_size = batch_size
-        self.num_truncated = 0
+        self.num_scored = self.num_truncated = 0
         self.max_length = _checked_max_length(max_length, model, tokenizer)
         accepted = inspect.signature(model.forward).parameters
         self._inputs = ["input_ids"] + [
@@ -89,10 +91,13 @@ class SequenceClassifierReward:
             for key in tokenizer.model_input_names
             if key == "token_type_ids" and key in accepted and self._score_layer is None
         ]
-        special = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
-        self._num_opening = special.index(0) if 0 in special else 0
-        # Masked padding after a causal text may be any id; an encoder may find padding by its id.
-        self._pad_id: Any = 0 if self._score_layer is not None else tokenizer.pad_token_id or 0
+        self._num_opening = self._count_opening()
+        # Padding is masked, so after a causal text it may be any id. An encoder may find padding by
+        # its id, but not where that is EOS: BART counts the EOS of every text.
+        pads = [model.config.get_text_config().pad_token_id, tokenizer.pad_token_id]
+        is_causal = self._score_layer is not None
+        others = [i for i in pads if i not in (None, tokenizer.eos_token_id)]
+        self._pad_id: Any = 0 if is_causal or not others else others[0]
         self._end_id: Any = tokenizer.eos_token_id or 0
 
     def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -104,6 +109,7 @@ class SequenceClassifierReward:
             kwargs: Not looked at.
         """
         rows = self._encode(prompts, completions)
+        self.num_scored += len(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
         scores = torch.empty(len(rows))
         for start in range(0, len(rows), self.batch_size):
@@ -115,19 +121,27 @@ class SequenceClassifierReward:
         both = list(zip(prompts, completions, strict=True))
         if not both:
             return []
-        if self.format == "hh_pair":
-            questions = [_hh_question(prompt) for prompt in prompts]
-            answers = [completion.lstrip(" ") for completion in completions]
-            encoded = self.tokenizer(questions, answers, verbose=False)
-        elif self.format == "plain":
-            encoded = self.tokenizer([_joined(*pair) for pair in both], verbose=False)
-        else:
-            encoded = self.tokenizer(list(completions), verbose=False)
+        encoded = self._tokenize([present(self.format, *pair, self.tokenizer) for pair in both])
         columns: list[list[list[int]]] = [encoded[key] for key in self._inputs]  # type: ignore[misc]
         return [
             self._fit(dict(zip(self._inputs, row, strict=True)))
             for row in zip(*columns, strict=True)
         ]
+
+    def _tokenize(self, texts: Sequence[tuple[str, ...]]) -> BatchEncoding:
+        """Token ids and segments; a chat template has written the special tokens itself."""
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        is_whole = self.format == "chat_template"
+        return self.tokenizer(*columns, add_special_tokens=not is_whole, verbose=False)
+
+    def _count_opening(self) -> int:
+        """How many special tokens open every text and survive truncation."""
+        if self.format == "chat_template":
+            texts = [present(self.format, "a", "a", self.tokenizer)]
+            (ids,) = self._tokenize(texts)["input_ids"]  # type: ignore[misc]
+            return int(ids[:1] == [self.tokenizer.bos_token_id])
+        special = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        return special.index(0) if 0 in special else 0  # type: ignore[union-attr]
 
     def _fit(self, row: Features) -> Features:
         """The row with its EOS, without what is too much at its beginning, and never empty."""
@@ -159,19 +173,39 @@ class SequenceClassifierReward:
             hidden_states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
             last = hidden_states[torch.arange(len(rows)), lengths - 1]  # [B, H]
             logits = self._score_layer(last)
-        return logits.squeeze(1).float().cpu()
+        return logits[:, self._column].float().cpu()
+
+    def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
+        """The same model, asked in another way and with counters of its own.
+
+        Raises:
+            ValueError: The tokenizer cannot spell the format, or there is no EOS to append.
+        """
+        return SequenceClassifierReward(
+            self.model,
+            self.tokenizer,
+            name=self.name,
+            format=format,
+            output=self.output,
+            append_eos=append_eos,
+            max_length=self.max_length,
+            batch_size=self.batch_size,
+        )
 
 
-def _hh_question(prompt: str) -> str:
-    """The dialogue as the Ray2333 model cards spell it: a space before the last assistant tag."""
-    question = prompt.removesuffix(ASSISTANT)
-    return prompt if question == prompt else question.rstrip(" ") + " " + ASSISTANT
-
-
-def _joined(prompt: str, completion: str) -> str:
-    """One text; a reply from a chat template lacks the space that follows a tag in HH-RLHF."""
-    is_glued = prompt.endswith(ASSISTANT) and completion and not completion[0].isspace()
-    return prompt + (" " if is_glued else "") + completion
+def _checked_column(output: int | None, num_labels: int | None) -> int:
+    assert num_labels is not None  # a classifier's config has at least Transformers' default
+    if output is None and num_labels != 1:
+        raise ValueError(
+            f"the classifier has {num_labels} labels, and a reward is one number: set `output` to "
+            f"the label that counts, 0 to {num_labels - 1}."
+        )
+    column = output or 0
+    if not 0 <= column < num_labels:
+        labels = "one label" if num_labels == 1 else f"{num_labels} labels"
+        remedy = "leave it out" if num_labels == 1 else f"choose from 0 to {num_labels - 1}"
+        raise ValueError(f"the classifier has {labels}, got output {column}: {remedy}.")
+    return column
 
 
 def _checked_max_length(
@@ -191,30 +225,33 @@ def _checked_max_length(
 
 
 def load_sequence_classifier(
-    path: str | Path, *, dtype: str = "float32", device: str = "auto"
+    path: str | Path, *, output: int | None = None, dtype: str = "float32", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sequence classifier with one label and its tokenizer.
+    """A sequence classifier and its tokenizer.
 
     Args:
         path: A folder, or a name on the Hugging Face hub.
+        output: Label that will be the reward. None demands that there is one label, whatever the
+            checkpoint's config says, since some forget to say it.
         dtype: Type of the parameters, as torch names it.
         device: Where the model goes; "auto" takes the accelerator when there is one.
 
     Raises:
-        ValueError: There is no such checkpoint, it cannot be reached, or it is no classifier with
-            one label.
+        ValueError: There is no such device or checkpoint, it cannot be reached, it is no
+            classifier, or it has several labels and `output` picks none.
     """
-    if device == "auto":
-        accelerator = torch.accelerator.current_accelerator()
-        device = str(accelerator) if accelerator and torch.accelerator.is_available() else "cpu"
+    place = _checked_device(device)
     is_folder = Path(path).expanduser().is_dir()
     location = str(Path(path).expanduser()) if is_folder else str(path)
     try:
         with _quiet_transformers():
+            config = AutoConfig.from_pretrained(location)
+            if output is None:
+                config.num_labels = 1
             tokenizer = AutoTokenizer.from_pretrained(location)
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 location,
-                num_labels=1,
+                config=config,
                 dtype=getattr(torch, dtype),
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -229,17 +266,39 @@ def load_sequence_classifier(
             f"hub ({reason}): give the path of a local checkpoint, or download it first."
         ) from error
     if report["mismatched_keys"]:
-        name, shape, _ = sorted(report["mismatched_keys"])[0]
+        name, shape, expected = sorted(report["mismatched_keys"])[0]
+        what = f"{name} has shape {list(shape)}, its config wants {list(expected)}"
         raise ValueError(
-            f"{path} does not fit a classifier with one label ({name} has shape {list(shape)}): "
-            "use a checkpoint that gives one score."
+            f"{path} has {shape[0]} labels, and a reward is one number ({what}): set `output` to "
+            f"the label that counts, 0 to {shape[0] - 1}."
+            if output is None and expected[0] == 1 < shape[0]
+            else f"{path} contradicts itself ({what}): repair its config.json."
         )
     if report["missing_keys"]:
         raise ValueError(
             f"{path} is no trained classifier ({sorted(report['missing_keys'])[0]} is missing): "
             "use a reward model, not a language model."
         )
-    return model.to(device), tokenizer
+    return model.to(place), tokenizer
+
+
+def _checked_device(device: str) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    has_accelerator = accelerator is not None and torch.accelerator.is_available()
+    if device == "auto":
+        return accelerator if accelerator is not None and has_accelerator else torch.device("cpu")
+    known = ["cpu"]
+    if accelerator is not None and has_accelerator:
+        known += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:  # torch lists dozens of device types, most of them absent
+        wanted = None
+    if wanted is None or f"{wanted.type}:{wanted.index or 0}" not in [*known, "cpu:0"]:
+        raise ValueError(
+            f"there is no device {device!r} here: choose 'auto' or one of {', '.join(known)}."
+        )
+    return wanted
 
 
 @contextmanager

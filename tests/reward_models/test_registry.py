@@ -1,4 +1,5 @@
 import asyncio
+import sys
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -69,17 +70,54 @@ def test_files_that_cannot_be_imported_are_named(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module_here")
     for _ in range(2):  # the failed import leaves nothing behind
-        with pytest.raises(ValueError, match=r"broken\.py cannot be imported \(ModuleNotFound"):
+        with pytest.raises(ValueError, match=r"broken\.py:1: ModuleNotFoundError: No module"):
             load_reward_model(RewardModelConfig(name="x", file=str(broken)), "x")
     with pytest.raises(ValueError, match="no Python file of reward functions at"):
         load_reward_model(RewardModelConfig(name="x", file=str(tmp_path / "missing.py")), "x")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match="'short' has no reward model 'brevety': did you mean 'br"):
+    with pytest.raises(
+        ValueError, match=r"of 'short': .* no reward model 'brevety': did you mean 'br"
+    ):
         load_reward_model(RewardModelConfig(name="brevety"), "short")
-    with pytest.raises(ValueError, match=r"known: sequence_classifier, .*brevity, positivity"):
+    with pytest.raises(
+        ValueError, match=r"known: brevity, .*politeness, positivity, sequence_classifier"
+    ):
         load_reward_model(RewardModelConfig(name="qqq"), "short")
+
+
+BROKEN_FILES = {
+    "x = 1\n\nprint(y)": "3: NameError: name 'y' is not defined",
+    "def f():\n    raise OSError('one\\ntwo')\n\nf()": "2: OSError: one",
+    "x = 1\nif x\n": "2: SyntaxError: expected ':'",
+    "import json\n\njson.loads('[1')": "3: JSONDecodeError: Expecting ',' delimiter: line 1",
+    "\nimport helper_with_a_typo": "2: SyntaxError: invalid syntax",
+    "import sys\nsys.exit(3)": "2: SystemExit: 3",
+    "raise ValueError": "1: ValueError",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_FILES)
+def test_a_broken_file_is_one_line_with_its_own_place(text, tmp_path, monkeypatch):
+    (tmp_path / "helper_with_a_typo.py").write_text("\n\n\nx = = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="cannot be imported") as caught:
+        load_reward_model(RewardModelConfig(name="x", file=str(file)), "x")
+    assert f"{file.resolve()}:{BROKEN_FILES[text]}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_import_takes_its_names_back(tmp_path):
+    file = tmp_path / "half.py"
+    file.write_text(OWN_FILE.format(name="half") + "\nx = unknown\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"half\.py:12: NameError: name 'unknown'"):
+            load_reward_model(RewardModelConfig(name="half", file=str(file)), "x")
+    file.write_text(OWN_FILE.format(name="half"))
+    assert load_reward_model(RewardModelConfig(name="half", file=str(file)), "x").name == "x"
 
 
 def test_a_name_is_given_once():
@@ -103,6 +141,10 @@ def test_configs_that_contradict_themselves_are_refused():
         RewardModelConfig(path="somewhere", options={"half_words": 3})
     with pytest.raises(ValueError, match="must be at least 1, got 0 and None"):
         RewardModelConfig(path="somewhere", batch_size=0)
+    with pytest.raises(ValueError, match=r"output is a sequence classifier's label, .*got -1"):
+        RewardModelConfig(path="somewhere", output=-1)
+    with pytest.raises(ValueError, match="got 0 for 'brevity': correct or remove it"):
+        RewardModelConfig(name="brevity", output=0)
 
 
 def test_a_checkpoint_is_read_as_the_config_says(tmp_path):
@@ -128,6 +170,23 @@ def test_a_checkpoint_is_read_as_the_config_says(tmp_path):
     assert reward(["p"] * 3, texts) == pytest.approx(direct(["p"] * 3, texts))
 
 
+def test_a_config_picks_one_of_several_labels(tmp_path, byte_tokenizer, classifier):
+    tokenizer, model = byte_tokenizer(), classifier("llama", num_labels=2)
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    scores = []
+    for output in (0, 1):
+        config = RewardModelConfig(path=str(tmp_path), format="response", output=output)
+        direct = SequenceClassifierReward(
+            model, tokenizer, name="r", format="response", output=output
+        )
+        scores.append(load_reward_model(config, "r")(["p"], ["text"]))
+        assert scores[-1] == pytest.approx(direct(["p"], ["text"]))
+    assert scores[0] != pytest.approx(scores[1])
+    with pytest.raises(ValueError, match=r"'r': .*has 2 labels, .*set `output` .*0 to 1"):
+        load_reward_model(RewardModelConfig(path=str(tmp_path)), "r")
+
+
 def test_the_config_is_read_from_the_command_line():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--rewards", type=dict[str, RewardModelConfig])
@@ -137,3 +196,92 @@ def test_the_config_is_read_from_the_command_line():
     rewards = parser.instantiate(parsed).rewards
     assert rewards["a"] == RewardModelConfig(name="brevity", options={"half_words": 5.0})
     assert rewards["b"] == RewardModelConfig(path="x")
+
+
+# Installed packages
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Puts a package on the path as pip would: its module, and metadata with entry points."""
+
+    def install(package: str, module: str, text: str, entry_points: str) -> None:
+        site = tmp_path / package
+        metadata = site / f"{package}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        (metadata / "entry_points.txt").write_text(f"[firm.reward_models]\n{entry_points}\n")
+        (site / f"{module}.py").write_text(text)
+        monkeypatch.syspath_prepend(site)
+        installed.append(module)
+
+    installed: list[str] = []
+    yield install
+    for module in installed:
+        sys.modules.pop(module, None)
+
+
+def test_a_config_may_name_what_an_installed_package_offers(install):
+    text = (
+        OWN_FILE.format(name="a_registered") + "\ndef plain(completions, **_):\n    return [7.0]\n"
+    )
+    install(
+        "offers", "offers_rewards", text,
+        "plain = offers_rewards:plain\n"
+        "a_registered = offers_rewards\n"
+        "a_registered_async = offers_rewards:wait",
+    )  # fmt: skip
+    assert load_reward_model(RewardModelConfig(name="brevity"), "short").name == "short"
+    assert "offers_rewards" not in sys.modules  # nothing is imported before it is named
+    assert load_reward_model(RewardModelConfig(name="plain"), "x")(["p"], ["a"]) == [7.0]
+    config = RewardModelConfig(name="a_registered", options={"letter": "b"})
+    for _ in range(2):
+        assert load_reward_model(config, "x")(["p"], ["abb"]) == [2.0]
+    waiting = load_reward_model(RewardModelConfig(name="a_registered_async"), "x")
+    assert asyncio.run(waiting(["p"], ["a"])) == [1.0]
+
+
+def test_what_ships_and_what_a_file_registers_comes_before_packages(install, tmp_path):
+    install("takes", "takes_names", "1 / 0", "brevity = takes_names:f\nown = takes_names:f")
+    assert load_reward_model(RewardModelConfig(name="brevity"), "short")([""], [""]) == [1.0]
+    file = tmp_path / "own.py"
+    file.write_text(OWN_FILE.format(name="own"))
+    assert load_reward_model(RewardModelConfig(name="own", file=str(file)), "x").name == "x"
+
+
+def test_a_package_that_cannot_be_imported_is_named_in_one_line(install):
+    text = OWN_FILE.format(name="early") + "\nraise RuntimeError('no licence\\nbuy one')\n"
+    install("broken-rewards", "broken_rewards", text, "early = broken_rewards:count")
+    install(
+        "odd-rewards", "odd_rewards", "def f(texts): ...", "odd = odd_rewards:f\nno = odd_rewards"
+    )
+    for name, message in {
+        "early": r"package broken-rewards cannot be imported \(RuntimeError: no licence\): repair",
+        "odd": "package odd-rewards cannot be imported .*cannot be called with prompts",
+        "no": "package odd-rewards cannot be imported .*odd_rewards is no function",
+    }.items():
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=f"reward model of 'x': .*{name}.*{message}"
+            ) as caught:
+                load_reward_model(RewardModelConfig(name=name), "x")
+            assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_two_packages_offer_is_refused(install):
+    for package in ("first", "second"):
+        install(package, f"{package}_rewards", "", f"same = {package}_rewards:f")
+    with pytest.raises(
+        ValueError, match=r"\((first, second|second, first)\): uninstall all but one"
+    ):
+        load_reward_model(RewardModelConfig(name="same"), "x")
+
+
+def test_an_unknown_name_may_be_near_to_what_a_package_offers(install):
+    install("offers", "offers_rewards", "1 / 0", "question_marks = offers_rewards:f")
+    with pytest.raises(ValueError, match="did you mean 'question_marks'"):
+        load_reward_model(RewardModelConfig(name="question_mark"), "x")
+    with pytest.raises(ValueError, match=r"known: .*positivity, question_marks, sequence_cl"):
+        load_reward_model(RewardModelConfig(name="zzz"), "x")

@@ -1,68 +1,15 @@
 import copy
+import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM
 
 from reward_models import SequenceClassifierReward, load_sequence_classifier
 
 PROMPT = "\n\nHuman: Hello there{}\n\nAssistant:"
 REPLIES = [" Yes.", " Certainly, that is a much longer reply.", "", " No, not at all.", " Why?"]
 PROMPTS = [PROMPT.format(str(index)) for index in range(len(REPLIES))]
-
-CLASSES = {
-    "llama": (LlamaForSequenceClassification, LlamaConfig),
-    "gpt2": (GPT2ForSequenceClassification, GPT2Config),
-    "bert": (BertForSequenceClassification, BertConfig),
-}
-
-
-def byte_tokenizer(*, pad: str | None = None, opening: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte; with `opening` in the manner of BERT: <s> a </s> b </s>."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if opening:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>",
-            pair="<s> $A </s> $B:1 </s>:1",
-            special_tokens=[("<s>", 1), ("</s>", 2)],
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        bos_token="<s>",
-        eos_token="</s>",
-        model_input_names=["input_ids", "attention_mask"] + ["token_type_ids"] * opening,
-    )
-
-
-def classifier(kind: str, *, positions: int = 128, num_labels: int = 1, **extra):
-    model_class, config_class = CLASSES[kind]
-    config = config_class(  # GPT-2 knows these names too, but for the width of its MLP
-        vocab_size=259, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=positions, num_labels=num_labels,
-        **({} if kind == "gpt2" else {"intermediate_size": 32}),
-        **({"pad_token_id": None} | extra),
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # the usual tiny start would hide every difference
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def alone(model, token_ids: list[int], **inputs) -> float:
@@ -77,7 +24,7 @@ def alone(model, token_ids: list[int], **inputs) -> float:
 @pytest.mark.parametrize("append_eos", [False, True])
 @pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_scores_do_not_depend_on_the_batch(kind, pad, append_eos):
+def test_scores_do_not_depend_on_the_batch(kind, pad, append_eos, byte_tokenizer, classifier):
     tokenizer = byte_tokenizer(pad=pad)
     tokenizer.padding_side = "left"  # whatever the checkpoint says
     model = classifier(kind, pad_token_id=tokenizer.pad_token_id)
@@ -101,7 +48,7 @@ def test_scores_do_not_depend_on_the_batch(kind, pad, append_eos):
     assert one_by_one == pytest.approx(expected, abs=1e-5)
 
 
-def test_encoders_get_their_own_pooling_padding_and_segments():
+def test_encoders_get_their_own_pooling_padding_and_segments(byte_tokenizer, classifier):
     tokenizer = byte_tokenizer(pad="<pad>", opening=True)
     model = classifier("bert", pad_token_id=0)
     reward = SequenceClassifierReward(model, tokenizer, name="r", format="hh_pair")
@@ -116,8 +63,63 @@ def test_encoders_get_their_own_pooling_padding_and_segments():
     assert together == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
+@pytest.mark.parametrize("kind", ["bert", "bart"])
+def test_encoders_need_no_pad_token_and_may_pad_with_eos(kind, pad, byte_tokenizer, classifier):
+    tokenizer = byte_tokenizer(pad=pad, opening=True)
+    has_none = kind == "bert" and pad is None  # BART itself runs on no text without
+    model = classifier(kind, pad_token_id=None if has_none else tokenizer.pad_token_id or 0)
+    reward = SequenceClassifierReward(model, tokenizer, name="r", format="plain")
+    expected = []
+    for prompt, reply in zip(PROMPTS, REPLIES, strict=True):
+        ids = tokenizer(prompt + reply)["input_ids"]
+        expected.append(alone(model, ids, attention_mask=torch.ones(1, len(ids))))
+    assert reward(PROMPTS, REPLIES) == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.01
+
+
+@pytest.mark.parametrize(("kind", "opening"), [("llama", False), ("gpt2", False), ("bert", True)])
+def test_one_of_several_labels_is_the_reward(kind, opening, tmp_path, byte_tokenizer, classifier):
+    tokenizer, model = byte_tokenizer(opening=opening), classifier(kind, num_labels=3)
+    model.config.id2label = {0: "rude", 1: "dull", 2: "kind"}
+    model.config.problem_type = "single_label_classification"  # refuses a single label
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("Yes.")["input_ids"]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].tolist()
+    for column in range(3):
+        loaded = load_sequence_classifier(tmp_path, output=column, device="cpu")
+        reward = SequenceClassifierReward(*loaded, name="r", format="response", output=column)
+        assert reward(["p", "p"], ["Yes.", "A longer one."])[0] == pytest.approx(
+            expected[column], abs=1e-5
+        )
+    with pytest.raises(ValueError, match=r"has 3 labels, and a reward is one number .*0 to 2"):
+        load_sequence_classifier(tmp_path)
+    for column in (3, -1):
+        with pytest.raises(ValueError, match=f"has 3 labels, got output {column}: choose from 0 t"):
+            SequenceClassifierReward(*loaded, name="r", output=column)
+    with pytest.raises(ValueError, match="has one label, got output 1: leave it out"):
+        SequenceClassifierReward(classifier(kind), tokenizer, name="r", output=1)
+
+
+def test_the_number_of_labels_may_be_missing_in_a_config(tmp_path, byte_tokenizer, classifier):
+    byte_tokenizer().save_pretrained(tmp_path)
+    classifier("llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["id2label"], config["label2id"]
+    file.write_text(json.dumps(config))
+    model, _ = load_sequence_classifier(tmp_path)
+    assert model.config.num_labels == 1
+    with pytest.raises(ValueError, match=r"contradicts itself \(score.weight has shape \[1, 16\]"):
+        load_sequence_classifier(tmp_path, output=0)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_an_eos_in_the_text_is_read_where_transformers_takes_it_for_padding(kind):
+def test_an_eos_in_the_text_is_read_where_transformers_takes_it_for_padding(
+    kind, byte_tokenizer, classifier
+):
     tokenizer = byte_tokenizer(pad="</s>")
     model = classifier(kind, pad_token_id=2)
     reward = SequenceClassifierReward(model, tokenizer, name="r", format="response")
@@ -133,17 +135,22 @@ def test_an_eos_in_the_text_is_read_where_transformers_takes_it_for_padding(kind
 # Formats
 
 
-def texts_read_by(format, prompt, reply, **options):
-    """The text of what the model is given, by a model that only remembers."""
-    tokenizer = byte_tokenizer(opening=True)
-    reward = SequenceClassifierReward(
-        classifier("llama"), tokenizer, name="r", format=format, **options
-    )
-    (row,) = reward._encode([prompt], [reply])
-    return tokenizer.decode(row["input_ids"])
+@pytest.fixture
+def texts_read_by(byte_tokenizer, classifier):
+    """The text of what a classifier is given, special tokens included."""
+
+    def read(format, prompt, reply, *, template=None, **options):
+        tokenizer = byte_tokenizer(opening=True, template=template)
+        reward = SequenceClassifierReward(
+            classifier("llama"), tokenizer, name="r", format=format, **options
+        )
+        (row,) = reward._encode([prompt], [reply])
+        return tokenizer.decode(row["input_ids"])
+
+    return read
 
 
-def test_formats_spell_dialogue_and_reply_as_their_models_expect():
+def test_formats_spell_dialogue_and_reply_as_their_models_expect(texts_read_by):
     prompt = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"
     pair = prompt.removesuffix("\n\nAssistant:") + " \n\nAssistant:"
     assert texts_read_by("hh_pair", prompt, " Sure.") == f"<s>{pair}</s>Sure.</s>"
@@ -153,7 +160,36 @@ def test_formats_spell_dialogue_and_reply_as_their_models_expect():
     assert texts_read_by("response", prompt, " Sure.") == "<s> Sure.</s>"
 
 
-def test_eos_is_appended_once_and_an_empty_reply_is_a_text_too():
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_chat_template_writes_all_special_tokens_itself(texts_read_by):
+    prompt = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"
+    written = "<|user|>Hi\n<|assistant|>Yes?\n<|user|>Go\n<|assistant|>Sure.\n"
+    read = texts_read_by("chat_template", prompt, " Sure.", template=CHATML)
+    assert read == f"<s>{written}"
+    template = CHATML.removeprefix("{{ bos_token }}")
+    read = texts_read_by("chat_template", prompt, " Sure.", template=template, append_eos=True)
+    assert read == f"{written}</s>"
+
+
+@pytest.mark.parametrize("bos", ["{{ bos_token }}", ""])
+def test_a_long_chat_keeps_its_bos_and_its_end(bos, texts_read_by):
+    template = bos + CHATML.removeprefix("{{ bos_token }}")
+    read = texts_read_by("chat_template", "x" * 90, "An answer", template=template, max_length=24)
+    written = "x" * 90 + "\n<|assistant|>An answer\n"
+    assert read == ("<s>" + written[-23:] if bos else written[-24:])
+
+
+def test_a_question_and_its_answer_are_told_apart(texts_read_by):
+    prompt = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"
+    assert texts_read_by("question_answer", prompt, " Sure. ") == "<s>Go</s>Sure.</s>"
+
+
+def test_eos_is_appended_once_and_an_empty_reply_is_a_text_too(byte_tokenizer, classifier):
     tokenizer = byte_tokenizer()
     reward = SequenceClassifierReward(
         classifier("llama"), tokenizer, name="r", format="response", append_eos=True
@@ -169,7 +205,9 @@ def test_eos_is_appended_once_and_an_empty_reply_is_a_text_too():
 
 
 @pytest.mark.parametrize("opening", [False, True])
-def test_long_texts_lose_their_beginning_but_not_what_opens_them(opening):
+def test_long_texts_lose_their_beginning_but_not_what_opens_them(
+    opening, byte_tokenizer, classifier
+):
     tokenizer = byte_tokenizer(opening=opening)
     reward = SequenceClassifierReward(
         classifier("llama", positions=16), tokenizer, name="r", format="hh_pair"
@@ -182,9 +220,12 @@ def test_long_texts_lose_their_beginning_but_not_what_opens_them(opening):
     assert len(short["input_ids"]) < 16
     reward(["x" * 50] * 3, ["answer"] * 3)
     assert reward.num_truncated == 4
+    assert reward.num_scored == 3  # what is encoded only is not scored
+    reward(["x"], ["short"])
+    assert (reward.num_truncated, reward.num_scored) == (4, 4)
 
 
-def test_segments_are_cut_with_their_tokens():
+def test_segments_are_cut_with_their_tokens(byte_tokenizer, classifier):
     reward = SequenceClassifierReward(
         classifier("bert", positions=12, pad_token_id=0),
         byte_tokenizer(pad="<pad>", opening=True),
@@ -194,7 +235,7 @@ def test_segments_are_cut_with_their_tokens():
     assert row["token_type_ids"] == [0] * 6 + [1] * 6
 
 
-def test_max_length_must_be_known_and_within_the_model():
+def test_max_length_must_be_known_and_within_the_model(byte_tokenizer, classifier):
     model, tokenizer = classifier("gpt2", positions=32), byte_tokenizer()
     assert SequenceClassifierReward(model, tokenizer, name="r").max_length == 32
     tokenizer.model_max_length = 20
@@ -207,7 +248,7 @@ def test_max_length_must_be_known_and_within_the_model():
 # Loading
 
 
-def test_a_checkpoint_scores_like_the_model_that_was_saved(tmp_path):
+def test_a_checkpoint_scores_like_the_model_that_was_saved(tmp_path, byte_tokenizer, classifier):
     model, tokenizer = classifier("llama"), byte_tokenizer(pad="<pad>")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -234,19 +275,19 @@ def test_missing_checkpoints_and_unreachable_names_are_one_clear_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_checkpoints_that_give_no_single_score_are_refused(tmp_path):
+def test_checkpoints_that_give_no_single_score_are_refused(tmp_path, byte_tokenizer, classifier):
     byte_tokenizer().save_pretrained(tmp_path)
     classifier("llama", num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"score\.weight has shape \[2, 16\]"):
+    with pytest.raises(ValueError, match=r"has 2 labels, .*score\.weight .*\[2, 16\].*0 to 1"):
         load_sequence_classifier(tmp_path)
     LlamaForCausalLM(classifier("llama").config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no trained classifier \(score\.weight is missing\)"):
         load_sequence_classifier(tmp_path)
-    with pytest.raises(ValueError, match="has 2 labels, expected 1"):
+    with pytest.raises(ValueError, match="has 2 labels, and a reward is one number"):
         SequenceClassifierReward(classifier("llama", num_labels=2), byte_tokenizer(), name="r")
 
 
-def test_eos_cannot_be_appended_where_there_is_none():
+def test_eos_cannot_be_appended_where_there_is_none(byte_tokenizer, classifier):
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="append_eos is for causal classifiers with an EOS"):
@@ -254,3 +295,31 @@ def test_eos_cannot_be_appended_where_there_is_none():
     bert = classifier("bert", pad_token_id=0)
     with pytest.raises(ValueError, match="got BertForSequenceClassification"):
         SequenceClassifierReward(bert, byte_tokenizer(), name="r", append_eos=True)
+
+
+def test_a_device_that_is_not_here_is_answered_with_those_that_are(
+    tmp_path, byte_tokenizer, classifier
+):
+    byte_tokenizer().save_pretrained(tmp_path)
+    classifier("llama").save_pretrained(tmp_path)
+    for device in ("gpu", "cuda:99", "meta", "cpu:x", ""):
+        with pytest.raises(ValueError, match=f"no device '{device}' here: .*'auto' or one of cpu"):
+            load_sequence_classifier(tmp_path, device=device)
+    for device in ("cpu", "cpu:0"):
+        assert load_sequence_classifier(tmp_path, device=device)[0].device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_a_classifier_goes_where_it_is_told(tmp_path, byte_tokenizer, classifier):
+    byte_tokenizer().save_pretrained(tmp_path)
+    classifier("llama").save_pretrained(tmp_path)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        pytest.skip("no accelerator")
+    scores = {}
+    for device in ("cpu", "auto", f"{accelerator.type}:0"):
+        loaded = load_sequence_classifier(tmp_path, device=device)
+        assert loaded[0].device.type == ("cpu" if device == "cpu" else accelerator.type)
+        scores[device] = SequenceClassifierReward(*loaded, name="r")(PROMPTS, REPLIES)
+    assert scores["auto"] == pytest.approx(scores["cpu"], abs=1e-3)
+    assert scores[f"{accelerator.type}:0"] == scores["auto"]

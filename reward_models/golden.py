@@ -1,0 +1,125 @@
+"""Golden scores: examples of which the score is known, checked before anything relies on a reward.
+
+A sequence classifier that is asked in the wrong format answers all the same. What its model card
+says about one example tells, and where the score is off, trying the other formats says which one
+was meant.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from reward_models.formats import CallFormat
+from reward_models.sequence_classifier import SequenceClassifierReward
+
+
+@dataclass(frozen=True)
+class GoldenScore:
+    """An example and what a reward model says about it."""
+
+    prompt: str
+    """A dialogue in the form of Anthropic's HH-RLHF that ends with the assistant's tag."""
+    completion: str
+    """The reply."""
+    score: float | None = None
+    """The raw score, before normalization; null shows the format and checks nothing."""
+    tolerance: float = 0.01
+    """Largest difference that passes, in the score's unit; bfloat16 needs more than float32."""
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise ValueError(
+                f"tolerance of a golden score must be non-negative, got {self.tolerance}."
+            )
+        if self.score is not None and not math.isfinite(self.score):
+            raise ValueError(
+                f"score of a golden example must be finite, got {self.score}: "
+                "leave it out if it is not known."
+            )
+
+
+def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
+    """Raises a ValueError when a reward model does not give the scores that are known.
+
+    The message names the examples by their place in the list and repeats no text. The counters of
+    a sequence classifier stay as they are.
+
+    Args:
+        reward: A reward model with a `name`; coroutine functions are awaited.
+        golden: Examples; those without a score are not looked at.
+
+    Raises:
+        ValueError: A score is off, with the format that would have given all of them if there is
+            one; or the reward did not return finite numbers.
+    """
+    known = {place: example for place, example in enumerate(golden) if example.score is not None}
+    if not known:
+        return
+    is_classifier = isinstance(reward, SequenceClassifierReward)
+    off = _misses(
+        reward.with_format(reward.format, append_eos=reward.append_eos)
+        if is_classifier
+        else reward,
+        known,
+    )
+    if not off:
+        return
+    place, got = next(iter(off.items()))
+    remedy = (
+        _format_that_fits(reward, known)
+        if is_classifier
+        else "correct the score, or the function and its options."
+    )
+    raise ValueError(
+        f"golden.{place} must score {known[place].score:g} ± {known[place].tolerance:g}, got "
+        f"{got:.6g} ({len(off)} of {len(known)} golden scores are off): {remedy}"
+    )
+
+
+def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
+    """What a reward model gives instead of the golden scores that it misses, by place."""
+    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
+    from firm.alignment.rewards import score
+
+    (row,) = score(
+        {reward.name: reward},
+        [example.prompt for example in golden.values()],
+        [example.completion for example in golden.values()],
+    ).tolist()
+    return {
+        place: got
+        for (place, example), got in zip(golden.items(), row, strict=True)
+        if example.score is None or abs(got - example.score) > example.tolerance
+    }
+
+
+def _format_that_fits(reward: SequenceClassifierReward, golden: Mapping[int, GoldenScore]) -> str:
+    """Which other formats give all the scores, as a remedy."""
+    fitting = []
+    for format in get_args(CallFormat):
+        ends = [
+            "on" if append_eos else "off"
+            for append_eos in (False, True)
+            if _fits(reward, golden, format, append_eos)
+        ]
+        if ends:
+            fitting.append(f"{format!r} with append_eos {' or '.join(ends)}")
+    if fitting:
+        return f"format {', or '.join(fitting)} would match."
+    return (
+        "no other format would match, with append_eos on or off: "
+        "check path, output, max_length and dtype, and the scores themselves."
+    )
+
+
+def _fits(
+    reward: SequenceClassifierReward,
+    golden: Mapping[int, GoldenScore],
+    format: CallFormat,
+    append_eos: bool,
+) -> bool:
+    try:
+        return not _misses(reward.with_format(format, append_eos=append_eos), golden)
+    except ValueError:  # what this tokenizer cannot spell is not what was meant
+        return False

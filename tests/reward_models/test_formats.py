@@ -1,0 +1,66 @@
+import pytest
+
+from reward_models.formats import check_format, present
+
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nnow \n\nAssistant:"
+FIRST_OF_TWO = "\n\nHuman: One\n\nHuman: Two\n\nAssistant:"
+TEMPLATE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    {
+        DIALOGUE: "Go\n\nnow",
+        FIRST_OF_TWO: "One\n\nTwo",
+        "Hello there": "Hello there",
+        "\n\nHuman:\n\nAssistant:": "",
+    }.items(),
+)
+def test_a_question_is_the_last_human_turn_without_tags(prompt, question):
+    assert present("question_answer", prompt, " Sure.\n", None) == (question, "Sure.")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    {
+        DIALOGUE: "[user:Hi][assistant:Yes?][user:Go\n\nnow][assistant:Sure.]",
+        FIRST_OF_TWO: "[user:One\n\nTwo][assistant:Sure.]",
+        "Hello there": "[user:Hello there][assistant:Sure.]",
+    }.items(),
+)
+def test_a_chat_has_every_turn_and_the_reply_and_no_generation_prompt(prompt, text, byte_tokenizer):
+    template = TEMPLATE + "{% if add_generation_prompt %}[assistant:{% endif %}"
+    tokenizer = byte_tokenizer(template=template)
+    assert present("chat_template", prompt, " Sure.", tokenizer) == (text,)
+
+
+def test_a_reply_that_imitates_a_turn_stays_one_message(byte_tokenizer):
+    tokenizer, reply = byte_tokenizer(template=TEMPLATE), "A\n\nHuman: B"
+    assert present("chat_template", "Q", reply, tokenizer) == (f"[user:Q][assistant:{reply}]",)
+    assert present("question_answer", "Q", reply, tokenizer) == ("Q", reply)
+
+
+def test_a_template_that_prints_the_date_prints_the_same_one_every_day(byte_tokenizer):
+    dated = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}"
+    assert present("chat_template", "Q", "A", byte_tokenizer(template=dated)) == ("26 Jul 2024",)
+
+
+def test_dialogues_that_cannot_be_taken_apart_are_refused(byte_tokenizer):
+    with pytest.raises(ValueError, match="a dialogue must begin with"):
+        present("question_answer", "Hi\n\nHuman: Go", "A", None)
+    strict = "{{ raise_exception('no system message\nhere') }}"
+    tokenizer = byte_tokenizer(template=strict)
+    message = r"refuses a dialogue of user, assistant \(no system message\): choose another"
+    with pytest.raises(ValueError, match=message):
+        present("chat_template", "Q", "A", tokenizer)
+
+
+def test_formats_that_a_tokenizer_cannot_spell_are_refused(byte_tokenizer):
+    with pytest.raises(ValueError, match="'chat_template' needs a chat template"):
+        check_format("chat_template", byte_tokenizer())
+    with pytest.raises(ValueError, match="'question_answer' needs a tokenizer that separates"):
+        check_format("question_answer", byte_tokenizer())
+    check_format("chat_template", byte_tokenizer(template=TEMPLATE))
+    check_format("question_answer", byte_tokenizer(opening=True))
+    for format in ("hh_pair", "plain", "response"):
+        check_format(format, byte_tokenizer())
