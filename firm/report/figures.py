@@ -11,6 +11,7 @@ from statistics import fmean
 
 from firm.report.drawing import (
     INK,
+    MUTED,
     SURFACE,
     Key,
     Panel,
@@ -22,16 +23,29 @@ from firm.report.drawing import (
 from firm.report.record import Record, score
 from firm.run.directory import Row
 
-STAGES = ("rollout", "reward", "forward", "backward", "gram", "solve", "step")
+STAGES = (
+    "rollout",
+    "reward",
+    "values",
+    "advantages",
+    "forward",
+    "critic",
+    "backward",
+    "reduce",
+    "gram",
+    "solve",
+    "step",
+)
 """Stages of a local step in the order in which they are stacked; others follow."""
 
 NUM_OBJECTIVE_COLORS = 6
 NUM_CLIENT_COLORS = 8
-NUM_STAGE_COLORS = 8
+NUM_STAGE_COLORS = 12
 DASHES = ("solid", "dash", "dot")
 """Clients past the number of colours are told apart by their line."""
 
 GLOBAL_MODEL = "global model, validation"
+CUT = Key("replies that the length limit cut", MUTED, "dash")
 UP = Key("clients to server", "var(--up)")
 DOWN = Key("server to clients", "var(--down)", "dash")
 """Nearly equal in most runs: the dashes let both be seen."""
@@ -151,6 +165,9 @@ def gradient_curves(record: Record) -> list[Panel]:
     drift = curve([(row["round"], row.get("drift")) for row in record.rounds], "drift", INK)
     figure = rounds_figure([drift], "spread / server step", rangemode="tozero")
     panels.append(Panel("drift", "Client drift", figure))
+    bound = [(row["round"], row.get("stationarity")) for row in record.rounds]
+    figure = rounds_figure([curve(bound, "bound", INK)], "squared norm", rangemode="tozero")
+    panels.append(Panel("stationarity", "Bound on Pareto stationarity", figure))
     return nonempty(panels)
 
 
@@ -159,6 +176,66 @@ def norm_ratio_title(record: Record) -> str:
     if len(record.objectives) == 2:
         return f"Norm, {record.objectives[0]} / {record.objectives[1]}"
     return "Norm, largest / smallest"
+
+
+def has_stationarity(record: Record) -> bool:
+    """Returns whether clients sent what the bound on Pareto stationarity needs."""
+    return any(row.get("stationarity") is not None for row in record.rounds)
+
+
+def pair_keys(record: Record) -> list[Key]:
+    """Returns the dash of each pair of objectives."""
+    pairs = combinations(record.objectives, 2)
+    return [
+        Key(f"{a} / {b}", INK, DASHES[index % len(DASHES)]) for index, (a, b) in enumerate(pairs)
+    ]
+
+
+def reward_diagnostics(record: Record) -> list[Panel]:
+    """Returns what the clients measured of their rewards beside the mean, averaged over them.
+
+    Nothing of a run that measured no more than the rewards' spread: it says little alone.
+    """
+    logged = {key for rows in record.trainings.values() for row in rows for key in row}
+    if "reward_length_correlation" not in logged:
+        return []
+    correlations = [
+        curve(
+            _client_means(record, "reward_correlation", f"{a}-{b}"), key.label, INK, dash=key.mark
+        )
+        for (a, b), key in zip(combinations(record.objectives, 2), pair_keys(record), strict=True)
+    ]
+    ended = _client_means(record, "end_share")
+    not_ended = [(at, None if share is None else 1.0 - share) for at, share in ended]
+    cut = curve(not_ended, CUT.label, CUT.color, dash=CUT.mark)
+    sides = {"range": [-1.05, 1.05], "reference": 0.0}
+    spread = _objective_means(record, "reward_raw_std")
+    with_length = _objective_means(record, "reward_length_correlation")
+    cut_dialogues = _objective_means(record, "reward_truncated_share")
+    return nonempty(
+        [
+            Panel(
+                "reward-spread",
+                "Spread of the rewards",
+                rounds_figure(spread, "SD of raw reward", rangemode="tozero"),
+            ),
+            Panel(
+                "reward-correlation",
+                "Reward against reward",
+                rounds_figure(correlations, "correlation", **sides),
+            ),
+            Panel(
+                "reward-length",
+                "Reward against reply length",
+                rounds_figure(with_length, "correlation", **sides),
+            ),
+            Panel(
+                "truncated",
+                "Texts cut short",
+                rounds_figure([*cut_dialogues, cut], "share", rangemode="tozero", tickformat="~%"),
+            ),
+        ]
+    )
 
 
 def training_curves(record: Record) -> list[Panel]:
@@ -238,6 +315,26 @@ def _client_lines(
         means = [(round_number, fmean(ys)) for round_number, ys in sorted(by_round.items())]
         lines.append(curve(means, "mean over clients", INK, width=2.5, size=0))
     return lines
+
+
+def _objective_means(record: Record, field: str) -> list[Trace]:
+    """One line per objective: the clients' mean of its entry in a field of their rows."""
+    return [
+        curve(_client_means(record, field, name), name, objective_color(record, name))
+        for name in record.objectives
+    ]
+
+
+def _client_means(
+    record: Record, field: str, name: str | None = None
+) -> list[tuple[float, float | None]]:
+    """Rounds with the clients' mean of a field, or of its entry `name`."""
+    values: dict[int, list[float | None]] = {}
+    for rows in record.trainings.values():
+        for row in rows:
+            value = row.get(field) if name is None else _of(row, field, name)
+            values.setdefault(row["round"], []).append(value)
+    return [(round_number, _mean(values[round_number])) for round_number in sorted(values)]
 
 
 def _validation_scores(record: Record, name: str, color: str) -> list[Trace]:

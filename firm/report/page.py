@@ -24,6 +24,7 @@ ORDER = (
     "rewards",
     "truth",
     "samples",
+    "diagnostics",
     "weights",
     "gradients",
     "training",
@@ -87,6 +88,11 @@ def render(record: Record, *, inline: bool) -> str:
         for row in record.rounds
         for failure in row.get("failures") or ()
     ]
+    alarms = [
+        {"round": row["round"], "text": text}
+        for row in record.rounds
+        for text in row.get("alarms") or ()
+    ]
     titles = {name: section.title for name, section in sections.items()}
     titles |= {"evaluation": "Base against aligned model"} if comparison else {}
     titles |= {"samples": "Samples"} if pairs else {}
@@ -109,6 +115,7 @@ def render(record: Record, *, inline: bool) -> str:
             contents={name: titles[name] for name in ORDER if name in titles},
             sections=sections,
             failures=failures,
+            alarms=alarms,
             pairs=pairs,
             num_open_samples=NUM_OPEN_SAMPLES,
             objective_color=lambda name: figures.objective_color(record, name),
@@ -253,6 +260,15 @@ def _sections(record: Record) -> list[Section]:
             [Key("learned reward", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
         ),
         Section(
+            "diagnostics",
+            "Can the rewards be trusted?",
+            "What the reward models said of the clients' training replies, mean over clients. "
+            "Replies with nearly equal rewards teach little; a reward that follows the length of "
+            "the reply invites padding; a text that was cut short was not judged whole.",
+            figures.reward_diagnostics(record),
+            [*objectives, *figures.pair_keys(record), figures.CUT],
+        ),
+        Section(
             "weights",
             "Weights of the clients",
             "λ says how much each objective's gradient counts in a client's step; with FIRM "
@@ -267,7 +283,14 @@ def _sections(record: Record) -> list[Section]:
             "Below a cosine of zero, what serves one objective hurts the other. The β-effect is "
             "the share of the way to uniform weights that regularisation takes λ; below 5 % "
             "(dashed) β does nothing. Drift is the clients' distance from their mean, measured in "
-            "steps of the server.",
+            "steps of the server."
+            + (
+                " The bound on Pareto stationarity is the most that the squared norm of the "
+                "shortest common gradient can be: near zero, no step serves all objectives any "
+                "more."
+                if figures.has_stationarity(record)
+                else ""
+            ),
             figures.gradient_curves(record),
             clients + mean,
         ),

@@ -1,11 +1,14 @@
 """Metrics in Weights & Biases, when asked for; the run directory always has them too.
 
+W&B groups series by the first part of their names. Here that is the quantity and the client comes
+last, `weights/helpful/client_0`, so that the clients' curves of a quantity stand together.
+
 A run never waits for the service: without a key, without a network or with a wrong key it goes on
 off line, says so in one line, and leaves files that `wandb sync` uploads later.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -53,6 +56,8 @@ class Tracker:
     ) -> None:
         self._objectives = tuple(objectives)
         self._run = None
+        self._evaluations: list[Mapping[str, Any]] = []
+        self._samples: list[Mapping[str, Any]] = []
         if config.mode != "disabled":
             self._run = _start(config, Path(run_path), run_config)
 
@@ -63,9 +68,29 @@ class Tracker:
         self.finish(succeeded=kind is None)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Forwards the numbers of one row, over its round."""
-        if self._run and (series := flatten(row, self._objectives)):
-            self._run.log({"round": row["round"], **series})
+        """Forwards one row of metrics.jsonl.
+
+        Its numbers become series over the rounds, the run's own facts part of the configuration.
+        Evaluations are drawn in the trade-off plane, too, and the last one on the test split is
+        compared with the base model's, in a table and in the summary.
+        """
+        if not self._run:
+            return
+        if row["kind"] == "run":
+            self._run.config.update({"run": {k: v for k, v in row.items() if k != "kind"}})
+        if series := flatten(row, self._objectives):
+            self._run.log({"round": row["round"], **series, **self._charts(row)})
+
+    def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Shows replies to the same prompt, before and after, side by side in a table.
+
+        Args:
+            rows: Rows of samples.jsonl; without any, no text leaves the run directory.
+        """
+        self._samples += rows
+        if self._run and self._samples:
+            last_round = max(row["round"] for row in self._samples)
+            self._run.log({"round": last_round, "samples": _sample_table(self._samples)})
 
     def finish(self, *, succeeded: bool = True) -> None:
         """Closes W&B's files, and waits at most the configured time for the last upload."""
@@ -73,25 +98,39 @@ class Tracker:
             self._run.finish(exit_code=0 if succeeded else 1)
             self._run = None
 
+    def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What an evaluation adds to the series."""
+        if not self._run or row["kind"] != "evaluation":
+            return {}
+        self._evaluations.append(row)
+        planes = _planes(self._evaluations, self._objectives)
+        if row["split"] != "test" or not row.get("change"):
+            return planes
+        bases = [e for e in self._evaluations if e["split"] == "test" and "change" not in e]
+        table, summary = _comparison(bases[-1] if bases else {}, row)
+        self._run.summary.update(summary)
+        return {**planes, "test": table}
+
 
 def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, float]:
-    """Returns the numbers of a row under flat names, such as "client_0/weights/helpful".
+    """Returns the numbers of a row under flat names, such as "weights/helpful/client_0".
 
     Lists over solves become their means. Rows without a round (the run's own) have no series.
 
     Example:
         >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.25, 0.75], [1, 0]]}
         >>> flatten(row, ["helpful", "harmless"])
-        {'a/weights/helpful': 0.625, 'a/weights/harmless': 0.375}
+        {'weights/helpful/a': 0.625, 'weights/harmless/a': 0.375}
     """
     if "round" not in row:
         return {}
-    parts = [row["kind"], row.get("split")] if row["kind"] != "client" else [row["client"]]
-    prefix = "/".join(part for part in parts if part)
+    before = [] if row["kind"] == "client" else [row["kind"]]
+    before += [row["split"]] if "split" in row else []
+    after = [row["client"]] if row["kind"] == "client" else []
     pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
     columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
     return {
-        f"{prefix}/{name}": value
+        "/".join([*before, name, *after]): value
         for key, entry in row.items()
         if key not in ("kind", "round", "client", "split")
         for name, value in _series(key, entry, columns.get(key, ()))
@@ -103,16 +142,94 @@ def _series(name: str, entry: Any, columns: Sequence[str]) -> Iterator[tuple[str
         for key, item in entry.items():
             yield from _series(f"{name}/{key}", item, columns)
     elif isinstance(entry, list) and entry and isinstance(entry[0], list):  # [S][columns]
-        for column, values in zip(columns, zip(*entry, strict=True), strict=True):
-            yield f"{name}/{column}", fmean(values)
-    elif isinstance(entry, list) and entry and _is_number(entry[0]):
-        yield name, fmean(entry)
+        if columns:  # other matrices, such as a Gram, are no series
+            for column, values in zip(columns, zip(*entry, strict=True), strict=True):
+                yield from _series(f"{name}/{column}", list(values), ())
+    elif isinstance(entry, list):
+        if known := [value for value in entry if _is_number(value)]:
+            yield name, fmean(known)
     elif _is_number(entry):
         yield name, float(entry)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, Any]:
+    """The global model after each round, a chart per pair of objectives.
+
+    A single objective is drawn against the KL.
+    """
+    import wandb
+
+    charts = {}
+    for x, y in combinations(objectives, 2) if len(objectives) > 1 else [("kl", objectives[0])]:
+        lines = [
+            [
+                row["split"],
+                row["round"],
+                row.get("kl") if x == "kl" else _mean(row, x),
+                _mean(row, y),
+            ]
+            for row in rows
+        ]
+        table = _table(["split", "round", x, y], [line for line in lines if None not in line])
+        charts[f"trade-off/{x}-{y}"] = wandb.plot.scatter(table, x, y, title=f"{y} against {x}")
+    return charts
+
+
+def _comparison(
+    base: Mapping[str, Any], aligned: Mapping[str, Any]
+) -> tuple[Any, dict[str, float | None]]:
+    """Base against aligned model on the test split: a table, and its means by name."""
+    lines = []
+    for name in aligned["scores"]:
+        columns = [base.get("scores", {}), aligned["scores"], aligned["change"]]
+        measures = [column.get(name) or {} for column in columns]
+        lines.append([name, *(measure.get(key) for measure in measures for key in ("mean", "se"))])
+    for name in ("kl", "length", "end_share", "distinct_1", "distinct_2"):
+        before, after = base.get(name), aligned.get(name)
+        change = None if before is None or after is None else after - before
+        ses = [row.get(f"{name}_se") for row in (base, aligned)]
+        lines.append([name, before, ses[0], after, ses[1], change, None])
+    summary = {
+        f"test/{name}/{column}": mean
+        for name, *figures in lines
+        for column, mean in zip(("base", "aligned", "change"), figures[::2], strict=True)
+        if mean is not None
+    }
+    columns = ["score", "base", "base se", "aligned", "aligned se", "change", "change se"]
+    return _table(columns, lines), summary
+
+
+def _sample_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A line per reply of the base model, with the latest reply to the same prompt beside it."""
+    last_round = max(row["round"] for row in rows)
+    scores = list(dict.fromkeys(name for row in rows for name in row["scores"]))
+    replies: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["round"] == last_round > 0:
+            replies.setdefault(row["prompt"], []).append(row)
+    lines = []
+    for base in (row for row in rows if row["round"] == 0):
+        matching = replies.get(base["prompt"])
+        aligned = matching.pop(0) if matching else {"completion": None, "scores": {}}
+        texts = [base["prompt"], base["completion"], aligned["completion"]]
+        figures = [side["scores"].get(name) for name in scores for side in (base, aligned)]
+        lines.append([*texts, *figures])
+    titles = [f"{name}, {side}" for name in scores for side in ("base", "aligned")]
+    return _table(["prompt", "base", "aligned", *titles], lines)
+
+
+def _mean(row: Mapping[str, Any], name: str) -> float | None:
+    return (row["scores"].get(name) or {}).get("mean")
+
+
+def _table(columns: list[Any], lines: list[Any]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=columns, data=lines)
 
 
 def _start(config: TrackingConfig, run_path: Path, run_config: Mapping[str, Any]) -> Any:

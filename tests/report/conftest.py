@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ class FakeRun:
     clients_per_round: int | None = None
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Round -> client and reason."""
+    has_diagnostics: bool = True
+    """Whether clients measured more of their rewards than mean and spread, as runs now do."""
+    has_gram: bool = False
+    """Whether clients sent their Gram matrices."""
+    alarms: dict[int, str] = field(default_factory=dict)
+    """Round -> what the run warned of."""
     seed: int = 0
 
 
@@ -86,6 +93,8 @@ def _rows(fake: FakeRun, rng: np.random.Generator):
             "bytes_up": sum(row["bytes_up"] for row in trainings),
             "weights_spread": dict(zip(fake.objectives, means.std(axis=0).tolist(), strict=True)),
             "drift": float(rng.uniform(0.5, 0.9)),
+            **({"stationarity": 0.04 / round_number} if fake.has_gram else {}),
+            **({"alarms": [fake.alarms[round_number]]} if round_number in fake.alarms else {}),
         }
         yield _evaluation(fake, rng, round_number, "validation")
     if fake.is_over:
@@ -143,7 +152,8 @@ def _training(fake: FakeRun, rng: np.random.Generator, round_number: int, client
     center = np.full(num_objectives, 8.0)
     center[0] *= tilt
     weights = rng.dirichlet(center, size=num_solves)
-    return {
+    diagnostics = _diagnostics(fake, rng, round_number) if fake.has_diagnostics else {}
+    return diagnostics | {
         "kind": "client",
         "round": round_number,
         "client": client,
@@ -162,7 +172,9 @@ def _training(fake: FakeRun, rng: np.random.Generator, round_number: int, client
             + float(rng.normal(0, 0.06))
             for j, name in enumerate(fake.objectives)
         },
-        "reward_raw_std": dict.fromkeys(fake.objectives, 0.9),
+        "reward_raw_std": {
+            name: 0.9 - 0.1 * j - 0.02 * round_number for j, name in enumerate(fake.objectives)
+        },
         "reward": dict.fromkeys(fake.objectives, 0.6),
         "kl": 9 * (1 - math.exp(-round_number / 6)) + float(rng.normal(0, 0.4)),
         "kl_coefficient": 0.06 * 1.02**round_number,
@@ -175,14 +187,33 @@ def _training(fake: FakeRun, rng: np.random.Generator, round_number: int, client
         "seconds": {
             "rollout": float(rng.uniform(1.8, 2.2)),
             "reward": 0.4,
+            "values": 0.2,
+            "advantages": 0.001,
             "forward": 0.9,
+            "critic": 0.01,
             "backward": 1.5,
+            "reduce": 0.001,
             "gram": 0.02,
             "solve": 0.01,
             "step": 0.1,
         },
         "bytes_down": 98_904,
         "bytes_up": 99_412,
+    }
+
+
+def _diagnostics(fake: FakeRun, rng: np.random.Generator, round_number: int):
+    pairs = ["-".join(pair) for pair in combinations(fake.objectives, 2)]
+    return {
+        "reward_correlation": {pair: float(rng.uniform(-0.5, -0.3)) for pair in pairs},
+        "reward_length_correlation": {
+            # Replies of one length have no correlation with it.
+            name: None if round_number == 2 and index else float(rng.uniform(0.1, 0.3) + index / 9)
+            for index, name in enumerate(fake.objectives)
+        },
+        "reward_truncated_share": {
+            name: 0.01 * (index + 1) for index, name in enumerate(fake.objectives)
+        },
     }
 
 

@@ -15,6 +15,7 @@ ALL_FIGURES = (
     trade_off_planes,
     figures.reward_curves,
     figures.learned_and_true,
+    figures.reward_diagnostics,
     figures.weight_curves,
     figures.gradient_curves,
     figures.training_curves,
@@ -163,6 +164,36 @@ def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
     assert traces(panels, "norm-ratio")["client_0"] == {1: pytest.approx(0.25)}
 
 
+def test_reward_diagnostics_are_means_over_the_clients_that_have_a_value(make_run):
+    run_path = make_run(objectives=("a", "b", "c"), num_clients=2, num_done=2)
+
+    def known_rewards(row):
+        if row["kind"] == "client":
+            first = row["client"] == "client_0"
+            row["reward_raw_std"]["b"] = 1.0 if first else 2.0
+            row["reward_correlation"]["a-c"] = None if first else -0.5
+            row["reward_length_correlation"]["b"] = None
+            row["reward_truncated_share"]["c"] = 0.25 if first else 0.75
+            row["end_share"] = 0.875 if first else 0.625
+        return row
+
+    edit_rows(run_path, known_rewards)
+    panels = figures.reward_diagnostics(read_record(run_path))
+    assert traces(panels, "reward-spread")["b"] == {1: 1.5, 2: 1.5}
+    assert traces(panels, "reward-correlation")["a / c"] == {1: -0.5, 2: -0.5}
+    assert traces(panels, "reward-length").keys() == {"a", "c"}
+    assert traces(panels, "truncated")["c"] == {1: 0.5, 2: 0.5}
+    assert traces(panels, "truncated")[figures.CUT.label] == {1: 0.25, 2: 0.25}
+
+
+def test_the_stationarity_bound_is_drawn_where_clients_sent_their_gram(make_run):
+    sent, kept = read_record(make_run("sent", has_gram=True)), read_record(make_run("kept"))
+    assert traces(figures.gradient_curves(sent), "stationarity")["bound"] == {
+        row["round"]: row["stationarity"] for row in sent.rounds
+    }
+    assert "stationarity" not in [panel.name for panel in figures.gradient_curves(kept)]
+
+
 def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(make_run):
     run_path = make_run(num_done=1)
 
@@ -233,6 +264,12 @@ def test_a_client_has_the_same_colour_and_dash_in_every_figure(make_run):
     assert len(looks) == 16
     assert all(len(of_client) == 1 for of_client in looks.values())
     assert len(set.union(*looks.values())) == 16
+
+
+def test_every_stage_of_a_local_step_has_its_own_colour(make_run):
+    record = read_record(make_run())
+    assert figures.stages(record) == list(figures.STAGES)
+    assert len({figures.stage_color(record, stage) for stage in figures.STAGES}) == 11
 
 
 def test_every_colour_is_defined_for_light_and_dark(make_run):

@@ -1,14 +1,19 @@
+import json
 import os
 import pty
 import random
 import re
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from wandb.proto.wandb_internal_pb2 import Record
 
 from firm.run import Tracker, TrackingConfig
 from firm.run.tracking import flatten
@@ -20,7 +25,9 @@ ROW = {
     "client": "client_0",
     "num_steps": 4,
     "weights": [[0.25, 0.5, 0.25], [0.75, 0.25, 0.0]],
-    "cosines": [[-0.5, 0.25, 0.0], [0.5, 0.75, 1.0]],
+    "cosines": [[-0.5, 0.25, None], [0.5, 0.75, 1.0]],
+    "gram": [[1.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 1.0]],
+    "reward_correlation": {"helpful-harmless": -0.25, "helpful-brief": None},
     "beta_effect": [0.25, 0.75],
     "reward": {"helpful": 0.125},
     "seconds": {"rollout": 1.5},
@@ -32,30 +39,104 @@ ROW = {
 
 def test_a_row_becomes_flat_series_with_lists_averaged_over_solves() -> None:
     assert flatten(ROW, OBJECTIVES) == {
-        "client_0/num_steps": 4.0,
-        "client_0/weights/helpful": 0.5,
-        "client_0/weights/harmless": 0.375,
-        "client_0/weights/brief": 0.125,
-        "client_0/cosines/helpful-harmless": 0.0,
-        "client_0/cosines/helpful-brief": 0.5,
-        "client_0/cosines/harmless-brief": 0.5,
-        "client_0/beta_effect": 0.5,
-        "client_0/reward/helpful": 0.125,
-        "client_0/seconds/rollout": 1.5,
+        "num_steps/client_0": 4.0,
+        "weights/helpful/client_0": 0.5,
+        "weights/harmless/client_0": 0.375,
+        "weights/brief/client_0": 0.125,
+        "cosines/helpful-harmless/client_0": 0.0,
+        "cosines/helpful-brief/client_0": 0.5,
+        "cosines/harmless-brief/client_0": 1.0,
+        "reward_correlation/helpful-harmless/client_0": -0.25,
+        "beta_effect/client_0": 0.5,
+        "reward/helpful/client_0": 0.125,
+        "seconds/rollout/client_0": 1.5,
     }
 
 
 def test_other_rows_are_grouped_by_kind_and_split() -> None:
     evaluation = {"kind": "evaluation", "round": 0, "split": "test", "scores": {"a": {"mean": 1}}}
     assert flatten(evaluation, OBJECTIVES) == {"evaluation/test/scores/a/mean": 1.0}
-    server = {"kind": "round", "round": 1, "clients": ["a"], "failures": [], "bytes_up": 8}
+    server = {
+        "kind": "round",
+        "round": 1,
+        "clients": ["a"],
+        "failures": [{"client": "b", "reason": "late"}],
+    }
+    server |= {"alarms": ["β"], "bytes_up": 8}
     assert flatten(server, OBJECTIVES) == {"round/bytes_up": 8.0}
     assert flatten({"kind": "run", "rounds": 3}, OBJECTIVES) == {}
 
 
-def offline_file(run_path: Path) -> bytes:
+def records_of(run_path: Path) -> list[Record]:
+    """Everything that W&B noted off line; its service ends the file shortly after the run."""
     [file] = run_path.glob("wandb/offline-run-*/run-*.wandb")
-    return file.read_bytes()
+    deadline = time.monotonic() + 20
+    while True:
+        records = parse(file.read_bytes())
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < deadline, "the file does not end"
+        time.sleep(0.05)
+
+
+def parse(data: bytes) -> list[Record]:
+    """The whole records of a .wandb file: blocks of 32 kB, a record in one or more fragments."""
+    records, fragments, at = [], b"", 7  # after the file's own header
+    while at + 7 <= len(data):
+        if (room := 32_768 - at % 32_768) < 7:
+            at += room  # no header fits: the block's end is padding
+            continue
+        _checksum, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            break  # still being written
+        fragments += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last fragment
+            records.append(Record.FromString(fragments))
+            fragments = b""
+    return records
+
+
+def items(records: list[Record], kind: str) -> list[dict[str, Any]]:
+    """Key -> value of each history record, or of each change of configuration or summary."""
+    dicts = []
+    for record in records:
+        if record.WhichOneof("record_type") == kind:
+            part, values = getattr(record, kind), {}
+            for entry in part.item if kind == "history" else part.update:
+                *groups, name = entry.nested_key or [entry.key]
+                place = values
+                for group in groups:
+                    place = place.setdefault(group, {})
+                place[name] = json.loads(entry.value_json)
+            dicts.append(values)
+    return dicts
+
+
+def merged(dicts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for entries in dicts for key, value in entries.items()}
+
+
+def table(run_path: Path, reference: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of a table that a history record refers to."""
+    [file] = run_path.glob(f"wandb/offline-run-*/files/{reference['path']}")
+    content = json.loads(file.read_text())
+    return [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]
+
+
+def evaluation(round: int, split: str, **means: float) -> dict[str, Any]:
+    scores = {name: {"mean": mean, "se": 0.25} for name, mean in means.items()}
+    change = {name: {"mean": mean - 0.5, "se": 0.125} for name, mean in means.items()}
+    row = {"kind": "evaluation", "round": round, "split": split, "scores": scores, "kl": round / 2}
+    return row | ({"change": change} if round else {})
+
+
+def track(run_path: Path, *rows: dict[str, Any], objectives: list[str] = OBJECTIVES) -> Any:
+    config = TrackingConfig(mode="offline", timeout_s=20)
+    with Tracker(config, run_path, {}, objectives=objectives) as tracker:
+        for row in rows:
+            tracker.log(row)
+    return records_of(run_path)
 
 
 def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, caplog) -> None:
@@ -65,12 +146,22 @@ def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, ca
     with Tracker(
         config, tmp_path, {"strategy": {"beta": 0.0625}}, objectives=OBJECTIVES
     ) as tracker:
-        tracker.log({"kind": "run", "rounds": 3})
+        tracker.log({"kind": "run", "rounds": 3, "calibration": {"helpful": {"mean": 0.125}}})
         tracker.log(ROW)
-    content = offline_file(tmp_path)
-    assert re.search(rb"client_0/weights/harmless.{1,4}0\.375", content, re.DOTALL)
-    assert re.search(rb"client_0/seconds/rollout.{1,4}1\.5", content, re.DOTALL)
-    assert b"0.0625" in content
+    records = records_of(tmp_path)
+    [history] = items(records, "history")
+    assert {k: v for k, v in history.items() if not k.startswith("_")} == {
+        "round": 2,
+        **flatten(ROW, OBJECTIVES),
+    }
+    [started] = [record.run for record in records if record.HasField("run")]
+    assert started.display_name == tmp_path.name
+    settings = {entry.key: json.loads(entry.value_json) for entry in started.config.update}
+    assert settings["strategy"] == {"beta": 0.0625}
+    assert merged(items(records, "config"))["run"] == {
+        "rounds": 3,
+        "calibration": {"helpful": {"mean": 0.125}},
+    }
     [line] = [r.getMessage() for r in caplog.records if r.name == "firm.run.tracking"]
     assert re.fullmatch(
         rf".* \(as configured\); upload with: wandb sync {tmp_path}/wandb/o.*", line
@@ -81,9 +172,104 @@ def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, ca
     ), "tracking must not move the generators of the run"
 
 
+def test_evaluations_are_drawn_in_the_trade_off_plane_of_each_pair(tmp_path: Path) -> None:
+    records = track(
+        tmp_path,
+        evaluation(0, "test", helpful=0.5, harmless=0.75, brief=1.0),
+        evaluation(0, "validation", helpful=0.25, harmless=1.5, brief=1.0),
+        evaluation(1, "validation", helpful=0.375, harmless=1.25, brief=1.0),
+    )
+    history = items(records, "history")
+    planes = ["trade-off/helpful-harmless", "trade-off/helpful-brief", "trade-off/harmless-brief"]
+    assert all(f"{plane}_table" in history[-1] for plane in planes)
+    lines = table(tmp_path, history[-1]["trade-off/helpful-harmless_table"])
+    assert lines == [
+        {"split": "test", "round": 0, "helpful": 0.5, "harmless": 0.75},
+        {"split": "validation", "round": 0, "helpful": 0.25, "harmless": 1.5},
+        {"split": "validation", "round": 1, "helpful": 0.375, "harmless": 1.25},
+    ]
+    charts = [json.dumps(config) for config in items(records, "config")]
+    assert any("trade-off/helpful-harmless_table" in chart for chart in charts)
+
+
+def test_a_single_objective_is_drawn_against_the_kl(tmp_path: Path) -> None:
+    records = track(tmp_path, evaluation(3, "validation", helpful=0.5), objectives=["helpful"])
+    [history] = items(records, "history")
+    assert table(tmp_path, history["trade-off/kl-helpful_table"]) == [
+        {"split": "validation", "round": 3, "kl": 1.5, "helpful": 0.5}
+    ]
+
+
+def test_the_final_test_is_compared_in_a_table_and_in_the_summary(tmp_path: Path) -> None:
+    records = track(
+        tmp_path,
+        evaluation(0, "test", helpful=0.5, parse=1.0),
+        evaluation(4, "test", helpful=0.75, parse=0.875),
+        objectives=["helpful"],
+    )
+    history = items(records, "history")
+    assert "test" not in history[0]
+    lines = {line.pop("score"): line for line in table(tmp_path, history[1]["test"])}
+    assert lines["helpful"] == {
+        "base": 0.5,
+        "base se": 0.25,
+        "aligned": 0.75,
+        "aligned se": 0.25,
+        "change": 0.25,
+        "change se": 0.125,
+    }
+    assert lines["kl"]["aligned"] == 2.0
+    summary = merged(items(records, "summary"))
+    assert [summary[f"test/parse/{name}"] for name in ("base", "aligned", "change")] == [
+        *(1.0, 0.875, 0.375)
+    ]
+    assert summary["test/kl/change"] == 2.0
+
+
+def sample(round: int, prompt: str, reply: str, score: float | None) -> dict[str, Any]:
+    return {"round": round, "prompt": prompt, "completion": reply, "scores": {"helpful": score}}
+
+
+def test_replies_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
+    config = TrackingConfig(mode="offline", timeout_s=20)
+    with Tracker(config, tmp_path, {}, objectives=OBJECTIVES) as tracker:
+        tracker.log_samples([sample(0, "p", "base p", 0.5), sample(0, "q", "base q", None)])
+        tracker.log_samples([sample(8, "q", "new q", 0.75), sample(8, "p", "new p", 0.25)])
+    before, after = items(records_of(tmp_path), "history")
+    assert (before["round"], after["round"]) == (0, 8)
+    [first, _] = table(tmp_path, before["samples"])
+    assert first["aligned"] is first["helpful, aligned"] is None
+    assert table(tmp_path, after["samples"]) == [
+        {
+            "prompt": "p",
+            "base": "base p",
+            "aligned": "new p",
+            "helpful, base": 0.5,
+            "helpful, aligned": 0.25,
+        },
+        {
+            "prompt": "q",
+            "base": "base q",
+            "aligned": "new q",
+            "helpful, base": None,
+            "helpful, aligned": 0.75,
+        },
+    ]
+
+
+def test_where_no_texts_are_logged_there_is_no_table_of_them(tmp_path: Path) -> None:
+    config = TrackingConfig(mode="offline", timeout_s=20)
+    with Tracker(config, tmp_path, {}, objectives=OBJECTIVES) as tracker:
+        tracker.log_samples([])
+        tracker.log(ROW)
+    assert not any("samples" in row for row in items(records_of(tmp_path), "history"))
+    assert not list(tmp_path.glob("wandb/*/files/media/table/*"))
+
+
 def test_a_disabled_tracker_writes_nothing(tmp_path: Path) -> None:
     with Tracker(TrackingConfig(), tmp_path, {}, objectives=OBJECTIVES) as tracker:
         tracker.log(ROW)
+        tracker.log_samples([sample(0, "p", "reply", 0.5)])
     assert os.listdir(tmp_path) == []
 
 
@@ -126,7 +312,8 @@ def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
     assert without_network.startswith("W&B is off line (Timed out while retrying")
     for line, name in ((without_key, "None"), (without_network, "k" * 40)):
         assert f"upload with: wandb sync {tmp_path}/{name}/wandb/offline-run-" in line
-        assert b"round/seconds" in offline_file(tmp_path / name)
+        [history] = items(records_of(tmp_path / name), "history")
+        assert history["round/seconds"] == 1.5
 
 
 def test_a_timeout_that_would_mean_for_ever_is_refused() -> None:
