@@ -4,6 +4,7 @@
     accelerate launch recipes/firm_hh.py --config configs/hh_tinyllama.yaml # the paper's run
     accelerate launch recipes/firm_hh.py --strategy.beta 0.5 --rounds 10    # any key, overridden
     accelerate launch recipes/firm_hh.py --out runs/mine --resume true      # go on after a stop
+    accelerate launch --num_processes 4 recipes/firm_hh.py                  # clients on 4 GPUs
 
 A run is a directory: configuration, metrics, checkpoints, the adapter, and `report.html`.
 """
@@ -14,6 +15,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is pinned, a
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -44,9 +46,13 @@ from firm.alignment import (
     write_model_card,
 )
 from firm.federation import (
+    Engine,
     LocalEngine,
+    Processes,
+    ProcessesEngine,
     RandomStream,
     ServerState,
+    beta_alarm,
     dirichlet_partition,
     iid_partition,
 )
@@ -125,6 +131,9 @@ class Config:
     """Everything random comes from it."""
     num_threads: int | None = None
     """CPU threads; by default as many as torch takes."""
+    processes_per_client: int = 1
+    """Processes that work as one on a client, each on its share of a batch. How many there are at
+    all is the launcher's to say; the clients are divided among them."""
     rounds: int = 16
     """Communication rounds T (A.1: 16)."""
     num_clients: int = 8
@@ -150,6 +159,10 @@ class Config:
                 f"rounds and num_clients must be at least 1, got {self.rounds} and "
                 f"{self.num_clients}."
             )
+        if self.processes_per_client < 1:
+            raise ValueError(
+                f"processes_per_client must be at least 1, got {self.processes_per_client}."
+            )
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
         self.strategy.check(len(self.rewards))
@@ -157,11 +170,12 @@ class Config:
 
 def main(cfg: Config) -> Path:
     """Runs everything that `cfg` asks for and returns the run directory."""
+    processes = Processes.join(per_client=cfg.processes_per_client)
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if not cfg.resume:
+    if processes.is_server and not cfg.resume:
         check_free(out)  # before minutes of loading
     settings, objectives = to_dict(cfg), tuple(cfg.rewards)
     names = [f"client_{index}" for index in range(cfg.num_clients)]
@@ -181,6 +195,7 @@ def main(cfg: Config) -> Path:
         tokenizer=tokenizer,
         reward_fns=rewards,
         num_steps=cfg.rounds * cfg.strategy.num_local_steps,
+        team=processes.team(),
         seed=cfg.seed,
     )
 
@@ -191,8 +206,15 @@ def main(cfg: Config) -> Path:
     clients = [
         AlignmentClient(name, shard, trainer, seed=cfg.seed, on_event=progress.event)
         for name, shard in zip(names, _partition(train, cfg), strict=True)
+        if name in processes.hosted(names)
     ]
     engine = LocalEngine(clients, on_event=progress.event)
+    if processes.size > 1:
+        engine = ProcessesEngine(processes, names, engine, on_event=progress.event)
+        if not processes.is_server:
+            trainer.calibrations = _calibrations(processes.broadcast())
+            engine.serve()
+            return out
     trainer.calibrations = _calibrate(trainer, train, cfg)  # tries every reward model, too
 
     def measure(prompts: list[str], split: str) -> Evaluation:
@@ -211,31 +233,41 @@ def main(cfg: Config) -> Path:
         Run.open(out, settings, resume=cfg.resume, ignore=("resume", "out", "tracking")) as run,
         Tracker(cfg.tracking, run.path, settings, objectives=objectives) as tracker,
         progress,
+        closing(engine),
     ):
 
         def log(row: dict[str, Any]) -> None:
             run.log(row)
             tracker.log(row)
 
+        def log_samples(evaluation: Evaluation) -> None:
+            rows = evaluation.sample_rows(round=state.round, limit=cfg.evaluation.num_shown_samples)
+            run.log_samples(rows)
+            tracker.log_samples(rows)
+
         # start, or take up where the last checkpoint was written
-        if checkpoint := run.latest_checkpoint():
+        checkpoint = run.latest_checkpoint()
+        if checkpoint:
+            trainer.calibrations = _calibrations(checkpoint[1]["calibrations"])
+        processes.broadcast({n: c.to_dict() for n, c in trainer.calibrations.items()})
+        if checkpoint:
             state = ServerState.from_state(checkpoint[1]["server"])
             engine.restore_client_states(checkpoint[1]["clients"])
-            trainer.calibrations = _calibrations(checkpoint[1]["calibrations"])
             base = {k: Evaluation(**e) for k, e in checkpoint[1]["base"].items()}
+            for row in run.rows():  # every session is a W&B run of its own
+                tracker.log(row)
+            tracker.log_samples(run.samples())
         else:
             state = ServerState(
                 copy_adapter(trainer.adapter_parameters), objectives=objectives, seed=cfg.seed
             )
-            log(_run_row(cfg, names, trainer, state))
+            log(_run_row(cfg, names, trainer, state, processes))
             base = {"test": measure(test, "test")}
             if validation:
                 base["validation"] = measure(validation, "validation")
             for split, evaluation in base.items():
                 log(evaluation.row(round=0, split=split))
-            run.log_samples(
-                base["test"].sample_rows(round=0, limit=cfg.evaluation.num_shown_samples)
-            )
+            log_samples(base["test"])
             run.save_checkpoint(0, _checkpoint(state, engine, trainer, base))
         write_report(run.path, final=False)
         progress.event("resumed", round=state.round)
@@ -244,6 +276,7 @@ def main(cfg: Config) -> Path:
         strategy = STRATEGIES[cfg.strategy.name]
         while state.round < cfg.rounds:
             state, rows = strategy(state, names, engine, cfg.strategy)
+            rows["round"]["alarms"] = _alarms(cfg, [*run.rows(), *rows["clients"]])
             for row in [*rows["clients"], rows["round"]]:
                 log(row)
             scores = {}
@@ -260,9 +293,7 @@ def main(cfg: Config) -> Path:
         # finish: compare with the base model on held-out prompts, and save the adapter
         final = measure(test, "test")
         log(final.row(base["test"], round=state.round, split="test"))
-        run.log_samples(
-            final.sample_rows(round=state.round, limit=cfg.evaluation.num_shown_samples)
-        )
+        log_samples(final)
         comparison = comparison_table(base["test"], final)
         trainer.policy_model.save_pretrained(str(run.path / "adapter"))
         write_model_card(
@@ -327,7 +358,7 @@ def _calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
 
 def _checkpoint(
     state: ServerState,
-    engine: LocalEngine,
+    engine: Engine,
     trainer: MultiObjectivePPOTrainer,
     base: Mapping[str, Evaluation],
 ) -> dict[str, Any]:
@@ -341,7 +372,11 @@ def _checkpoint(
 
 
 def _run_row(
-    cfg: Config, names: list[str], trainer: MultiObjectivePPOTrainer, state: ServerState
+    cfg: Config,
+    names: list[str],
+    trainer: MultiObjectivePPOTrainer,
+    state: ServerState,
+    processes: Processes,
 ) -> dict[str, Any]:
     """The first row of metrics.jsonl: what the run is made of."""
     return {
@@ -351,8 +386,17 @@ def _run_row(
         "rounds": cfg.rounds,
         "calibration": {n: c.to_dict() for n, c in (trainer.calibrations or {}).items()},
         "num_trainable": sum(p.numel() for p in trainer.adapter_parameters.values()),
+        "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
         "adapter_bytes": sum(t.numel() * t.element_size() for t in state.adapter.values()),
     }
+
+
+def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
+    """What the user should know of the rounds so far and has not been told."""
+    if not isinstance(cfg.strategy, FirmConfig) or cfg.strategy.preference is not None:
+        return []
+    alarm = beta_alarm(rows, cfg.strategy.beta)
+    return [alarm] if alarm else []
 
 
 def _facts(cfg: Config, final: Evaluation, run: Run) -> dict[str, Any]:
