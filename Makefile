@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types contract check bench clean
+.PHONY: help install demo test test-slow lint types contract check bench docs clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,14 @@ check: lint types contract test ## Everything that CI runs.
 
 bench: install ## Time a local step by stage, beside TRL's own trainer.
 	$(OFFLINE) $(BIN)/python benchmarks/local_step.py
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs ## Build the API documentation from the docstrings into build/docs.
+	$(OFFLINE) TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m sphinx -W --keep-going -q -E docs/site build/docs
+	@echo build/docs/index.html
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

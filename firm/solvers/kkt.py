@@ -11,7 +11,7 @@ def kkt_gap(gram: ArrayT, weights: torch.Tensor | np.ndarray) -> ArrayT:
 
     At an optimum every (Gλ)ᵢ is at least λᵀGλ. The gap is the largest shortfall, relative to what
     the Cauchy-Schwarz inequality allows, so that it neither changes when G is scaled nor hides
-    short gradients behind long ones:
+    short gradients behind long ones::
 
         maxᵢ (λᵀGλ - (Gλ)ᵢ) / √(D · max(Gᵢᵢ, D)),  D = Σᵢⱼ λᵢ |Gᵢⱼ| λⱼ.
 

@@ -1,0 +1,58 @@
+"""Settings of the API documentation: `make docs` builds it, without network."""
+
+from importlib.metadata import version as installed_version
+from typing import Any
+
+project = "FIRM"
+author = "the FIRM authors"
+version = release = installed_version("firm-align")
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+default_role = "code"  # docstrings write `name` for a name
+add_module_names = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+
+kept_lines: dict[str, list[str]] = {}
+
+html_theme = "alabaster"
+html_title = f"FIRM {version}"
+html_show_sourcelink = html_copy_source = False
+html_theme_options = {
+    "description": "Federated multi-objective alignment of language models",
+    "fixed_sidebar": True,
+    "show_powered_by": False,
+    "font_family": "system-ui, sans-serif",
+    "head_font_family": "system-ui, sans-serif",
+    "font_size": "16px",
+    "page_width": "62rem",
+    "sidebar_width": "15rem",
+}
+
+
+def hide_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returned: str
+) -> tuple[str, None] | None:
+    """Returns no signature for a protocol, whose own would be (*args, **kwargs)."""
+    return ("", None) if getattr(obj, "_is_protocol", False) else None
+
+
+def keep_attributes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
+    """Notes the lines below a field before napoleon takes what precedes a colon for its type."""
+    if what in ("attribute", "property"):
+        kept_lines[name] = list(lines)
+
+
+def restore_attributes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
+    """Puts the noted lines back after napoleon."""
+    lines[:] = kept_lines.pop(name, lines)
+
+
+def setup(app: Any) -> None:
+    """Connects the functions above to autodoc; napoleon's own runs at the default priority, 500."""
+    app.connect("autodoc-process-signature", hide_signature)
+    app.connect("autodoc-process-docstring", keep_attributes, priority=400)
+    app.connect("autodoc-process-docstring", restore_attributes, priority=600)
