@@ -1,0 +1,101 @@
+"""How clients and rows are divided, and what members of a team tell each other."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firm.federation import Processes, Team
+
+MEMBER = """
+import torch
+from firm.federation import Processes
+
+processes = Processes.join(per_client=2)
+team = processes.team()
+mine = torch.full((2, 3), float(team.rank + 1))
+print("sum", team.sum(mine).tolist(), mine.tolist())
+gathered = team.gather({"rows": torch.ones(team.rank * 5)})
+print("gather", [len(content["rows"]) for content in gathered])
+try:
+    team.together(lambda: 1 / (1 - team.rank))
+except Exception as error:
+    print("together", type(error).__name__, error)
+print("again", team.together(lambda: "fine"))
+print("broadcast", processes.broadcast({"half": torch.tensor(0.5)} if processes.is_server else None))
+try:
+    if processes.is_server:
+        processes.receive(1)
+except RuntimeError as error:
+    print("lost", error)
+"""
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 9))
+def test_every_client_is_hosted_by_one_team(num_teams, per_client, num_clients):
+    clients = [f"client_{index}" for index in range(num_clients)]
+    size = num_teams * per_client
+    hosted = [Processes(rank, size, per_client).hosted(clients) for rank in range(size)]
+    leaders = [rank for rank in range(size) if Processes(0, size, per_client).leads(rank)]
+    assert len(leaders) == num_teams
+    assert sorted(name for rank in leaders for name in hosted[rank]) == sorted(clients)
+    for rank in range(size):
+        assert hosted[rank] == hosted[rank - rank % per_client]
+
+
+@given(st.integers(1, 5), st.integers(0, 20))
+def test_members_share_all_rows_evenly_and_in_order(size, num_rows):
+    shares = [Team(rank, size).share(num_rows) for rank in range(size)]
+    rows = [row for share in shares for row in range(num_rows)[share]]
+    assert rows == list(range(num_rows))
+    assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+
+
+def test_teams_of_unequal_size_are_refused():
+    with pytest.raises(ValueError, match=r"must divide the number of processes, got 2 and 3"):
+        Processes(0, 3, 2)
+
+
+def test_one_process_is_the_server_and_alone():
+    processes = Processes.join()
+    assert (processes.is_server, processes.size, processes.team()) == (True, 1, Team())
+    assert processes.broadcast({"x": 1}) == {"x": 1}
+
+
+def test_two_members_sum_gather_and_fail_together():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [member.communicate(timeout=120) for member in members]
+    first, second = (out.splitlines() for out, _ in outputs)
+    assert len(second) == 5, outputs[1][1]
+    assert first[0] == f"sum {[[3.0] * 3] * 2} {[[1.0] * 3] * 2}"
+    assert second[0] == f"sum {[[3.0] * 3] * 2} {[[2.0] * 3] * 2}"
+    assert first[1] == second[1] == "gather [0, 5]"
+    assert first[2].startswith("together RuntimeError process 1 of the client's 2 failed: ZeroDiv")
+    assert second[2] == "together ZeroDivisionError division by zero"
+    assert first[3] == second[3] == "again fine"
+    assert second[4] == "broadcast {'half': tensor(0.5000)}"
+    assert first[-1].startswith("lost process 1 of the run's 2 is gone")
