@@ -35,6 +35,7 @@ from firm.alignment import (
     PromptsConfig,
     RolloutConfig,
     calibrate,
+    check_same,
     comparison_table,
     copy_adapter,
     evaluate,
@@ -248,7 +249,9 @@ def main(cfg: Config) -> Path:
         # start, or take up where the last checkpoint was written
         checkpoint = run.latest_checkpoint()
         if checkpoint:
-            trainer.calibrations = _calibrations(checkpoint[1]["calibrations"])
+            frozen = _calibrations(checkpoint[1]["calibrations"])
+            check_same(frozen, trainer.calibrations)
+            trainer.calibrations = frozen
         processes.broadcast({n: c.to_dict() for n, c in trainer.calibrations.items()})
         if checkpoint:
             state = ServerState.from_state(checkpoint[1]["server"])

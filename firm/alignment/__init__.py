@@ -27,7 +27,7 @@ from firm.alignment.policy import (
 )
 from firm.alignment.ppo import KLConfig, PPOConfig
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
-from firm.alignment.rewards import Calibration, calibrate, score
+from firm.alignment.rewards import Calibration, calibrate, check_same, score
 from firm.alignment.rollout import RolloutConfig, Rollouts
 from firm.alignment.trainer import MultiObjectivePPOTrainer
 
@@ -48,6 +48,7 @@ __all__ = [
     "RolloutConfig",
     "Rollouts",
     "calibrate",
+    "check_same",
     "comparison_table",
     "copy_adapter",
     "evaluate",

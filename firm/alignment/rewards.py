@@ -172,6 +172,33 @@ def calibrate(method: Method, raw: torch.Tensor, *, name: str = "reward") -> Cal
     return calibration
 
 
+def check_same(
+    frozen: Mapping[str, Calibration], found: Mapping[str, Calibration], *, tolerance: float = 0.05
+) -> None:
+    """Raises ``ValueError`` where calibrations mean another reward than those that were frozen.
+
+    Args:
+        frozen: Calibrations that a run began with, by objective.
+        found: The same, from the reward models and the base model as they are now.
+        tolerance: Largest difference of a figure, in units of the frozen map's width: replies may
+            come out a little different on another machine.
+    """
+    for name, calibration in frozen.items():
+        width = calibration.scale if calibration.method == "sigmoid" else 1.0
+        if calibration.method == "minmax":
+            width = calibration.high - calibration.low
+        now = found[name]
+        for figure in ("mean", "scale", "low", "high"):
+            was, is_now = getattr(calibration, figure), getattr(now, figure)
+            if now.method != calibration.method or abs(was - is_now) > tolerance * width:
+                raise ValueError(
+                    f"the rewards of {name!r} would not be comparable: their {calibration.method} "
+                    f"calibration had {figure} {was:.4g}, base-model replies now give "
+                    f"{is_now:.4g} ({now.method}); the base model or the reward model is another "
+                    "one: restore it, or start a new run."
+                )
+
+
 def normalize(raw: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
     """Rewards of raw scores, shape [M, B], in [0, 1] unless a method is "none".
 

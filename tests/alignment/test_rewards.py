@@ -10,6 +10,7 @@ from firm.alignment.rewards import (
     Calibration,
     RewardModel,
     calibrate,
+    check_same,
     normalize,
     reward_diagnostics,
     score,
@@ -180,3 +181,18 @@ def test_what_does_not_vary_has_no_correlation():
     assert figures["correlation"].isnan().all()
     assert figures["length_correlation"].isnan().tolist() == [True, False]
     assert reward_diagnostics(raw[:, :1], torch.tensor([3]))["spread"].tolist() == [0.0, 0.0]
+
+
+def test_other_statistics_are_refused_with_the_figure_that_changed():
+    frozen = {"a": Calibration("sigmoid", mean=1.0, scale=2.0)}
+    check_same(frozen, {"a": Calibration("sigmoid", mean=1.09, scale=2.09)})
+    with pytest.raises(ValueError, match=r"'a'.* sigmoid calibration had mean 1, .*now give 1.2 "):
+        check_same(frozen, {"a": Calibration("sigmoid", mean=1.2, scale=2.0)})
+    with pytest.raises(ValueError, match=r"had scale 2, .*now give 3 "):
+        check_same(frozen, {"a": Calibration("sigmoid", mean=1.0, scale=3.0)})
+    with pytest.raises(ValueError, match=r"\(minmax\); the base model or the reward model"):
+        check_same(frozen, {"a": Calibration("minmax", mean=1.0, scale=2.0)})
+    minmax = {"a": Calibration("minmax", low=-100.0, high=100.0)}
+    check_same(minmax, {"a": Calibration("minmax", low=-91.0, high=109.0)})
+    with pytest.raises(ValueError, match="had high 100, .*now give 111"):
+        check_same(minmax, {"a": Calibration("minmax", low=-100.0, high=111.0)})

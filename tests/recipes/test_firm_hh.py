@@ -195,6 +195,45 @@ def test_a_run_directory_that_is_in_use_is_refused(finished, capsys):
     assert "--resume true" in capsys.readouterr().err
 
 
+def test_three_objectives_run_whole(tmp_path):
+    out = main(
+        parse(
+            Config, ["--config", str(ROOT / "configs/three.yaml"), "--out", str(tmp_path / "run")]
+        )
+    )
+    objectives = ["helpful", "harmless", "brevity"]
+    for row in rows_of(out, "client"):
+        assert {len(weights) for weights in row["weights"]} == {3}
+        assert list(row["reward"]) == objectives
+        assert list(row["reward_correlation"]) == [
+            "helpful-harmless", "helpful-brevity", "harmless-brevity",
+        ]  # fmt: skip
+    final = rows_of(out, "evaluation")[-1]
+    assert list(final["normalized"]) == objectives
+    assert "brevity" in (out / "report.html").read_text()
+
+
+def test_a_run_does_not_resume_under_another_reward(tmp_path, capsys):
+    """The same configuration, but the file behind it has changed."""
+    rewards, out = tmp_path / "rewards.py", tmp_path / "run"
+    source = (
+        "from reward_models import reward_model\n"
+        "@reward_model('{}')\n"
+        "def words(completions, **kwargs):\n"
+        "    return [{} * len(text.split()) for text in completions]\n"
+    )
+    arguments = ["--rewards.brevity.name", "words", "--rewards.brevity.file", str(rewards)]
+    rewards.write_text(source.format("words", 1.0))
+    done = recipe(*arguments, "--out", out, "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    before = [path.read_bytes() for path in sorted((out / "checkpoints").rglob("*.*"))]
+    rewards.write_text(source.format("words", 2.0))
+    resumed = recipe(*arguments, "--out", out, "--rounds", "1", "--resume", "true")
+    assert resumed.returncode == 2
+    assert "the rewards of 'brevity' would not be comparable" in resumed.stderr
+    assert [path.read_bytes() for path in sorted((out / "checkpoints").rglob("*.*"))] == before
+
+
 def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
     for name in ("hh_tinyllama", "hh_llama32"):
         cfg = parse(Config, ["--config", str(ROOT / f"configs/{name}.yaml")])

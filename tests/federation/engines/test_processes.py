@@ -26,7 +26,8 @@ try:
 except Exception as error:
     print("together", type(error).__name__, error)
 print("again", team.together(lambda: "fine"))
-print("broadcast", processes.broadcast({"half": torch.tensor(0.5)} if processes.is_server else None))
+message = {"half": torch.tensor(0.5)} if processes.is_server else None
+print("broadcast", processes.broadcast(message))
 try:
     if processes.is_server:
         processes.receive(1)
