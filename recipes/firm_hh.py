@@ -3,7 +3,8 @@
     accelerate launch recipes/firm_hh.py                                    # the miniature world
     accelerate launch recipes/firm_hh.py --config configs/hh_tinyllama.yaml # the paper's run
     accelerate launch recipes/firm_hh.py --strategy.beta 0.5 --rounds 10    # any key, overridden
-    accelerate launch recipes/firm_hh.py --out runs/mine --resume true      # go on after a stop
+    accelerate launch recipes/firm_hh.py --plan                             # what would run
+    accelerate launch recipes/firm_hh.py --out runs/mine --resume           # go on after a stop
     accelerate launch --num_processes 4 recipes/firm_hh.py                  # clients on 4 GPUs
 
 A run is a directory: configuration, metrics, checkpoints, the adapter, and `report.html`.
@@ -19,6 +20,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -35,6 +37,7 @@ from firm.alignment import (
     PromptsConfig,
     RolloutConfig,
     calibrate,
+    check_context,
     check_same,
     comparison_table,
     copy_adapter,
@@ -43,6 +46,7 @@ from firm.alignment import (
     load_policy,
     load_prompts,
     load_tokenizer,
+    make_plan,
     score,
     write_model_card,
 )
@@ -60,11 +64,11 @@ from firm.federation import (
 from firm.federation.strategies import STRATEGIES, FedAvgConfig, FirmConfig
 from firm.report import write_report
 from firm.run import (
+    CheckpointConfig,
     Progress,
     Run,
     Tracker,
     TrackingConfig,
-    check_free,
     print_table,
     run_cli,
     to_dict,
@@ -72,6 +76,8 @@ from firm.run import (
 from reward_models import RewardModelConfig, load_reward_model
 
 ROOT = Path(__file__).parent.parent
+FREE_KEYS = ("resume", "out", "tracking", "plan")
+"""What may differ from the run's own configuration when it is resumed."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,9 @@ class Config:
     """Opens the run directory's name."""
     out: Path | None = None
     """Run directory; by default runs/NAME-TIME."""
+    plan: bool = False
+    """Print what would run (sizes, bytes, memory, steps, what is not in the paper) and stop; no
+    weight and no data are read."""
     resume: bool = False
     """Continue the run in `out` from its last checkpoint, if there is one."""
     seed: int = 0
@@ -151,6 +160,8 @@ class Config:
     """A round."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured."""
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is kept to resume from."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Weights & Biases."""
 
@@ -169,19 +180,26 @@ class Config:
         self.strategy.check(len(self.rewards))
 
 
-def main(cfg: Config) -> Path:
-    """Runs everything that `cfg` asks for and returns the run directory."""
+def main(cfg: Config) -> Path | None:
+    """Runs everything that `cfg` asks for; returns the run directory, None after a plan."""
+    if cfg.plan:
+        return _print_plan(cfg)
     processes = Processes.join(per_client=cfg.processes_per_client)
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if processes.is_server and not cfg.resume:
-        check_free(out)  # before minutes of loading
     settings, objectives = to_dict(cfg), tuple(cfg.rewards)
+    if processes.is_server:  # before minutes of loading
+        Run.check(out, settings, resume=cfg.resume, ignore=FREE_KEYS)
     names = [f"client_{index}" for index in range(cfg.num_clients)]
 
     # load
+    check_context(
+        cfg.policy,
+        max_prompt_tokens=cfg.rollout.max_prompt_tokens,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+    )
     tokenizer = load_tokenizer(cfg.policy)
     train = load_prompts(**asdict(cfg.data.train), tokenizer=tokenizer)
     validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
@@ -231,7 +249,9 @@ def main(cfg: Config) -> Path:
         )
 
     with (
-        Run.open(out, settings, resume=cfg.resume, ignore=("resume", "out", "tracking")) as run,
+        Run.open(
+            out, settings, resume=cfg.resume, ignore=("resume", "out", "tracking", "plan")
+        ) as run,
         Tracker(cfg.tracking, run.path, settings, objectives=objectives) as tracker,
         progress,
         closing(engine),
@@ -245,6 +265,17 @@ def main(cfg: Config) -> Path:
             rows = evaluation.sample_rows(round=state.round, limit=cfg.evaluation.num_shown_samples)
             run.log_samples(rows)
             tracker.log_samples(rows)
+
+        def save(measured: Evaluation | None) -> None:
+            score = None
+            if measured and cfg.checkpoints.keep_best:
+                score = fmean(values.mean().item() for values in measured.normalized.values())
+            run.save_checkpoint(
+                state.round,
+                _checkpoint(state, engine, trainer, base),
+                keep_last=cfg.checkpoints.keep_last,
+                score=score,
+            )
 
         # start, or take up where the last checkpoint was written
         checkpoint = run.latest_checkpoint()
@@ -271,7 +302,7 @@ def main(cfg: Config) -> Path:
             for split, evaluation in base.items():
                 log(evaluation.row(round=0, split=split))
             log_samples(base["test"])
-            run.save_checkpoint(0, _checkpoint(state, engine, trainer, base))
+            save(base.get("validation"))
         write_report(run.path, final=False)
         progress.event("resumed", round=state.round)
 
@@ -282,14 +313,13 @@ def main(cfg: Config) -> Path:
             rows["round"]["alarms"] = _alarms(cfg, [*run.rows(), *rows["clients"]])
             for row in [*rows["clients"], rows["round"]]:
                 log(row)
-            scores = {}
+            measured, scores = None, {}
             if validation:
-                measured = measure(validation, "validation").row(
-                    base["validation"], round=state.round, split="validation"
-                )
-                log(measured)
-                scores = {name: score["mean"] for name, score in measured["scores"].items()}
-            run.save_checkpoint(state.round, _checkpoint(state, engine, trainer, base))
+                measured = measure(validation, "validation")
+                row = measured.row(base["validation"], round=state.round, split="validation")
+                log(row)
+                scores = {name: score["mean"] for name, score in row["scores"].items()}
+            save(measured)
             write_report(run.path, final=False)
             progress.event("round_finished", row=rows["round"], scores=scores)
 
@@ -315,6 +345,18 @@ def main(cfg: Config) -> Path:
     )
     print(f"report   {report}\nadapter  {run.path / 'adapter'}")
     return run.path
+
+
+def _print_plan(cfg: Config) -> None:
+    """Prints what would run, from the first of the launcher's processes."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
+    plan = make_plan(cfg, [f"client_{index}" for index in range(cfg.num_clients)], processes)
+    for table in plan.tables():
+        print_table(table.title, table.header, table.rows)
+    for note in plan.notes:
+        print(note)
 
 
 def _texts(

@@ -17,11 +17,14 @@ from firm.alignment.evaluation import (
     select_adapter,
 )
 from firm.alignment.model_card import write_model_card
+from firm.alignment.plan import Plan, make_plan
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
+    check_context,
     copy_adapter,
     load_adapter_,
+    load_base_model,
     load_policy,
     load_tokenizer,
 )
@@ -40,6 +43,7 @@ __all__ = [
     "LoraSettings",
     "MultiObjectivePPOTrainer",
     "PPOConfig",
+    "Plan",
     "PolicyConfig",
     "Prompt",
     "PromptFormat",
@@ -48,15 +52,18 @@ __all__ = [
     "RolloutConfig",
     "Rollouts",
     "calibrate",
+    "check_context",
     "check_same",
     "comparison_table",
     "copy_adapter",
     "evaluate",
     "load_adapter_",
     "load_adapters",
+    "load_base_model",
     "load_policy",
     "load_prompts",
     "load_tokenizer",
+    "make_plan",
     "sample_replies",
     "score",
     "select_adapter",

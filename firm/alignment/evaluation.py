@@ -17,10 +17,10 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.advantages import kl_penalty
-from firm.alignment.policy import PolicyConfig, without_needless_warnings
+from firm.alignment.policy import PolicyConfig, load_base_model, without_needless_warnings
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, normalize, score
 from firm.alignment.rollout import RolloutConfig, encode_dialogues, rollout
@@ -91,8 +91,8 @@ def load_adapters(
         check_base: Whether an adapter that names another base model is refused.
 
     Raises:
-        OSError: There is no such base model, or the hub cannot be reached.
-        ValueError: A folder holds no PEFT adapter, or one that does not fit the base model.
+        ValueError: There is no such base model, the hub cannot be reached, or a folder holds no
+            PEFT adapter, or one that does not fit the base model.
     """
     settings = [_adapter_settings(folder) for folder in folders]  # before the base is loaded
     for folder, lora in zip(folders, settings, strict=True):
@@ -102,7 +102,7 @@ def load_adapters(
                 f"the adapter in {folder} was made for the base model {base!r}, got {config.path}: "
                 "use that one, or turn check_base off if it is the same model in another place."
             )
-    model = AutoModelForCausalLM.from_pretrained(config.path, dtype=getattr(torch, config.dtype))
+    model = load_base_model(config)
     policy: Any = None
     for index, (folder, lora) in enumerate(zip(folders, settings, strict=True)):
         name = _slot_name(index)

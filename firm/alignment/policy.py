@@ -5,11 +5,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.prompts import PromptFormat
@@ -69,10 +77,11 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, padding and truncating on the left, with a pad token unlike EOS.
 
     Raises:
-        ValueError: No pad token that differs from EOS can be had: TRL's padding masks would drop
-            the end of every response.
+        ValueError: There is no tokenizer at the policy's path, or no pad token that differs from
+            EOS can be had: TRL's padding masks would drop the end of every response.
     """
-    tokenizer = AutoTokenizer.from_pretrained(config.path)
+    with _loading_errors("tokenizer", config.path):
+        tokenizer = AutoTokenizer.from_pretrained(config.path)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     if config.pad_token is not None:
         if config.pad_token not in tokenizer.get_vocab():
@@ -91,6 +100,59 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raises a ValueError when the longest prompt and reply exceed the policy's context.
+
+    Only the model's configuration is read. Models without a limit, such as those with ALiBi, take
+    any length.
+    """
+    with _loading_errors("language model", config.path):
+        model_config = AutoConfig.from_pretrained(config.path).get_text_config()
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and max_prompt_tokens + max_new_tokens > limit:
+        raise ValueError(
+            f"rollout.max_prompt_tokens and max_new_tokens must fit into the {limit} positions of "
+            f"{config.path} together, got {max_prompt_tokens} + {max_new_tokens}: lower one of "
+            "them."
+        )
+
+
+def load_base_model(config: PolicyConfig) -> PreTrainedModel:
+    """The language model without an adapter.
+
+    Raises:
+        ValueError: There is no such folder, the hub cannot be reached, or what is there is no
+            whole language model.
+    """
+    with _loading_errors("language model", config.path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=getattr(torch, config.dtype), output_loading_info=True
+        )
+    model, report = loaded
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise ValueError(
+            f"policy.path: {config.path} is no whole language model, "
+            f"{sorted(report['missing_keys'])[0]} is missing: give another checkpoint."
+        )
+    return model
+
+
+@contextmanager
+def _loading_errors(what: str, path: str) -> Iterator[None]:
+    """Turns transformers' paragraphs into a line that says how to pass a local checkpoint."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
+        raise ValueError(
+            f"policy.path: no {what} could be loaded from the folder {path} ({reason}): give the "
+            "folder of a whole checkpoint, model and tokenizer."
+            if Path(path).is_dir()
+            else f"policy.path: there is no folder {path}, and no such {what} could be had from "
+            f"the Hugging Face hub ({reason}): give the folder of a local checkpoint."
+        ) from error
+
+
 def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
     """The frozen base model with one fresh adapter, which changes nothing yet (B = 0).
 
@@ -99,10 +161,9 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
         stream: Draws the adapter's initial A matrices.
 
     Raises:
-        OSError: There is no such folder, or the hub cannot be reached.
-        ValueError: No layer is called like `target_modules`.
+        ValueError: There is no such model, or no layer of it is called like `target_modules`.
     """
-    model = AutoModelForCausalLM.from_pretrained(config.path, dtype=getattr(torch, config.dtype))
+    model = load_base_model(config)
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     missing = [name for name in config.lora.target_modules if name not in names]
     if missing:

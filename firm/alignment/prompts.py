@@ -152,6 +152,11 @@ def load_prompts(
             for prompt, ids in zip(prompts, rows_ids, strict=True)
             if min_tokens <= len(ids) <= longest
         ]
+    if not num_distinct:
+        raise ValueError(
+            f"there is no prompt in {', '.join(map(str, sources))}, got an empty file or split: "
+            "give a source that has some."
+        )
     if not prompts:
         raise ValueError(
             f"no prompt is left of {num_distinct} in {', '.join(map(str, sources))}: "

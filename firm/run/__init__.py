@@ -5,14 +5,16 @@ A configuration is a frozen dataclass filled from YAML and the command line (`ru
 when asked, `Progress` tells the person who waits.
 """
 
-from firm.run.checkpoint import load_state, save_state
+from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import parse, run_cli, to_dict, to_yaml
-from firm.run.directory import Run, check_free
+from firm.run.directory import CheckpointConfig, Run, check_free
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.progress import Progress, print_table
 from firm.run.tracking import Tracker, TrackingConfig
 
 __all__ = [
+    "CheckpointConfig",
+    "OtherFormat",
     "Progress",
     "Run",
     "Tracker",

@@ -18,7 +18,7 @@ import dataclasses
 import difflib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -57,8 +57,9 @@ def parse(
 ) -> Config:
     """Returns the configuration of the defaults, then YAML files, then overrides.
 
-    `--config file.yaml` may be repeated; later files are laid over earlier ones. `--help` prints
-    every key with its docstring, type and default, and exits.
+    `--config file.yaml` may be repeated; later files are laid over earlier ones. A top-level key
+    that is a bool needs no value to be true: `--resume`. `--help` prints every key with its
+    docstring, type and default, and exits.
 
     Args:
         config_class: A frozen dataclass.
@@ -74,7 +75,8 @@ def parse(
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(_help_page(config_class, description))
         raise SystemExit(0)
-    files, overrides = _read_arguments(arguments)
+    switches = {name for name, kind in get_type_hints(config_class).items() if kind is bool}
+    files, overrides = _read_arguments(arguments, switches)
     if not files and default_file is not None:
         files = [str(default_file)]
     root = _Section.of(config_class)
@@ -344,11 +346,14 @@ def _read_file(file: str) -> Any:
     return _read_yaml(text, "")
 
 
-def _read_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Config files, and overrides as key path and text."""
+def _read_arguments(
+    arguments: Sequence[str], switches: Collection[str]
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Config files, and overrides as key path and text; a switch without a value is true."""
     files, overrides = [], []
-    rest = iter(arguments)
-    for argument in rest:
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
         key, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not key:
             raise UserError(
@@ -356,9 +361,10 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str
                 "give a file as --config FILE and a value as --key.path VALUE."
             )
         if not equals:
-            value = next(rest, "--")
-            if value.startswith("--"):
+            has_value = bool(rest) and not rest[0].startswith("--")
+            if not has_value and key not in switches:
                 raise UserError(f"command line: --{key} has no value; write --{key} VALUE.")
+            value = rest.pop(0) if has_value else "true"
         if key == "config":
             files.append(value)
         else:

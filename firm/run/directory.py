@@ -5,11 +5,14 @@
     metrics.jsonl    one row per line; a row's key "kind" says what it is about
     samples.jsonl    replies before and after, where text logging is on
     checkpoints/     round_0003/ and its like, each whole or absent
+    .lock            the process that writes to it
 
 The process may be killed at any moment. A checkpoint therefore notes how long the two logs were
 when it was written; a resumed run cuts them to that length and goes on as if nothing had followed.
+While a process writes to a run, no other one may: see `firm.run.lock`.
 """
 
+import errno
 import importlib.metadata
 import json
 import logging
@@ -20,8 +23,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +36,10 @@ from typing import Any, Self
 import yaml
 
 from firm.federation.client import State
-from firm.run.checkpoint import load_state, save_state, sync
+from firm.run.checkpoint import OtherFormat, load_state, save_state, sync
 from firm.run.config import to_yaml
 from firm.run.errors import UserError
+from firm.run.lock import LOCK_NAME, check_not_held, hold
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +47,74 @@ Row = dict[str, Any]
 
 _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl"
 _PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints stay on the disk; one is written after every round."""
+
+    keep_last: int = 3
+    """How many of the latest stay: a damaged one is then no loss."""
+    keep_best: bool = True
+    """Whether the one with the highest mean normalised reward on the validation prompts stays
+    too."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(
+                f"keep_last must be at least 1, got {self.keep_last}: a run resumes from the last."
+            )
 
 
 def check_free(path: str | Path) -> None:
     """Raises `UserError` if there is something at `path` that a new run would mix with."""
     path = Path(path)
+    check_not_held(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        is_run = (path / _CONFIG).exists()
         raise UserError(
             f"the run directory {path} exists and is not empty; "
-            "continue it with --resume true or choose another path."
+            f"{'continue it with --resume true or ' if is_run else ''}choose another path."
         )
 
 
 class Run:
     """The directory of one run, open for writing after `create`, `resume` or `open`.
 
-    As a context manager it notes how the run ended, with the traceback in `error.txt` if it failed.
+    Whoever opened it keeps other processes out until `close` or the end of the process. As a
+    context manager it closes itself and notes how the run ended, with the traceback in `error.txt`
+    if it failed.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: int | None = None
+        self._scores: dict[int, float] = {}
+
+    @classmethod
+    def check(
+        cls,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        resume: bool,
+        ignore: Collection[str] = (),
+    ) -> None:
+        """Raises the `UserError` that `open` would raise, before minutes of loading.
+
+        What is at `path` stays as it is.
+        """
+        run = cls(path)
+        with _file_errors(f"the run directory {run.path}"):
+            if resume and (run.path / _CONFIG).exists():
+                run._check_resumable(config, ignore)
+                place = run.path
+            else:
+                check_free(run.path)
+                parents = [run.path, *run.path.absolute().parents]
+                place = next(parent for parent in parents if parent.exists())
+            tempfile.TemporaryDirectory(prefix=".", dir=place).cleanup()
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> Self:
@@ -70,20 +125,28 @@ class Run:
             config: The resolved configuration as plain data.
 
         Raises:
-            UserError: There is something at `path` already.
+            UserError: There is something at `path` already, or it cannot be written to.
         """
         run = cls(path)
-        check_free(path)
-        place = run.path.resolve()
-        draft = place.with_name(
-            f".{place.name}.draft"
-        )  # renamed: a run is there whole or not at all
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        _write(draft / _CONFIG, to_yaml(config))
-        _write(draft / _RUN, json.dumps({"status": "running", **_session()}, indent=2))
-        draft.rename(place)
-        sync(place.parent)
+        with _file_errors(f"the run directory {run.path}"):
+            check_free(path)
+            place = run.path.resolve()
+            # Filled under another name: a run is there whole or not at all, and locked from then.
+            draft = place.with_name(f".{place.name}.draft")
+            draft.mkdir(parents=True, exist_ok=True)
+            run._lock = hold(draft, shown=run.path)
+            try:
+                for remains in draft.iterdir():
+                    if remains.name != LOCK_NAME:
+                        remains.unlink()
+                _write(draft / _CONFIG, to_yaml(config))
+                _write(draft / _RUN, json.dumps({"status": "running", **_session()}, indent=2))
+                draft.rename(place)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                run.close()
+                raise
+            sync(place.parent)
         return run
 
     @classmethod
@@ -100,28 +163,45 @@ class Run:
             ignore: Key paths that may differ all the same, with everything below them.
 
         Raises:
-            UserError: There is no run at `path`, it has another configuration, or its logs are
-                shorter than the checkpoint says.
+            UserError: There is no run at `path`, another process writes to it, it has another
+                configuration, no checkpoint is whole or of this version's format, its logs are
+                shorter than the checkpoint says, or it cannot be written to.
         """
         run = cls(path)
         if not (run.path / _CONFIG).exists():
             raise UserError(f"there is no run to resume at {path}; start it without --resume true.")
-        stored = yaml.safe_load((run.path / _CONFIG).read_text(encoding="utf-8"))
+        with _file_errors(f"the run directory {run.path}"):
+            run._check_resumable(config, ignore)
+            run._lock = hold(run.path)
+            try:
+                run._take_up()
+            except BaseException:
+                run.close()
+                raise
+        return run
+
+    def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
+        check_not_held(self.path)
+        stored = yaml.safe_load((self.path / _CONFIG).read_text(encoding="utf-8"))
         if differences := _differences(stored, config, ignore):
             more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UserError(
-                f"the run at {path} has another configuration: {', '.join(differences[:3])}{more}; "
-                "resume with its config.yaml or choose another path."
+                f"the run at {self.path} has another configuration: {', '.join(differences[:3])}"
+                f"{more}; resume with its config.yaml or choose another path."
             )
-        envelope = run._latest_envelope()
+        self._latest_envelope()
+
+    def _take_up(self) -> None:
+        """Makes the directory what it was when the latest checkpoint was written."""
+        envelope = self._latest_envelope()
         lengths = envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
         for name, length in lengths.items():
-            run._cut(name, length)
-        record = run.record()
+            self._cut(name, length)
+        self._scores = self._scores_on_disk(envelope)
+        record = self.record()
         record["status"] = "running"
         record.setdefault("resumed", []).append(_session())
-        _write(run.path / _RUN, json.dumps(record, indent=2))
-        return run
+        _write(self.path / _RUN, json.dumps(record, indent=2))
 
     @classmethod
     def open(
@@ -143,13 +223,24 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is None:
-            self.finish()
-        elif isinstance(error, KeyboardInterrupt):
-            self.finish("interrupted")
-        else:
-            _write(self.path / "error.txt", "".join(traceback.format_exception(error)))
-            self.finish("failed")
+        try:
+            if error is None:
+                self.finish()
+                return
+            with suppress(OSError):  # the disk may be full, which the error itself says then
+                if isinstance(error, KeyboardInterrupt):
+                    self.finish("interrupted")
+                    return
+                _write(self.path / "error.txt", "".join(traceback.format_exception(error)))
+                self.finish("failed")
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Lets other processes write to the directory, as the end of this one does too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def finish(self, status: str = "finished") -> None:
         """Notes in run.json that the run has ended, when and how."""
@@ -182,46 +273,110 @@ class Run:
         """Returns the rows of samples.jsonl, empty without the file."""
         return _read_rows(self.path / _SAMPLES)
 
-    def save_checkpoint(self, round: int, state: State, *, keep_last: int = 3) -> Path:
-        """Writes the state after a round and removes all checkpoints but the last ones.
+    def save_checkpoint(
+        self, round: int, state: State, *, keep_last: int = 3, score: float | None = None
+    ) -> Path:
+        """Writes the state after a round; of all checkpoints the last ones and the best one stay.
 
         Args:
             round: Rounds that are complete.
             state: All that is needed to go on.
             keep_last: How many checkpoints stay, at least 1.
+            score: How good the model is, larger is better; None when it is not measured. The first
+                checkpoint with the highest score stays beside the last ones.
 
         Returns:
             The checkpoint's folder.
+
+        Raises:
+            ValueError: The score is not finite.
+            UserError: The disk is full, or refuses otherwise; earlier checkpoints are whole.
         """
-        folder = self.path / "checkpoints"
-        path = folder / f"round_{round:04d}"
+        if score is not None and not math.isfinite(score):
+            raise ValueError(
+                f"the score of round {round} must be finite, got {score}: pass None without one."
+            )
+        path = self._folder(round)
         log_bytes = {}
-        for log in (self.path / _METRICS, self.path / _SAMPLES):
-            log_bytes[log.name] = log.stat().st_size if log.exists() else 0
-            if log.exists():
-                sync(log)
-        save_state(path, {"round": round, "log_bytes": log_bytes, "state": state})
-        sync(self.path)
-        kept = [other for number, other in self._checkpoints() if number <= round][-keep_last:]
-        for number, other in self._checkpoints():
-            if number <= round and other not in kept:
-                shutil.rmtree(other)
-        for remains in folder.glob(".*"):  # of saves that were interrupted
-            shutil.rmtree(remains)
+        comfort = "older ones are whole: " if self._checkpoints() else ""
+        with _file_errors(f"the checkpoint of round {round} in {path.parent}", comfort):
+            for log in (self.path / _METRICS, self.path / _SAMPLES):
+                log_bytes[log.name] = log.stat().st_size if log.exists() else 0
+                if log.exists():
+                    sync(log)
+            self._scores.pop(round, None)
+            scores = self._scores | ({} if score is None else {round: score})
+            envelope = {"round": round, "scores": scores, "log_bytes": log_bytes, "state": state}
+            save_state(path, envelope)
+            sync(self.path)
+            self._scores = scores
+            self._prune(round, keep_last)
         return path
 
+    def _prune(self, round: int, keep_last: int) -> None:
+        numbers = [number for number, _ in self._checkpoints() if number <= round]
+        kept = set(numbers[-keep_last:])
+        if self._scores:
+            kept.add(max(self._scores, key=lambda number: (self._scores[number], -number)))
+        for number, path in self._checkpoints():
+            if number <= round and number not in kept:
+                shutil.rmtree(path)
+                self._scores.pop(number, None)
+        for remains in (self.path / "checkpoints").glob(".*"):  # of saves that were interrupted
+            shutil.rmtree(remains)
+
     def latest_checkpoint(self) -> tuple[int, State] | None:
-        """Returns round and state of the newest checkpoint that is whole, None without one."""
-        envelope = self._latest_envelope()
+        """Returns round and state of the newest checkpoint that is whole, None before the first.
+
+        It warns of newer ones that are damaged.
+
+        Raises:
+            UserError: None is whole, or one is of another version's format.
+        """
+        envelope = self._latest_envelope(log=logger.warning)
         return (envelope["round"], envelope["state"]) if envelope else None
 
-    def _latest_envelope(self) -> State | None:
+    def best_checkpoint(self) -> tuple[int, State] | None:
+        """Returns round and state of the checkpoint with the highest score, None without scores.
+
+        Of equal ones it is the earliest.
+        """
+        scores = self._scores_on_disk(self._latest_envelope())
+        for number in sorted(scores, key=lambda number: (-scores[number], number)):
+            with suppress(ValueError):  # damaged: the next best
+                envelope = load_state(self._folder(number))
+                return envelope["round"], envelope["state"]
+        return None
+
+    def _latest_envelope(self, log: Callable[..., None] = logger.debug) -> State | None:
+        problems = []
         for _, path in reversed(self._checkpoints()):
             try:
-                return load_state(path)
+                envelope = load_state(path)
+            except OtherFormat:
+                raise
             except ValueError as error:
-                logger.warning("skipped: %s", error)
+                problems.append(error)
+                continue
+            for problem in problems:
+                log("skipped: %s", problem)
+            return envelope
+        if problems:
+            raise UserError(
+                f"the run at {self.path} cannot be resumed, because none of its "
+                f"{len(problems)} checkpoints is whole (the newest: {problems[0]}); restore one "
+                "from a copy, or start a new run."
+            )
         return None
+
+    def _scores_on_disk(self, envelope: State | None) -> dict[int, float]:
+        """Scores by round, of the checkpoints that are still there."""
+        scores = envelope.get("scores", {}) if envelope else {}
+        numbers = [number for number, _ in self._checkpoints()]
+        return {number: score for number, score in scores.items() if number in numbers}
+
+    def _folder(self, round: int) -> Path:
+        return self.path / "checkpoints" / f"round_{round:04d}"
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """Round and folder of all checkpoints, whole or not, by rising round."""
@@ -239,7 +394,8 @@ class Run:
                     )
                     raise ValueError(f"{key} is {value} in the row of {where}; log None instead.")
             lines.append(json.dumps(row) + "\n")
-        with (self.path / name).open("a", encoding="utf-8") as file:
+        log = self.path / name
+        with _file_errors(str(log)), log.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def _cut(self, name: str, length: int) -> None:
@@ -271,9 +427,28 @@ def _read_rows(path: Path) -> list[Row]:
 def _write(path: Path, text: str) -> None:
     """Replaces a file as a whole."""
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    sync(draft)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        sync(draft)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     draft.replace(path)
+
+
+@contextmanager
+def _file_errors(what: str, comfort: str = "") -> Iterator[None]:
+    """Turns what the file system refuses into a line on what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "make room, then continue with --resume true."
+            if error.errno in _NO_ROOM
+            else "correct its permissions, or choose another path."
+        )
+        reason = error.strerror or str(error)
+        raise UserError(f"{what} cannot be written ({reason}); {comfort}{remedy}") from error
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,13 +1,18 @@
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import BloomConfig
 
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
     adapter_parameters,
+    check_context,
     copy_adapter,
     load_adapter_,
+    load_base_model,
     load_policy,
     load_tokenizer,
     set_adapter_dropout,
@@ -304,3 +309,59 @@ def test_candidates_of_gpt2_include_its_layers(make_model, tmp_path):
     with pytest.raises(ValueError, match="choose among") as error:
         load_policy(PolicyConfig(path=str(tmp_path)), stream=RandomStream(0))
     assert "c_attn" in str(error.value)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_base_model])
+def test_a_checkpoint_out_of_reach_says_how_to_give_a_local_one(load):
+    for path in ("no/such/folder", "some/name"):
+        with pytest.raises(
+            ValueError,
+            match=rf"there is no folder {path}, .* give the folder of a local checkpoint",
+        ) as error:
+            load(PolicyConfig(path=path))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "what", "load"),
+    [
+        ("tokenizer.json", "tokenizer", load_tokenizer),
+        ("model.safetensors", "language model", load_base_model),
+        ("config.json", "language model", load_base_model),
+    ],
+)
+@pytest.mark.parametrize("damage", ["torn", "missing"])
+def test_a_damaged_checkpoint_is_an_error_of_one_line(
+    checkpoint, tmp_path, damaged, what, load, damage
+):
+    folder = shutil.copytree(checkpoint, tmp_path / "policy")
+    content = (folder / damaged).read_bytes()
+    (folder / damaged).unlink()
+    if damage == "torn":
+        (folder / damaged).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"no {what} could be loaded from the folder") as error:
+        load(PolicyConfig(path=str(folder)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_which_a_part_is_missing_is_refused(checkpoint, tmp_path, make_model):
+    folder = shutil.copytree(checkpoint, tmp_path / "policy")
+    model = make_model()
+    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
+    model.save_pretrained(folder, state_dict=state)
+    with pytest.raises(ValueError, match=r"is no whole language model, .*up_proj.* is missing"):
+        load_base_model(PolicyConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_prompt_and_reply_must_fit_into_the_context(tmp_path, make_model, architecture):
+    make_model(architecture).save_pretrained(tmp_path)
+    config = PolicyConfig(path=str(tmp_path))
+    check_context(config, max_prompt_tokens=40, max_new_tokens=24)
+    with pytest.raises(ValueError, match=r"fit into the 64 positions of .* got 40 \+ 25: lower"):
+        check_context(config, max_prompt_tokens=40, max_new_tokens=25)
+
+
+def test_a_model_without_positions_takes_any_length(tmp_path):
+    BloomConfig(vocab_size=15, hidden_size=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
+    check_context(PolicyConfig(str(tmp_path)), max_prompt_tokens=10**6, max_new_tokens=10**6)

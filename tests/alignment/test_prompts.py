@@ -155,7 +155,7 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
         str(tmp_path / "a.csv"): "not a .json or .jsonl file",
         str(tmp_path / "cut.jsonl.gz"): "cannot be read",
         str(tmp_path / "object.json"): "holds a JSON dict",
-        str(tmp_path / "empty.jsonl"): "no prompt is left of 0",
+        str(tmp_path / "empty.jsonl"): "there is no prompt in",
         str(tmp_path / "missing.jsonl"): "no prompts at",
         "nobody/such-a-dataset": "no prompts at nobody/such-a-dataset",
     }.items():

@@ -194,5 +194,5 @@ def test_other_statistics_are_refused_with_the_figure_that_changed():
         check_same(frozen, {"a": Calibration("minmax", mean=1.0, scale=2.0)})
     minmax = {"a": Calibration("minmax", low=-100.0, high=100.0)}
     check_same(minmax, {"a": Calibration("minmax", low=-91.0, high=109.0)})
-    with pytest.raises(ValueError, match="had high 100, .*now give 111"):
+    with pytest.raises(ValueError, match=r"had high 100, .*now give 111"):
         check_same(minmax, {"a": Calibration("minmax", low=-100.0, high=111.0)})

@@ -1,4 +1,4 @@
-"""The main recipe: it runs whole, resumes to the same adapter, says in a line what is wrong."""
+"""The main recipe: it runs whole, and resumes to the same adapter."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from firm.run import parse, run_cli
+from firm.run import parse
 from recipes.firm_hh import Config, main
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,6 @@ def mortal(completions, *, dies_at=-1, **kwargs):
     if calls == dies_at:
         os.kill(os.getpid(), 9)
     return [float(len(text.split())) for text in completions]
-
-@reward_model("not_a_number")
-def not_a_number(completions, **kwargs):
-    return [float(len(text)) for text in completions[:-1]] + [float("nan")]
 """
 
 
@@ -146,53 +142,6 @@ def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(tmp_path):
         assert torch.equal(adapters[0][name], adapters[1][name]), name
     counts = [len(rows_of(tmp_path / name, "client")) for name in ("whole", "killed")]
     assert counts == [4, 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategy.betta", "1"], "beta"),
-        (["--strategy.beta", "-0.1"], "beta must be non-negative, got -0.1"),
-        (["--num_clients", "500"], "fewer clients"),
-        (["--ppo.minibatch_size", "3"], "multiple of ppo.minibatch_size, got 8 and 3"),
-        (["--policy.path", "no/such/folder"], "no/such/folder"),
-        (["--data.train.source", "no/such/file.jsonl"], "no/such/file.jsonl"),
-        (["--policy.lora.target_modules", "[wq]"], "match no layer"),
-        (["--strategy.preference", "[1, 0, 0]"], "preference"),
-    ],
-)
-def test_bad_input_ends_in_one_line_with_nothing_written(arguments, message, tmp_path, capsys):
-    out = tmp_path / "run"
-    with pytest.raises(SystemExit) as stop:
-        run_cli(main, Config, ["--config", str(SMOKE), "--out", str(out), *arguments])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1
-    assert error[0].startswith("error: ")
-    assert message in error[0]
-    assert not out.exists()
-
-
-def test_a_reward_that_is_not_a_number_ends_in_one_line(tmp_path, capsys):
-    (tmp_path / "rewards.py").write_text(MORTAL_REWARD.replace('"mortal"', '"mortal_2"'))
-    arguments = [
-        "--rewards.brevity.name", "not_a_number",
-        "--rewards.brevity.file", str(tmp_path / "rewards.py"),
-        "--out", str(tmp_path / "run"),
-    ]  # fmt: skip
-    with pytest.raises(SystemExit) as stop:
-        run_cli(main, Config, ["--config", str(SMOKE), *arguments])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "reward 'brevity' returned nan" in error
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_directory_that_is_in_use_is_refused(finished, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run_cli(main, Config, ["--config", str(SMOKE), "--out", str(finished)])
-    assert stop.value.code == 2
-    assert "--resume true" in capsys.readouterr().err
 
 
 def test_three_objectives_run_whole(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firm.run import load_state, save_state
+from firm.run import OtherFormat, load_state, save_state
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
@@ -173,7 +173,9 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     save_state(tmp_path / "s", {})
     file = tmp_path / "s" / "state.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(ValueError, match="its format is 99, this version reads 1"):
+    with pytest.raises(
+        OtherFormat, match=r"/s has format 99, and this version reads format 1; resume with the ver"
+    ):
         load_state(tmp_path / "s")
 
 
@@ -203,3 +205,27 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_states(
             shutil.rmtree(path)
     assert num_kills > 10, "the save was over before it could be killed: nothing was tested"
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+SAVE_ON_A_FULL_DISK = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    save_state(argument + "/s", {STATE})
+except OSError as error:
+    assert "File too large" in str(error), error
+else:
+    raise AssertionError("the disk was not full")
+"""
+
+
+@pytest.mark.parametrize("state", ['{"a": torch.ones(99_999)}', '{"a": "x" * 99_999}'])
+def test_a_full_disk_is_an_error_that_leaves_the_old_state_and_no_remains(
+    tmp_path: Path, start_and_wait, state: str
+) -> None:
+    save_state(tmp_path / "s", {"a": 1})
+    code = SAVE_ON_A_FULL_DISK.replace("{STATE}", state)
+    assert start_and_wait(code, str(tmp_path)) == 0
+    assert load_state(tmp_path / "s") == {"a": 1}
+    assert os.listdir(tmp_path) == ["s"]

@@ -177,6 +177,13 @@ def test_values_are_read_as_their_types() -> None:
     assert parse(Config, ["--by_name", "null"]).by_name is None
 
 
+def test_a_top_level_switch_needs_no_value() -> None:
+    for arguments in (["--resume", "--limit", "3"], ["--limit", "3", "--resume"]):
+        config = parse(Config, arguments)
+        assert (config.resume, config.limit) == (True, 3)
+    assert parse(Config, ["--resume", "false"]).resume is False
+
+
 def test_checks_across_keys_run_on_the_final_values_only(tmp_path: Path) -> None:
     config = from_text(tmp_path, "batch: {size: 6}", "--batch.minibatch", "3")
     assert config.batch == Batch(6, 3)
@@ -229,7 +236,6 @@ BAD_ARGUMENTS = [
     (["--extras.0.path", "1"], "command line: unknown key extras.0.path; extras has 0 entries."),
     (["--limit", "many"], "command line: limit must be int or null, got 'many'."),
     (["--limit"], "command line: --limit has no value; write --limit VALUE."),
-    (["--resume", "--limit", "3"], "command line: --resume has no value; write --resume VALUE."),
     (["a.yaml"], "command line: unexpected 'a.yaml'; give a file as --config FILE and a value"),
     (["--targets", "[a"], "command line: targets is malformed YAML, line 1: "),
     (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; give --strat"),

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from firm.run import Run, UserError, exit_on_user_error
+from firm.run import CheckpointConfig, OtherFormat, Run, UserError, exit_on_user_error
+
+
+def contents(path: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
 
 CONFIG = {"seed": 1, "strategy": {"name": "firm", "beta": 0.01}, "targets": ["q", "v"], "out": "a"}
 
@@ -24,11 +29,11 @@ def test_a_new_run_states_what_was_asked_for_and_by_whom(tmp_path: Path) -> None
 def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.mkdir()
-    Run.create(path, CONFIG)
-    before = {file: file.read_bytes() for file in path.iterdir()}
+    Run.create(path, CONFIG).close()
+    before = contents(path)
     with pytest.raises(UserError, match=r"exists and is not empty; continue it with --resume true"):
         Run.create(path, CONFIG)
-    assert {file: file.read_bytes() for file in path.iterdir()} == before
+    assert contents(path) == before
 
 
 def test_rows_come_back_in_order_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
@@ -92,9 +97,92 @@ def test_broken_newer_checkpoints_do_not_push_out_whole_ones(tmp_path: Path) -> 
         run.save_checkpoint(number, {"a": number})
     for number in (3, 4):
         (run.path / "checkpoints" / f"round_000{number}" / "state.json").unlink()
+    run.close()
     run = Run.resume(run.path, CONFIG)
     run.save_checkpoint(3, {"a": 3}, keep_last=1)
     assert Run(run.path).latest_checkpoint() == (3, {"a": 3})
+
+
+def test_a_run_without_any_whole_checkpoint_is_refused_and_kept(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    run.log({"kind": "run"})
+    for number in (1, 2):
+        run.save_checkpoint(number, {"a": number})
+        (run.path / f"checkpoints/round_000{number}/tensors.safetensors").write_bytes(b"torn")
+    run.close()
+    before = contents(run.path)
+    with pytest.raises(
+        UserError, match=r"none of its 2 checkpoints is whole .*round_0002.*restore"
+    ):
+        Run.resume(run.path, CONFIG)
+    assert contents(run.path) == before
+
+
+def test_a_checkpoint_of_another_version_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    for number in (1, 2):
+        run.save_checkpoint(number, {"a": number})
+    run.close()
+    file = run.path / "checkpoints/round_0002/state.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    before = contents(run.path)
+    with pytest.raises(OtherFormat, match="format 2, and this version reads format 1"):
+        Run.resume(run.path, CONFIG)
+    assert contents(run.path) == before
+
+
+def rounds_of(run: Run) -> list[int]:
+    return sorted(int(name.removeprefix("round_")) for name in os.listdir(run.path / "checkpoints"))
+
+
+def test_the_best_checkpoint_stays_beside_the_last_ones(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    assert run.best_checkpoint() is None
+    for number, score in enumerate([0.1, 0.5, 0.5, 0.3, 0.4]):
+        run.save_checkpoint(number, {"a": number}, keep_last=2, score=score)
+    assert rounds_of(run) == [1, 3, 4]  # of equal scores the earlier
+    assert run.best_checkpoint() == (1, {"a": 1})
+    assert run.latest_checkpoint() == (4, {"a": 4})
+    run.save_checkpoint(5, {"a": 5}, keep_last=2, score=0.6)
+    assert rounds_of(run) == [4, 5]
+    assert run.best_checkpoint() == (5, {"a": 5})
+    (run.path / "checkpoints/round_0005/tensors.safetensors").write_bytes(b"torn")
+    assert run.best_checkpoint() == (4, {"a": 4})
+
+
+def test_the_best_checkpoint_survives_a_resume(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    for number, score in enumerate([0.1, 0.5, 0.2, 0.3]):
+        run.save_checkpoint(number, {"a": number}, keep_last=1, score=score)
+    run.close()
+    run = Run.resume(run.path, CONFIG)
+    assert run.best_checkpoint() == (1, {"a": 1})
+    run.save_checkpoint(4, {}, keep_last=1, score=0.4)
+    assert rounds_of(run) == [1, 4]
+    run.save_checkpoint(5, {}, keep_last=1)  # not measured
+    assert rounds_of(run) == [1, 5]
+
+
+def test_a_round_that_is_saved_again_has_its_new_score(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    run.save_checkpoint(1, {}, score=0.9)
+    run.save_checkpoint(2, {}, score=0.5)
+    run.save_checkpoint(1, {}, score=0.1)
+    run.save_checkpoint(3, {}, keep_last=1, score=0.2)
+    assert rounds_of(run) == [2, 3]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_refused(tmp_path: Path, score: float) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    with pytest.raises(ValueError, match="the score of round 1 must be finite, got"):
+        run.save_checkpoint(1, {}, score=score)
+    assert run.latest_checkpoint() is None
+
+
+def test_a_run_keeps_at_least_its_last_checkpoint() -> None:
+    with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
+        CheckpointConfig(keep_last=0)
 
 
 def test_resuming_cuts_off_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
@@ -108,6 +196,7 @@ def test_resuming_cuts_off_what_was_logged_after_the_checkpoint(tmp_path: Path) 
     run.log_samples([{"round": 1}])
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"torn')
+    run.close()
     resumed = Run.resume(run.path, CONFIG)
     assert resumed.rows() == kept
     assert resumed.samples() == [{"round": 0}]
@@ -119,15 +208,19 @@ def test_resuming_cuts_off_what_was_logged_after_the_checkpoint(tmp_path: Path) 
 def test_without_a_checkpoint_a_resumed_run_starts_over(tmp_path: Path) -> None:
     run = Run.open(tmp_path / "a", CONFIG, resume=True)  # nothing there: a new run
     run.log({"kind": "run"})
+    run.close()
     resumed = Run.open(tmp_path / "a", CONFIG, resume=True)
     assert resumed.rows() == []
     assert resumed.latest_checkpoint() is None
+    resumed.close()
     with pytest.raises(UserError, match="exists and is not empty"):
         Run.open(tmp_path / "a", CONFIG, resume=False)
 
 
 def test_another_configuration_is_refused_by_its_keys(tmp_path: Path) -> None:
-    path = Run.create(tmp_path / "a", CONFIG).path
+    run = Run.create(tmp_path / "a", CONFIG)
+    run.close()
+    path = run.path
     other = {**CONFIG, "strategy": {"name": "firm", "beta": 0.5, "new": 1}, "targets": ["q"]}
     with pytest.raises(
         UserError,
@@ -147,6 +240,7 @@ def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> No
     run = Run.create(tmp_path / "a", CONFIG)
     run.log({"kind": "run"})
     run.save_checkpoint(1, {})
+    run.close()
     (run.path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="has 0 bytes, its checkpoint was written after 16"):
         Run.resume(run.path, CONFIG)
@@ -177,12 +271,14 @@ state = {"sum": state["sum"] + number, "tensor": torch.full((2_000,), number)}
 run.log({"kind": "round", "round": number, "padding": "x" * 2_000})
 run.log_samples([{"round": number}])
 run.save_checkpoint(number, state, keep_last=2)
+run.close()
 """
 
 
 def assert_whole(path: Path) -> int:
     """Round of a run that is as if it had never been killed."""
     run = Run.open(path, {"seed": 1}, resume=True)
+    run.close()
     number, state = run.latest_checkpoint() or (0, {"sum": 0})
     assert state["sum"] == number * (number + 1) // 2
     assert [row["round"] for row in run.rows()] == list(range(1, number + 1))
@@ -212,3 +308,104 @@ def test_a_run_killed_at_random_times_is_resumed_as_if_it_had_not_been(
         rounds.append(assert_whole(tmp_path / "run"))
     assert rounds == sorted(rounds)
     assert rounds[-1] > 0, "no process got as far as one checkpoint: nothing was tested"
+
+
+def test_a_run_is_checked_without_a_trace_before_it_is_opened(tmp_path: Path) -> None:
+    Run.check(tmp_path / "new/a", CONFIG, resume=False)
+    Run.check(tmp_path / "new/a", CONFIG, resume=True)
+    assert os.listdir(tmp_path) == []
+    run = Run.create(tmp_path / "a", CONFIG)
+    run.save_checkpoint(1, {})
+    before = contents(run.path)
+    with pytest.raises(UserError, match="is in use by process"):
+        Run.check(run.path, CONFIG, resume=True)
+    run.close()
+    Run.check(run.path, CONFIG, resume=True)
+    Run.check(run.path, {**CONFIG, "out": "b"}, resume=True, ignore=["out"])
+    with pytest.raises(UserError, match="exists and is not empty"):
+        Run.check(run.path, CONFIG, resume=False)
+    with pytest.raises(UserError, match="seed was 1, is 2"):
+        Run.check(run.path, {**CONFIG, "seed": 2}, resume=True)
+    assert contents(run.path) == before
+    (run.path / "checkpoints/round_0001/state.json").unlink()
+    with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
+        Run.check(run.path, CONFIG, resume=True)
+
+
+@pytest.mark.parametrize("method", ["check", "open"])
+@pytest.mark.parametrize("parent", ["a regular file", "/proc"])
+def test_a_place_that_cannot_be_written_to_is_named(
+    tmp_path: Path, parent: str, method: str
+) -> None:
+    (tmp_path / "a regular file").write_text("")
+    path = tmp_path / parent / "runs/a"  # an absolute parent outranks tmp_path
+    with pytest.raises(
+        UserError, match=rf"the run directory {path} cannot be written .*; .* choose another path"
+    ):
+        getattr(Run, method)(path, CONFIG, resume=False)
+    assert os.listdir(tmp_path) == ["a regular file"]
+
+
+FULL_DISK = """
+import resource
+run = Run.open(argument, {"seed": 1}, resume=True)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.stderr = open(argument + ".log", "w")
+from firm.run import exit_on_user_error
+try:
+    with exit_on_user_error(), run:
+        number, state = run.latest_checkpoint() or (0, {})
+        run.log({"kind": "round", "round": number + 1})
+        run.save_checkpoint(number + 1, {"tensor": torch.zeros(50_000)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+        for _ in range(LINES):
+            run.log({"kind": "round", "round": number + 2, "padding": "x" * 500})
+        run.save_checkpoint(number + 2, {"tensor": torch.ones(50_000)})
+except SystemExit as end:
+    sys.stderr.flush()
+    os._exit(end.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "message"),
+    [
+        (1, "error: the checkpoint of round 2 in {path}/checkpoints cannot be written (File too "
+            "large); older ones are whole: make room, then continue with --resume true."),
+        (99, "error: {path}/metrics.jsonl cannot be written (File too large); "
+             "make room, then continue with --resume true."),
+    ],
+)  # fmt: skip
+def test_a_full_disk_ends_in_one_line_and_the_run_resumes(
+    tmp_path: Path, start_and_wait, num_lines: int, message: str
+) -> None:
+    path = tmp_path / "a"
+    status = start_and_wait(FULL_DISK.replace("LINES", str(num_lines)), str(path))
+    assert os.waitstatus_to_exitcode(status) == 2
+    assert Path(f"{path}.log").read_text() == message.format(path=path) + "\n"
+    assert os.listdir(path / "checkpoints") == ["round_0001"]
+    run = Run.resume(path, {"seed": 1})
+    assert run.rows() == [{"kind": "round", "round": 1}]
+    run.save_checkpoint(2, {"tensor": torch.ones(50_000)})
+    number, state = run.latest_checkpoint()
+    assert number == 2
+    assert torch.equal(state["tensor"], torch.ones(50_000))
+
+
+def test_a_run_that_fails_on_a_full_disk_says_why_and_not_that_it_could_not_say(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    run = Run.create(tmp_path / "a", CONFIG)
+
+    def fail() -> None:
+        with run:
+            monkeypatch.setattr("firm.run.directory.sync", no_room)
+            raise ValueError("a reward is NaN.")
+
+    with pytest.raises(ValueError, match=r"a reward is NaN\."):
+        fail()
+    assert sorted(os.listdir(run.path)) == [".lock", "config.yaml", "run.json"]
+    assert run.record()["status"] == "running"

@@ -1,0 +1,75 @@
+"""One writer per directory: a lock that the kernel takes back when its process ends, however.
+
+The lock is on a file in the directory, so that it follows when the directory is renamed. A file
+system without locks (some network mounts) is written to all the same, with a warning.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+
+from firm.run.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = ".lock"
+
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def hold(folder: Path, *, shown: Path | None = None) -> int:
+    """Returns a descriptor that keeps other writers out until it is closed or the process ends.
+
+    Child processes that are not forked from this one do not inherit it.
+
+    Args:
+        folder: Directory that exists.
+        shown: What messages call it, where that is not `folder`.
+
+    Raises:
+        UserError: Somebody else holds the directory.
+        OSError: It cannot be written to.
+    """
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX, shown or folder)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_not_held(folder: Path) -> None:
+    """Raises `UserError` while somebody holds the directory; writes nothing."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        _lock(descriptor, fcntl.LOCK_SH, folder)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int, shown: Path) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+        raise UserError(
+            f"the run directory {shown} is in use by process {holder or 'unknown'}; "
+            "wait until it has ended, stop it, or choose another path."
+        ) from None
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        logger.warning(
+            "%s cannot be locked (%s); see to it that no other process writes there",
+            shown,
+            error.strerror,
+        )

@@ -1,0 +1,356 @@
+"""The plan against the real thing: sizes, messages and memory are those of an actual run."""
+
+import inspect
+import io
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import GPT2Config, MambaConfig
+
+from firm.alignment import (
+    AlignmentClient,
+    LoraSettings,
+    PolicyConfig,
+    Prompt,
+    evaluate,
+    load_policy,
+    make_plan,
+)
+from firm.alignment.hyperparameters import field_docstrings, hyperparameters
+from firm.alignment.memory import LiveBytes, update_memory
+from firm.alignment.plan import EVALUATION_BATCH
+from firm.alignment.policy import adapter_parameters
+from firm.federation import Processes, RandomStream
+from firm.run import parse, print_table
+from recipes.firm_hh import Config, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    """Configs name the shipped checkpoints relative to the clone."""
+    monkeypatch.chdir(ROOT)
+
+
+def config(*arguments: object, file: str = "smoke") -> Config:
+    return parse(Config, ["--config", f"configs/{file}.yaml", *map(str, arguments)])
+
+
+def plan_of(cfg: Config, num_processes: int = 1):
+    names = [f"client_{index}" for index in range(cfg.num_clients)]
+    return make_plan(cfg, names, Processes(0, num_processes, cfg.processes_per_client))
+
+
+def test_sizes_and_messages_are_those_of_the_run(tmp_path):
+    cfg = config("--out", tmp_path / "run", "--strategy.share_gram", "true")
+    plan = plan_of(cfg)
+    main(cfg)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    (about,) = [row for row in rows if row["kind"] == "run"]
+    assert plan.policy.num_trainable == about["num_trainable"]
+    assert sum(plan.policy.trainable_by_module.values()) == about["num_trainable"]
+    assert plan.policy.adapter_bytes == about["adapter_bytes"]
+    assert [place.clients for place in plan.places] == about["processes"]
+    clients = [row for row in rows if row["kind"] == "client"]
+    assert len(clients) == plan.work.rounds * plan.work.clients_per_round
+    for row in clients:
+        assert plan.policy.bytes_down == pytest.approx(row["bytes_down"], rel=0.02)
+        assert plan.policy.bytes_up == pytest.approx(row["bytes_up"], rel=0.02)
+        assert plan.work.optimizer_steps == plan.work.solves == len(row["weights"])
+
+
+def test_a_folder_with_nothing_but_its_config_is_enough(tmp_path):
+    shutil.copy("firm/miniature/checkpoints/policy/config.json", tmp_path)
+    cfg = config("--policy.path", tmp_path)
+    found, whole = plan_of(cfg), plan_of(config())
+    assert (found.policy, found.memory) == (whole.policy, whole.memory)
+    assert found.memory is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_is_the_one_that_is_loaded(dtype):
+    cfg = config("--policy.dtype", dtype, file="miniature")
+    policy = load_policy(cfg.policy, stream=RandomStream(0, "adapter"))
+    figures = plan_of(cfg).policy
+    frozen = [p for p in policy.parameters() if not p.requires_grad]
+    assert figures.num_parameters == sum(p.numel() for p in frozen)
+    assert figures.bytes_by_dtype[dtype] == sum(p.nbytes for p in frozen)
+    assert figures.bytes_by_dtype["buffers"] == sum(b.nbytes for b in policy.buffers())
+    assert figures.num_trainable == sum(p.numel() for p in adapter_parameters(policy).values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_the_memory_of_an_update_is_what_the_trainer_takes(
+    make_trainer, checkpoint, letter_count, checkpointing
+):
+    policy = PolicyConfig(
+        str(checkpoint),
+        gradient_checkpointing=checkpointing,
+        lora=LoraSettings(r=4, target_modules=["q_proj", "v_proj"]),
+    )
+    trainer = make_trainer(
+        rewards={letter: letter_count(letter) for letter in "ab"},
+        policy=load_policy(policy, stream=RandomStream(0, "adapter")),
+    )
+    torch.manual_seed(5)
+    query_ids = torch.randint(4, 10, (16, 40))
+    prompts = trainer.processing_class.batch_decode(query_ids)
+    experience = trainer.experience(trainer.sample(query_ids), prompts)
+    index = np.arange(8)
+    with LiveBytes(trainer.policy_model) as live:
+        gradients = trainer.gradients(experience, index)
+    taken = live.peak - gradients.jacobian.nbytes
+    cfg = config(
+        "--policy.path", checkpoint,
+        "--policy.lora.target_modules", "[q_proj, v_proj]",
+        "--policy.gradient_checkpointing", str(checkpointing).lower(),
+        "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
+        "--ppo.batch_size", 16, "--ppo.minibatch_size", 8,
+    )  # fmt: skip
+    memory = plan_of(cfg).memory
+    assert memory.update[checkpointing] == pytest.approx(taken, rel=0.1)
+    assert memory.jacobian == gradients.jacobian.nbytes
+    assert memory.saved[True] < memory.saved[False] < memory.update[False]
+
+
+def test_a_fake_model_takes_what_a_real_one_takes():
+    cfg = config(file="miniature")
+    real = load_policy(cfg.policy, stream=RandomStream(0, "adapter"))
+    expected = update_memory(real, cfg.ppo.minibatch_size, 2, cfg.rollout, 0.2)
+    memory = plan_of(cfg).memory
+    assert (memory.saved[False], memory.update[False]) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_minibatch_in_parts_and_a_team_take_less(checkpoint):
+    sizes = ["--policy.path", checkpoint, "--rollout.max_prompt_tokens", 40]
+    whole = plan_of(config(*sizes)).memory
+    parts = plan_of(config(*sizes, "--ppo.micro_batch_size", 1)).memory
+    team = plan_of(config(*sizes, "--processes_per_client", 4), num_processes=4).memory
+    assert parts.update[False] == team.update[False] < whole.update[False] / 2
+    assert parts.jacobian == 2 * whole.jacobian  # a part's and the sum
+    assert team.jacobian == whole.jacobian
+
+
+def test_a_clients_learner_is_as_large_as_its_state(make_trainer, letter_count, checkpoint):
+    adapter = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
+    policy = PolicyConfig(str(checkpoint), lora=adapter)
+    for critic, optimizer in (("heads", "adam"), ("heads", "sgd"), ("network", "adam")):
+        trainer = make_trainer(
+            rewards={letter: letter_count(letter) for letter in "abc"},
+            critic=critic,
+            actor_optimizer=optimizer,
+            policy=load_policy(policy, stream=RandomStream(0, "adapter")),
+        )
+        prompts = [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefgh" * 2]
+        client = AlignmentClient("client_0", prompts, trainer, seed=0)
+        client.load(client.adapter())
+        for batch in client.batches(1):
+            gradients = client.gradients(next(batch.minibatches()))
+            client.step(gradients, torch.ones(3) / 3)
+        tensors = tensors_of(client.state()["learner"])
+        cfg = config(
+            "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, v_proj]",
+            "--rewards.third.name", "brevity", "--ppo.critic", critic,
+            "--ppo.actor_optimizer", optimizer,
+        )  # fmt: skip
+        assert plan_of(cfg).memory.learner == pytest.approx(
+            3 * sum(t.nbytes for t in tensors if t.dim()), rel=1e-3
+        )
+
+
+def tensors_of(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    entries = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
+    return [tensor for entry in entries for tensor in tensors_of(entry)]
+
+
+def test_the_cache_of_a_rollout_is_what_the_model_keeps(make_model, checkpoint):
+    cfg = config(
+        "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj]",
+        "--rollout.max_prompt_tokens", 30, "--rollout.max_new_tokens", 20,
+        "--rollout.forward_batch_size", 5,
+    )  # fmt: skip
+    layers = make_model()(torch.ones(5, 50, dtype=torch.long), use_cache=True).past_key_values
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers.layers)
+    memory = plan_of(cfg).memory
+    assert memory.cache == kept
+    assert memory.scores == 2 * 5 * 20 * 15 * 4  # kept and stacked, 15 tokens, float32
+
+
+def test_a_rollout_is_as_large_as_the_largest_of_training_calibration_and_evaluation(checkpoint):
+    def rows(batch, calibration, limit):
+        cfg = config(
+            "--policy.path", checkpoint, "--ppo.batch_size", batch,
+            "--evaluation.num_calibration_prompts", calibration,
+            "--rollout.forward_batch_size", limit,
+        )  # fmt: skip
+        return plan_of(cfg).memory.scores // (2 * cfg.rollout.max_new_tokens * 15 * 4)
+
+    assert inspect.signature(evaluate).parameters["batch_size"].default == EVALUATION_BATCH
+    assert rows(8, 32, 200) == EVALUATION_BATCH
+    assert rows(128, 32, 200) == 128
+    assert rows(8, 256, 200) == 200
+
+
+def test_work_is_counted_by_hand():
+    work = plan_of(
+        config(
+            "--rounds", 3, "--num_clients", 5, "--strategy.clients_per_round", 2,
+            "--strategy.num_local_steps", 2, "--strategy.solve_per", "batch",
+            "--evaluation.metrics", "{parse: {name: parse}}",
+        )
+    ).work  # fmt: skip
+    assert work.optimizer_steps == 2 * 2 * 2  # local steps, epochs, minibatches
+    assert work.solves == 2
+    assert work.training_replies == 3 * 2 * 2 * 8
+    assert work.evaluation_replies == 2 * 8 + (1 + 3) * 8
+    assert work.scored_replies == 2 * (96 + 32) + 3 * 48
+
+
+def test_every_process_has_its_clients_and_a_reward_its_own_device():
+    plan = plan_of(config("--rewards.harmless.device", "cuda:1", file="miniature"), 2)
+    hosted = [place.clients for place in plan.places]
+    assert hosted == [["client_0", "client_2"], ["client_1", "client_3"]]
+    own = plan.places[0].policy
+    assert plan.places[0].rewards == {"helpful": own, "harmless": "cuda:1"}
+    alone = plan_of(config(file="miniature"), 2).memory_by_device()
+    num_bytes = plan.rewards["harmless"].num_bytes
+    assert num_bytes == pytest.approx(4 * plan.rewards["harmless"].num_parameters, rel=1e-3)
+    apart = plan.memory_by_device()
+    assert apart["cuda:1"] == alone.get("cuda:1", 0) + 2 * num_bytes
+    assert apart[own] == alone[own] - 2 * num_bytes
+
+
+def test_a_model_that_cannot_be_had_leaves_the_other_figures_and_a_remedy():
+    plan = plan_of(config("--rewards.helpful.path", "no/such", file="hh_tinyllama"))
+    assert plan.policy is None
+    assert plan.memory_by_device() == {}
+    assert plan.work.optimizer_steps == 4 * 3 * 2
+    told = {note.partition(":")[0]: note for note in plan.notes}
+    assert "--policy.path FOLDER" in told["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
+    assert "--rewards.helpful.path FOLDER" in told["no/such"]
+    assert all("\n" not in note for note in plan.notes)
+    titles = [table.title for table in plan.tables()]
+    assert "Work" in titles
+    assert "Memory of a process" not in titles
+
+
+@pytest.mark.filterwarnings("ignore:.*fast path.*")
+def test_an_architecture_without_keys_and_values_has_no_estimate_and_says_so(tmp_path):
+    MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4).save_pretrained(
+        tmp_path
+    )
+    cfg = config("--policy.path", tmp_path, "--policy.lora.target_modules", "[in_proj]")
+    plan = plan_of(cfg)
+    assert plan.policy.num_trainable == 4 * (16 + 64)
+    assert plan.memory is None
+    assert any("no estimate of its memory" in note for note in plan.notes)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft's own
+def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
+    GPT2Config(
+        vocab_size=32,
+        bos_token_id=1,
+        eos_token_id=1,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=128,
+    ).save_pretrained(tmp_path)
+    cfg = config("--policy.path", tmp_path, "--policy.lora.target_modules", "[c_attn]")
+    plan = plan_of(cfg)
+    assert plan.policy.trainable_by_module == {"c_attn": 2 * 4 * (16 + 48)}
+    assert plan.memory.update[True] < plan.memory.update[False]
+
+
+def test_target_modules_that_match_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"\['wq'\] match no layer"):
+        plan_of(config("--policy.lora.target_modules", "[wq]"))
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Defaults: section 5 of the paper."""
+
+    rank: int = 16
+    """Rank."""
+    scale: float = 1.0
+    """Scale. Not in the paper."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Settings."""
+
+    batch: int = 4
+    """Size (A.1: 16)."""
+    rate: float = 0.5
+    """Rate (A.1; that it
+    decays is not in the paper)."""
+    plain: int = 0
+    """Neither."""
+    inner: Inner = field(default_factory=Inner)
+    """More."""
+    by_name: dict[str, Inner] = field(default_factory=dict)
+    """Even more."""
+
+
+@dataclass(frozen=True)
+class Heir(Outer):
+    """Measures. Nothing of this is in the paper."""
+
+    own: int = 1
+    """Own."""
+
+
+def test_docstrings_say_what_the_paper_gives_and_what_it_does_not():
+    found = list(hyperparameters(Outer(rate=0.25, by_name={"a": Inner(rank=8)})))
+    given = {h.path: (h.value, h.paper_value, h.source, h.is_papers) for h in found if h.source}
+    assert given == {
+        "batch": (4, "16", "A.1", False),
+        "rate": (0.25, 0.5, "A.1", False),
+        "inner.rank": (16, 16, "section 5", True),
+        "by_name.a.rank": (8, 16, "section 5", False),
+    }
+    left_open = [h.path for h in found if not h.source]
+    assert left_open == ["rate", "inner.scale", "by_name.a.scale"]
+    assert next(h.is_papers for h in hyperparameters(Outer(batch=16)))
+
+
+def test_inherited_fields_keep_their_docstrings_and_a_class_may_speak_for_all():
+    documents = field_docstrings(Heir)
+    assert documents["plain"] == "Neither."
+    assert documents["rate"] == "Rate (A.1; that it decays is not in the paper)."
+    left_open = {h.path for h in hyperparameters(Heir()) if not h.source}
+    assert left_open == {"batch", "rate", "plain", "own", "inner.scale"}
+
+
+def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():
+    for name in ("hh_tinyllama", "hh_llama32"):
+        given = [h for h in hyperparameters(config(file=name)) if h.source]
+        assert {"rounds", "num_clients", "ppo.kl.target"} <= {h.path for h in given}
+        assert [h.path for h in given if not h.is_papers] == []
+    changed = hyperparameters(config("--ppo.num_epochs", 4, file="hh_tinyllama"))
+    assert [h.path for h in changed if h.source and not h.is_papers] == ["ppo.num_epochs"]
+
+
+def test_the_tables_are_printed_whole_in_a_pipe():
+    plan = plan_of(config(file="miniature"))
+    text = io.StringIO()
+    for table in plan.tables():
+        print_table(table.title, table.header, table.rows, console=Console(file=text))
+    for figure in ("49,152", "196,608 bytes", "ppo.clip_range", "reward helpful", "4,608"):
+        assert figure in text.getvalue()
+    assert "None" not in text.getvalue()  # values as YAML has them
+    assert "…" not in text.getvalue()

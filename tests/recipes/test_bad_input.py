@@ -1,0 +1,355 @@
+"""Bad input: one line that says what, what was received and what to do; nothing is half-written."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from firm.run import Run, parse, run_cli, to_dict
+from recipes import evaluate
+from recipes.firm_hh import Config, main
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "configs/smoke.yaml"
+POLICY = "firm/miniature/checkpoints/policy"
+
+REWARDS = """
+from reward_models import reward_model
+
+@reward_model("nan_at_the_end")
+def nan_at_the_end(completions, **kwargs):
+    return [float(len(text)) for text in completions[:-1]] + [float("nan")]
+
+@reward_model("one_too_few")
+def one_too_few(completions, **kwargs):
+    return [float(len(text)) for text in completions[1:]]
+
+@reward_model("always_the_same")
+def always_the_same(completions, **kwargs):
+    return [1.0 for text in completions]
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    """Configs name the shipped checkpoints relative to the clone."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder of bad files, which arguments and messages call FILES."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "torn.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Hel')
+    (folder / "other.jsonl").write_text('{"prompt": "Hi"}\n\n{"question": "Hi"}\n')
+    (folder / "twice.yaml").write_text("rounds: 1\nrounds: 2\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "broken.py").write_text("import os\n\nimport no_such_package\n")
+    shutil.copytree(POLICY, folder / "no_tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "no_tokenizer" / name).unlink()
+    shutil.copytree(POLICY, folder / "torn_policy")
+    tensors = folder / "torn_policy/model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:9_999])
+    (folder / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
+    settings["base_model_name_or_path"] = POLICY
+    (folder / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    save_file({"lora_A.weight": torch.zeros(4, 8)}, folder / "adapter/adapter_model.safetensors")
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def line_of(capsys, call: Callable[[], object]) -> str:
+    """The line in which a call ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        call()
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("error: ")
+    assert not printed.out
+    return lines[0]
+
+
+def recipe(*arguments: object) -> None:
+    run_cli(main, Config, ["--config", str(SMOKE), *map(str, arguments)])
+
+
+HELLO = r'{prompt: "\n\nHuman: Hi\n\nAssistant:", completion: "a b", score: 7}'
+
+CASES = {
+    # the config
+    "an unknown key": (
+        ["--strategy.betta", "1"],
+        ["unknown key strategy.betta", "did you mean strategy.beta?"],
+    ),
+    "a key of another section": (
+        ["--batch_size", "8"],
+        ["unknown key batch_size", "did you mean ppo.batch_size?"],
+    ),
+    "a key without a value": (
+        ["--seed"],
+        ["--seed has no value; write --seed VALUE"],
+    ),
+    "a wrong type": (
+        ["--strategy.beta", "much"],
+        ["strategy.beta must be float, got 'much'"],
+    ),
+    "a strategy that does not exist": (
+        ["--strategy.name", "fedprox"],
+        ["strategy.name must be one of firm, fedavg", "got 'fedprox'"],
+    ),
+    "no config file": (
+        ["--config", "no/such.yaml"],
+        ["no/such.yaml: no such file; check --config"],
+    ),
+    "a malformed config file": (
+        ["--config", "FILES/twice.yaml"],
+        ["twice.yaml: malformed YAML, line 2: key 'rounds' twice; correct it"],
+    ),
+    "a negative beta": (
+        ["--strategy.beta", "-0.1"],
+        ["strategy.beta must be non-negative, got -0.1"],
+    ),
+    "a preference of the wrong length": (
+        ["--strategy.preference", "[1, 0, 0]"],
+        ["preference", "2 objectives", "got (1.0, 0.0, 0.0)"],
+    ),
+    "a negative preference": (
+        ["--strategy.preference", "[-1, 2]"],
+        ["preference must", "non-negative", "got (-1.0, 2.0)"],
+    ),
+    "a preference of zeros": (
+        ["--strategy.preference", "[0, 0]"],
+        ["not all zero", "got (0.0, 0.0)"],
+    ),
+    "a batch that minibatches do not divide": (
+        ["--ppo.minibatch_size", "3"],
+        ["ppo.batch_size must be a multiple of ppo.minibatch_size, got 8 and 3"],
+    ),
+    # the data
+    "more clients than prompts": (
+        ["--num_clients", "5000"],
+        ["5000", "fewer clients"],
+    ),
+    "no data file": (
+        ["--data.train.source", "no/such.jsonl"],
+        ["no prompts at no/such.jsonl", "give the path of a .jsonl file"],
+    ),
+    "an empty data file": (
+        ["--data.train.source", "FILES/empty.jsonl"],
+        ["there is no prompt in FILES/empty.jsonl", "give a source that has some"],
+    ),
+    "a torn data file": (
+        ["--data.train.source", "FILES/torn.jsonl"],
+        ["FILES/torn.jsonl, line 2: not valid JSON", "repair it"],
+    ),
+    "a data file with other fields": (
+        ["--data.validation.source", "FILES/other.jsonl"],
+        ["FILES/other.jsonl, line 3: no prompt in fields question", "give an object with"],
+    ),
+    "prompts and replies beyond the context": (
+        ["--rollout.max_prompt_tokens", "500", "--rollout.max_new_tokens", "13"],
+        ["the 512 positions of", "got 500 + 13", "lower one"],
+    ),
+    # the policy
+    "a policy that does not exist": (
+        ["--policy.path", "no/such/policy"],
+        ["policy.path: there is no folder no/such/policy", "give the folder of a local checkpoint"],
+    ),
+    "a policy on the hub without network": (
+        ["--policy.path", "some/policy"],
+        ["policy.path: there is no folder some/policy", "give the folder of a local checkpoint"],
+    ),
+    "a policy without a tokenizer": (
+        ["--policy.path", "FILES/no_tokenizer"],
+        ["no tokenizer could be loaded from the folder FILES/no_tokenizer", "whole checkpoint"],
+    ),
+    "a torn policy": (
+        ["--policy.path", "FILES/torn_policy"],
+        ["no language model could be loaded from the folder FILES/torn_policy", "whole checkpoint"],
+    ),
+    "a pad token that is the end token": (
+        ["--policy.pad_token", "<eos>"],
+        ["policy.pad_token:", "differs from its end token '<eos>'", "name an unused token"],
+    ),
+    "target modules that match nothing": (
+        ["--policy.lora.target_modules", "[wq]"],
+        ["policy.lora.target_modules: ['wq'] match no layer", "choose among", "'q_proj'"],
+    ),
+    # the reward models
+    "a reward model that does not exist": (
+        ["--rewards", "{helpful: {path: no/such/reward}}"],
+        ["'helpful': there is no folder no/such/reward", "give the path of a local checkpoint"],
+    ),
+    "a reward model on the hub without network": (
+        ["--rewards", "{helpful: {path: some/reward}}"],
+        ["'helpful': there is no folder some/reward", "give the path of a local checkpoint"],
+    ),
+    "a language model as a reward": (
+        ["--rewards", f"{{helpful: {{path: {POLICY}}}}}"],
+        ["'helpful'", "is no trained classifier", "use a reward model"],
+    ),
+    "a reward that nobody registered": (
+        ["--rewards.brevity.name", "brevitty"],
+        ["'brevity': there is no reward model 'brevitty': did you mean 'brevity'?"],
+    ),
+    "a reward file that does not exist": (
+        ["--rewards.brevity.file", "no/such.py"],
+        ["'brevity': no Python file of reward functions at no/such.py: correct `file`"],
+    ),
+    "a reward file that does not import": (
+        ["--rewards.brevity.file", "FILES/broken.py"],
+        ["FILES/broken.py:3: ModuleNotFoundError: No module named 'no_such_package'", "repair it"],
+    ),
+    "a reward that fails its golden score": (
+        ["--rewards.brevity.golden", f"[{HELLO}]"],
+        ["'brevity': golden.0 must score 7 ± 0.01, got", "correct the score"],
+    ),
+    "a reward that is not a number": (
+        ["--rewards.brevity.name", "nan_at_the_end", "--rewards.brevity.file", "FILES/rewards.py"],
+        ["reward 'brevity' returned nan at index 31", "return one finite number for each"],
+    ),
+    "a reward of the wrong length": (
+        ["--rewards.brevity.name", "one_too_few", "--rewards.brevity.file", "FILES/rewards.py"],
+        ["reward 'brevity' returned 31 values", "return one finite number for each of the 32"],
+    ),
+    "a reward that never varies": (
+        ["--rewards.brevity.name", "always_the_same", "--rewards.brevity.file", "FILES/rewards.py"],
+        ["the scores of 'brevity' do not vary on 32", "choose normalization 'none'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_ends_in_one_line_and_nothing_is_written(case, files, tmp_path, capsys):
+    arguments, messages = CASES[case]
+    arguments = [argument.replace("FILES", str(files)) for argument in arguments]
+    line = line_of(capsys, lambda: recipe("--out", tmp_path / "runs/a", *arguments))
+    for message in messages:
+        assert message.replace("FILES", str(files)) in line
+    assert contents(tmp_path) == {}
+
+
+def test_an_incompatible_adapter_ends_in_one_line_and_nothing_is_written(files, tmp_path, capsys):
+    arguments = ["--adapters", f"[{files}/adapter]", "--policy.path", POLICY]
+    arguments += ["--out", str(tmp_path / "out")]
+    line = line_of(capsys, lambda: evaluate.cli(arguments))
+    assert f"the adapter in {files}/adapter does not fit {POLICY}" in line
+    assert "use the base model that it was made for" in line
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("parent", ["a regular file", "/proc"])
+def test_a_place_without_write_permission_ends_in_one_line(parent, tmp_path, capsys):
+    (tmp_path / "a regular file").write_text("mine")
+    before = contents(tmp_path)
+    out = tmp_path / parent / "runs/a"  # an absolute parent outranks tmp_path
+    line = line_of(capsys, lambda: recipe("--out", out))
+    assert f"the run directory {out} cannot be written" in line
+    assert "choose another path" in line
+    assert contents(tmp_path) == before
+
+
+def nothing(run: Run) -> None: ...
+
+
+def another_process(run: Run) -> Run:
+    """Opens it again: the kernel refuses this process then as it would any other."""
+    return Run.resume(run.path, run_config(run.path), ignore=["resume", "out"])
+
+
+def torn(run: Run) -> None:
+    for path in run.path.glob("checkpoints/*/tensors.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def another_version(run: Run) -> None:
+    path = run.path / "checkpoints/round_0000/state.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
+
+
+def shorter_log(run: Run) -> None:
+    (run.path / "metrics.jsonl").write_text("")
+
+
+def no_run(run: Run) -> None:
+    (run.path / "config.yaml").unlink()
+
+
+RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] = {
+    "it is there already": (
+        nothing,
+        [],
+        ["the run directory RUN exists and is not empty; continue it with --resume true or choose"],
+    ),
+    "it is no run": (
+        no_run,
+        ["--resume", "true"],
+        ["the run directory RUN exists and is not empty; choose another path"],
+    ),
+    "another process writes to it": (
+        another_process,
+        ["--resume", "true"],
+        [f"the run directory RUN is in use by process {os.getpid()} on ", "wait until it has end"],
+    ),
+    "another process writes to it, and nobody said resume": (
+        another_process,
+        [],
+        [f"the run directory RUN is in use by process {os.getpid()} on ", "choose another path"],
+    ),
+    "it has another configuration": (
+        nothing,
+        ["--resume", "true", "--seed", "5"],
+        ["the run at RUN has another configuration: seed was 0, is 5; resume with its config"],
+    ),
+    "its checkpoints are torn": (
+        torn,
+        ["--resume", "true"],
+        ["the run at RUN cannot be resumed, because none of its 2 checkpoints is whole", "restore"],
+    ),
+    "its checkpoints are of another version": (
+        another_version,
+        ["--resume", "true"],
+        ["has format 0, and this version reads format 1; resume with the version of firm-align"],
+    ),
+    "its log is shorter than its checkpoint says": (
+        shorter_log,
+        ["--resume", "true"],
+        ["RUN/metrics.jsonl has 0 bytes, its checkpoint was written after 16; restore the file"],
+    ),
+}
+
+
+def run_config(path: Path) -> dict:
+    return to_dict(parse(Config, ["--config", str(SMOKE), "--out", str(path)]))
+
+
+@pytest.mark.parametrize("case", RUN_CASES)
+def test_a_run_directory_that_cannot_be_used_ends_in_one_line_and_stays(case, tmp_path, capsys):
+    damage, arguments, messages = RUN_CASES[case]
+    path = tmp_path / "run"
+    run = Run.create(path, run_config(path))
+    run.log({"kind": "run"})
+    for number in (0, 1) if damage is torn else (0,):
+        run.save_checkpoint(number, {"tensor": torch.ones(2)})
+    run.close()
+    writer = damage(run)
+    before = contents(tmp_path)
+    line = line_of(capsys, lambda: recipe("--out", path, *arguments))
+    if writer:
+        writer.close()
+    for message in messages:
+        assert message.replace("RUN", str(path)) in line
+    assert contents(tmp_path) == before

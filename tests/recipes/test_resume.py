@@ -1,0 +1,180 @@
+"""A run that is killed again and again, or finds the disk full, ends with the same adapter."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "configs/smoke.yaml"
+
+# Imports once, then forks a run for every line on stdin. A `death` is a stage, which of its calls,
+# and after how many of Python's calls and returns in there the run kills itself (at the latest when
+# the stage is over); or, with `room` in bytes, the size that files can have from then on.
+NURSERY = """
+import json, os, resource, signal, sys, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # imports may print
+import firm.run.directory, recipes.firm_hh
+from firm.alignment import MultiObjectivePPOTrainer
+from firm.run import run_cli
+
+STAGES = {
+    "start": (recipes.firm_hh, "load_policy"),
+    "rollout": (MultiObjectivePPOTrainer, "sample"),
+    "update": (MultiObjectivePPOTrainer, "step"),
+    "aggregation": (sys.modules["firm.federation.strategies.firm"], "aggregate"),
+    "checkpoint": (firm.run.directory, "save_state"),
+}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def doom(stage, call, num_events=0, room=None):
+    place, name = STAGES[stage]
+    function = getattr(place, name)
+
+    def count(*_):
+        nonlocal num_events
+        num_events -= 1
+        if num_events <= 0:
+            die()
+
+    def doomed(*args, **kwargs):
+        nonlocal call
+        call -= 1
+        if call:
+            return function(*args, **kwargs)
+        if room is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            return function(*args, **kwargs)
+        sys.setprofile(count)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            die()
+
+    setattr(place, name, doomed)
+
+for line in sys.stdin:
+    argv, errors, death = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            if death:
+                doom(**death)
+            run_cli(recipes.firm_hh.main, recipes.firm_hh.Config, argv)
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+"""
+
+NUM_CALLS = {"start": 1, "rollout": 8, "update": 32, "aggregation": 2, "checkpoint": 3}
+"""How often a run of configs/smoke.yaml comes to each stage: 2 rounds, 2 clients, 2 local steps of
+2 epochs of 2 minibatches; a checkpoint is written before the first round, too."""
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., int]]:
+    """Takes up or starts the run in a folder and returns its exit code, -9 if it was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as nursery:
+        assert nursery.stdin
+        assert nursery.stdout
+        ask, answers = nursery.stdin, nursery.stdout
+
+        def run(path: Path, **death: object) -> int:
+            argv = ["--config", str(SMOKE), "--out", str(path), "--resume", "true"]
+            print(json.dumps([argv, f"{path}.log", death]), file=ask, flush=True)
+            return int(answers.readline())
+
+        yield run
+        ask.close()
+        assert nursery.wait(timeout=30) == 0
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory) -> Path:
+    """A run that nothing has interrupted."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    assert start(path) == 0, Path(f"{path}.log").read_text()
+    return path
+
+
+def assert_same(path: Path, whole: Path) -> None:
+    ours, theirs = (load_file(p / "adapter/adapter_model.safetensors") for p in (path, whole))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    kinds = [
+        [json.loads(line)["kind"] for line in (p / "metrics.jsonl").read_text().splitlines()]
+        for p in (path, whole)
+    ]
+    assert kinds[0] == kinds[1]
+    assert any(tensor.any() for name, tensor in ours.items() if "lora_B" in name)
+
+
+def test_twenty_kills_at_random_moments_change_nothing(start, whole, tmp_path):
+    draw = random.Random(4)
+    stages = list(NUM_CALLS) * 4
+    draw.shuffle(stages)
+    path = tmp_path / "run_0"
+    num_runs = 1
+    for stage in stages:
+        death = {
+            "stage": stage,
+            "call": draw.randint(1, NUM_CALLS[stage]),
+            "num_events": int(10 ** draw.uniform(0, 4)),
+        }
+        while (status := start(path, **death)) == 0:  # it was past that call already
+            assert_same(path, whole)
+            path = tmp_path / f"run_{num_runs}"
+            num_runs += 1
+        assert status == -signal.SIGKILL, Path(f"{path}.log").read_text()
+    assert start(path) == 0, Path(f"{path}.log").read_text()
+    assert_same(path, whole)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_disk_that_is_full_at_a_checkpoint_costs_no_more_than_its_round(
+    call, start, whole, tmp_path
+):
+    path = tmp_path / "run"
+    assert start(path, stage="checkpoint", call=call, room=20_000) == 2
+    errors = Path(f"{path}.log").read_text().splitlines()
+    assert (
+        f"the checkpoint of round {call - 1} in {path}/checkpoints cannot be written" in errors[-1]
+    )
+    assert "make room, then continue with --resume true" in errors[-1]
+    assert len(errors) == 1
+    kept = [f"round_{number:04d}" for number in range(call - 1)]
+    assert sorted(os.listdir(path / "checkpoints")) == kept
+    assert json.loads((path / "run.json").read_text())["status"] == "failed"
+    assert start(path) == 0, Path(f"{path}.log").read_text()
+    assert_same(path, whole)
