@@ -48,6 +48,7 @@ from firm.alignment import (
     load_tokenizer,
     make_plan,
     score,
+    take_device,
     write_model_card,
 )
 from firm.federation import (
@@ -185,6 +186,7 @@ def main(cfg: Config) -> Path | None:
     if cfg.plan:
         return _print_plan(cfg)
     processes = Processes.join(per_client=cfg.processes_per_client)
+    take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
@@ -215,6 +217,7 @@ def main(cfg: Config) -> Path | None:
         reward_fns=rewards,
         num_steps=cfg.rounds * cfg.strategy.num_local_steps,
         team=processes.team(),
+        use_cpu=cfg.policy.device == "cpu",
         seed=cfg.seed,
     )
 

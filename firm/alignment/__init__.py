@@ -27,6 +27,7 @@ from firm.alignment.policy import (
     load_base_model,
     load_policy,
     load_tokenizer,
+    take_device,
 )
 from firm.alignment.ppo import KLConfig, PPOConfig
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
@@ -67,5 +68,6 @@ __all__ = [
     "sample_replies",
     "score",
     "select_adapter",
+    "take_device",
     "write_model_card",
 ]

@@ -402,7 +402,10 @@ def make_plan(cfg: _Run, clients: Sequence[str], processes: Processes) -> Plan:
         memory=memory,
         rewards=rewards,
         work=_work(cfg, len(clients)),
-        places=[_place(rank, clients, processes, rewards) for rank in range(processes.size)],
+        places=[
+            _place(rank, clients, processes, rewards, cfg.policy.device)
+            for rank in range(processes.size)
+        ],
         hyperparameters=list(hyperparameters(cfg)),
         notes=[*notes, LEFT_OUT],
     )
@@ -569,11 +572,14 @@ def _place(
     clients: Sequence[str],
     processes: Processes,
     rewards: Mapping[str, RewardFigures],
+    device: str,
 ) -> Place:
     """Where a process has its models, if all processes are on this machine."""
-    accelerator, own = torch.accelerator.current_accelerator(), "cpu"
-    if accelerator is not None and torch.accelerator.is_available():
-        own = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
+    accelerator, own = torch.accelerator.current_accelerator(), device
+    if device == "auto":
+        own = "cpu"
+        if accelerator is not None and torch.accelerator.is_available():
+            own = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
     return Place(
         clients=processes.hosted_by(rank, clients),
         policy=own,

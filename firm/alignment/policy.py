@@ -61,6 +61,9 @@ class PolicyConfig:
     """A folder or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the frozen parameters; the adapter is float32. Not in the paper."""
+    device: str = "auto"
+    """Where the policy is and the adapter learns: "auto" takes the accelerator when there is one,
+    and with several processes each its own; otherwise "cpu", or one such as "cuda:1"."""
     gradient_checkpointing: bool = False
     """Whether activations are computed again in each backward pass instead of kept: less memory,
     more time, the same gradients. Not in the paper."""
@@ -71,6 +74,32 @@ class PolicyConfig:
     """How a dialogue becomes the policy's input."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """The adapter."""
+
+
+def take_device(device: str, *, num_processes: int = 1) -> None:
+    """Makes a device the one that libraries take for this process; call it before they load.
+
+    Args:
+        device: What `PolicyConfig.device` says.
+        num_processes: Of the run; several are given their devices by their launcher.
+
+    Raises:
+        ValueError: There is no such device here, or several processes were to share it.
+    """
+    if device in ("auto", "cpu"):
+        return
+    known = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if device not in known:
+        raise ValueError(
+            f"policy.device: there is no device {device!r} here: "
+            f"choose one of {', '.join(['auto', 'cpu', *known])}."
+        )
+    if num_processes > 1:
+        raise ValueError(
+            f"policy.device must be auto with {num_processes} processes, each of which takes a "
+            f"device of its own, got {device!r}."
+        )
+    torch.cuda.set_device(device)
 
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:

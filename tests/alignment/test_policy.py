@@ -16,6 +16,7 @@ from firm.alignment.policy import (
     load_policy,
     load_tokenizer,
     set_adapter_dropout,
+    take_device,
     without_needless_warnings,
 )
 from firm.federation import RandomStream
@@ -365,3 +366,10 @@ def test_prompt_and_reply_must_fit_into_the_context(tmp_path, make_model, archit
 def test_a_model_without_positions_takes_any_length(tmp_path):
     BloomConfig(vocab_size=15, hidden_size=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
     check_context(PolicyConfig(str(tmp_path)), max_prompt_tokens=10**6, max_new_tokens=10**6)
+
+
+def test_an_absent_device_is_refused_with_those_there_are():
+    take_device("auto")
+    take_device("cpu", num_processes=2)
+    with pytest.raises(ValueError, match=r"no device 'cuda:99' here: choose one of auto, cpu"):
+        take_device("cuda:99")
