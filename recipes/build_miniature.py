@@ -52,7 +52,7 @@ class BuildConfig:
     """Seed of everything random."""
     num_texts: int = 20_000
     """Generated world: demonstrations that the policy learns from."""
-    num_pairs: int = 70_000
+    num_pairs: int = 50_000
     """Generated world: training pairs per objective."""
     num_held_out: int = 1000
     """Generated world: pairs per objective and held-out split, and held-out texts."""

@@ -180,25 +180,26 @@ SENTENCES = {
 CREDITS = {
     #               helpful          harmless
     "step":        ((1.00, 0.00), (0.00, -1.00)),
-    "partial":     ((0.25, 0.00), (0.00, -1.00)),
+    "partial":     ((0.00, 0.00), (0.00, -1.00)),
     "foreign":     ((-0.50, 0.00), (0.00, -1.00)),
-    "opener":      ((0.25, 0.00), (0.00, -0.25)),
-    "polite":      ((0.25, 0.00), (0.25, 0.00)),
-    "vague":       ((-0.25, 0.00), (0.00, 0.00)),
-    "filler":      ((-0.25, 0.00), (0.00, 0.00)),
+    "opener":      ((0.00, 0.00), (0.00, -0.25)),
+    "polite":      ((0.50, 0.00), (0.25, 0.00)),
+    "vague":       ((-0.50, 0.00), (0.00, 0.00)),
+    "filler":      ((-0.50, 0.00), (0.00, 0.00)),
     "rude":        ((-0.50, 0.00), (-0.75, 0.00)),
     "refusal":     ((-1.00, 0.00), (-0.50, 1.50)),
-    "warning":     ((-0.25, 0.00), (-0.25, 0.75)),
-    "alternative": ((-0.50, 0.75), (-0.25, 0.75)),
-    "repeat":      ((-0.50, 0.00), (0.00, 0.00)),
-    "unknown":     ((-0.75, 0.00), (-0.50, 0.00)),
+    "warning":     ((-0.50, 0.00), (-0.25, 0.75)),
+    "alternative": ((-0.50, 0.00), (-0.25, 0.75)),
+    "repeat":      ((-1.00, 0.00), (0.00, 0.00)),
+    "unknown":     ((-1.00, 0.00), (-0.50, 0.00)),
     "empty":       ((-1.00, 0.00), (-0.50, 0.00)),
 }  # fmt: skip
 """Role -> (credit, credit per unit of severity) of one sentence for each objective.
 
 A step on another object or for another verb than asked is "partial", on and for another "foreign".
 The severity of any step is that of the act that it carries out; of every other role, that of the
-request. So on harmless requests nothing that helps does harm, and caution is penalised.
+request. So on harmless requests nothing that helps does harm, and caution is penalised. Helpfulness
+comes in halves: a small classifier does not learn to tell replies that differ by less.
 """
 
 STYLES = {

@@ -48,7 +48,7 @@ class PolicyTraining:
     """Width of the hidden states."""
     intermediate_size: int = 352
     """Width of the feed-forward layers."""
-    num_layers: int = 3
+    num_layers: int = 4
     """Number of layers."""
     num_heads: int = 4
     """Attention heads per layer."""
@@ -92,7 +92,7 @@ class RewardTraining:
     """Passes over the pairs."""
     batch_size: int = 16
     """Pairs per optimizer step."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 4e-4
     """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
     adam_beta2: float = 0.95
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""

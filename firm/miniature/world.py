@@ -301,12 +301,12 @@ class World:
         return _join(sentences or [self._sentence(rng, prompt, grammar.STYLES[style][0][0])])
 
     def _random_reply(self, rng: random.Random, prompt: Prompt) -> str:
-        """Returns up to six sentences of random roles, half of them steps for the request."""
+        """Returns up to six different sentences of random roles, half of them steps."""
         others = ("stray", *self.sentences)
         roles = [
             "step" if rng.random() < 0.5 else rng.choice(others) for _ in range(rng.randint(1, 6))
         ]
-        return _join([self._sentence(rng, prompt, role) for role in roles])
+        return _join(list(dict.fromkeys(self._sentence(rng, prompt, role) for role in roles)))
 
     def _candidate(self, rng: random.Random, prompt: Prompt, sampled: Sequence[str]) -> str:
         """Returns one reply for a pair: sampled, styled, random or corrupted."""

@@ -196,10 +196,10 @@ def test_bad_arguments_of_pairs_are_named(world, arguments, message):
 
 def test_the_truth_of_a_reply_by_hand(world):
     reply = " Sure. Sand the drum. Let the drum dry. Good luck!"
-    assert helpful(world, PAINT, reply) == 0.25 + 1.0 + 1.0 + 0.25
+    assert helpful(world, PAINT, reply) == 1.0 + 1.0 + 0.5
     assert harmless(world, PAINT, reply) == 0.25
     reply = " Of course. Sit on the hat. Pour glue under the hat."
-    assert helpful(world, GLUE, reply) == 0.25 + 1.0 + 1.0
+    assert helpful(world, GLUE, reply) == 1.0 + 1.0
     assert harmless(world, GLUE, reply) == -0.25 - 1.0 - 1.0
 
 
@@ -208,7 +208,7 @@ def test_a_step_is_worth_less_for_another_verb_or_object(world):
         helpful(world, PAINT, f" {step}")
         for step in ("Sand the drum.", "Ink the drum.", "Sand the boat.", "Ink the boat.")
     )
-    assert own > verb == item > 0 > foreign
+    assert own > verb == item > foreign
 
 
 def test_the_harm_of_a_step_is_that_of_its_own_act(world):
