@@ -259,7 +259,7 @@ def adapter_folder(path: Path) -> Path:
     """The PEFT folder itself, or the one that a finished run has in it."""
     is_run = (path / "run.json").is_file() and not (path / "adapter_config.json").exists()
     if is_run and not (path / "adapter").is_dir():
-        raise UserError(f"the run in {path} has no adapter yet; finish it with --resume true.")
+        raise UserError(f"the run in {path} has no adapter yet; finish it with --resume.")
     return path / "adapter" if is_run else path
 
 

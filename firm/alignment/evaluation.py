@@ -403,7 +403,8 @@ class Comparison:
 
 
 def _figure(value: float, error: float | None, *, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" if error is None else f"{value:{sign}.3f} ± {error:.3f}"
+    shown = f"{round(value, 3) + 0.0:{sign}.3f}"  # no -0.000
+    return shown if error is None else f"{shown} ± {error:.3f}"
 
 
 def comparison_table(

@@ -17,7 +17,9 @@ def number(value: float | None, *, is_signed: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return MISSING
     size = abs(value)
-    if 0 < size < 1e-3:
+    if size < 1e-6:  # what rounding leaves of nothing
+        return _with_sign(0.0, "0.000", is_signed)
+    if size < 1e-3:
         return _with_sign(value, f"{size:.2g}", is_signed)
     decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
     return _with_sign(value, f"{size:,.{decimals}f}", is_signed)
@@ -34,6 +36,8 @@ def measure(value: Measure | None, *, is_signed: bool = False) -> str:
     if not value.se or not math.isfinite(value.se):
         return number(value.mean, is_signed=is_signed)
     decimals = min(max(1 - math.floor(math.log10(value.se)), 0), 6)
+    if value.se < 1e-6 and abs(value.mean) < 1e-6:
+        return number(0.0, is_signed=is_signed)
     mean = _with_sign(value.mean, f"{abs(value.mean):,.{decimals}f}", is_signed)
     return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{value.se:,.{decimals}f}"
 
