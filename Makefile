@@ -23,7 +23,7 @@ demo: install ## Align the miniature world to two objectives and write runs/<nam
 	$(OFFLINE) $(LAUNCH) recipes/firm_hh.py
 
 test: install ## Run the test suite (without network, within minutes).
-	$(OFFLINE) $(BIN)/python -m pytest -q
+	$(OFFLINE) $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: install ## Run the slow suite: kills, long runs.
 	$(OFFLINE) $(BIN)/python -m pytest -q -m slow

@@ -350,7 +350,8 @@ def test_the_tables_are_printed_whole_in_a_pipe():
     text = io.StringIO()
     for table in plan.tables():
         print_table(table.title, table.header, table.rows, console=Console(file=text))
-    for figure in ("49,152", "196,608 bytes", "ppo.clip_range", "reward helpful", "4,608"):
+    sizes = (f"{plan.policy.num_trainable:,}", f"{plan.policy.adapter_bytes:,} bytes")
+    for figure in (*sizes, "ppo.clip_range", "reward helpful", "4,608"):
         assert figure in text.getvalue()
     assert "None" not in text.getvalue()  # values as YAML has them
     assert "…" not in text.getvalue()
