@@ -181,7 +181,7 @@ def print_table(
 
     Args:
         title: Stands above the table.
-        header: One heading per column.
+        header: One heading per column; no line of headings where all are empty.
         rows: Cells; floats are shown with three decimals, None as "-". The first column is aligned
             left, the others right.
         console: Where to write; standard output when None.
@@ -189,7 +189,7 @@ def print_table(
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=10_000)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(header))
     for place, heading in enumerate(header):
         table.add_column(Text(heading), justify="right" if place else "left")
     for row in rows:
