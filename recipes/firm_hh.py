@@ -238,6 +238,11 @@ def main(cfg: Config) -> Path | None:
             engine.serve()
             return out
     trainer.calibrations = _calibrate(trainer, train, cfg)  # tries every reward model, too
+    if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
+        frozen = _calibrations(checkpoint[1]["calibrations"])
+        check_same(frozen, trainer.calibrations)  # before the run is opened, which cuts its logs
+        trainer.calibrations = frozen
+    processes.broadcast({n: c.to_dict() for n, c in trainer.calibrations.items()})
 
     def measure(prompts: list[str], split: str) -> Evaluation:
         load_adapter_(trainer.adapter_parameters, state.adapter)
@@ -281,13 +286,7 @@ def main(cfg: Config) -> Path | None:
             )
 
         # start, or take up where the last checkpoint was written
-        checkpoint = run.latest_checkpoint()
-        if checkpoint:
-            frozen = _calibrations(checkpoint[1]["calibrations"])
-            check_same(frozen, trainer.calibrations)
-            trainer.calibrations = frozen
-        processes.broadcast({n: c.to_dict() for n, c in trainer.calibrations.items()})
-        if checkpoint:
+        if checkpoint := run.latest_checkpoint():
             state = ServerState.from_state(checkpoint[1]["server"])
             engine.restore_client_states(checkpoint[1]["clients"])
             base = {k: Evaluation(**e) for k, e in checkpoint[1]["base"].items()}

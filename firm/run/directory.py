@@ -189,14 +189,23 @@ class Run:
                 f"the run at {self.path} has another configuration: {', '.join(differences[:3])}"
                 f"{more}; resume with its config.yaml or choose another path."
             )
-        self._latest_envelope()
+        for name, length in _log_lengths(self._latest_envelope()).items():
+            log = self.path / name
+            size = log.stat().st_size if log.exists() else 0
+            if size < length:
+                raise UserError(
+                    f"{log} has {size} bytes, its checkpoint was written after {length}; "
+                    "restore the file or start a new run."
+                )
 
     def _take_up(self) -> None:
         """Makes the directory what it was when the latest checkpoint was written."""
         envelope = self._latest_envelope()
-        lengths = envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
-        for name, length in lengths.items():
-            self._cut(name, length)
+        for name, length in _log_lengths(envelope).items():
+            log = self.path / name
+            if log.exists() and log.stat().st_size > length:
+                os.truncate(log, length)
+                sync(log)
         self._scores = self._scores_on_disk(envelope)
         record = self.record()
         record["status"] = "running"
@@ -398,17 +407,10 @@ class Run:
         with _file_errors(str(log)), log.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
-    def _cut(self, name: str, length: int) -> None:
-        log = self.path / name
-        size = log.stat().st_size if log.exists() else 0
-        if size < length:
-            raise UserError(
-                f"{log} has {size} bytes, its checkpoint was written after {length}; "
-                "restore the file or start a new run."
-            )
-        if size > length:
-            os.truncate(log, length)
-            sync(log)
+
+def _log_lengths(envelope: State | None) -> dict[str, int]:
+    """Bytes that each log had when a checkpoint was written; none without one."""
+    return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
 
 
 def _read_rows(path: Path) -> list[Row]:
