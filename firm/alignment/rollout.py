@@ -231,10 +231,11 @@ def generate(
         return _generate(model, query_ids, tokenizer, config, end_ids)
     draws = _SharedDraws(query_ids.size(0), team.share(query_ids.size(0)), config)
     own = query_ids[draws.rows]
-    parts = team.gather(
-        team.together(lambda: _generate(model, own, tokenizer, config, end_ids, draws))
-    )
+    ids, logprobs = team.together(lambda: _generate(model, own, tokenizer, config, end_ids, draws))
+    gathered = team.gather((ids, logprobs, draws.vocabulary))
+    parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)
+    draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
     draws.skip_to(length, query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     sequences = [_pad_right(ids, query_ids.size(1) + length, pad_id) for ids, _ in parts]
@@ -288,12 +289,13 @@ class _SharedDraws(LogitsProcessor):
     def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
         self.rows = rows
         self.logits: list[torch.Tensor] = []
-        self._num_rows, self._vocabulary = num_rows, 0
+        self.vocabulary = 0  # unknown until a token is sampled, and so to a member without rows
+        self._num_rows = num_rows
         self._temperature = config.temperature + TEMPERATURE_GUARD
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         self.logits.append(scores / self._temperature)
-        self._vocabulary = scores.size(-1)
+        self.vocabulary = scores.size(-1)
         return torch.softmax(self.logits[-1], dim=-1) / self._draw(scores.device)[self.rows]
 
     def skip_to(self, num_tokens: int, device: torch.device) -> None:
@@ -302,7 +304,7 @@ class _SharedDraws(LogitsProcessor):
             self._draw(device)
 
     def _draw(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self._num_rows, self._vocabulary, device=device).exponential_()
+        return torch.empty(self._num_rows, self.vocabulary, device=device).exponential_()
 
 
 @contextmanager
