@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import partial
@@ -51,7 +51,7 @@ from firm.report import Record, read_record
 from firm.report.comparison import Measure
 from firm.report.comparison_page import Figure, Row, Sample, write_comparison
 from firm.report.samples import Reply, dialogue
-from firm.run import UserError, exit_on_user_error, parse, print_table, to_dict, to_yaml
+from firm.run import UserError, exit_on_user_error, leaves, parse, print_table, to_dict, to_yaml
 from reward_models import RewardModelConfig, load_reward_model
 
 PAGE_NAME = "evaluation.html"
@@ -201,9 +201,7 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, normali
     """Raises `UserError`, with what differs, for runs that one evaluation cannot compare."""
     for run, record in zip(runs[1:], records[1:], strict=True):
         first = records[0]
-        policies = [
-            dict(_leaves(r.settings.get("policy") or {}, "policy")) for r in (first, record)
-        ]
+        policies = [dict(leaves(r.settings.get("policy") or {}, "policy")) for r in (first, record)]
         for key in sorted(policies[0].keys() | policies[1].keys()):
             ours, theirs = (policy.get(key) for policy in policies)
             if ours != theirs and not key.startswith("policy.lora."):
@@ -220,14 +218,6 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, normali
                     f"{_words(maps[1][name])} in {run}, so that equal rewards would not mean the "
                     "same; --normalized false compares raw scores alone."
                 )
-
-
-def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, item in value.items():
-        yield from _leaves(item, f"{path}.{key}")
 
 
 def _words(figures: Mapping[str, Any]) -> str:

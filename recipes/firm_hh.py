@@ -257,9 +257,7 @@ def main(cfg: Config) -> Path | None:
         )
 
     with (
-        Run.open(
-            out, settings, resume=cfg.resume, ignore=("resume", "out", "tracking", "plan")
-        ) as run,
+        Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS) as run,
         Tracker(cfg.tracking, run.path, settings, objectives=objectives) as tracker,
         progress,
         closing(engine),

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
@@ -26,10 +25,18 @@ from transformers import (
 
 from firm.alignment.hyperparameters import Hyperparameter, hyperparameters
 from firm.alignment.memory import LiveBytes, response_logprobs, update_memory, with_fake_parameters
-from firm.alignment.policy import PolicyConfig, adapter_parameters, without_needless_warnings
+from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.ppo import PPOConfig
 from firm.alignment.rollout import RolloutConfig
-from firm.federation import Failure, Processes, Reply, RoundFailed, ServerState, State, Update
+from firm.federation import (
+    Failure,
+    Processes,
+    Reply,
+    RoundFailed,
+    ServerState,
+    State,
+    Update,
+)
 from firm.federation.serialization import pack
 from firm.federation.server import RoundConfig
 from firm.federation.strategies import STRATEGIES
@@ -426,26 +433,9 @@ def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | N
 
 def _policy_without_storage(architecture: PretrainedConfig, config: PolicyConfig) -> Any:
     """The policy as `load_policy` makes it, on the meta device."""
-    with torch.device("meta"), without_needless_warnings():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
-        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-        if missing := [name for name in config.lora.target_modules if name not in names]:
-            raise ValueError(
-                f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
-                "choose names of its linear layers."
-            )
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return get_peft_model(
-            model,
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=config.lora.r,
-                lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float works
-                lora_dropout=config.lora.dropout,
-                target_modules=list(config.lora.target_modules),
-            ),
-        )
+        return add_adapter(model, config)
 
 
 def _policy_figures(model: Any, cfg: _Run, clients: Sequence[str]) -> PolicyFigures:

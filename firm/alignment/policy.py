@@ -193,6 +193,16 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
         ValueError: There is no such model, or no layer of it is called like `target_modules`.
     """
     model = load_base_model(config)
+    with stream:
+        return add_adapter(model, config)
+
+
+def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
+    """A language model, frozen, with one fresh adapter, drawn from the global generators.
+
+    Raises:
+        ValueError: No layer is called like `target_modules`.
+    """
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     missing = [name for name in config.lora.target_modules if name not in names]
     if missing:
@@ -207,7 +217,7 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
             f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
             f"choose among {linear}."
         )
-    with stream, without_needless_warnings():
+    with without_needless_warnings():
         if config.gradient_checkpointing:  # the reentrant kind sees no gradient in frozen inputs
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return get_peft_model(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firm.report.comparison import SIDE_FIGURES, Measure
-from firm.report.page import CLEAR_Z, NUM_OPEN_SAMPLES, _environment, replace_file
+from firm.report.page import CLEAR_Z, NUM_OPEN_SAMPLES, environment, replace_file
 from firm.report.samples import Reply, Turn
 
 
@@ -87,7 +87,7 @@ def write_comparison(
         facts: What was evaluated, label to text.
         config: Text of the resolved configuration.
     """
-    template = _environment().get_template("comparison_page.html.jinja")
+    template = environment().get_template("comparison_page.html.jinja")
     replace_file(
         path,
         template.render(

@@ -99,7 +99,7 @@ def render(record: Record, *, inline: bool) -> str:
     titles |= {"failures": "Failures"} if failures else {}
     titles |= {"settings": "How it was made"}
     return (
-        _environment()
+        environment()
         .get_template("page.html.jinja")
         .render(
             record=record,
@@ -137,7 +137,7 @@ def replace_file(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     """Templates of this package; what they print is escaped, a name they lack is an error."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("firm.report", "."),

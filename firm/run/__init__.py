@@ -7,7 +7,7 @@ when asked, `Progress` tells the person who waits.
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import parse, run_cli, to_dict, to_yaml
-from firm.run.directory import CheckpointConfig, Run, check_free
+from firm.run.directory import CheckpointConfig, Run, leaves
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.progress import Progress, print_table
 from firm.run.tracking import Tracker, TrackingConfig
@@ -20,8 +20,8 @@ __all__ = [
     "Tracker",
     "TrackingConfig",
     "UserError",
-    "check_free",
     "exit_on_user_error",
+    "leaves",
     "load_state",
     "parse",
     "print_table",

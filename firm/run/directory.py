@@ -396,7 +396,7 @@ class Run:
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         lines = []
         for row in rows:
-            for key, value in _leaves(row):
+            for key, value in leaves(row):
                 if isinstance(value, float) and not math.isfinite(value):
                     where = ", ".join(
                         f"{k} {row[k]}" for k in ("kind", "round", "client") if k in row
@@ -453,7 +453,7 @@ def _file_errors(what: str, comfort: str = "") -> Iterator[None]:
         raise UserError(f"{what} cannot be written ({reason}); {comfort}{remedy}") from error
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Key path in dots and value of everything in nested mappings and lists."""
     if isinstance(value, Mapping):
         entries: Iterable[tuple[Any, Any]] = value.items()
@@ -463,13 +463,13 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, item in entries:
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+        yield from leaves(item, f"{path}.{key}" if path else str(key))
 
 
 def _differences(stored: Any, config: Any, ignore: Collection[str]) -> list[str]:
     """Differing key paths, each with the stored and the given value, in words."""
     absent = object()
-    ours, theirs = dict(_leaves(stored)), dict(_leaves(config))
+    ours, theirs = dict(leaves(stored)), dict(leaves(config))
     words = []
     for key in dict.fromkeys([*ours, *theirs]):
         is_ignored = any(key == path or key.startswith(f"{path}.") for path in ignore)
