@@ -88,7 +88,11 @@ def test_a_malformed_line_is_named_by_file_and_number_and_its_text_is_not_repeat
         ("empty.jsonl", b"\n\n", "empty.jsonl holds no preference pair"),
         ("latin.jsonl", b'{"prompt": "\xe9"}', "latin.jsonl cannot be read as JSON lines"),
         ("fake.jsonl.gz", b"plain text", "fake.jsonl.gz cannot be read as JSON lines"),
-        ("cut.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "cut.jsonl.gz cannot be read as JSON"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b"{}" * 99, mtime=0)[:-9],
+            "cut.jsonl.gz cannot be read as JSON",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):

@@ -35,12 +35,6 @@ def always_the_same(completions, **kwargs):
 """
 
 
-@pytest.fixture(autouse=True)
-def in_the_project(monkeypatch):
-    """Configs name the shipped checkpoints relative to the clone."""
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """A folder of bad files, which arguments and messages call FILES."""

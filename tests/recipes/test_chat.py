@@ -31,12 +31,6 @@ def overheard(prompts, completions, *, log="", **kwargs):
 """
 
 
-@pytest.fixture(autouse=True)
-def in_the_project(monkeypatch):
-    """Configs name the shipped checkpoints relative to the clone."""
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A finished run of one round whose adapter is made strong enough to change replies."""

@@ -29,12 +29,6 @@ def counted(completions, *, log="", **kwargs):
 """
 
 
-@pytest.fixture(autouse=True)
-def in_the_project(monkeypatch):
-    """Configs name the shipped checkpoints relative to the clone."""
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A finished run of one round."""

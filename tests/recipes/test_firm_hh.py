@@ -36,12 +36,6 @@ def mortal(completions, *, dies_at=-1, **kwargs):
 """
 
 
-@pytest.fixture(autouse=True)
-def in_the_project(monkeypatch):
-    """Configs name the shipped checkpoints relative to the clone."""
-    monkeypatch.chdir(ROOT)
-
-
 def run(*arguments: object) -> Path:
     return main(parse(Config, ["--config", str(SMOKE), *map(str, arguments)]))
 
