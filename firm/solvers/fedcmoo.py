@@ -1,5 +1,6 @@
 """FedCMOO's weights: projected gradient steps, and the linear programme of its preferences."""
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ from firm.solvers.checks import ArrayT, as_float64, as_gram, as_weights, like
 from firm.solvers.programs import linear_program
 from firm.solvers.projections import box_projection, simplex_projection
 from firm.solvers.simplex_qp import simplex_qp
+
+logger = logging.getLogger(__name__)
 
 MIN_SHARE = 1e-12
 """Share of the preferred losses that a zero loss counts as; its logarithm would be infinite."""
@@ -171,4 +174,7 @@ def _preferred(
     floors[is_worst] = 0.0
     gains = effect if divergence > threshold else gram.sum(axis=1)
     weights = linear_program(gains, gram, floors)
-    return simplex_qp(gram) if weights is None else weights
+    if weights is None:
+        logger.warning("No weights meet the preference's constraints; taking the min-norm ones.")
+        return simplex_qp(gram)
+    return weights

@@ -191,3 +191,17 @@ def test_where_the_programme_has_no_solution_no_loss_is_raised(monkeypatch, rand
 def test_bad_preferences_are_refused(losses, preference, options, message):
     with pytest.raises(ValueError, match=message):
         fedcmoo_pref_weights(np.eye(2), np.array(losses), preference, **options)
+
+
+def test_an_infeasible_programme_gives_the_min_norm_weights_and_a_word_in_the_log(
+    monkeypatch, caplog
+):
+    gram = np.array([[2.0, -1.0], [-1.0, 1.0]])
+    wanted = fedcmoo_pref_weights(gram, np.array([3.0, 1.0]), [1.0, 1.0])
+    assert not np.allclose(wanted, min_norm_weights(gram))
+    assert not caplog.records
+    # rounding alone makes one infeasible, which no matrix does every time
+    monkeypatch.setattr(module, "linear_program", lambda *_: None)
+    found = fedcmoo_pref_weights(gram, np.array([3.0, 1.0]), [1.0, 1.0])
+    np.testing.assert_allclose(found, min_norm_weights(gram), atol=1e-12)
+    assert "min-norm" in caplog.text
