@@ -14,6 +14,7 @@ def sample_clients(
     round_number: int,
     count: int | None = None,
     fraction: float | None = None,
+    always: Sequence[str] = (),
 ) -> list[str]:
     """Returns the clients of a round, drawn without replacement, in their given order.
 
@@ -25,9 +26,12 @@ def sample_clients(
         round_number: Round, from 1.
         count: How many, from 1 to C. All by default.
         fraction: Instead of ``count``, the share of all clients, in (0, 1]; at least one is drawn.
+        always: Names of clients that take part whatever is drawn; the others are drawn for the
+            places that are left.
 
     Raises:
-        ValueError: When the count or fraction is out of range, or both are given.
+        ValueError: When the count or fraction is out of range, both are given, or one that always
+            takes part is no client or leaves no place to draw for.
 
     >>> sample_clients(["a", "b", "c"], seed=0, round_number=1)
     ['a', 'b', 'c']
@@ -38,12 +42,23 @@ def sample_clients(
         if not 0 < fraction <= 1:
             raise ValueError(f"The fraction of clients must be in (0, 1], got {fraction}.")
         count = max(1, round(fraction * len(clients)))
+    if unknown := set(always) - set(clients):
+        known = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
+        raise ValueError(f"No client is called {min(unknown)!r}; always may name {known}.")
     if count is None:
         return list(clients)
     if not 1 <= count <= len(clients):
         raise ValueError(
             f"Clients per round must be from 1 to the {len(clients)} that there are, got {count}."
         )
+    num_always = len(set(always))
+    if count <= num_always:
+        raise ValueError(
+            f"Clients per round must be more than the {num_always} that always take part, "
+            f"got {count}."
+        )
+    others = [name for name in clients if name not in always]
     generator = np.random.default_rng(derive_seed(seed, "sampling", round_number))
-    chosen = set(generator.permutation(len(clients))[:count].tolist())
-    return [name for index, name in enumerate(clients) if index in chosen]
+    drawn = generator.permutation(len(others))[: count - num_always].tolist()
+    chosen = {*always, *(others[index] for index in drawn)}
+    return [name for name in clients if name in chosen]

@@ -72,6 +72,9 @@ class RoundConfig:
     examples."""
     clients_per_round: int | None = None
     """Clients drawn for each round, without replacement; null takes all, as the paper does."""
+    always: tuple[str, ...] = ()
+    """Names of clients that take part in every round, such as attackers; the others are drawn for
+    the places that are left. Not in the paper."""
     quorum: int = 1
     """Fewest clients whose updates a round needs; with fewer the run stops. Not in the paper."""
     max_update_norm: float | None = None
@@ -79,6 +82,9 @@ class RoundConfig:
     share_gram: bool = False
     """Whether clients send their mean Gram matrix, M² numbers, with each update: it bounds how far
     the global model is from Pareto stationarity, and the disagreement drift. Not in the paper."""
+    server_learning_rate: float = 1.0
+    """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
+    Algorithm 1 of FIRM does."""
 
     def __post_init__(self) -> None:
         if self.num_local_steps < 1:
@@ -87,6 +93,13 @@ class RoundConfig:
             raise ValueError(
                 f"clients_per_round must be at least 1, got {self.clients_per_round}; "
                 "null takes all."
+            )
+        if len(set(self.always)) < len(self.always):
+            raise ValueError(f"always must name each client once, got {list(self.always)}.")
+        if self.clients_per_round is not None and self.clients_per_round <= len(self.always):
+            raise ValueError(
+                f"clients_per_round must be more than the {len(self.always)} that always take "
+                f"part, got {self.clients_per_round}."
             )
         if self.quorum < 1:
             raise ValueError(f"quorum must be at least 1 client, got {self.quorum}.")
@@ -98,6 +111,11 @@ class RoundConfig:
         if self.max_update_norm is not None and not self.max_update_norm > 0:
             raise ValueError(
                 f"max_update_norm must be positive, got {self.max_update_norm}; null accepts any."
+            )
+        if not 0 < self.server_learning_rate < inf:
+            raise ValueError(
+                "server_learning_rate must be positive and finite, got "
+                f"{self.server_learning_rate}."
             )
 
 

@@ -6,7 +6,6 @@ must be multiplied. FedMGDA+ is immune to both: λ is found from gradients, whic
 and these are normalised, which undoes a factor.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal
@@ -14,7 +13,6 @@ from typing import Literal
 import torch
 
 from firm.federation.client import Gradients
-from firm.federation.sampling import sample_clients
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,8 @@ class AttackConfig:
     """bias: every loss of an attacker plus ``amount``, its gradients as they are. scaling: losses
     and gradients times ``amount``. none: nobody attacks, whatever the other keys say."""
     clients: tuple[str, ...] = ()
-    """Names of the attackers. They take part in the rounds that they are drawn for, as all do;
-    ``sample_with_attackers`` draws them every time."""
+    """Names of the attackers. They take part in the rounds that they are drawn for, as all do; a
+    strategy's ``always`` has them in every one."""
     amount: float = 0.0
     """What is added (bias, finite) or multiplied with (scaling, positive)."""
 
@@ -80,48 +78,3 @@ def attacked_gradients(gradients: Gradients, *, client: str, attack: AttackConfi
     factor = attack.amount if attack.kind == "scaling" else 1.0
     losses = attacked_losses(gradients.losses, client=client, attack=attack)
     return replace(gradients, jacobian=gradients.jacobian * factor, losses=losses)
-
-
-def sample_with_attackers(
-    clients: Sequence[str],
-    *,
-    attack: AttackConfig,
-    seed: int,
-    round_number: int,
-    count: int | None = None,
-) -> list[str]:
-    """Returns the clients of a round: every attacker, and honest ones drawn without replacement.
-
-    Without an attack it draws as ``sample_clients`` does.
-
-    Args:
-        clients: All clients' names.
-        attack: The attack.
-        seed: The run's seed.
-        round_number: Round, from 1.
-        count: How many in all, more than there are attackers. All clients by default.
-
-    Raises:
-        ValueError: When an attacker is none of the clients, or the count leaves no place for an
-            honest client.
-    """
-    if attack.kind == "none":
-        return sample_clients(clients, seed=seed, round_number=round_number, count=count)
-    unknown = [name for name in attack.clients if name not in clients]
-    if unknown:
-        known = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
-        raise ValueError(f"No client is called {unknown[0]!r}; the attack may name {known}.")
-    if count is None:
-        return list(clients)
-    num_attackers = len(attack.clients)
-    if count <= num_attackers:
-        raise ValueError(
-            f"Clients per round must be more than the {num_attackers} attacker(s), who take part "
-            f"in every one, got {count}."
-        )
-    honest = [name for name in clients if not attack.has_attacker(name)]
-    drawn = sample_clients(
-        honest, seed=seed, round_number=round_number, count=count - num_attackers
-    )
-    present = {*drawn, *attack.clients}
-    return [name for name in clients if name in present]

@@ -43,6 +43,24 @@ def test_a_fraction_is_rounded_to_at_least_one(fraction, count):
     assert drawn == sample_clients(CLIENTS, seed=0, round_number=1, count=count)
 
 
+def test_named_clients_take_part_in_every_round_and_the_others_in_turn():
+    always, seen = ["client_7", "client_2"], set()
+    for number in range(1, 40):
+        drawn = sample_clients(CLIENTS, seed=3, round_number=number, count=4, always=always)
+        assert len(drawn) == 4
+        assert {"client_2", "client_7"} < set(drawn)
+        assert drawn == sorted(drawn)
+        seen |= set(drawn)
+    assert seen == set(CLIENTS)
+    everybody = sample_clients(CLIENTS, seed=3, round_number=1, always=always)
+    assert everybody == CLIENTS
+
+
+def test_the_draws_of_a_seed_stay_what_they_are():
+    drawn = [sample_clients(CLIENTS, seed=0, round_number=r, count=3) for r in (1, 2)]
+    assert drawn == [["client_1", "client_3", "client_4"], ["client_3", "client_4", "client_7"]]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -51,8 +69,10 @@ def test_a_fraction_is_rounded_to_at_least_one(fraction, count):
         ({"fraction": 0.0}, r"in \(0, 1\], got 0.0"),
         ({"fraction": 1.5}, r"in \(0, 1\], got 1.5"),
         ({"fraction": 0.5, "count": 4}, "not both"),
+        ({"always": ["phd"]}, r"No client is called 'phd'; always may name client_0, .*\.\.\."),
+        ({"always": ["client_0"], "count": 1}, "more than the 1 that always take part, got 1"),
     ],
 )
-def test_sizes_out_of_range_are_refused(options, message):
+def test_sizes_and_names_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         sample_clients(CLIENTS, seed=0, round_number=1, **options)

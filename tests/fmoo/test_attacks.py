@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.federation.client import Gradients
-from firm.federation.sampling import sample_clients
-from firm.fmoo.attacks import (
-    AttackConfig,
-    attacked_gradients,
-    attacked_losses,
-    sample_with_attackers,
-)
+from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
 from firm.run import parse
 from firm.solvers import min_norm_weights
 
-CLIENTS = [f"client_{index}" for index in range(10)]
 BIAS = AttackConfig("bias", ("client_0",), 1000.0)
 SCALING = AttackConfig("scaling", ("client_0",), 10.0)
 
@@ -138,31 +131,6 @@ def test_a_bias_makes_the_attacker_the_worst_off_whom_afl_trains_for():
     assert torch.cat([one.losses for one in attacked]).argmax() == 0
 
 
-def test_attackers_take_part_in_every_round_and_the_others_in_turn():
-    attack = AttackConfig("bias", ("client_7", "client_2"), 1.0)
-    seen = set()
-    for round_number in range(1, 40):
-        chosen = sample_with_attackers(
-            CLIENTS, attack=attack, seed=3, round_number=round_number, count=4
-        )
-        assert len(chosen) == 4
-        assert {"client_2", "client_7"} < set(chosen)
-        assert chosen == sorted(chosen)
-        seen |= set(chosen)
-    assert seen == set(CLIENTS)
-
-
-@pytest.mark.parametrize("count", [None, 3])
-def test_without_an_attack_sampling_is_the_usual_one(count):
-    arguments = {"seed": 5, "round_number": 2, "count": count}
-    sampled = sample_with_attackers(CLIENTS, attack=AttackConfig(), **arguments)
-    assert sampled == sample_clients(CLIENTS, **arguments)
-
-
-def test_all_clients_are_drawn_by_default():
-    assert sample_with_attackers(CLIENTS, attack=BIAS, seed=0, round_number=1) == CLIENTS
-
-
 def test_the_configuration_is_read_from_a_command_line():
     arguments = ["--kind", "scaling", "--clients", "[a, b]", "--amount", "10"]
     assert parse(AttackConfig, arguments) == AttackConfig("scaling", ("a", "b"), 10.0)
@@ -181,14 +149,3 @@ def test_the_configuration_is_read_from_a_command_line():
 def test_an_attack_that_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         AttackConfig(**fields)
-
-
-def test_an_unknown_attacker_is_named():
-    attack = AttackConfig("bias", ("phd",), 1.0)
-    with pytest.raises(ValueError, match=r"No client is called 'phd'.*client_0"):
-        sample_with_attackers(CLIENTS, attack=attack, seed=0, round_number=1)
-
-
-def test_a_round_must_have_a_place_for_an_honest_client():
-    with pytest.raises(ValueError, match="more than the 1 attacker"):
-        sample_with_attackers(CLIENTS, attack=BIAS, seed=0, round_number=1, count=1)

@@ -5,13 +5,13 @@ Mohri et al. (2019), "Agnostic Federated Learning", arXiv:1902.00146, in the for
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
 import torch
 
-from firm.federation.aggregation import server_step
+from firm.federation.aggregation import moved, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
@@ -27,6 +27,9 @@ class AflConfig(ScalarConfig):
     """The strategy."""
     weights_learning_rate: float = 0.1
     """Step size γ_λ of the clients' weights along their losses."""
+    average_iterates: bool = False
+    """Whether the model is the mean of all rounds' iterates, as Mohri et al. return it, and not the
+    last one; training goes on from the last all the same."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.weights_learning_rate < inf:
@@ -51,7 +54,8 @@ def afl(
     clients, where F are the losses at θ_t of those who took part and 0 for the others. λ starts
     uniform and stays in the server's memory. Three departures: θ_k comes of local training; in a
     round of some of the clients their λ are scaled to sum 1 (where all are 0 they count alike); and
-    the model is the last iterate, not the mean of all of them.
+    the model is the last iterate unless ``cfg.average_iterates``, with which the state's adapter is
+    (θ_1 + ... + θ_t) / t, and θ_t is in the memory.
 
     The row's "weights" are the λ that the step was taken with, by client of the round.
 
@@ -65,6 +69,8 @@ def afl(
         RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or told a loss that
             is finite and not negative.
     """
+    model = state.adapter
+    state = replace(state, adapter=state.memory.get("iterate", model))
     this_round = Round(state, clients, engine, cfg)
     replies = this_round.train(
         {**cfg.payload(), "share_losses": True}, check=with_losses(state, cfg)
@@ -90,9 +96,15 @@ def afl(
         dtype=torch.float64,
     )
     after = dict(zip(clients, project_to_simplex(climbed).tolist(), strict=True))
-    return this_round.finish(
+    memory = {**state.memory, "client_weights": after}
+    if cfg.average_iterates:
+        memory["iterate"] = adapter
+    finished, rows = this_round.finish(
         adapter,
         replies,
-        memory={**state.memory, "client_weights": after},
+        memory=memory,
         entries={"weights": dict(zip(names, weights, strict=True))},
     )
+    if cfg.average_iterates:  # 1/t of the new iterate, and the rest of the mean so far
+        finished = replace(finished, adapter=moved(model, [adapter], [1 / finished.round]))
+    return finished, rows

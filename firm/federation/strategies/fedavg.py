@@ -27,8 +27,6 @@ class ScalarConfig(RoundConfig):
     """Weight of each objective, scaled to sum 1; null weighs them alike."""
     proximal: float = 0.0
     """Strength μ of the pull back to the server's model: the local loss gets + μ/2 ‖θ - θ_t‖²."""
-    server_learning_rate: float = 1.0
-    """Server learning rate η, the factor of the combined update; 1 takes the clients' mean."""
     decay: float = 1.0
     """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ has β = D^(100/T)
     for a decay by D in T rounds: 0.891 for a tenth in 2000."""
@@ -39,7 +37,6 @@ class ScalarConfig(RoundConfig):
             raise ValueError(
                 f"proximal must be non-negative and finite, got {self.proximal}; 0 is off."
             )
-        check_learning_rate(self.server_learning_rate)
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {self.decay}; 1 is none.")
         super().__post_init__()
@@ -97,9 +94,3 @@ def fedavg(
         lengths=lengths,
     )
     return this_round.finish(adapter, replies, entries=zero_updates(replies, lengths))
-
-
-def check_learning_rate(value: float) -> None:
-    """Raises ``ValueError`` on a server learning rate that is not positive and finite."""
-    if not 0 < value < np.inf:
-        raise ValueError(f"server_learning_rate must be positive and finite, got {value}.")

@@ -19,8 +19,8 @@ from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
 from firm.federation.sampling import sample_clients
 from firm.federation.server import Check, RoundConfig, ServerState
-from firm.federation.strategies.fedavg import check_learning_rate
 from firm.federation.strategies.rounds import Round, losses_invalidity
+from firm.federation.strategies.upgrad import upgrad_weights
 from firm.gradients import (
     COMPRESSORS,
     Message,
@@ -54,15 +54,12 @@ BIASED = ("low_rank", "top_k", "random_mask")
 class GramConfig(RoundConfig):
     """What ApproxGramJacobian and the server's step leave to choose."""
 
-    server_learning_rate: float = 1.0
-    """Server learning rate η_s, the factor of the clients' mean update."""
     compressor: CompressorName = "low_rank"
     """How Jacobians travel; the paper's is low_rank, none sends them whole."""
     upload_budget: float = 1.0
     """Numbers that a Jacobian's message may take, in multiples of the shared parameters' number."""
 
     def __post_init__(self) -> None:
-        check_learning_rate(self.server_learning_rate)
         if self.compressor != "none" and self.compressor not in COMPRESSORS:
             raise ValueError(
                 f"compressor must be none or one of {', '.join(COMPRESSORS)}, "
@@ -99,9 +96,10 @@ class FedCmooConfig(GramConfig):
     answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
     gram_clients: int | None = None
     """Clients in each of the two samples, n'; null takes as many as train."""
-    solver: Literal["steps", "exact"] = "steps"
-    """How weights are found: by projected gradient steps from the last round's (Algorithm 2), or
-    exactly (Eq. 3)."""
+    solver: Literal["steps", "exact", "upgrad"] = "steps"
+    """How weights are found: by projected gradient steps from the last round's (Algorithm 2),
+    exactly (Eq. 3), or as UPGrad does (``upgrad_weights``), which is another algorithm and needs
+    the extra torchjd."""
     step_size: float = 0.001
     """Step size β of Algorithm 2."""
     num_steps: int = 1000
@@ -112,8 +110,10 @@ class FedCmooConfig(GramConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.solver not in ("steps", "exact"):
-            raise ValueError(f"solver must be steps or exact, got {self.solver!r}.")
+        if self.solver not in ("steps", "exact", "upgrad"):
+            raise ValueError(f"solver must be steps, exact or upgrad, got {self.solver!r}.")
+        if self.solver == "upgrad":
+            upgrad_weights(torch.eye(1))  # or TorchJD is missing
         _check_communication(self)
         num_steps = min(1, self.num_steps)
         fedcmoo_weights(np.ones(1), np.eye(1), step_size=self.step_size, num_steps=num_steps)
@@ -121,14 +121,17 @@ class FedCmooConfig(GramConfig):
             if self.gram_clients is not None:
                 raise ValueError("gram_clients belongs to communication two_sample.")
             return
-        if self.gram_clients is not None and self.gram_clients < 1:
-            raise ValueError(f"gram_clients must be at least 1, got {self.gram_clients}.")
+        if self.gram_clients is not None and self.gram_clients <= len(self.always):
+            raise ValueError(
+                f"gram_clients must be more than the {len(self.always)} that always take part, "
+                f"got {self.gram_clients}."
+            )
         if self.compressor in BIASED:
             raise ValueError(
                 f"communication two_sample needs an unbiased compressor, got {self.compressor}; "
                 "use quantizing, count_sketch, hybrid or none."
             )
-        if self.solver == "exact" or self.normalize_gram:
+        if self.solver != "steps" or self.normalize_gram:
             raise ValueError(
                 "communication two_sample gives a matrix that need not be positive semidefinite; "
                 "use solver steps and normalize_gram false, as the theory does."
@@ -195,6 +198,9 @@ def fedcmoo(
     An objective that none of the round's clients serves has weight 0, and one that some serve is
     averaged over those. The row's "weights" are w by objective, "stationarity" is min wᵀGw.
 
+    UPGrad's weights sum to 1 or more, and the local loss is Σ wⱼfⱼ with them as they are: after one
+    local step of SGD the server has moved by the local learning rate times UPGrad's direction.
+
     Args:
         state: The server's state; never changed.
         clients: Names of all clients, in the order in which their updates are summed.
@@ -220,7 +226,10 @@ def fedcmoo(
     is_symmetric = cfg.communication != "two_sample"  # or there is no minimum to tell
     entries = {"stationarity": stationarity([estimate.gram.tolist()])} if is_symmetric else {}
     memory = {**state.memory, "weights": kept}
-    return _train(this_round, state, cfg, estimate, weights, memory=memory, entries=entries)
+    scale = sum(weights) if cfg.solver == "upgrad" else 1.0
+    return _train(
+        this_round, state, cfg, estimate, weights, scale=scale, memory=memory, entries=entries
+    )
 
 
 def fedcmoo_pref(
@@ -349,6 +358,7 @@ def _two_sample_gram(
             seed=this_round.seed(f"sample {index}"),
             round_number=this_round.number,
             count=cfg.gram_clients or cfg.clients_per_round,
+            always=cfg.always,
         )
         payload = {**cfg.phase(this_round), "skipped_batches": index}
         check = _check_jacobian(state, cfg, payload)
@@ -389,9 +399,11 @@ def _next_weights(
 
 
 def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) -> list[float]:
-    """FindWeights, Algorithm 2, on a matrix [A, A]; or Eq. 3."""
+    """FindWeights, Algorithm 2, on a matrix [A, A]; or Eq. 3, or UPGrad."""
     if cfg.solver == "exact":
         return min_norm_weights(gram).tolist()
+    if cfg.solver == "upgrad":
+        return upgrad_weights(gram).tolist()
     if cfg.communication == "two_sample":  # not symmetric, which Algorithm 2 does not mind
         for _ in range(cfg.num_steps):
             last = project_to_simplex(last - cfg.step_size * gram @ last)
@@ -413,12 +425,14 @@ def _train(
     weights: list[float],
     *,
     entries: State,
+    scale: float = 1.0,
     memory: State | None = None,
 ) -> tuple[ServerState, dict[str, Any]]:
-    """Phase 2 of Algorithms 1, 7 and 10."""
+    """Phase 2 of Algorithms 1, 7 and 10, with weights that the task divides by their sum."""
     payload: State = {"weighting": "fixed", "weighting_options": {"weights": weights}}
-    if set(estimate.factors) != {1.0}:
-        payload["factors"] = estimate.factors
+    factors = [scale * factor for factor in estimate.factors]
+    if set(factors) != {1.0}:
+        payload["factors"] = factors
     if estimate.num_skipped:
         payload["skipped_batches"] = estimate.num_skipped
     replies = this_round.train(payload, clients=estimate.clients)

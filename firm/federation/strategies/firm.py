@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from firm.federation.aggregation import aggregate
+from firm.federation.aggregation import aggregate, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.server import RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round
@@ -97,6 +97,7 @@ def firm(
         }
     )
 
-    # the server averages what came back whole: θ_{t+1}
-    adapter = aggregate([reply.content for reply in replies], by=cfg.aggregation)
+    # the server averages what came back whole, and steps towards it: θ_{t+1}
+    mean = aggregate([reply.content for reply in replies], by=cfg.aggregation)
+    adapter = server_step(state.adapter, [mean], [1.0], learning_rate=cfg.server_learning_rate)
     return this_round.finish(adapter, replies)

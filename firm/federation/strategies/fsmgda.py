@@ -13,7 +13,6 @@ from firm.federation.aggregation import moved, server_step, update_matrix, weigh
 from firm.federation.client import Adapter, Reply, State, Update
 from firm.federation.engines.engine import Engine
 from firm.federation.server import RoundConfig, ServerState, invalidity
-from firm.federation.strategies.fedavg import check_learning_rate
 from firm.federation.strategies.rounds import Round
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
@@ -33,7 +32,6 @@ class FsmgdaConfig(RoundConfig):
     objectives' own heads. The paper's models have shared ones only."""
 
     def __post_init__(self) -> None:
-        check_learning_rate(self.server_learning_rate)
         if self.gram_columns not in ("shared", "all"):
             raise ValueError(f"gram_columns must be shared or all, got {self.gram_columns!r}.")
         if self.share_gram:

@@ -40,7 +40,11 @@ class Round:
         self._state, self._engine, self._cfg = state, engine, cfg
         self.number = state.round + 1
         self.sampled = sample_clients(
-            clients, seed=state.seed, round_number=self.number, count=cfg.clients_per_round
+            clients,
+            seed=state.seed,
+            round_number=self.number,
+            count=cfg.clients_per_round,
+            always=cfg.always,
         )
         self._failures: list[Failure] = []
         self._bytes: dict[str, list[int]] = {}  # down and up, by client

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from firm.federation import ServerState
+from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES, AflConfig, FedAvgConfig, afl, fedavg
 
 
@@ -90,6 +91,30 @@ def test_the_weights_survive_a_checkpoint(new_plain_client, origin, run_rounds, 
     resumed, _ = run_rounds(afl, _two(new_plain_client), resumed, cfg)
     assert same(resumed.adapter, whole.adapter)
     assert resumed.memory == whole.memory
+
+
+def test_the_mean_of_the_iterates_is_the_model_and_training_goes_on_from_the_last(
+    new_plain_client, origin, run_rounds, same, point
+):
+    cfg = AflConfig(weights_learning_rate=0.01, num_local_steps=2)
+    averaging, iterates, start = replace(cfg, average_iterates=True), [], replace(origin, seed=5)
+    for count in (1, 2, 3):
+        last, _ = run_rounds(afl, _two(new_plain_client), start, cfg, num_rounds=count)
+        mean, _ = run_rounds(afl, _two(new_plain_client), start, averaging, num_rounds=count)
+        iterates.append(point(last))
+        assert same(mean.memory["iterate"], last.adapter)
+        assert mean.memory["client_weights"] == last.memory["client_weights"]
+        torch.testing.assert_close(point(mean), torch.stack(iterates).mean(dim=0))
+
+
+def test_the_mean_survives_a_checkpoint(new_plain_client, origin, run_rounds, same):
+    cfg = AflConfig(weights_learning_rate=0.01, average_iterates=True)
+    whole, _ = run_rounds(afl, _two(new_plain_client), origin, cfg, num_rounds=3)
+    state, _ = run_rounds(afl, _two(new_plain_client), origin, cfg, num_rounds=2)
+    resumed = ServerState.from_state(unpack(pack(state.to_state())))
+    resumed, _ = run_rounds(afl, _two(new_plain_client), replace(resumed, accepted={}), cfg)
+    assert same(vars(resumed)["adapter"], whole.adapter)
+    assert same(resumed.memory, whole.memory)
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,23 @@ def test_clients_that_only_help_with_the_gram_matrix_go_on_where_they_ended(
     assert all(counts[name] == 0 for name in counts if name not in state.accepted)
 
 
+def test_named_clients_are_in_every_sample_of_the_theory(new_client, start):
+    asked = []
+
+    class Listener(LocalEngine):
+        def map(self, task, clients, payload):
+            asked.append(clients)
+            return super().map(task, clients, payload)
+
+    cfg = replace(THEORY, clients_per_round=2, gram_clients=2, always=("c",))
+    state, engine = start, Listener(_clients(new_client))
+    for _ in range(4):
+        state, _ = fedcmoo(state, ["a", "b", "c", "d"], engine, cfg)
+    assert len(asked) == 4 * 3  # two samples for the matrix and one that trains
+    assert all(len(clients) == 2 and "c" in clients for clients in asked)
+    assert len(set(map(tuple, asked))) > 1
+
+
 def test_the_theory_is_for_clients_that_serve_everything(new_plain_client, origin, run_rounds):
     client = new_plain_client("a", [LEFT, RIGHT], served=(1,))
     with pytest.raises(RoundFailed, match="two_sample is for clients that serve all objectives"):
@@ -380,6 +397,34 @@ def test_zero_gradients_leave_the_model_and_the_weights(new_plain_client, origin
         assert all(not value.any() for value in state.adapter.values())
 
 
+def test_identical_objectives_share_the_weight(new_plain_client, origin, run_rounds, point):
+    for cfg in (EXACT, FedCmooConfig(upload_budget=BUDGET), EXACT_PREF):
+        clients = [new_plain_client(name, [LEFT] * 2) for name in "ab"]
+        state, rows = run_rounds(STRATEGIES[cfg.name], clients, origin, cfg)
+        assert sum(rows[0]["round"]["weights"].values()) == pytest.approx(1.0)
+        assert point(state).tolist() == pytest.approx([2.0, 0.0, 0.0])
+
+
+def test_a_loss_of_zero_leaves_its_objective_the_others(new_plain_client, origin, run_rounds):
+    client = new_plain_client("a", [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    _, rows = run_rounds(fedcmoo_pref, [client], origin, EXACT_PREF)
+    assert rows[0]["round"]["losses"] == {"left": 0.0, "right": 2.0}
+    assert rows[0]["round"]["weights"] == pytest.approx({"left": 0.0, "right": 1.0})
+
+
+def test_a_client_without_objectives_is_a_failure_with_its_reason(
+    new_plain_client, origin, run_rounds
+):
+    idle = new_plain_client("idle", [LEFT, RIGHT], served=())
+    clients = [new_plain_client("a", [LEFT, RIGHT]), idle]
+    state, rows = run_rounds(fedcmoo, clients, origin, EXACT)
+    assert state.accepted == {"a": 1}
+    (failure,) = rows[0]["round"]["failures"]
+    assert "idle must serve some of the objectives 0 to 1, got ()" in failure["reason"]
+    with pytest.raises(RoundFailed, match="idle must serve some of the objectives"):
+        run_rounds(fedcmoo, [idle], origin, EXACT)
+
+
 def _other_kind(content):
     message = {**content["message"], "kind": "top_k"}
     return {**content, "message": message}
@@ -451,13 +496,18 @@ def test_a_broken_correction_is_a_failure(new_client, start, change):
         (FedCmooConfig, {"compressor": "zip"}, "compressor must be none or one of low_rank"),
         (FedCmooConfig, {"upload_budget": 0.0}, "upload_budget must be positive"),
         (FedCmooConfig, {"aggregation": "by_examples"}, "aggregation must be uniform"),
-        (FedCmooConfig, {"solver": "fast"}, "solver must be steps or exact"),
+        (FedCmooConfig, {"solver": "fast"}, "solver must be steps, exact or upgrad"),
         (FedCmooConfig, {"step_size": 0.0}, "step_size must be positive"),
         (FedCmooConfig, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
         (FedCmooConfig, {"communication": "none"}, "one of one_way, two_way, two_sample"),
         (FedCmooConfig, {"compressor": "count_sketch"}, "count_sketch goes one way only"),
         (FedCmooConfig, {"compressor": "none"}, "none goes one way only"),
         (FedCmooConfig, {"gram_clients": 3}, "gram_clients belongs to communication two_sample"),
+        (
+            FedCmooConfig,
+            {"communication": "two_sample", "gram_clients": 1, "always": ("a",)},
+            "gram_clients must be more than the 1 that always take part, got 1",
+        ),
         (
             FedCmooConfig,
             {"communication": "two_sample", "compressor": "top_k"},

@@ -148,6 +148,17 @@ def test_a_client_at_its_minimum_stops_the_round_and_is_named(
     assert point(state).tolist() == pytest.approx([0.3, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_round_of_zero_updates_leaves_the_model(
+    new_plain_client, origin, run_rounds, same, normalize
+):
+    clients = [new_plain_client(name, [[0.0, 0.0, 0.0]] * 2) for name in "abc"]
+    cfg = FedMgdaConfig(normalize_updates=normalize)
+    state, rows = run_rounds(fedmgda, clients, origin, cfg)
+    assert rows[0]["round"]["weights"] == pytest.approx(dict.fromkeys("abc", 1 / 3))
+    assert same(state.adapter, origin.adapter)
+
+
 def test_identical_clients_and_more_clients_than_dimensions_are_fine(
     new_client, new_plain_client, start, origin, run_rounds, point
 ):

@@ -197,6 +197,27 @@ def test_sampled_clients_depend_on_seed_and_round_alone(new_client, start):
     assert len(set(map(tuple, sampled(start)))) > 1
 
 
+def test_named_clients_take_part_in_every_round(new_client, start):
+    names = [f"client_{index}" for index in range(5)]
+    cfg = FirmConfig(clients_per_round=2, always=("client_3",))
+    _, rows = _run([new_client(name) for name in names], start, cfg, num_rounds=6)
+    drawn = [row["round"]["clients"] for row in rows]
+    assert all(len(clients) == 2 and "client_3" in clients for clients in drawn)
+    assert len(set(map(tuple, drawn))) > 1
+    with pytest.raises(ValueError, match="No client is called 'phd'"):
+        _run([new_client()], start, FirmConfig(always=("phd",)))
+
+
+def test_the_server_learning_rate_stretches_the_step(new_client, start, point):
+    def end(**options):
+        clients = [new_client("a"), new_client("b", num_examples=30)]
+        cfg = FirmConfig(num_local_steps=2, aggregation="by_examples", **options)
+        return point(_run(clients, start, cfg, num_rounds=1)[0])
+
+    expected = point(start) + 1.5 * (end() - point(start))
+    torch.testing.assert_close(end(server_learning_rate=1.5), expected)
+
+
 def test_a_resumed_run_ends_like_one_that_was_not_stopped(new_client, start, same):
     cfg = FirmConfig(num_local_steps=2, clients_per_round=2)
     names = ["a", "b", "c"]
@@ -263,6 +284,10 @@ def test_the_strategy_is_found_by_its_configurations_name():
         ({"preference": (1.0, 1.0), "preference_strength": -1.0}, "preference_strength"),
         ({"num_local_steps": 0}, "num_local_steps must be at least 1"),
         ({"clients_per_round": 0}, "clients_per_round must be at least 1"),
+        ({"clients_per_round": 2, "always": ("a", "b")}, "more than the 2 that always take part"),
+        ({"always": ("a", "a")}, "always must name each client once"),
+        ({"server_learning_rate": 0.0}, "server_learning_rate must be positive and finite"),
+        ({"server_learning_rate": float("nan")}, "positive and finite, got nan"),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(options, message):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation import LocalEngine, ServerState
+from firm.federation import LocalEngine, RoundFailed, ServerState
 from firm.federation.strategies import (
     STRATEGIES,
     FedAvgConfig,
@@ -12,6 +12,7 @@ from firm.federation.strategies import (
     fedavg,
     fsmgda,
 )
+from firm.solvers import min_norm_weights
 
 LEFT, RIGHT = [4.0, 0.0, 0.0], [0.0, 2.0, 0.0]
 
@@ -62,18 +63,49 @@ def test_with_one_objective_it_is_fedavg_bit_for_bit(
     assert same(vars(state), vars(expected))
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.5], ids=["MGD", "SMGD"])
+@pytest.mark.parametrize("server_learning_rate", [1.0, 0.4])
 def test_one_client_and_one_step_is_centralised_multiple_gradient_descent(
-    new_plain_client, start, run_rounds, point
+    new_plain_client, start, run_rounds, point, noise, server_learning_rate
 ):
-    targets = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])
-    client = new_plain_client("a", targets.tolist(), lr=0.1)
-    state, _ = run_rounds(fsmgda, [client], start, FsmgdaConfig(), num_rounds=3)
+    targets = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
+    names = ("left", "right", "far")
+
+    def client():
+        options = {"objectives": names, "lr": 0.1, "noise": noise}
+        return new_plain_client("a", targets.tolist(), **options)
+
+    cfg = FsmgdaConfig(server_learning_rate=server_learning_rate)
+    state, _ = run_rounds(fsmgda, [client()], replace(start, objectives=names), cfg, num_rounds=5)
     model = point(start).double()
-    for _ in range(3):
-        left, right = model - targets.double()
-        share = ((right - left) @ right / (right - left).square().sum()).clamp(0, 1)
-        model = model - 0.1 * (share * left + (1 - share) * right)
-    torch.testing.assert_close(point(state).double(), model, rtol=1e-5, atol=1e-6)
+    for batch in client().batches(5):  # the noise alone; zero is the full batch
+        gradients = model - targets.double() - batch.whole.double()  # [M, 3]
+        weights = min_norm_weights(gradients @ gradients.T)
+        model = model - server_learning_rate * 0.1 * weights @ gradients
+    torch.testing.assert_close(point(state).double(), model, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("targets", [[[0.0] * 3] * 2, [LEFT] * 2], ids=["zero", "identical"])
+def test_zero_and_identical_updates_have_equal_weights(
+    new_plain_client, origin, run_rounds, point, targets
+):
+    clients = [new_plain_client(name, targets) for name in "ab"]
+    state, rows = run_rounds(fsmgda, clients, origin, FsmgdaConfig())
+    assert rows[0]["round"]["weights"] == pytest.approx({"left": 0.5, "right": 0.5})
+    assert point(state).tolist() == [target / 2 for target in targets[0]]
+
+
+def test_a_client_without_objectives_is_a_failure_with_its_reason(
+    new_plain_client, origin, run_rounds
+):
+    idle = new_plain_client("idle", [LEFT, RIGHT], served=())
+    clients = [new_plain_client("a", [LEFT, RIGHT]), idle]
+    state, rows = run_rounds(fsmgda, clients, origin, FsmgdaConfig())
+    assert state.accepted == {"a": 1}
+    (failure,) = rows[0]["round"]["failures"]
+    assert "idle must serve some of the objectives 0 to 1, got ()" in failure["reason"]
+    with pytest.raises(RoundFailed, match="idle must serve some of the objectives"):
+        run_rounds(fsmgda, [idle], origin, FsmgdaConfig())
 
 
 def test_objectives_are_averaged_over_the_clients_that_serve_them(

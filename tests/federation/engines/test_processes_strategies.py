@@ -1,0 +1,89 @@
+"""Rounds that ask more of clients than local training, on two processes as on one."""
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, ServerState
+from firm.federation.serialization import pack
+from firm.federation.strategies import STRATEGIES, FedCmooConfig, FsmgdaConfig
+
+QuadraticClient = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["QuadraticClient"]
+NAMES = [f"client_{index}" for index in range(5)]
+CONFIGS = {
+    "fedcmoo": FedCmooConfig(upload_budget=4.0, num_local_steps=2, clients_per_round=4),
+    "fsmgda": FsmgdaConfig(num_local_steps=2, clients_per_round=4),
+}
+
+
+def _clients(hosted):
+    targets = torch.randn(len(NAMES), 2, 3, generator=torch.Generator().manual_seed(0))
+    return [
+        QuadraticClient(name, target, served=(0,) if name == "client_3" else (0, 1))
+        for name, target in zip(NAMES, targets, strict=True)
+        if name in hosted
+    ]
+
+
+def _state_after_three_rounds(name: str, engine: Engine) -> bytes:
+    adapter = {"first": torch.zeros(2), "second": torch.zeros(1)}
+    state = ServerState(adapter, ("left", "right"), seed=0)
+    for _ in range(3):
+        state, _ = STRATEGIES[name](state, NAMES, engine, CONFIGS[name])
+    return pack({"server": state.to_state(), "clients": engine.client_states(state.accepted)})
+
+
+def member(folder: str) -> None:
+    """What each of the processes does."""
+    torch.set_num_threads(1)
+    processes = Processes.join()
+    for name in CONFIGS:
+        local = LocalEngine(_clients(processes.hosted(NAMES)))
+        engine = ProcessesEngine(processes, NAMES, local)
+        if processes.is_server:
+            Path(folder, name).write_bytes(_state_after_three_rounds(name, engine))
+            engine.close()
+        else:
+            engine.serve()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A file per strategy with the state that two processes end with."""
+    folder = tmp_path_factory.mktemp("states")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])['member'](sys.argv[2])"
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, __file__, str(folder)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in members]
+    assert [process.returncode for process in members] == [0, 0], errors
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_processes_end_with_the_state_of_one_bit_for_bit(folder, name):
+    expected = _state_after_three_rounds(name, LocalEngine(_clients(NAMES)))
+    assert (folder / name).read_bytes() == expected
