@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
+from textwrap import wrap
 from typing import Any, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from firm.report.drawing import (
     GRID,
@@ -42,6 +44,13 @@ COLORS = (
 )
 DASHES = ("solid", "dash", "dot")
 """Algorithms past the number of colours are told apart by their line."""
+
+NBSP = "\N{NO-BREAK SPACE}"
+NUM_BANDS = 6
+"""Around more lines, bands would hide one another."""
+SPOKE_WIDTH = 11
+"""Characters in a line of an objective's name beside a radar chart."""
+DASHED = {"color": INK, "width": 1, "dash": "dash"}
 
 Value = Callable[[Row], float | None]
 """What a figure shows of a row; None where the row does not have it."""
@@ -80,12 +89,18 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Where runs with one preference ended."""
+    """Where an algorithm's runs with one preference ended."""
 
+    key: Key
     preference: tuple[float, float]
     """r, positive: it asks for r₁F₁ = r₂F₂."""
     losses: np.ndarray
     """Final losses of both objectives, shape [S, 2]."""
+
+    @property
+    def ratio(self) -> str:
+        """The preference as people write it."""
+        return " : ".join(f"{r:g}" for r in self.preference)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +148,11 @@ def uploaded(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def series_of(
-    runs: AlgorithmRuns, value: Value, *, over: Literal["rounds", "megabytes"] = "rounds"
+    runs: AlgorithmRuns,
+    value: Value,
+    *,
+    over: Literal["rounds", "megabytes"] = "rounds",
+    window: int = 1,
 ) -> Series | None:
     """Returns a quantity's mean over the seeds, in the rounds in which all of them have it.
 
@@ -142,6 +161,8 @@ def series_of(
         value: The quantity.
         over: What the x-axis counts: rounds, or megabytes (10⁶ bytes) uploaded so far, averaged
             over the seeds.
+        window: Each point is the mean of so many values of a seed, up to its round; the error is
+            that of these means.
 
     Returns:
         None where nothing is left to show.
@@ -155,10 +176,11 @@ def series_of(
         xs = [np.mean([_up_to(upload, at) for upload in uploads]) / 1e6 for at in rounds]
     else:
         xs = rounds
-    if not rounds:
+    if len(rounds) < window:
         return None
-    means, ses = mean_and_error([[values[at] for at in rounds] for values in by_seed])
-    return Series(runs.key, np.array(xs, dtype=float), means, ses)
+    table = np.array([[values[at] for at in rounds] for values in by_seed])  # [S, N]
+    means, ses = mean_and_error(sliding_window_view(table, window, axis=1).mean(axis=2))
+    return Series(runs.key, np.array(xs[window - 1 :], dtype=float), means, ses)
 
 
 def mean_and_error(values: Sequence[Sequence[float]] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -213,10 +235,12 @@ def series_panel(
 ) -> Panel:
     """Returns lines with bands of one standard error, bands below all lines.
 
-    On a logarithmic axis no band reaches below a tenth of its line.
+    On a logarithmic axis no band reaches below a tenth of its line. Around more than ``NUM_BANDS``
+    lines there are none.
     """
     least = 0.1 if y_axis.get("type") == "log" else -math.inf
-    traces = [_band(one, least) for one in series if one.ses.any()]
+    has_bands = len(series) <= NUM_BANDS
+    traces = [_band(one, least) for one in series if has_bands and one.ses.any()]
     for one in series:
         points = list(zip(one.xs.tolist(), one.means.tolist(), strict=True))
         size = 5 if len(points) <= 12 else 0
@@ -297,11 +321,12 @@ def points_panel(
     *,
     x_title: str,
     y_title: str,
-    spacing: Literal["linear", "log", "even"] = "linear",
     reference: tuple[str, float] | None = None,
     **y_axis: Any,
 ) -> Panel:
     """Returns a quantity against a setting, such as the local steps or the size of an attack.
+
+    The settings stand side by side in rising order, whatever they are, 0 too.
 
     Args:
         name: Of the panel.
@@ -309,23 +334,14 @@ def points_panel(
         series: One per algorithm.
         x_title: The setting.
         y_title: The quantity.
-        spacing: Of the x-axis; "even" places the settings side by side in rising order, whatever
-            they are, 0 too.
         reference: Name and height of a dashed horizontal line.
         y_axis: Further attributes of plotly's y-axis.
-
-    Raises:
-        ValueError: On a setting that is not positive with logarithmic spacing.
     """
     settings = np.unique(np.concatenate([one.xs for one in series])) if series else np.empty(0)
-    if spacing == "log" and settings.min(initial=1) <= 0:
-        raise ValueError(
-            f"A log axis needs positive settings, got {settings.min():g}; choose even spacing."
-        )
     place = dict(zip(settings.tolist(), range(len(settings)), strict=True))
     data = []
     for one in series:
-        xs = [place[x] for x in one.xs.tolist()] if spacing == "even" else one.xs.tolist()
+        xs = [place[x] for x in one.xs.tolist()]
         points = list(zip(xs, one.means.tolist(), strict=True))
         trace = curve(points, one.key.label, one.key.color, size=7, dash=one.key.mark)
         trace["error_y"] = error_bars(one.ses.tolist(), one.key.color)
@@ -335,14 +351,12 @@ def points_panel(
             "<extra></extra>"
         )
         data.append(trace)
-    x_axis: dict[str, Any] = {"title": axis_title(x_title)}
-    if spacing == "even":
-        x_axis |= ticks_at(settings) | {"tickvals": list(range(len(settings)))}
-        x_axis["range"] = [-0.3, len(settings) - 0.7]
-    elif len(settings) <= 8:
-        x_axis |= ticks_at(settings)
-    if spacing == "log":
-        x_axis["type"] = "log"
+    x_axis = {
+        "title": axis_title(escape(x_title)),
+        "range": [-0.3, len(settings) - 0.7],
+        **ticks_at(settings),
+        "tickvals": list(range(len(settings))),
+    }
     layout = style_layout(340, x_axis, {"title": axis_title(y_title), **y_axis})
     if reference is not None:
         layout |= {"shapes": [_line(y=reference[1])], "annotations": [_note(*reference)]}
@@ -354,8 +368,7 @@ def _line(*, x: float | None = None, y: float | None = None) -> dict[str, Any]:
     ends = {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "y domain"}
     if y is not None:
         ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": y, "y1": y}
-    dashes = {"color": INK, "width": 1, "dash": "dash"}
-    return {"type": "line", **ends, "line": dashes, "layer": "above"}
+    return {"type": "line", **ends, "line": DASHED, "layer": "above"}
 
 
 def _note(text: str, y: float) -> dict[str, Any]:
@@ -406,7 +419,10 @@ def radar_panel(
                 f"{key.label} must have a value for each of the {len(objectives)} objectives, "
                 f"got {len(radii)}."
             )
-    spokes = [escape(objective) for objective in objectives]
+    broken = [
+        wrap(name.replace("_", "_ "), SPOKE_WIDTH, break_long_words=False) for name in objectives
+    ]
+    spokes = ["<br>".join(escape(line.replace("_ ", "_")) for line in name) for name in broken]
     data = [
         {
             "type": "scatterpolar",
@@ -425,7 +441,9 @@ def radar_panel(
     lines = {"gridcolor": GRID, "linecolor": GRID}
     layout = style_layout(460, {}, {})
     del layout["xaxis"], layout["yaxis"]
-    layout["margin"] = {"l": 70, "r": 70, "t": 36, "b": 36}
+    longest = max(len(line) for name in broken for line in name)
+    side = max(40, 16 + 6 * longest)  # CSS pixels; the names stand outside the circle
+    layout["margin"] = {"l": side, "r": side, "t": 40, "b": 40}
     layout["polar"] = {
         "bgcolor": SURFACE,
         "radialaxis": {
@@ -450,14 +468,6 @@ def radar_panel(
 # --- The loss plane -------------------------------------------------------------------------------
 
 
-def outcome_keys(outcomes: Sequence[Outcome]) -> list[Key]:
-    """Returns the legend of a plane of preferences: each one's ratio and colour."""
-    return [
-        Key(" : ".join(f"{r:g}" for r in outcome.preference), COLORS[place % len(COLORS)])
-        for place, outcome in enumerate(outcomes)
-    ]
-
-
 def preference_plane(
     name: str,
     title: str,
@@ -473,7 +483,7 @@ def preference_plane(
     Args:
         name: Of the panel.
         title: Of the panel.
-        outcomes: One per preference.
+        outcomes: One per algorithm with a preference.
         objectives: Names of both objectives.
         limits: Least loss of each objective trained alone; what lies beyond is grey, for no model
             is expected there.
@@ -481,21 +491,26 @@ def preference_plane(
     Raises:
         ValueError: On a preference that is not positive, or losses of another shape.
     """
-    for outcome in outcomes:
-        if min(outcome.preference) <= 0:
-            raise ValueError(f"A preference must be positive, got {outcome.preference}.")
-        if outcome.losses.ndim != 2 or outcome.losses.shape[1] != 2:
-            raise ValueError(
-                f"Losses must have shape [S, 2] for S seeds, got {list(outcome.losses.shape)}."
-            )
+    _check(outcomes)
     ends = [mean_and_error(outcome.losses) for outcome in outcomes]
     reach = np.array([means + ses for means, ses in ends] + [limits or (0.0, 0.0)]).max(axis=0)
     width, height = (1.12 * reach).tolist()
-    rays, points = [], []
-    keys = outcome_keys(outcomes)
-    for outcome, key, (means, ses) in zip(outcomes, keys, ends, strict=True):
+    rays, points, notes = [], [], []
+    for outcome, (means, ses) in zip(outcomes, ends, strict=True):
+        key, label, ratio = outcome.key, escape(outcome.key.label), outcome.ratio
         slope = outcome.preference[0] / outcome.preference[1]
         far = min(width, height / slope)
+        notes.append(
+            {
+                "x": far,
+                "y": far * slope,
+                "text": ratio,
+                "showarrow": False,
+                "xanchor": "left" if far == width else "center",
+                "yanchor": "middle" if far == width else "bottom",
+                "font": {"color": key.color, "size": 11},
+            }
+        )
         rays.append(
             {
                 "type": "scatter",
@@ -504,7 +519,7 @@ def preference_plane(
                 "y": [0, far * slope],
                 "line": {"color": key.color, "width": 1.5, "dash": "dot"},
                 "hoverinfo": "skip",
-                "name": f"{key.label}, wanted",
+                "name": f"{label}, wanted",
             }
         )
         points.append(
@@ -516,28 +531,96 @@ def preference_plane(
                 "error_x": error_bars([float(ses[0])], key.color),
                 "error_y": error_bars([float(ses[1])], key.color),
                 "marker": {"color": key.color, "size": 11, "line": {"color": INK, "width": 1}},
-                "name": key.label,
-                "hovertemplate": f"preference {key.label}<br>{escape(objectives[0])} %{{x:.3~g}}"
-                f"<br>{escape(objectives[1])} %{{y:.3~g}}<extra></extra>",
+                "name": label,
+                "hovertemplate": f"%{{fullData.name}}, wanted {ratio}"
+                f"<br>{escape(objectives[0])} %{{x:.3~g}}<br>{escape(objectives[1])} %{{y:.3~g}}"
+                "<extra></extra>",
             }
         )
     x_title, y_title = (axis_title(f"loss, {escape(objective)}") for objective in objectives)
     layout = style_layout(
         460, {"title": x_title, "range": [0, width]}, {"title": y_title, "range": [0, height]}
     )
+    layout["annotations"] = notes
+    layout["margin"] = {"l": 52, "r": 44, "t": 28, "b": 40}  # the notes stand outside the axes
     if limits is not None:
         layout["shapes"] = [
             _grey(x1=limits[0], y1=height),
-            _grey(x1=width, y1=limits[1]),
+            _grey(x0=limits[0], x1=width, y1=limits[1]),
             _line(x=limits[0]),
             _line(y=limits[1]),
         ]
     return Panel(name, title, {"data": [*rays, *points], "layout": layout})
 
 
-def _grey(*, x1: float, y1: float) -> dict[str, Any]:
-    """A grey rectangle from the origin."""
-    box = {"x0": 0, "y0": 0, "x1": x1, "y1": y1, "line": {"width": 0}}
+def ratios_panel(
+    name: str, title: str, outcomes: Sequence[Outcome], *, objectives: tuple[str, str]
+) -> Panel:
+    """Returns the ratios of the losses F₁/F₂, that of each seed, against the wanted r₂/r₁.
+
+    Both axes are logarithmic; on the dashed diagonal a preference is met. A seed with a loss of 0
+    has no place.
+
+    Args:
+        name: Of the panel.
+        title: Of the panel.
+        outcomes: One per algorithm with a preference.
+        objectives: Names of both objectives.
+
+    Raises:
+        ValueError: On a preference that is not positive, or losses of another shape.
+    """
+    _check(outcomes)
+    data, ends = [], []
+    for outcome in outcomes:
+        wanted = outcome.preference[1] / outcome.preference[0]
+        losses = outcome.losses[(outcome.losses > 0).all(axis=1)]
+        reached = (losses[:, 0] / losses[:, 1]).tolist()
+        ends += [wanted, *reached]
+        color = outcome.key.color
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [wanted] * len(reached),
+                "y": reached,
+                "marker": {"color": color, "size": 8, "line": {"color": INK, "width": 1}},
+                "name": escape(outcome.key.label),
+                "hovertemplate": f"%{{fullData.name}}, wanted {outcome.ratio}"
+                "<br>ratio %{x:.3~g}, reached %{y:.3~g}<extra></extra>",
+            }
+        )
+    low, high = 0.8 * min(ends), 1.25 * max(ends)
+    axis = {
+        "type": "log",
+        "range": [math.log10(low), math.log10(high)],
+        "tickformat": "~g",
+        "dtick": "D2",  # ticks at 1, 2, 5
+    }
+    quotient = f"{escape(objectives[0])} / {escape(objectives[1])}"
+    layout = style_layout(
+        460,
+        {"title": axis_title(f"wanted ratio of losses, {quotient}"), **axis},
+        {"title": axis_title(f"reached ratio, {quotient}"), **axis},
+    )
+    diagonal = {"x0": low, "y0": low, "x1": high, "y1": high, "layer": "below"}
+    layout["shapes"] = [{"type": "line", **diagonal, "line": DASHED}]
+    return Panel(name, title, {"data": data, "layout": layout})
+
+
+def _check(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if min(outcome.preference) <= 0:
+            raise ValueError(f"A preference must be positive, got {outcome.preference}.")
+        if outcome.losses.ndim != 2 or outcome.losses.shape[1] != 2:
+            raise ValueError(
+                f"Losses must have shape [S, 2] for S seeds, got {list(outcome.losses.shape)}."
+            )
+
+
+def _grey(*, x0: float = 0, x1: float, y1: float) -> dict[str, Any]:
+    """A grey rectangle that stands on the x-axis."""
+    box = {"x0": x0, "y0": 0, "x1": x1, "y1": y1, "line": {"width": 0}}
     return {"type": "rect", **box, "fillcolor": MUTED, "opacity": 0.16, "layer": "below"}
 
 
@@ -596,6 +679,6 @@ def user_histograms(name: str, users: Sequence[Users], *, num_bins: int = 20) ->
             "tickformat": "~%",
         }
         layout = style_layout(240, x_axis, y_axis) | {"shapes": [_line(x=float(mean))]}
-        title = f"{one.key.label}: mean {100 * mean:.1f} %, SD {100 * std:.1f}"
+        title = f"{one.key.label}: mean{NBSP}{100 * mean:.1f}{NBSP}%, SD{NBSP}{100 * std:.1f}"
         panels.append(Panel(f"{name}-{place}", title, {"data": [bars], "layout": layout}))
     return panels

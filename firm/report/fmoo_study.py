@@ -8,6 +8,8 @@ import numpy as np
 from firm.report.comparison import Measure
 from firm.report.drawing import Key, Panel, nonempty
 from firm.report.fmoo_figures import (
+    NBSP,
+    NUM_BANDS,
     AlgorithmRuns,
     Field,
     curves_panel,
@@ -24,9 +26,8 @@ from firm.report.study_page import Study, Table
 
 NUM_OWN_PANELS = 4
 """Up to so many objectives have panels of their own; of more, mean and worst are shown."""
-NUM_OWN_COLUMNS = 6
-"""Up to so many objectives are columns of the table; more become its rows."""
-NBSP = "\N{NO-BREAK SPACE}"
+NUM_COLUMNS = 10
+"""Up to so many quantities are columns of the table; more become its rows."""
 CLEAR = 2.0
 """Standard errors from which a difference is called one."""
 AXES: dict[Field, tuple[str, dict[str, Any]]] = {
@@ -44,7 +45,7 @@ def comparison_study(
     config: str,
     summary: Sequence[str] = (),
     columns: Mapping[str, Mapping[str, str]] | None = None,
-    sections: Sequence[Section] = (),
+    sections: Sequence[Section | None] = (),
     split: str = "test",
     is_log_loss: bool = False,
 ) -> Study:
@@ -58,7 +59,8 @@ def comparison_study(
         config: The configuration as YAML.
         summary: Sentences that follow the page's own, which name the best algorithms.
         columns: Further columns of the table, such as Δ_M: heading -> algorithm -> cell.
-        sections: Further sections, shown after the page's own.
+        sections: Further sections, shown after the page's own; None stands for one that has
+            nothing to show.
         split: Of which data the losses and accuracies are.
         is_log_loss: Whether the axes of the losses are logarithmic.
 
@@ -80,7 +82,7 @@ def comparison_study(
         title=title,
         summary=[*_headlines(runs, main, objectives_of[main]), *summary],
         facts=facts,
-        sections=[*(section for section in own if section.panels), *sections],
+        sections=[section for section in [*own, *sections] if section and section.panels],
         table=_table(runs, main, objectives_of[main], split, columns or {}),
         method=method,
         config=config,
@@ -105,7 +107,7 @@ def _checked(runs: Sequence[AlgorithmRuns]) -> dict[Field, list[str]]:
         raise ValueError(f"Each algorithm must have a name of its own, got {names}.")
     found: dict[Field, list[str]] = {}
     for field in AXES:
-        seen = {one.name: _objectives(one, field) for one in runs}
+        seen = {one.name: objectives_with(one, field) for one in runs}
         first = seen[names[0]]
         for name, objectives in seen.items():
             if set(objectives) != set(first):
@@ -126,8 +128,12 @@ def _checked(runs: Sequence[AlgorithmRuns]) -> dict[Field, list[str]]:
     return found
 
 
-def _objectives(runs: AlgorithmRuns, field: Field) -> list[str]:
-    """The objectives of which every seed has values in a field; empty if none has the field."""
+def objectives_with(runs: AlgorithmRuns, field: Field) -> list[str]:
+    """Returns the objectives with losses or accuracies in every seed; none if no row has any.
+
+    Raises:
+        ValueError: Without runs, or when rows or seeds name different objectives.
+    """
     if not runs.seeds:
         raise ValueError(f"{runs.name} has no runs.")
     sets = [[list(row[field]) for row in rows if row.get(field)] for rows in runs.seeds]
@@ -159,7 +165,7 @@ def _curves(
     is_log: bool,
 ) -> Section:
     """Mean, single objectives or worst one over the rounds."""
-    word, axis = _axis(field, is_log=is_log)
+    word, axis = axis_of(field, is_log=is_log)
     quantities = [(name, of_objective(field, name)) for name in objectives]
     if len(objectives) > NUM_OWN_PANELS:
         quantities = [("Worst objective of each round", worst_of(field))]
@@ -172,7 +178,7 @@ def _curves(
     return Section(
         field,
         f"{split.capitalize()} {word} over the rounds",
-        f"Of the global model. {_bands(runs)}",
+        f"Of the global model. {seeds_text(runs, has_errors=len(runs) <= NUM_BANDS)}",
         nonempty(panels),
         legend,
     )
@@ -189,7 +195,7 @@ def _uploads(
     panels = []
     for field, objectives in objectives_of.items():
         if objectives:
-            word, axis = _axis(field, is_log=is_log)
+            word, axis = axis_of(field, is_log=is_log)
             panel = curves_panel(
                 f"upload-{word}",
                 f"{'Mean ' if len(objectives) > 1 else ''}{word}".capitalize(),
@@ -246,19 +252,27 @@ def _radars(
     )
 
 
-def _axis(field: Field, *, is_log: bool) -> tuple[str, dict[str, Any]]:
+def axis_of(field: Field, *, is_log: bool = False) -> tuple[str, dict[str, Any]]:
+    """Returns a field's name in figures and the attributes of its axis.
+
+    Args:
+        field: Losses or accuracies.
+        is_log: Whether the axis of the losses is logarithmic.
+    """
     word, axis = AXES[field]
     if is_log and field == "losses":
         axis = axis | {"type": "log", "tickformat": "~g", "dtick": "D2"}  # ticks at 1, 2, 5
     return word, axis
 
 
-def _bands(runs: Sequence[AlgorithmRuns]) -> str:
+def seeds_text(runs: Sequence[AlgorithmRuns], *, has_errors: bool = True) -> str:
+    """Returns a sentence on the means over the seeds, and on the errors that a figure shows."""
     counts = [len(one.seeds) for one in runs]
     if max(counts) == 1:
-        return "One run each: the lines tell nothing of the noise between seeds."
+        return "One run each: nothing here tells of the noise between seeds."
     seeds = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-    return f"Lines are means over {seeds} seeds, bands one standard error to both sides."
+    errors = ", with one standard error to both sides" if has_errors else ""
+    return f"Means over {seeds} seeds{errors}."
 
 
 # --- Words and figures ----------------------------------------------------------------------------
@@ -310,7 +324,7 @@ def _table(
     split: str,
     columns: Mapping[str, Mapping[str, str]],
 ) -> Table:
-    """Final figures; a row for each algorithm, or for each objective where these are many."""
+    """Final figures; a row for each algorithm, or for each quantity where these are many."""
     unit = " (%)" if field == "accuracies" else ""
     headings = [f"{name}{unit}" for name in objectives]
     headings += [f"mean{unit}", f"worst{unit}"] if len(objectives) > 1 else []
@@ -325,9 +339,9 @@ def _table(
         cells = [_cell(values, 100 if unit else 1) for values in quantities]
         cells += [cell_by_name.get(one.name, MISSING) for cell_by_name in columns.values()]
         table.append([one.name, *cells, _total_upload(one), _last_round(one, field)])
-    if len(objectives) > NUM_OWN_COLUMNS:
+    if len(headings) > max(NUM_COLUMNS, len(runs)):
         table = [list(row) for row in zip(*table, strict=True)]
-        table[0][0] = "objective"
+        table[0][0] = "quantity"
     words = AXES[field][0]
     text = f"{split.capitalize()} {words} of the global model when last evaluated"
     if max(len(one.seeds) for one in runs) > 1:

@@ -11,6 +11,7 @@ import pytest
 import firm.report
 from firm.report.drawing import INK, Key, Panel
 from firm.report.fmoo_figures import (
+    NUM_BANDS,
     AlgorithmRuns,
     Outcome,
     Series,
@@ -19,10 +20,10 @@ from firm.report.fmoo_figures import (
     curves_panel,
     mean_of,
     of_objective,
-    outcome_keys,
     points_panel,
     preference_plane,
     radar_panel,
+    ratios_panel,
     series_of,
     uploaded,
     user_histograms,
@@ -50,6 +51,10 @@ def series(xs, means, *, ses=None, name="FedCMOO"):
     return Series(algorithm(name=name).key, np.array(xs, dtype=float), np.array(means), errors)
 
 
+def outcome(preference, losses, *, name="FedCMOO-Pref"):
+    return Outcome(algorithm(name=name).key, preference, np.array(losses))
+
+
 def lines(panel):
     """Trace name -> points of the lines of a panel, its bands and rays left out."""
     return {
@@ -68,18 +73,20 @@ def band(panel):
 
 def every_panel() -> list[Panel]:
     pair = algorithm(run([0.1, 0.5]), run([0.1, 0.7]))
-    outcomes = [Outcome((1, 2), np.array([[0.4, 0.3]])), Outcome((2, 1), np.array([[0.2, 0.5]]))]
+    outcomes = [outcome((1, 2), [[0.4, 0.3]], name="<b>z</b>"), outcome((2, 1), [[0.2, 0.5]])]
+    both = ("<b>x</b>", "<b>y</b>")
     users = [Users(pair.key, np.array([[0.5, 0.9]]))]
     return [
         curves_panel("a", "A", [pair], LEFT, y_title="accuracy", tickformat="~%"),
         curves_panel("b", "B", [pair], LEFT, y_title="accuracy", over="megabytes"),
         attack_panel("c", "C", [(pair, pair)], LEFT, y_title="accuracy"),
         points_panel("d", "D", [series([1, 5], [0.2, 0.3], ses=[0.1, 0.1])],
-                     x_title="K", y_title="y", spacing="log"),
+                     x_title="<b>K</b>", y_title="y"),
         points_panel("e", "E", [series([0, 5], [0.2, 0.3])], x_title="bias", y_title="y",
-                     spacing="even", reference=("<b>alone</b>", 0.25)),
+                     reference=("<b>alone</b>", 0.25)),
         radar_panel("f", "F", {pair.key: [0.1, 0.2, 0.3]}, ["a", "b", "<b>c</b>"]),
-        preference_plane("g", "G", outcomes, objectives=("<b>x</b>", "y"), limits=(0.1, 0.1)),
+        preference_plane("g", "G", outcomes, objectives=both, limits=(0.1, 0.1)),
+        ratios_panel("i", "I", outcomes, objectives=both),
         *user_histograms("h", users),
     ]  # fmt: skip
 
@@ -95,6 +102,15 @@ def test_a_value_stands_in_the_round_in_which_all_seeds_have_it():
 def test_a_curve_ends_where_a_seed_diverges():
     found = series_of(algorithm(run([0.1, 0.2, 0.3]), run([0.1, 0.2, float("nan")])), LEFT)
     assert found.xs.tolist() == [0, 1]
+
+
+def test_a_running_mean_has_no_point_before_its_first_full_window():
+    runs = algorithm(run([0.1, 0.3, 0.5, 0.1]), run([0.1, 0.3, 0.9, 0.1]))
+    found = series_of(runs, LEFT, window=3)
+    assert found.xs.tolist() == [2, 3]
+    assert found.means == pytest.approx([(0.9 + 1.3) / 6, (0.9 + 1.3) / 6])
+    assert found.ses == pytest.approx([0.4 / 6, 0.4 / 6])  # half the difference of two seeds
+    assert series_of(runs, LEFT, window=5) is None
 
 
 def test_an_algorithm_without_the_quantity_is_left_out():
@@ -149,6 +165,14 @@ def test_one_seed_has_no_band():
     assert len(panel.figure["data"]) == 1
 
 
+def test_many_lines_have_no_bands():
+    pair = (run([0.1, 0.2]), run([0.3, 0.2]))
+    for count in (NUM_BANDS, NUM_BANDS + 1):
+        several = [algorithm(*pair, name=f"{place}") for place in range(count)]
+        traces = curves_panel("a", "A", several, LEFT, y_title="accuracy").figure["data"]
+        assert len(traces) == (2 * count if count == NUM_BANDS else count)
+
+
 def test_on_a_log_axis_a_band_stays_positive():
     runs = algorithm(run([0.0]), run([0.2]), run([0.0]))  # the standard error is the mean
     upper, lower = band(curves_panel("a", "A", [runs], LEFT, y_title="loss", type="log"))
@@ -172,20 +196,20 @@ def test_attacked_runs_are_dashed_in_the_colour_of_the_others():
     assert solid["color"] == dashed["color"]
 
 
-def test_points_carry_their_bars_and_the_axis_their_settings():
+def test_points_carry_their_bars_and_what_the_pointer_shows():
     panel = points_panel(
         "a", "A", [series([1, 5, 20], [0.9, 0.8, 0.7], ses=[0.1, 0.2, 0.3])],
-        x_title="local steps", y_title="accuracy", spacing="log",
+        x_title="local steps", y_title="accuracy",
     )  # fmt: skip
-    assert lines(panel) == {"FedCMOO": [(1, 0.9), (5, 0.8), (20, 0.7)]}
-    assert panel.figure["data"][0]["error_y"]["array"] == [0.1, 0.2, 0.3]
-    x_axis = panel.figure["layout"]["xaxis"]
-    assert (x_axis["type"], x_axis["ticktext"]) == ("log", ["1", "5", "20"])
+    (trace,) = panel.figure["data"]
+    assert trace["y"] == [0.9, 0.8, 0.7]
+    assert trace["error_y"]["array"] == [0.1, 0.2, 0.3]
+    assert trace["customdata"] == [1, 5, 20]
 
 
-def test_even_spacing_places_all_settings_in_rising_order():
+def test_settings_stand_side_by_side_in_rising_order():
     both = [series([0, 10000], [0.8, 0.7]), series([0, 0.1], [0.8, 0.7], name="AFL")]
-    panel = points_panel("a", "A", both, x_title="bias", y_title="y", spacing="even")
+    panel = points_panel("a", "A", both, x_title="bias", y_title="y")
     assert lines(panel) == {"FedCMOO": [(0, 0.8), (2, 0.7)], "AFL": [(0, 0.8), (1, 0.7)]}
     x_axis = panel.figure["layout"]["xaxis"]
     assert x_axis["tickvals"] == [0, 1, 2]
@@ -199,17 +223,22 @@ def test_a_reference_is_a_named_level_line():
     assert (line["y0"], line["y1"], note["y"], note["text"]) == (0.81, 0.81, 0.81, "PhD alone")
 
 
-def test_a_log_axis_refuses_a_setting_of_zero():
-    with pytest.raises(ValueError, match="positive settings, got 0; choose even"):
-        points_panel("a", "A", [series([0], [1.0])], x_title="x", y_title="y", spacing="log")
-
-
 def test_a_radar_closes_every_line():
     panel = radar_panel("a", "A", {Key("FIRM", INK): [0.1, 0.2, 0.5]}, ["x", "y", "z"])
     (trace,) = panel.figure["data"]
     assert trace["r"] == [0.1, 0.2, 0.5, 0.1]
     assert trace["theta"] == ["x", "y", "z", "x"]
     assert panel.figure["layout"]["polar"]["radialaxis"]["range"] == [0, 0.5]
+
+
+def test_long_names_beside_a_radar_are_broken_where_words_end():
+    names = ["Wearing_Lipstick", "Male", "high cheek <b>bones</b>"]
+    panel = radar_panel("a", "A", {Key("FIRM", INK): [0.1, 0.2, 0.5]}, names)
+    assert panel.figure["data"][0]["theta"][:3] == [
+        "Wearing_<br>Lipstick",
+        "Male",
+        "high cheek<br>&lt;b&gt;bones&lt;/b&gt;",
+    ]
 
 
 def test_a_radar_needs_three_spokes_and_a_value_for_each():
@@ -220,44 +249,60 @@ def test_a_radar_needs_three_spokes_and_a_value_for_each():
 
 
 def test_on_a_ray_both_scaled_losses_are_equal():
-    outcomes = [Outcome((1, 4), np.array([[0.8, 0.1]])), Outcome((3, 1), np.array([[0.1, 0.5]]))]
+    outcomes = [outcome((1, 4), [[0.8, 0.1]], name="left"), outcome((3, 1), [[0.1, 0.5]])]
     panel = preference_plane("a", "A", outcomes, objectives=("x", "y"))
     rays = [trace for trace in panel.figure["data"] if trace["mode"] == "lines"]
     layout = panel.figure["layout"]
-    for ray, outcome in zip(rays, outcomes, strict=True):
+    for ray, one, note in zip(rays, outcomes, layout["annotations"], strict=True):
         end = ray["x"][1], ray["y"][1]
-        assert outcome.preference[0] * end[0] == pytest.approx(outcome.preference[1] * end[1])
+        assert one.preference[0] * end[0] == pytest.approx(one.preference[1] * end[1])
+        assert (note["x"], note["y"]) == end
         reach = layout["xaxis"]["range"][1], layout["yaxis"]["range"][1]
         shares = np.divide(end, reach)
         assert max(shares) == pytest.approx(1)  # it ends at the border
-    assert [ray["name"] for ray in rays] == ["1 : 4, wanted", "3 : 1, wanted"]
-    assert [key.label for key in outcome_keys(outcomes)] == ["1 : 4", "3 : 1"]
+    assert [ray["name"] for ray in rays] == ["left, wanted", "FedCMOO-Pref, wanted"]
+    assert [note["text"] for note in layout["annotations"]] == ["1 : 4", "3 : 1"]
 
 
 def test_outcomes_are_means_with_bars_and_the_infeasible_is_grey():
     losses = np.array([[0.2, 0.6], [0.4, 0.6]])
     panel = preference_plane(
-        "a", "A", [Outcome((1, 1), losses)], objectives=("x", "y"), limits=(0.1, 0.05)
+        "a", "A", [outcome((1, 1), losses)], objectives=("x", "y"), limits=(0.1, 0.05)
     )
     point = panel.figure["data"][-1]
     assert (point["x"], point["y"]) == ([pytest.approx(0.3)], [0.6])
     assert point["error_x"]["array"] == [pytest.approx(0.1)]
     boxes = [shape for shape in panel.figure["layout"]["shapes"] if shape["type"] == "rect"]
     x_end, y_end = (panel.figure["layout"][axis]["range"][1] for axis in ("xaxis", "yaxis"))
-    assert [(box["x1"], box["y1"]) for box in boxes] == [(0.1, y_end), (x_end, 0.05)]
+    corners = [(box["x0"], box["x1"], box["y1"]) for box in boxes]
+    assert corners == [(0, 0.1, y_end), (0.1, x_end, 0.05)]  # none lies upon the other
 
 
+def test_ratios_that_were_met_lie_on_the_diagonal():
+    met = outcome((1, 4), [[0.8, 0.2], [0.4, 0.1], [0.3, 0.0]])  # a loss of 0 has no ratio
+    missed = outcome((2, 1), [[0.3, 0.3]], name="FSMGDA")
+    panel = ratios_panel("a", "A", [met, missed], objectives=("x", "y"))
+    assert lines(panel)["FedCMOO-Pref"] == [(4, pytest.approx(4)), (4, pytest.approx(4))]
+    assert lines(panel)["FSMGDA"] == [(0.5, 1)]
+    (diagonal,) = panel.figure["layout"]["shapes"]
+    assert (diagonal["x0"], diagonal["x1"]) == (diagonal["y0"], diagonal["y1"])
+    for axis in ("xaxis", "yaxis"):
+        low, high = panel.figure["layout"][axis]["range"]
+        assert 10**low < 0.5 < 4 < 10**high
+
+
+@pytest.mark.parametrize("draw", [preference_plane, ratios_panel])
 @pytest.mark.parametrize(
-    ("outcome", "message"),
+    ("preference", "losses", "message"),
     [
-        (Outcome((0, 1), np.ones((1, 2))), r"must be positive, got \(0, 1\)"),
-        (Outcome((1, 1), np.ones(2)), r"shape \[S, 2\]"),
-        (Outcome((1, 1), np.ones((1, 3))), r"shape \[S, 2\]"),
+        ((0, 1), np.ones((1, 2)), r"must be positive, got \(0, 1\)"),
+        ((1, 1), np.ones(2), r"shape \[S, 2\]"),
+        ((1, 1), np.ones((1, 3)), r"shape \[S, 2\]"),
     ],
 )
-def test_an_outcome_that_has_no_place_is_refused(outcome, message):
+def test_an_outcome_that_has_no_place_is_refused(draw, preference, losses, message):
     with pytest.raises(ValueError, match=message):
-        preference_plane("a", "A", [outcome], objectives=("x", "y"))
+        draw("a", "A", [outcome(preference, losses)], objectives=("x", "y"))
 
 
 def test_histograms_count_every_user_on_equal_axes():
@@ -273,7 +318,7 @@ def test_histograms_count_every_user_on_equal_axes():
         assert first.figure["layout"][axis]["range"] == second.figure["layout"][axis]["range"]
     assert first.figure["layout"]["shapes"][0]["x0"] == pytest.approx(0.6)
     # 0.25 over the users of the first seed, 0.05 over those of the second
-    assert first.title == "FedCMOO: mean 60.0 %, SD 15.0"
+    assert first.title.replace("\xa0", " ") == "FedCMOO: mean 60.0 %, SD 15.0"
 
 
 def test_users_who_are_all_equal_have_a_histogram():

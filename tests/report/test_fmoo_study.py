@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from firm.report.drawing import Panel
-from firm.report.fmoo_figures import AlgorithmRuns
+from firm.report.fmoo_figures import NUM_BANDS, AlgorithmRuns
 from firm.report.fmoo_study import comparison_study, final_values
 from firm.report.page import Section
 from firm.report.study_page import render_study
@@ -69,11 +69,24 @@ def test_of_losses_the_largest_is_the_worst_and_nothing_is_a_percentage():
     assert "lowest with A (2.00), before B (3.00)" in made.summary[1]
 
 
-def test_many_objectives_become_rows():
+def test_many_quantities_become_rows():
     made = study(runs("A", [0.5] * 8), runs("B", [0.6] * 8))
-    assert made.table.headings == ["objective", "A", "B"]
+    assert made.table.headings == ["quantity", "A", "B"]
     assert [row[0] for row in made.table.rows[:2]] == ["objective 0 (%)", "objective 1 (%)"]
     assert cells(made.table)["mean (%)"] == {"A": "50.0", "B": "60.0"}
+
+
+@pytest.mark.parametrize(("num_columns", "is_turned"), [(4, False), (5, True)])
+def test_further_columns_count_as_quantities(num_columns, is_turned):
+    columns = {f"column {place}": {"FedCMOO": "1"} for place in range(num_columns)}
+    made = study(GOOD, BAD, columns=columns)  # beside six quantities of the page's own
+    assert (made.table.headings[0] == "quantity") == is_turned
+
+
+@pytest.mark.parametrize(("count", "is_turned"), [(11, True), (12, False)])
+def test_what_is_more_numerous_becomes_rows(count, is_turned):
+    made = study(*(runs(f"{place}", [0.5] * 8) for place in range(count)))  # 12 quantities
+    assert (made.table.headings[0] == "quantity") == is_turned
 
 
 def test_the_summary_names_the_best_by_mean_and_by_worst_objective():
@@ -105,9 +118,17 @@ def test_one_run_each_claims_no_difference_and_has_no_errors():
     assert "One run each" in made.sections[0].text
 
 
+def test_errors_are_promised_where_there_are_bands():
+    for count in (NUM_BANDS, NUM_BANDS + 1):
+        made = study(*(runs(f"{place}", [0.4], [0.5]) for place in range(count)))
+        traces = made.sections[0].panels[0].figure["data"]
+        assert made.sections[0].text.startswith("Of the global model. Means over 2 seeds")
+        assert ("error" in made.sections[0].text) == any(trace.get("fill") for trace in traces)
+
+
 def test_the_callers_sentences_and_sections_follow_the_pages_own():
     extra = Section("users", "Users", "", [Panel("u", "U", {"data": [{}], "layout": {}})], [])
-    made = study(GOOD, summary=["And more."], sections=[extra])
+    made = study(GOOD, summary=["And more."], sections=[extra, None])
     assert made.summary[-1] == "And more."
     assert made.sections[-1] is extra
 
