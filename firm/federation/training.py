@@ -47,6 +47,9 @@ def local_training(client: Client, payload: State) -> Update:
             losses at θ_t are sent along, as "start_losses"), "skipped_batches" (how many are drawn
             and left before the first) and "factors" (what each objective's fixed weight is
             multiplied by, shape [M]).
+
+    Raises:
+        ValueError: When the client is to find the weights and does not serve all objectives.
     """
     client.load(payload["adapter"])
     shared = start_losses(client) if payload.get("share_losses") else {}
@@ -105,6 +108,12 @@ def objective_training(client: Client, payload: State) -> State:
 
 def _train_on_solves(client: Client, payload: State) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
+    if len(served := served_objectives(client)) < len(client.objectives):
+        # a zero gradient is the shortest of all: its objective would get all the weight
+        raise ValueError(
+            f"{client.name} serves the objectives {served} of {len(client.objectives)}; weights "
+            "that a client finds itself need them all."
+        )
     num_steps, solves = 0, []
     weights = torch.empty(0)
     for batch in drawn_batches(client, payload, count=payload["num_local_steps"]):

@@ -208,3 +208,11 @@ def test_only_served_objectives_are_trained(new_client, start):
         objective_training(new_client(served=()), payload)
     with pytest.raises(ValueError, match=r"got \(2,\)"):
         objective_training(new_client(served=(2,)), payload)
+
+
+def test_weights_of_a_client_are_not_found_without_all_objectives(new_client, start):
+    payload = _payload(start)
+    assert payload["weighting"] == "firm"
+    local_training(new_client(served=(0, 1)), payload)
+    with pytest.raises(ValueError, match=r"serves the objectives \(1,\) of 2"):
+        local_training(new_client(served=(1,)), payload)
