@@ -1,14 +1,17 @@
 """A client of the classic wing: supervised losses on its own shard, one model for all clients."""
 
+import copy
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from firm.federation import Adapter, Gradients, State, derive_seed
 from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
-from firm.fmoo.models import MultiTaskModel
+from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
 from firm.gradients import jacobian
 
@@ -58,29 +61,74 @@ class Scores:
     """Shares of right labels, float64 [M]; None for regression."""
 
 
-class Workspace:
-    """What all clients of a process share: the data in memory, and one model to switch between.
+class Replica(threading.local):
+    """A model of each thread's own.
 
     Args:
-        model: The model; its parameters are overwritten by whichever client works.
+        model: What it is a copy of; never changed.
+        of_images: Whether convolutions are to run in the layout that is fastest on the CPU.
+    """
+
+    def __init__(self, model: MultiTaskModel, *, of_images: bool) -> None:
+        self.model = copy.deepcopy(model)
+        if of_images:
+            self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.parameters = dict(self.model.named_parameters())
+        self.generator = torch.Generator()
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.generator = self.generator
+
+
+class Workspace:
+    """What all clients of a process share: the data in memory, and a model to switch between.
+
+    Clients are arrays of indices, and every thread that works has one model: memory grows by 8
+    bytes per sample with the clients, and by a model with the workers.
+
+    Args:
+        model: Whose copies clients train; never changed.
         data: The training data; clients hold indices into it.
         cfg: The local training.
+
+    Raises:
+        ValueError: A model whose encoder's parameters do not come first, or that draws from torch's
+            global generator, which threads would share.
     """
 
     def __init__(self, model: MultiTaskModel, data: TaskData, cfg: LocalConfig) -> None:
-        self.model, self.data, self.cfg = model, data, cfg
-        self.parameters = dict(model.named_parameters())
-        if data.inputs.ndim == 4:
-            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # convolutions and pooling are faster so
+        self._replica = Replica(model, of_images=data.inputs.ndim == 4)
+        self.data, self.cfg = data, cfg
         self.mean, self.std = _statistics(data.inputs)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                raise ValueError(
+                    f"{name} is a {type(module).__name__} of torch, which draws from the global "
+                    "generator; use firm.fmoo.models.Dropout."
+                )
         names = list(self.parameters)
         num_shared = sum(p.numel() for n, p in self.parameters.items() if n.startswith("encoder."))
         if any(n.startswith("encoder.") for n in names[len(list(model.encoder.parameters())) :]):
             raise ValueError(f"The encoder's parameters must come first, got the order {names}.")
         self.shared = slice(0, num_shared)
 
+    @property
+    def model(self) -> MultiTaskModel:
+        """This thread's model."""
+        return self._replica.model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This thread's model's parameters by name."""
+        return self._replica.parameters
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What this thread's model draws dropout from."""
+        return self._replica.generator
+
     def load(self, adapter: Adapter) -> None:
-        """Gives the model these parameters, which are copied."""
+        """Gives this thread's model these parameters, which are copied."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(adapter[name])
@@ -104,7 +152,7 @@ class Workspace:
 
     @torch.no_grad()
     def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> Scores:
-        """Returns how the loaded model does on samples of a data set, without dropout.
+        """Returns how this thread's model does on samples of a data set, without dropout.
 
         Args:
             data: Like the workspace's, with the same objectives.
@@ -202,11 +250,15 @@ class SupervisedClient:
         cfg, parameters = self._workspace.cfg, list(self._workspace.parameters.values())
         if cfg.optimizer == "adam":
             self._optimizer: torch.optim.Optimizer = torch.optim.Adam(
-                parameters, lr=cfg.lr, weight_decay=cfg.weight_decay
+                parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, foreach=True
             )
         else:
             self._optimizer = torch.optim.SGD(
-                parameters, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay
+                parameters,
+                lr=cfg.lr,
+                momentum=cfg.momentum,
+                weight_decay=cfg.weight_decay,
+                foreach=True,
             )
         self._losses: list[list[float]] = []
 
@@ -218,7 +270,7 @@ class SupervisedClient:
             number = self._num_batches
             epoch, place = divmod(number, per_epoch)
             if self._order is None or self._order[0] != epoch:
-                generator = self._generator("order", epoch)
+                generator = torch.Generator().manual_seed(self._derived("order", epoch))
                 self._order = epoch, torch.randperm(self.num_examples, generator=generator)
             chosen = self._order[1][place * size : (place + 1) * size]
             self._num_batches += 1
@@ -302,25 +354,18 @@ class SupervisedClient:
         return attacked_gradients(gradients, client=self.name, attack=self._attack)
 
     def _batch_losses(self, batch: SampleBatch) -> torch.Tensor:
-        workspace = self._workspace
-        generator = self._generator("batch", batch.number)
+        workspace, seed = self._workspace, self._derived("batch", batch.number)
         inputs = workspace.prepared(workspace.data.inputs[batch.indices])
         if workspace.cfg.rotation and inputs.ndim == 4:
-            inputs = rotated(inputs, workspace.cfg.rotation, generator)
-        # dropout draws from torch's global generator, which gets its state back
-        outer = torch.get_rng_state()
-        torch.default_generator.manual_seed(generator.initial_seed())
-        try:
-            return workspace.losses(inputs, workspace.data.targets[batch.indices])
-        finally:
-            torch.set_rng_state(outer)
+            inputs = rotated(inputs, workspace.cfg.rotation, torch.Generator().manual_seed(seed))
+        workspace.generator.manual_seed(seed)
+        return workspace.losses(inputs, workspace.data.targets[batch.indices])
 
     def _flat_parameters(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self._workspace.parameters.values()])
 
-    def _generator(self, *purpose: str | int) -> torch.Generator:
-        seed = derive_seed(self._seed, "client", self.name, *map(str, purpose))
-        return torch.Generator().manual_seed(seed)
+    def _derived(self, *purpose: str | int) -> int:
+        return derive_seed(self._seed, "client", self.name, *map(str, purpose))
 
 
 def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
@@ -332,14 +377,22 @@ def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) ->
         generator: Draws one angle per image.
     """
     angles = (torch.rand(len(images), generator=generator) * 2 - 1) * torch.pi * degrees / 180
-    cosines, sines, zeros = angles.cos(), angles.sin(), torch.zeros_like(angles)
-    ratio = images.shape[2] / images.shape[3]
-    first = torch.stack([cosines, -sines * ratio, zeros], dim=1)
-    second = torch.stack([sines / ratio, cosines, zeros], dim=1)
-    grid = torch.nn.functional.affine_grid(
-        torch.stack([first, second], dim=1), list(images.shape), align_corners=False
+    cosines, sines = angles.cos()[:, None, None], angles.sin()[:, None, None]
+    height, width = images.shape[2:]
+    ratio = height / width
+    x, y = _centres(width), _centres(height)[:, None]
+    # torch's affine_grid multiplies small matrices, twenty times slower
+    grid = torch.stack(
+        [cosines * x - sines * ratio * y, sines / ratio * x + cosines * y], dim=1
+    )  # [B, 2, H, W]
+    return nn.functional.grid_sample(
+        images, grid.movedim(1, 3), padding_mode="border", align_corners=False
     )
-    return torch.nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def _centres(size: int) -> torch.Tensor:
+    """The pixels' places on a side that reaches from -1 to 1, shape [size]."""
+    return torch.linspace(-1, 1, size) * (size - 1) / size
 
 
 def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +400,7 @@ def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if inputs.dtype != torch.uint8:
         return torch.zeros(()), torch.ones(())
     channels = inputs.transpose(0, 1).flatten(1)  # [C, N H W]
-    counts = torch.stack([torch.bincount(c.long(), minlength=256) for c in channels]).double()
+    counts = torch.stack([torch.bincount(c, minlength=256) for c in channels]).double()
     levels = torch.arange(256) / 255
     total = counts.sum(dim=1)
     mean = counts @ levels.double() / total

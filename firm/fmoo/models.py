@@ -68,6 +68,33 @@ class MultiTaskModel(nn.Module):
         return [head(features) for head in self.heads]
 
 
+class Dropout(nn.Module):
+    """Zeros in random places while training, drawn from a generator of one's own.
+
+    With equal seeds the noise is that of torch's ``Dropout`` and ``Dropout2d``, which draw from the
+    global generator that all threads share.
+
+    Args:
+        rate: Probability of a zero, in [0, 1); what stays is divided by 1 - rate.
+        of_channels: Whether a draw is for a whole channel of a sample.
+    """
+
+    generator: torch.Generator | None = None
+    """Where the noise comes from; None is torch's global generator."""
+
+    def __init__(self, rate: float, *, of_channels: bool = False) -> None:
+        super().__init__()
+        self.rate, self.of_channels = rate, of_channels
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs [N, ...] with zeros among them, or unchanged in evaluation mode."""
+        if not self.training or self.rate == 0:
+            return inputs
+        noise = torch.empty_like(inputs[..., :1, :1] if self.of_channels else inputs)
+        kept = 1 - self.rate
+        return inputs * noise.bernoulli_(kept, generator=self.generator).div_(kept)
+
+
 def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> MultiTaskModel:
     """Returns a model for data of these shapes, in training mode.
 
@@ -114,11 +141,11 @@ def lenet(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
         nn.Flatten(),
         nn.Linear(flat, 50),
         nn.ReLU(),
-        nn.Dropout(rate),
+        Dropout(rate),
     )
 
     def head(outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(50, 50), nn.ReLU(), nn.Dropout(rate), nn.Linear(50, outputs))
+        return nn.Sequential(nn.Linear(50, 50), nn.ReLU(), Dropout(rate), nn.Linear(50, outputs))
 
     return MultiTaskModel(encoder, [head(outputs) for outputs in _widths(data)])
 
@@ -141,10 +168,10 @@ def cifar_mnist_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
         nn.Flatten(),
         nn.Linear(64 * (height // 4) * (width // 4), 384),
         nn.ReLU(),
-        nn.Dropout(rate),
+        Dropout(rate),
         nn.Linear(384, 192),
         nn.ReLU(),
-        nn.Dropout(rate),
+        Dropout(rate),
     )
     heads = [nn.Sequential(nn.Linear(192, 100), nn.Linear(100, out)) for out in _widths(data)]
     return MultiTaskModel(encoder, list(heads))
@@ -184,11 +211,11 @@ def fashion_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
         nn.Conv2d(10, 20, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Dropout2d(rate),
+        Dropout(rate, of_channels=True),
         nn.Flatten(),
         nn.Linear(20 * side[0] * side[1], 50),
         nn.ReLU(),
-        nn.Dropout(rate),
+        Dropout(rate),
     )
     return _with_linear_heads(encoder, 50, data)
 
@@ -206,11 +233,11 @@ def femnist_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
         nn.Conv2d(32, 64, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Dropout(_dropout(cfg, 0.25)),
+        Dropout(_dropout(cfg, 0.25)),
         nn.Flatten(),
         nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
         nn.ReLU(),
-        nn.Dropout(_dropout(cfg, 0.5)),
+        Dropout(_dropout(cfg, 0.5)),
     )
     return _with_linear_heads(encoder, 128, data)
 
@@ -277,7 +304,7 @@ def mlp(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     layers: list[nn.Module] = [nn.Flatten()]
     width = _num_features(cfg, data)
     for hidden in cfg.hidden:
-        layers += [nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(_dropout(cfg, 0.0))]
+        layers += [nn.Linear(width, hidden), nn.ReLU(), Dropout(_dropout(cfg, 0.0))]
         width = hidden
     return _with_linear_heads(nn.Sequential(*layers), width, data)
 

@@ -1,5 +1,8 @@
 """The supervised client: gradients, determinism, state and attacks, on a small network."""
 
+import threading
+from contextlib import closing
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,7 @@ from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies import FedAvgConfig, FedCmooConfig, fedavg, fedcmoo
 from firm.fmoo.attacks import AttackConfig
 from firm.fmoo.client import LocalConfig, SupervisedClient, Workspace, rotated
-from firm.fmoo.models import MultiTaskModel
+from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import TaskData
 
 
@@ -21,13 +24,16 @@ def _data(num_samples: int = 40) -> TaskData:
 
 
 def _workspace(**options) -> Workspace:
+    cfg = LocalConfig(**{"lr": 0.2, "batch_size": 8, "rotation": 20, **options})
+    return Workspace(_model(), _data(), cfg)
+
+
+def _model(dropout: nn.Module | None = None) -> MultiTaskModel:
     torch.manual_seed(0)
     encoder = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 5)
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), dropout or Dropout(0.5), nn.Linear(64, 5)
     )
-    model = MultiTaskModel(encoder, [nn.Linear(5, 3), nn.Linear(5, 3)])
-    cfg = LocalConfig(**{"lr": 0.2, "batch_size": 8, "rotation": 20, **options})
-    return Workspace(model, _data(), cfg)
+    return MultiTaskModel(encoder, [nn.Linear(5, 3), nn.Linear(5, 3)])
 
 
 def _client(workspace: Workspace | None = None, name: str = "client_0", **options):
@@ -117,14 +123,56 @@ def test_what_a_client_does_depends_on_its_state_alone():
     assert not _same(_train(client, start), first)  # later batches are others
 
 
-def test_dropout_leaves_the_global_generator_as_it_was():
+def test_the_global_generator_is_not_drawn_from():
     client = _client()
     (batch,) = client.batches(1)
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
+    before = torch.get_rng_state()
     client.gradients(batch)
-    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()])
+def test_dropout_that_draws_from_the_global_generator_is_refused(dropout):
+    with pytest.raises(ValueError, match=rf"encoder\.3 is a {type(dropout).__name__} of torch"):
+        Workspace(_model(dropout), _data(), LocalConfig())
+
+
+def test_dropout_differs_from_batch_to_batch_and_not_from_one_look_to_the_next():
+    client = _client(_workspace(rotation=0), indices=torch.arange(5, 6))
+    first, second = client.batches(2)
+    rows = [client.gradients(batch).jacobian for batch in (first, second, first)]
+    assert torch.equal(rows[0], rows[2])
+    assert not torch.allclose(rows[0], rows[1])  # of the same sample
+
+
+def test_the_model_that_a_workspace_is_given_stays_as_it_is():
+    model = _model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    workspace = Workspace(model, _data(), LocalConfig(batch_size=8))
+    client = _client(workspace)
+    assert not _same(_train(client, client.adapter()), before)
+    assert _same(model.state_dict(), before)
+
+
+def test_every_thread_has_a_model_of_its_own():
+    workspace = _workspace()
+    before = {name: value.detach().clone() for name, value in workspace.parameters.items()}
+    zeros = {name: torch.zeros_like(value) for name, value in before.items()}
+    seen = []
+
+    def work():
+        seen.append(workspace.model)
+        workspace.load(zeros)
+        seen.append({name: value.detach() for name, value in workspace.parameters.items()})
+        seen.append(workspace.generator)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert _same(seen[1], zeros)
+    assert _same(workspace.parameters, before)
+    assert seen[0] is not workspace.model
+    assert seen[2] is not workspace.generator
 
 
 def test_an_epoch_shows_every_sample_once_as_far_as_whole_batches_go():
@@ -212,6 +260,43 @@ def test_rotation_keeps_the_centre_and_turns_by_the_angle():
     assert turned[0, 0, 4, 4] == pytest.approx(1.0, abs=1e-4)
     assert turned[0, 0, 4, [0, 8]].max() == pytest.approx(1.0, abs=1e-4)
     assert turned.sum() == pytest.approx(2.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [(5, 5), (6, 6), (4, 7)])
+def test_rotation_is_that_of_torchs_affine_grid(size):
+    height, width = size
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(9, 2, height, width, generator=generator)
+    turned = rotated(images, 40, torch.Generator().manual_seed(0))
+    share = torch.rand(9, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    angles, zeros = share * 40 * torch.pi / 180, torch.zeros(9)
+    first = torch.stack([angles.cos(), -angles.sin() * height / width, zeros], dim=1)
+    second = torch.stack([angles.sin() * width / height, angles.cos(), zeros], dim=1)
+    grid = nn.functional.affine_grid(
+        torch.stack([first, second], dim=1), [9, 2, height, width], align_corners=False
+    )
+    expected = nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    torch.testing.assert_close(turned, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_number_of_workers_changes_no_number(optimizer):
+    ends = []
+    for num_workers in (1, 2, 3):
+        workspace = _workspace(lr=0.05, optimizer=optimizer)
+        clients = [
+            SupervisedClient(f"client_{i}", workspace, torch.arange(8 * i, 8 * i + 8), seed=0)
+            for i in range(5)
+        ]
+        state = ServerState(clients[0].adapter(), ("left", "right"), seed=0)
+        names, cfg = [client.name for client in clients], FedCmooConfig(num_local_steps=4)
+        with closing(LocalEngine(clients, num_workers=num_workers)) as engine:
+            for _ in range(3):
+                state, _ = fedcmoo(state, names, engine, cfg)
+        ends.append(state)
+    assert _same(ends[0].adapter, ends[1].adapter)
+    assert _same(ends[0].adapter, ends[2].adapter)
+    assert ends[0].memory == ends[1].memory == ends[2].memory  # the weights of the objectives
 
 
 def test_a_federation_learns_and_two_runs_are_the_same():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from firm.fmoo.models import MODELS, ModelConfig, build_model, num_parameters
+from firm.fmoo.models import MODELS, Dropout, ModelConfig, build_model, num_parameters
 from firm.fmoo.task_data import LOSSES, TaskData
 
 
@@ -113,6 +113,33 @@ def test_the_lenet_shares_28515_parameters_and_has_3060_in_each_head():
     assert [num_parameters(head) for head in model.heads] == [3_060, 3_060]
 
 
+@pytest.mark.parametrize("shape", [(7, 30), (5, 6, 4, 4)])
+def test_dropout_is_that_of_torch_at_an_equal_seed(shape):
+    inputs = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    inputs = inputs.to(memory_format=torch.channels_last) if len(shape) == 4 else inputs
+    variants = [(False, functional.dropout), (True, functional.dropout2d)][: len(shape) - 1]
+    for of_channels, peer in variants:
+        dropout = Dropout(0.3, of_channels=of_channels)
+        dropout.generator = torch.Generator().manual_seed(5)
+        torch.manual_seed(5)
+        assert torch.equal(dropout(inputs), peer(inputs, 0.3))
+
+
+def test_dropout_keeps_the_mean_and_draws_channels_as_wholes():
+    dropout = Dropout(0.2, of_channels=True)
+    dropout.generator = torch.Generator().manual_seed(0)
+    outputs = dropout(torch.ones(400, 50, 2, 2))
+    assert outputs.mean() == pytest.approx(1.0, abs=0.02)  # 4 standard errors are 0.014
+    assert set(outputs.unique().tolist()) == {0.0, 1.25}
+    assert torch.equal(outputs, outputs[:, :, :1, :1].expand_as(outputs))
+
+
+def test_dropout_rests_in_evaluation_and_at_rate_zero():
+    inputs = torch.rand(4, 5)
+    assert Dropout(0.5).eval()(inputs) is inputs
+    assert Dropout(0.0)(inputs) is inputs
+
+
 def test_every_model_has_an_example_here():
     assert EXAMPLES.keys() == MODELS.keys()
 
@@ -173,27 +200,22 @@ def test_the_memory_layout_of_images_does_not_matter(name):
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("lenet", {"Dropout": [0.5, 0.5, 0.5]}),
-        ("cifar_mnist_cnn", {"Dropout": [0.5, 0.5]}),
-        ("fashion_cnn", {"Dropout2d": [0.5], "Dropout": [0.5]}),
-        ("femnist_cnn", {"Dropout": [0.25, 0.5]}),
-        ("cifar_cnn", {}),
-        ("resnet18", {}),
-        ("character_lstm", {}),
+        ("lenet", [(0.5, False)] * 3),
+        ("cifar_mnist_cnn", [(0.5, False)] * 2),
+        ("fashion_cnn", [(0.5, True), (0.5, False)]),
+        ("femnist_cnn", [(0.25, False), (0.5, False)]),
+        ("cifar_cnn", []),
+        ("resnet18", []),
+        ("character_lstm", []),
     ],
 )
 def test_dropout_is_the_papers_unless_the_configuration_says_otherwise(name, layers):
-    def rates(model):
-        found = {}
-        for module in model.modules():
-            if type(module).__name__.startswith("Dropout"):
-                found.setdefault(type(module).__name__, []).append(module.p)
-        return found
+    def found(model):
+        dropouts = [module for module in model.modules() if isinstance(module, Dropout)]
+        return [(dropout.rate, dropout.of_channels) for dropout in dropouts]
 
-    assert rates(built(name)) == layers
-    assert rates(built(name, dropout=0.1)) == {
-        kind: [0.1] * len(values) for kind, values in layers.items()
-    }
+    assert found(built(name)) == layers
+    assert found(built(name, dropout=0.1)) == [(0.1, of_channels) for _, of_channels in layers]
 
 
 @pytest.mark.parametrize("side", [14, 16, 28])

@@ -1,10 +1,17 @@
 import logging
+import os
+import threading
+import time
 import weakref
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from firm.federation import LocalEngine
+from firm.federation.client import ProcessLost
 from firm.federation.serialization import pack
 
 
@@ -19,6 +26,26 @@ def _payload(start, round_number, accepted):
         "solve_per": "minibatch",
         "share_gram": False,
     }
+
+
+@pytest.fixture
+def new_apart(new_client):
+    """Builds a client that shares nothing with others, the global generators neither."""
+
+    def build(name, **options):
+        client = new_client(name, **options)
+
+        def batches(num_steps):
+            for _ in range(num_steps):
+                client._num_batches += 1
+                generator = torch.Generator().manual_seed(ord(name) + client._num_batches)
+                noise = torch.randn(2, 3, generator=generator)
+                yield SimpleNamespace(minibatches=lambda noise=noise: iter(noise))
+
+        client.batches = batches
+        return client
+
+    return build
 
 
 def _adapters(replies):
@@ -109,6 +136,118 @@ def test_bytes_are_those_of_the_clients_own_message_and_of_its_reply(new_client,
     for reply in replies:
         assert reply.bytes_down == len(pack({**_payload(start, 1, {}), "accepted": 0}))
         assert reply.bytes_up == len(pack(reply.content))
+
+
+def test_bytes_down_count_every_digit_of_the_accepted_round(new_client, start):
+    engine = LocalEngine([new_client("a")])
+    engine.map("local_training", ["a"], _payload(start, 12, {}))
+    replies, _ = engine.map("local_training", ["a"], _payload(start, 13, {"a": 12}))
+    assert replies[0].bytes_down == len(pack({**_payload(start, 13, {}), "accepted": 12}))
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_workers_change_nothing(new_apart, start, same, num_workers):
+    names, rounds = list("abcde"), [(1, {}), (2, {}), (3, dict.fromkeys("abde", 2)), (4, {"c": 3})]
+    seen = []
+    for workers in (1, num_workers):
+        clients = [new_apart(name, fails_in=(2,) if name == "c" else ()) for name in names]
+        with closing(LocalEngine(clients, num_workers=workers)) as engine:
+            for number, accepted in rounds[:3]:
+                replies, failures = engine.map(
+                    "local_training", names[::-1], _payload(start, number, accepted)
+                )
+                seen.append(
+                    {
+                        "clients": [reply.client for reply in replies],
+                        "adapters": _adapters(replies),
+                        "bytes_down": [reply.bytes_down for reply in replies],
+                        "failures": [(failure.client, failure.reason) for failure in failures],
+                    }
+                )
+            seen.append(engine.client_states({**dict.fromkeys("abde", 3), "c": 0}))
+    for alone, together in zip(seen[:4], seen[4:], strict=True):
+        assert same(alone, together)
+    assert seen[1]["failures"] == [("c", "ArithmeticError: the quadratic has no bottom")]
+
+
+def test_a_free_worker_takes_the_next_client(new_apart, start):
+    first, last, done = new_apart("a"), new_apart("c"), threading.Event()
+    load_first, load_last = first.load, last.load
+    first.load = lambda adapter: load_first(adapter) if done.wait(20) else 1 / 0
+    last.load = lambda adapter: (load_last(adapter), done.set())
+    with closing(LocalEngine([first, new_apart("b"), last], num_workers=2)) as engine:
+        replies, failures = engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+    assert [reply.client for reply in replies] == ["a", "b", "c"]  # "a" waited for "c"
+    assert failures == []
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_lost_process_is_no_clients_failure(new_apart, start, num_workers):
+    client = new_apart("b")
+
+    def step(gradients, weights):
+        raise ProcessLost("rank 1 is gone")
+
+    client.step = step
+    engine = LocalEngine([new_apart("a"), client, new_apart("c")], num_workers=num_workers)
+    with closing(engine), pytest.raises(ProcessLost, match="rank 1 is gone"):
+        engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+
+
+def test_workers_tell_of_progress_one_at_a_time(new_apart, start):
+    told, busy = [], threading.Lock()
+
+    def on_event(name, **info):
+        assert busy.acquire(blocking=False), "two workers talk at once"
+        time.sleep(0.01)  # room for another one
+        told.append((name, info["client"]))
+        busy.release()
+
+    names = list("abcd")
+    clients = [new_apart(name) for name in names]
+    with closing(LocalEngine(clients, num_workers=4, on_event=on_event)) as engine:
+        engine.map("local_training", names, _payload(start, 1, {}))
+    assert sorted(told) == [(f"client_{e}", n) for e in ("finished", "started") for n in names]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_worker_computes_with_the_threads_that_torch_is_set_to(new_apart, start):
+    assert torch.get_num_threads() == 1
+    client, counts = new_apart("a"), []
+    images, kernels, load = torch.rand(64, 3, 64, 64), torch.rand(64, 3, 3, 3), client.load
+
+    def convolve_and_load(adapter):
+        counts.append(len(os.listdir("/proc/self/task")))
+        torch.nn.functional.conv2d(images, kernels)  # threads that oneDNN starts stay
+        counts.append(len(os.listdir("/proc/self/task")))
+        load(adapter)
+
+    client.load = convolve_and_load
+    with closing(LocalEngine([client], num_workers=2)) as engine:
+        engine.map("local_training", ["a"], _payload(start, 1, {}))
+    assert counts[0] == counts[1]
+
+
+def test_closing_ends_the_workers(new_apart, start):
+    before = set(threading.enumerate())
+    engine = LocalEngine([new_apart(name) for name in "abc"], num_workers=3)
+    engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+    assert set(threading.enumerate()) > before
+    engine.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_one_worker_is_the_callers_own_thread(new_client, start):
+    client, threads = new_client("a"), []
+    load = client.load
+    client.load = lambda adapter: (load(adapter), threads.append(threading.current_thread()))
+    LocalEngine([client]).map("local_training", ["a"], _payload(start, 1, {}))
+    assert threads == [threading.current_thread()]
+
+
+def test_there_is_a_worker_at_least(new_client):
+    with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
+        LocalEngine([new_client("a")], num_workers=0)
 
 
 def test_restored_clients_continue_as_if_never_stopped(new_client, start, same):
