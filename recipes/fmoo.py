@@ -10,28 +10,25 @@ A study is a directory with a run for every algorithm and seed, and `comparison.
 on where it was stopped.
 """
 
-import csv
+import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
 
-from firm.federation import (
-    LocalEngine,
-    ServerState,
-)
+from firm.federation import LocalEngine, ServerState, State
 from firm.federation.partition import (
     balanced_dirichlet_partition,
     dirichlet_partition,
     iid_partition,
     natural_partition,
     shard_partition,
+    split_shard,
 )
 from firm.federation.strategies import (
     STRATEGIES,
@@ -58,18 +55,27 @@ from firm.fmoo import (
     load_data,
     num_parameters,
 )
+from firm.fmoo.metrics import improved_share, local_progress
+from firm.fmoo.progress import local_models
 from firm.report.fmoo_figures import AlgorithmRuns
-from firm.report.fmoo_study import comparison_study, final_values
-from firm.report.page import replace_file
-from firm.report.study_page import render_study
-from firm.run import Run, print_table, run_cli, to_dict, to_yaml
+from firm.report.fmoo_sections import NUM_TABLE_USERS
+from firm.run import Run, Tracker, TrackingConfig, print_table, run_cli, to_dict, to_yaml
+from recipes import fmoo_page
 
 ROOT = Path(__file__).parent.parent
-PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
-MAX_USER_COLUMNS = 10
-"""Natural users whose accuracies the tables show; the runs' metrics hold all."""
-FREE_KEYS = ("resume", "out", "algorithms", "seeds")
+FREE_KEYS = ("resume", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""
+
+StrategyConfig = (
+    FedCmooConfig
+    | FedCmooPrefConfig
+    | FsmgdaConfig
+    | FedMgdaConfig
+    | FedAvgConfig
+    | QFedAvgConfig
+    | AflConfig
+    | FirmConfig
+)
 
 
 @dataclass(frozen=True)
@@ -83,27 +89,56 @@ class PartitionConfig:
     """Concentration of the Dirichlet distribution; small is uneven."""
     shards_per_client: int = 2
     """Shards that a client is given."""
+    num_users: int | None = None
+    """Natural users that are drawn at random to be the clients; null takes all."""
     min_samples: int = 1
     """Fewest samples of a client."""
+    max_samples: int | None = None
+    """Most samples of a client, a random choice of what it would have; null leaves it all."""
+    objectives_per_client: int | None = None
+    """Objectives that a client has losses for (FMGDA's matrix A), dealt out in turn so that each
+    has as many clients as any other; null gives every client all."""
+    test_fraction: float = 0.0
+    """Share of its samples that every client keeps from training, to measure its user's accuracy
+    on (FedMGDA+, Section 6.1, keeps 0.1). 0 keeps none; natural users may have test samples."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.test_fraction < 1:
+            raise ValueError(f"test_fraction must be in [0, 1), got {self.test_fraction}.")
+        if self.objectives_per_client is not None and self.objectives_per_client < 1:
+            raise ValueError(
+                f"objectives_per_client must be at least 1, got {self.objectives_per_client}; "
+                "null gives all."
+            )
+        if self.max_samples is not None and self.max_samples < max(1, self.min_samples):
+            raise ValueError(
+                f"max_samples must be at least min_samples ({self.min_samples}), got "
+                f"{self.max_samples}; null leaves all."
+            )
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """An algorithm with the learning rates that suit it."""
 
-    strategy: (
-        FedCmooConfig
-        | FedCmooPrefConfig
-        | FsmgdaConfig
-        | FedMgdaConfig
-        | FedAvgConfig
-        | QFedAvgConfig
-        | AflConfig
-        | FirmConfig
-    )
+    strategy: StrategyConfig
     """The server's side."""
     local: LocalConfig = field(default_factory=LocalConfig)
     """The clients' side."""
+    num_clients: int | None = None
+    """C of this algorithm alone; by default the study's."""
+    is_centralised: bool = False
+    """Whether one client holds the samples of all: with one local step, FSMGDA is then MGD or
+    SMGD."""
+
+    rounds: int | None = None
+    """Rounds of this algorithm alone; by default the study's."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_clients", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or null, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -111,7 +146,8 @@ class Config:
     """A study of algorithms on one data set."""
 
     algorithms: dict[str, AlgorithmConfig]
-    """What is compared, by name."""
+    """What is compared, by name. Algorithms whose names are the same up to a comma, and that differ
+    in one number alone, are also drawn as a line over that number."""
     data: DataConfig = field(default_factory=DataConfig)
     """What is learned."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -119,17 +155,34 @@ class Config:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """Who holds what."""
     attack: AttackConfig = field(default_factory=AttackConfig)
-    """Clients that inflate their losses; nobody by default."""
+    """Clients that inflate their losses, in every round; nobody by default."""
     num_clients: int = 20
-    """C; a natural partition has as many as the data."""
+    """C; a natural partition has as many as there are users."""
     rounds: int = 40
     """Rounds of every run."""
+    target_loss: float | None = None
+    """Loss at which a run ends, once all objectives have come down to it; the page then tells the
+    rounds that each took. null runs all rounds."""
     seeds: tuple[int, ...] = (0,)
     """One run of every algorithm for each; a seed draws partition, model, clients and batches."""
     evaluate_every: int = 5
-    """Rounds between evaluations on the test samples; the last round always is."""
+    """Rounds between evaluations; the last round always is one."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Samples that are evaluated on: those of all clients, or others that no client has."""
+    improved_share: bool = False
+    """Whether every evaluated round also tells the share of its clients that it made no worse, by
+    their losses before and after the server's step: two passes over their samples."""
+    progress_from: str | None = None
+    """An algorithm from whose global models, wherever they are evaluated, the local trainings of
+    all algorithms are compared: how far each lowers its clients' losses; null compares none."""
+    num_workers: int | None = None
+    """Clients that are trained at a time; by default as many as there are cores. Results do not
+    depend on it."""
     num_threads: int | None = 1
-    """Threads of torch; null leaves them alone, but equal numbers need an equal count."""
+    """Threads of torch in each worker; null leaves them alone, but equal numbers need an equal
+    count."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Weights & Biases, a run of its own for every algorithm and seed."""
     out: Path | None = None
     """The study's directory; by default runs/fmoo-TIME."""
     resume: bool = False
@@ -143,6 +196,35 @@ class Config:
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
         if not self.algorithms:
             raise ValueError("algorithms must name at least one, got none.")
+        if self.progress_from not in (None, *self.algorithms):
+            raise ValueError(
+                f"progress_from must be one of {', '.join(self.algorithms)}, got "
+                f"{self.progress_from!r}."
+            )
+        if self.target_loss is not None and not self.target_loss > 0:
+            raise ValueError(
+                f"target_loss must be positive, got {self.target_loss}; null runs all rounds."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The clients of one algorithm, and what they are measured with."""
+
+    cfg: StrategyConfig
+    """The strategy's."""
+    workspace: Workspace
+    clients: list[SupervisedClient]
+    engine: LocalEngine
+    shards: dict[str, torch.Tensor]
+    """Indices of the samples that each client trains on, into the training data."""
+    held_out: dict[str, torch.Tensor]
+    """Indices of the samples that each client keeps for its user's accuracy; may be empty."""
+
+    @property
+    def names(self) -> list[str]:
+        """The clients' names."""
+        return [client.name for client in self.clients]
 
 
 def main(cfg: Config) -> Path:
@@ -153,83 +235,148 @@ def main(cfg: Config) -> Path:
     out = cfg.out or Path("runs") / f"fmoo-{datetime.now():%Y%m%d-%H%M%S}"
     splits = load_data(cfg.data)
     runs = []
-    for color, (name, algorithm) in enumerate(cfg.algorithms.items()):
-        seeds = [run_seed(cfg, algorithm, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
+    for color, name in enumerate(cfg.algorithms):
+        seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
         runs.append(AlgorithmRuns(name, color, seeds))
         write_comparison(cfg, runs, splits, out)
-    print_table(
-        f"Test samples after {cfg.rounds} rounds, mean over seeds",
-        *summary(runs, splits.test),
-    )
-    print(f"page     {out / PAGE_NAME}\n{time.perf_counter() - start:.0f} s")
+    title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"
+    print_table(title, *fmoo_page.summary(cfg, runs))
+    print(f"page     {out / fmoo_page.PAGE_NAME}\n{time.perf_counter() - start:.0f} s")
     return out
 
 
-def run_seed(
-    cfg: Config, algorithm: AlgorithmConfig, splits: Splits, path: Path, seed: int
-) -> list[dict[str, Any]]:
+def run_seed(cfg: Config, name: str, splits: Splits, path: Path, seed: int) -> list[dict[str, Any]]:
     """Returns the rows of one run, which is trained as far as it is not yet."""
-    settings = to_dict(replace(cfg, algorithms={path.parent.name: algorithm}, seeds=(seed,)))
-    if cfg.resume and (path / "run.json").exists():
-        rows = Run(path).rows()
-        if any(row["kind"] == "evaluation" and row["round"] == cfg.rounds for row in rows):
-            return rows
-    model = build_model(cfg.model, splits.train, seed=seed)
-    workspace = Workspace(model, splits.train, algorithm.local)
-    clients = [
-        SupervisedClient(name, workspace, torch.as_tensor(shard), seed=seed, attack=cfg.attack)
-        for name, shard in partition(splits.train, cfg, seed).items()
-    ]
-    names = [client.name for client in clients]
+    algorithm = cfg.algorithms[name]
+    source = name if name == cfg.progress_from else None
+    settings = to_dict(
+        replace(cfg, algorithms={name: algorithm}, seeds=(seed,), progress_from=source)
+    )
+    is_there = cfg.resume and (path / "run.json").exists()
+    rounds = algorithm.rounds or cfg.rounds
+    if is_there and is_done(last_evaluation(rows := Run(path).rows()), rounds, cfg.target_loss):
+        return rows
+    federation = federate(cfg, algorithm, splits, seed)
+    engine, strategy = federation.engine, STRATEGIES[algorithm.strategy.name]
+    rivals = {}
+    if source:
+        rivals = {n: federate(cfg, a, splits, seed) for n, a in cfg.algorithms.items()}
+
+    with (
+        Run.open(path, settings, resume=is_there, ignore=FREE_KEYS) as run,
+        Tracker(
+            cfg.tracking,
+            run.path,
+            settings,
+            objectives=splits.train.objectives,
+            name=f"{name}, seed {seed}",
+            group=path.parent.parent.name,
+        ) as tracker,
+        closing(engine),
+    ):
+
+        def log(row: dict[str, Any]) -> None:
+            run.log(row)
+            tracker.log(row)
+
+        # start, or take up where the last checkpoint was written
+        if checkpoint := run.latest_checkpoint():
+            state = ServerState.from_state(checkpoint[1]["server"])
+            engine.restore_client_states(checkpoint[1]["clients"])
+            for row in run.rows():  # every session is a W&B run of its own
+                tracker.log(row)
+            measured = last_evaluation(run.rows())
+        else:
+            adapter = federation.clients[0].adapter()
+            state = ServerState(adapter, splits.train.objectives, seed=seed)
+            measured = evaluation(cfg, federation, splits, state)
+            log(measured)
+
+        # train: a round of the strategy, and now and then what it gave and a checkpoint
+        while not is_done(measured, rounds, cfg.target_loss):
+            before = state
+            state, rows = strategy(state, federation.names, engine, federation.cfg)
+            is_evaluated = state.round % cfg.evaluate_every == 0 or state.round == rounds
+            if is_evaluated and cfg.improved_share:
+                rows["round"]["improved"] = improved(federation, before, state, rows["round"])
+            log(rows["round"])
+            if is_evaluated:
+                clients = engine.client_states(state.accepted)
+                measured = evaluation(cfg, federation, splits, state)
+                if rivals:
+                    falls = {n: progress(rival, state, clients) for n, rival in rivals.items()}
+                    measured["progress"] = falls
+                log(measured)
+                content = {"server": state.to_state(), "clients": clients}
+                run.save_checkpoint(state.round, content, keep_last=1)
+                print(progress_line(path, measured), flush=True)
+        return run.rows()
+
+
+def last_evaluation(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last row of an evaluation; None without any."""
+    return next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+
+
+def is_done(measured: dict[str, Any] | None, rounds: int, target: float | None) -> bool:
+    """Whether a run with this last evaluation has done all rounds, or reached the target loss."""
+    if measured is None:
+        return False
+    is_reached = target is not None and max(measured["losses"].values()) <= target
+    return measured["round"] == rounds or is_reached
+
+
+def federate(cfg: Config, algorithm: AlgorithmConfig, splits: Splits, seed: int) -> Federation:
+    """Returns the clients of an algorithm with their samples, and one model for all of them."""
+    train, fraction = splits.train, cfg.partition.test_fraction
+    shards, held_out = partition(train, cfg, algorithm.num_clients or cfg.num_clients, seed), {}
+    if fraction:
+        for index, (name, shard) in enumerate(shards.items()):
+            own, kept = split_shard(shard, (1 - fraction, fraction), seed=seed + index)
+            shards[name], held_out[name] = own, torch.tensor(kept)
+    if algorithm.is_centralised:
+        shards = {"everyone": [index for shard in shards.values() for index in shard]}
+    names = list(shards)
     if strangers := set(cfg.attack.clients) - set(names):
         raise ValueError(
             f"attack.clients names {min(strangers)!r}, which is none of the clients {names[0]} to "
             f"{names[-1]}."
         )
-    engine, strategy = LocalEngine(clients), STRATEGIES[algorithm.strategy.name]
-
-    def measure(state: ServerState) -> dict[str, Any]:
-        workspace.load(state.adapter)
-        return {
-            "kind": "evaluation",
-            "round": state.round,
-            **by_objective(workspace.evaluate(splits.test), splits.test),
-            **by_user(workspace, splits.test),
-        }
-
-    is_there = cfg.resume and (path / "run.json").exists()
-    with Run.open(path, settings, resume=is_there, ignore=FREE_KEYS) as run, closing(engine):
-        if checkpoint := run.latest_checkpoint():
-            state = ServerState.from_state(checkpoint[1]["server"])
-            engine.restore_client_states(checkpoint[1]["clients"])
-        else:
-            state = ServerState(clients[0].adapter(), splits.train.objectives, seed=seed)
-            run.log(measure(state))
-        while state.round < cfg.rounds:
-            state, rows = strategy(state, names, engine, algorithm.strategy)
-            run.log(rows["round"])
-            if state.round % cfg.evaluate_every == 0 or state.round == cfg.rounds:
-                row = measure(state)
-                run.log(row)
-                run.save_checkpoint(
-                    state.round,
-                    {
-                        "server": state.to_state(),
-                        "clients": engine.client_states(state.accepted),
-                    },
-                    keep_last=1,
-                )
-                print(progress_line(path, row), flush=True)
-        return run.rows()
+    workspace = Workspace(build_model(cfg.model, train, seed=seed), train, algorithm.local)
+    indices = {name: torch.as_tensor(shard) for name, shard in shards.items()}
+    count = len(train.objectives)
+    num_served = count if algorithm.is_centralised else cfg.partition.objectives_per_client or count
+    if num_served > count:
+        raise ValueError(
+            f"partition.objectives_per_client must be at most {count}, as many as {cfg.data.name} "
+            f"has, got {num_served}."
+        )
+    clients = [
+        SupervisedClient(
+            name,
+            workspace,
+            shard,
+            seed=seed,
+            served=sorted((place + step) % count for step in range(num_served)),
+            attack=cfg.attack,
+        )
+        for place, (name, shard) in enumerate(indices.items())
+    ]
+    strategy = algorithm.strategy
+    if cfg.attack.kind != "none":
+        strategy = replace(strategy, always=cfg.attack.clients)
+    engine = LocalEngine(clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
+    return Federation(strategy, workspace, clients, engine, indices, held_out)
 
 
-def partition(data: TaskData, cfg: Config, seed: int) -> dict[str, Sequence[int]]:
-    """The clients' samples by client."""
-    kind, count, least = cfg.partition.kind, cfg.num_clients, cfg.partition.min_samples
+def partition(data: TaskData, cfg: Config, count: int, seed: int) -> dict[str, Sequence[int]]:
+    """The samples of each of so many clients, by client."""
+    kind, least, most = cfg.partition.kind, cfg.partition.min_samples, cfg.partition.max_samples
     if kind == "natural":
         if data.natural is None:
             raise ValueError(f"{cfg.data.name} has no users of its own; choose another partition.")
-        shards = natural_partition(data.natural.tolist(), seed=seed, min_examples=least)
+        users = cfg.partition.num_users
+        shards = natural_partition(data.natural.tolist(), users, seed=seed, min_examples=least)
     elif kind == "iid":
         shards = iid_partition(len(data), count, seed=seed, min_examples=least)
     else:
@@ -245,11 +392,37 @@ def partition(data: TaskData, cfg: Config, seed: int) -> dict[str, Sequence[int]
         else:
             per_client = cfg.partition.shards_per_client
             shards = shard_partition(groups, count, shards_per_client=per_client, seed=seed)
+    if most is not None:
+        generator = torch.Generator().manual_seed(seed)
+        orders = (torch.randperm(len(shard), generator=generator).tolist() for shard in shards)
+        shards = [
+            sorted(shard[place] for place in order[:most])
+            for shard, order in zip(shards, orders, strict=True)
+        ]
     if kind == "natural" and data.natural_names is not None:
         natural = data.natural
         assert natural is not None
         return {data.natural_names[int(natural[shard[0]])]: shard for shard in shards}
     return {f"client_{index}": shard for index, shard in enumerate(shards)}
+
+
+def evaluation(
+    cfg: Config, federation: Federation, splits: Splits, state: ServerState
+) -> dict[str, Any]:
+    """The row of an evaluation of the global model."""
+    workspace = federation.workspace
+    workspace.load(state.adapter)
+    if cfg.split == "train":
+        scores = workspace.evaluate(splits.train, torch.cat(list(federation.shards.values())))
+    else:
+        scores = workspace.evaluate(getattr(splits, cfg.split))
+    return {
+        "kind": "evaluation",
+        "round": state.round,
+        "split": cfg.split,
+        **by_objective(scores, splits.train),
+        **by_user(federation, splits),
+    }
 
 
 def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
@@ -262,59 +435,73 @@ def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
     }
 
 
-def by_user(workspace: Workspace, data: TaskData) -> dict[str, dict[str, float]]:
-    """Each natural user's accuracy, mean over the objectives; nothing without such users."""
-    if data.natural is None or data.natural_names is None or "squared" in data.losses:
+def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float]]:
+    """Each user's accuracy, mean over the objectives, on what its client kept from training.
+
+    Where clients keep nothing, but are users of the data, on these users' test samples; without
+    either there is nothing.
+    """
+    data, samples = splits.train, federation.held_out
+    if not samples and splits.test.natural is not None and splits.test.natural_names is not None:
+        data, natural = splits.test, splits.test.natural
+        samples = {
+            name: (natural == number).nonzero().flatten()
+            for number, name in enumerate(splits.test.natural_names)
+            if name in federation.shards
+        }
+        samples = {name: indices for name, indices in samples.items() if len(indices)}
+    if not samples or "squared" in data.losses:
         return {}
     accuracies = {}
-    for number in data.natural.unique().tolist():
-        scores = workspace.evaluate(data, (data.natural == number).nonzero().flatten())
+    for name, indices in samples.items():
+        scores = federation.workspace.evaluate(data, indices)
         assert scores.accuracies is not None
-        accuracies[data.natural_names[number]] = scores.accuracies.mean().item()
+        accuracies[name] = scores.accuracies.mean().item()
     return {"users": accuracies}
+
+
+def improved(
+    federation: Federation, before: ServerState, after: ServerState, row: dict[str, Any]
+) -> float:
+    """The share of a round's clients none of whose training losses the server's step raised."""
+    workspace = federation.workspace
+    losses = []
+    for state in (before, after):
+        workspace.load(state.adapter)
+        scores = [workspace.evaluate(workspace.data, federation.shards[c]) for c in row["clients"]]
+        losses.append([score.losses.tolist() for score in scores])
+    return improved_share(*losses)
+
+
+def progress(federation: Federation, state: ServerState, clients: State) -> dict[str, float]:
+    """How far a local training from the global model lowers each objective's loss on own samples.
+
+    The federation is any with the same clients; they begin with the states that are given.
+    """
+    workspace, engine = federation.workspace, federation.engine
+    engine.restore_client_states(clients)
+    strategy = STRATEGIES[federation.cfg.name]
+    models = local_models(strategy, state, federation.names, engine, federation.cfg)
+    losses = []
+    for adapters in (dict.fromkeys(models, state.adapter), models):
+        for name, adapter in adapters.items():
+            workspace.load(adapter)
+            losses.append(workspace.evaluate(workspace.data, federation.shards[name]).losses)
+    falls = local_progress(losses[: len(models)], losses[len(models) :])
+    return dict(zip(state.objectives, falls.tolist(), strict=True))
 
 
 def progress_line(path: Path, row: dict[str, Any]) -> str:
     """How a run stands."""
     figures = row.get("accuracies") or row["losses"]
-    figures = figures | (row.get("users") or {})
+    if len(users := row.get("users") or {}) <= NUM_TABLE_USERS:
+        figures = figures | users
     text = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
     return f"{path.parent.name}, {path.name}, round {row['round']}: {text}"
 
 
-def summary(runs: Sequence[AlgorithmRuns], data: TaskData) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the final figures, means over the seeds."""
-    is_regression = "squared" in data.losses
-    kind = "losses" if is_regression else "accuracies"
-    users = user_accuracies(runs)
-    lines = []
-    for algorithm in runs:
-        values = final_values(algorithm, kind, data.objectives).mean(axis=0)  # [M]
-        worst = values.max() if is_regression else values.min()
-        upload = sum(row.get("bytes_up", 0) for row in algorithm.seeds[0]) / 1e6
-        cells = [f"{value:.3f}" for value in [*values, values.mean(), worst]]
-        theirs = [f"{fmean(column[algorithm.name]):.3f}" for column in users.values()]
-        lines.append([algorithm.name, *cells, *theirs, f"{upload:.1f}"])
-    return ["", *data.objectives, "mean", "worst", *users, "MB up"], lines
-
-
-def user_accuracies(runs: Sequence[AlgorithmRuns]) -> dict[str, dict[str, list[float]]]:
-    """Final accuracies by natural user and algorithm, one for each seed; of ten users at most."""
-    last = {run.name: [rows[-1].get("users", {}) for rows in run.seeds] for run in runs}
-    users = list(next(iter(last.values()))[0])
-    if len(users) > MAX_USER_COLUMNS:
-        return {}
-    return {
-        user: {name: [seed[user] for seed in seeds] for name, seeds in last.items()}
-        for user in users
-    }
-
-
 def write_comparison(cfg: Config, runs: Sequence[AlgorithmRuns], splits: Splits, out: Path) -> None:
     """Writes the page and the table of what has run so far."""
-    header, lines = summary(runs, splits.test)
-    with (out / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([["algorithm", *header[1:]], *lines])
     model = build_model(cfg.model, splits.train, seed=0)
     facts = {
         "Data": f"{cfg.data.name}, {len(splits.train):,} samples",
@@ -324,22 +511,7 @@ def write_comparison(cfg: Config, runs: Sequence[AlgorithmRuns], splits: Splits,
         "Rounds": str(cfg.rounds),
         "Seeds": ", ".join(map(str, cfg.seeds)),
     }
-    columns = {
-        user: {name: f"{100 * fmean(values):.1f}" for name, values in by_name.items()}
-        for user, by_name in user_accuracies(runs).items()
-    }
-    study = comparison_study(
-        runs,
-        columns=columns,
-        title=f"Algorithms on {cfg.data.name}",
-        facts=facts,
-        method="Every algorithm starts from the same model and has the same clients and samples in "
-        "the order that the seed draws; learning rates are each algorithm's own. What was measured "
-        "on are test samples that no client has. A run's directory holds its configuration, every "
-        "row of its metrics and its last checkpoint.",
-        config=to_yaml(cfg),
-    )
-    replace_file(out / PAGE_NAME, render_study(study))
+    fmoo_page.write(out, cfg, runs, facts=facts, config=to_yaml(cfg))
 
 
 def cli(argv: Sequence[str] | None = None) -> None:

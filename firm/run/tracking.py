@@ -41,9 +41,11 @@ class Tracker:
 
     Args:
         config: Whether and where.
-        run_path: The run's directory; W&B's files go to `wandb/` in it, its name is the run's.
+        run_path: The run's directory; W&B's files go to `wandb/` in it.
         run_config: The resolved configuration, shown beside the metrics.
         objectives: Names of the M objectives, which become the names of per-objective series.
+        name: W&B's name of the run; by default that of the directory.
+        group: What W&B puts the run together with; nothing by default.
     """
 
     def __init__(
@@ -53,13 +55,16 @@ class Tracker:
         run_config: Mapping[str, Any],
         *,
         objectives: Sequence[str],
+        name: str | None = None,
+        group: str | None = None,
     ) -> None:
         self._objectives = tuple(objectives)
         self._run = None
         self._evaluations: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
         if config.mode != "disabled":
-            self._run = _start(config, Path(run_path), run_config)
+            path = Path(run_path)
+            self._run = _start(config, path, run_config, name or path.resolve().name, group)
 
     def __enter__(self) -> "Tracker":
         return self
@@ -71,8 +76,8 @@ class Tracker:
         """Forwards one row of metrics.jsonl.
 
         Its numbers become series over the rounds, the run's own facts part of the configuration.
-        Evaluations are drawn in the trade-off plane, too, and the last one on the test split is
-        compared with the base model's, in a table and in the summary.
+        Evaluations with scores are drawn in the trade-off plane, too, and the last one on the test
+        split is compared with the base model's, in a table and in the summary.
         """
         if not self._run:
             return
@@ -100,7 +105,7 @@ class Tracker:
 
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What an evaluation adds to the series."""
-        if not self._run or row["kind"] != "evaluation":
+        if not self._run or row["kind"] != "evaluation" or "scores" not in row:
             return {}
         self._evaluations.append(row)
         planes = _planes(self._evaluations, self._objectives)
@@ -232,7 +237,13 @@ def _table(columns: list[Any], lines: list[Any]) -> Any:
     return wandb.Table(columns=columns, data=lines)
 
 
-def _start(config: TrackingConfig, run_path: Path, run_config: Mapping[str, Any]) -> Any:
+def _start(
+    config: TrackingConfig,
+    run_path: Path,
+    run_config: Mapping[str, Any],
+    name: str,
+    group: str | None,
+) -> Any:
     """A W&B run, online if that is wanted and possible."""
     import wandb  # a second of imports that only tracked runs pay
 
@@ -251,7 +262,8 @@ def _start(config: TrackingConfig, run_path: Path, run_config: Mapping[str, Any]
             mode=mode,
             project=config.project,
             entity=config.entity,
-            name=run_path.resolve().name,
+            name=name,
+            group=group,
             dir=str(run_path),
             config=dict(run_config),
             settings=settings,

@@ -2,10 +2,13 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from firm.fmoo.metrics import delta_m
 from firm.run import parse
 from recipes import fmoo as module
 from recipes.fmoo import Config, cli, main
@@ -32,9 +35,13 @@ def study(tmp_path_factory) -> Path:
     return main(_config(tmp_path_factory.mktemp("fmoo") / "study"))
 
 
-def _evaluations(path: Path) -> list[dict]:
+def _rows(path: Path, kind: str) -> list[dict]:
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "evaluation"]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def _evaluations(path: Path) -> list[dict]:
+    return _rows(path, "evaluation")
 
 
 def test_every_algorithm_and_seed_has_a_run_and_the_study_a_page_and_a_table(study):
@@ -95,11 +102,155 @@ def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
 def test_every_partition_gives_all_clients_samples(kind):
     splits = module.load_data(module.DataConfig())
     cfg = _config(Path("unused"), "--partition.kind", kind, "--partition.min_samples", "5")
-    shards = module.partition(splits.train, cfg, seed=0)
+    shards = module.partition(splits.train, cfg, 4, seed=0)
     assert list(shards) == [f"client_{index}" for index in range(4)]
     assert all(len(shard) >= 5 for shard in shards.values())
     drawn = [index for shard in shards.values() for index in shard]
     assert len(set(drawn)) == len(drawn)
+
+
+def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):
+    out = main(_config(tmp_path / "study", "--num_workers", "3", "--seeds", "[1]"))
+    for name in SMALL:
+        assert _evaluations(out / name / "seed_1") == _evaluations(study / name / "seed_1")
+
+
+def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp_path):
+    cfg = _config(tmp_path / "study", "--partition.test_fraction", "0.25", "--num_clients", "12")
+    splits = module.load_data(cfg.data)
+    federation = module.federate(cfg, cfg.algorithms["firm"], splits, 0)
+    shards = module.partition(splits.train, cfg, 12, 0)
+    for name, shard in shards.items():
+        own, kept = (set(s.tolist()) for s in (federation.shards[name], federation.held_out[name]))
+        assert own | kept == set(shard)
+        assert not own & kept
+        assert len(kept) == round(0.25 * len(shard))
+    out = main(replace(cfg, rounds=2, seeds=(0,)))
+    users = _evaluations(out / "firm/seed_0")[-1]["users"]
+    assert list(users) == list(shards)
+    with (out / "summary.csv").open() as file:
+        line = list(csv.DictReader(file))[1]
+    assert float(line["users"]) == pytest.approx(100 * np.mean(list(users.values())), abs=0.06)
+    assert float(line["worst 5 %"]) <= float(line["users"]) <= float(line["best 5 %"])
+    assert 'id="users"' in (out / "comparison.html").read_text()
+
+
+def test_a_client_has_at_most_the_samples_that_it_may_have():
+    splits = module.load_data(module.DataConfig())
+    cfg = _config(Path("unused"), "--partition.max_samples", "7")
+    whole = module.partition(splits.train, _config(Path("unused")), 4, 0)
+    for name, shard in module.partition(splits.train, cfg, 4, 0).items():
+        assert len(set(shard)) == 7
+        assert set(shard) <= set(whole[name])
+
+
+def test_objectives_are_dealt_out_in_turn():
+    cfg = _config(Path("unused"), "--partition.objectives_per_client", "1")
+    splits = module.load_data(cfg.data)
+    federation = module.federate(cfg, cfg.algorithms["firm"], splits, 0)
+    assert [client.served for client in federation.clients] == [(0,), (1,), (0,), (1,)]
+
+
+def test_a_run_ends_at_the_target_loss_and_the_table_tells_the_round(tmp_path):
+    target, arguments = 2.25, ("--split", "train", "--evaluate_every", "1", "--model.dropout", "0")
+    cfg = replace(
+        _config(tmp_path / "study", *arguments, "--rounds", "40"), target_loss=target, seeds=(0,)
+    )
+    out = main(cfg)
+    with (out / "summary.csv").open() as file:
+        lines = {line["algorithm"]: line for line in csv.DictReader(file)}
+    for name in SMALL:
+        rows = _evaluations(out / name / "seed_0")
+        below = [row["round"] for row in rows if max(row["losses"].values()) <= target]
+        assert below == [rows[-1]["round"]]
+        assert 0 < below[0] < 40
+        slowest = max(int(lines[name][f"rounds to {target}, {side}"]) for side in ("left", "right"))
+        assert slowest == below[0]
+    before = (out / "firm/seed_0/metrics.jsonl").read_bytes()
+    main(replace(cfg, resume=True))  # a run that reached it is finished
+    assert (out / "firm/seed_0/metrics.jsonl").read_bytes() == before
+
+
+def test_an_algorithm_may_be_centralised_and_have_its_own_clients_and_rounds(tmp_path):
+    local = "local: {lr: 0.1, batch_size: null}"
+    out = main(
+        _config(
+            tmp_path / "study",
+            "--seeds", "[0]",
+            MGD=f"{{strategy: {{name: fsmgda}}, {local}, is_centralised: true, rounds: 2}}",
+            FMGDA=f"{{strategy: {{name: fsmgda}}, {local}, num_clients: 3}}",
+        )
+    )  # fmt: skip
+    last = {name: _rows(out / name / "seed_0", "round")[-1] for name in ("MGD", "FMGDA")}
+    assert last["MGD"]["clients"] == ["everyone"]
+    assert last["MGD"]["round"] == 2
+    assert last["FMGDA"]["clients"] == ["client_0", "client_1", "client_2"]
+    assert last["FMGDA"]["round"] == 4
+
+
+def test_attackers_take_part_in_every_round(tmp_path):
+    few = "clients_per_round: 2"
+    attack = ["--attack.kind", "scaling", "--attack.clients", "[client_3]", "--attack.amount", "2"]
+    strategy = f"{{strategy: {{name: fedavg, {few}}}, local: {{lr: 0.1, batch_size: 16}}}}"
+    out = main(_config(tmp_path / "study", *attack, "--seeds", "[0]", FedAvg=strategy))
+    rounds = _rows(out / "FedAvg/seed_0", "round")
+    assert [len(row["clients"]) for row in rounds] == [2] * 4
+    assert all("client_3" in row["clients"] for row in rounds)
+
+
+def test_the_share_of_improved_clients_is_told_where_it_is_evaluated(tmp_path):
+    out = main(_config(tmp_path / "study", "--improved_share", "true", "--seeds", "[0]"))
+    shares = {row["round"]: row.get("improved") for row in _rows(out / "firm/seed_0", "round")}
+    assert [shares[number] is None for number in (1, 2, 3, 4)] == [True, False, True, False]
+    assert all(shares[number] in (0, 0.25, 0.5, 0.75, 1) for number in (2, 4))
+
+
+def test_local_trainings_are_compared_from_the_same_global_models(study, tmp_path):
+    cfg = _config(tmp_path / "study", "--seeds", "[0]", "--progress_from", "fedcmoo")
+    looked, plain = main(cfg) / "fedcmoo/seed_0", study / "fedcmoo/seed_0"
+    rows = _evaluations(looked)
+    assert [row.pop("progress", None) is None for row in rows] == [True, False, False]
+    assert rows == _evaluations(plain)  # looking changes nothing
+    falls = _evaluations(looked)[1]["progress"]
+    assert list(falls) == list(SMALL)
+    assert all(list(fall) == ["left", "right"] for fall in falls.values())
+    assert falls["fedcmoo"] != falls["firm"]
+    assert all("progress" not in row for row in _evaluations(cfg.out / "firm/seed_0"))
+
+
+def test_preferences_and_objectives_alone_make_a_plane_and_a_column(tmp_path):
+    local = "local: {lr: 0.3, batch_size: 16}"
+    algorithms = {
+        "one": f"{{strategy: {{name: fedcmoo_pref, preference: [3, 1]}}, {local}}}",
+        "other": f"{{strategy: {{name: fedcmoo_pref, preference: [1, 3]}}, {local}}}",
+        "left": f"{{strategy: {{name: fedavg, weights: [1, 0]}}, {local}}}",
+        "right": f"{{strategy: {{name: fedavg, weights: [0, 1]}}, {local}}}",
+    }
+    out = main(_config(tmp_path / "study", "--rounds", "2", "--seeds", "[0]", **algorithms))
+    page = (out / "comparison.html").read_text()
+    assert 'id="preferences"' in page
+    assert "rank correlation" in page
+    ends = {name: _evaluations(out / name / "seed_0")[-1]["accuracies"] for name in algorithms}
+    wanted = delta_m(
+        [ends["one"]["left"], ends["one"]["right"]],
+        [ends["left"]["left"], ends["right"]["right"]],
+        is_higher_better=True,
+    )
+    with (out / "summary.csv").open() as file:
+        lines = {line["algorithm"]: line["Δ_M, %"] for line in csv.DictReader(file)}
+    assert float(lines["one"]) == pytest.approx(100 * wanted, abs=0.051)
+    assert lines["left"] == ""
+
+
+def test_algorithms_of_a_family_make_a_line_over_the_number_in_which_they_differ(tmp_path):
+    algorithms = {
+        f"FIRM, K = {steps}": f"{{strategy: {{name: firm, num_local_steps: {steps}}}, "
+        "local: {batch_size: 16}}"
+        for steps in (1, 2)
+    }
+    quoted = {f'"{name}"': text for name, text in algorithms.items()}
+    out = main(_config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", **quoted))
+    assert "The setting strategy.num_local_steps" in (out / "comparison.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +267,12 @@ def test_every_partition_gives_all_clients_samples(kind):
         ),
         (["--algorithms", "{a: {strategy: {name: fedcmo}}}"], "fedcmoo"),
         (["--algorithms.FedCMOO.local.lr", "-1"], "lr must be positive, got -1"),
+        (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
+        (["--partition.objectives_per_client", "3"], "objectives_per_client must be at most 2"),
+        (["--target_loss", "0"], "target_loss must be positive, got 0"),
+        (["--partition.test_fraction", "1"], "test_fraction must be in [0, 1), got 1"),
+        (["--partition.max_samples", "0"], "max_samples must be at least min_samples (1), got 0"),
+        (["--algorithms.FedCMOO.rounds", "0"], "rounds must be at least 1 or null, got 0"),
     ],
 )
 def test_bad_input_ends_in_one_line(arguments, message, capsys, tmp_path):

@@ -1,0 +1,75 @@
+"""Where a round's local training takes its clients: what Appendix E.4 of FedCMOO compares.
+
+Askin et al. (2024), arXiv:2410.16398. A round is carried out and thrown away; what the clients sent
+in it is kept.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from firm.federation import Adapter, Engine, Failure, Reply, ServerState, State, Update
+from firm.federation.aggregation import moved
+
+Strategy = Callable[..., tuple[ServerState, dict[str, Any]]]
+"""One of ``firm.federation.strategies.STRATEGIES``."""
+
+
+def local_models(
+    strategy: Strategy, state: ServerState, clients: Sequence[str], engine: Engine, cfg: Any
+) -> dict[str, Adapter]:
+    """Returns each participant's model at the end of the local training that a round would have.
+
+    Where clients train once for each objective (FMGDA, FSMGDA), a client's model is the server's
+    moved by its updates under the round's weights, which is what it adds to the global model; the
+    paper does not say what it takes.
+
+    Args:
+        strategy: Whose round.
+        state: The server's state that it begins with; never changed. The engine must have the
+            clients' states of its accepted rounds.
+        clients: Names of all clients.
+        engine: Where they run; its pending states are those of the round, which any further round
+            of the same number replaces.
+        cfg: The strategy's configuration.
+
+    Raises:
+        RoundFailed: As the strategy does.
+    """
+    recorder = _Recorder(engine)
+    _, rows = strategy(state, clients, recorder, cfg)
+    weights = rows["round"].get("weights", {})
+    return {
+        reply.client: _model(reply.content, state, weights)
+        for reply in recorder.replies
+        if reply.client in rows["round"]["clients"]
+    }
+
+
+def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Adapter:
+    if isinstance(content, Update):
+        return content.adapter
+    updates = content["updates"]
+    return moved(state.adapter, list(updates.values()), [weights[name] for name in updates])
+
+
+class _Recorder:
+    """An engine that keeps the last replies; implements ``Engine``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.replies: list[Reply] = []
+
+    def map(
+        self, task: str, clients: Sequence[str], payload: State
+    ) -> tuple[list[Reply], list[Failure]]:
+        self.replies, failures = self._engine.map(task, clients, payload)
+        return self.replies, failures
+
+    def client_states(self, accepted: Mapping[str, int]) -> State:
+        return self._engine.client_states(accepted)
+
+    def restore_client_states(self, states: State) -> None:
+        self._engine.restore_client_states(states)
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,49 @@
+"""Local models of a round that is thrown away."""
+
+import torch
+
+from firm.federation import LocalEngine, ServerState
+from firm.federation.strategies import FedAvgConfig, FsmgdaConfig, fedavg, fsmgda
+from firm.fmoo import LocalConfig, ModelConfig, SupervisedClient, TaskData, Workspace, build_model
+from firm.fmoo.progress import local_models
+
+
+def _clients() -> list[SupervisedClient]:
+    generator = torch.Generator().manual_seed(0)
+    data = TaskData(
+        inputs=torch.randn(40, 5, generator=generator),
+        targets=torch.randn(40, 2, generator=generator),
+        objectives=("a", "b"),
+        losses=("squared", "squared"),
+    )
+    model = build_model(ModelConfig(name="mlp", hidden=[6]), data, seed=0)
+    workspace = Workspace(model, data, LocalConfig(lr=0.1, batch_size=8))
+    shards = torch.arange(40).split(20)
+    return [SupervisedClient(f"c{i}", workspace, shard, seed=0) for i, shard in enumerate(shards)]
+
+
+def _start() -> tuple[ServerState, list[str], LocalEngine]:
+    clients = _clients()
+    state = ServerState(clients[0].adapter(), ("a", "b"), seed=0)
+    return state, [client.name for client in clients], LocalEngine(clients)
+
+
+def test_the_mean_of_the_local_models_is_the_next_global_model():
+    for strategy, cfg in (
+        (fedavg, FedAvgConfig(num_local_steps=3)),
+        (fsmgda, FsmgdaConfig(num_local_steps=3)),
+    ):
+        state, names, engine = _start()
+        models = local_models(strategy, state, names, engine, cfg)
+        after, _ = strategy(state, names, engine, cfg)  # the same round, carried out
+        assert list(models) == names
+        for key, parameter in after.adapter.items():
+            mean = torch.stack([model[key] for model in models.values()]).mean(dim=0)
+            torch.testing.assert_close(mean, parameter, rtol=0, atol=1e-6)
+            assert not torch.equal(parameter, state.adapter[key])
+
+
+def test_only_the_rounds_participants_have_local_models():
+    state, names, engine = _start()
+    models = local_models(fedavg, state, names, engine, FedAvgConfig(clients_per_round=1))
+    assert len(models) == 1
