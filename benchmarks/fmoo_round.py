@@ -41,7 +41,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, Dataset
 
 from firm.federation import LocalEngine, ServerState
-from firm.federation.partition import dirichlet_partition
+from firm.federation.partition import balanced_dirichlet_partition
 from firm.federation.sampling import sample_clients
 from firm.federation.strategies import (
     STRATEGIES,
@@ -131,9 +131,9 @@ def load_splits(data: str | None) -> Splits:
 
 def all_variants(splits: Splits, stack: ExitStack) -> dict[tuple[str, str], Variant]:
     """The variants by algorithm and name; the stack closes their engines."""
-    shards = dirichlet_partition(
-        splits.train.groups.tolist(), NUM_CLIENTS, alpha=ALPHA, seed=0, min_examples=1
-    )
+    assert splits.train.groups is not None
+    groups = splits.train.groups.tolist()
+    shards = balanced_dirichlet_partition(groups, NUM_CLIENTS, alpha=ALPHA, seed=0)
     indices = [torch.as_tensor(shard) for shard in shards]
     workspace = new_workspace(splits.train)
     clients = new_clients(workspace, indices)
@@ -297,7 +297,8 @@ class PlainLoop:
         for loss in losses_of(model, images, labels):
             model.zero_grad()
             loss.backward(retain_graph=True)
-            rows.append(torch.cat([p.grad.flatten() for p in model.encoder.parameters()]))
+            grads = [p.grad for p in model.encoder.parameters() if p.grad is not None]
+            rows.append(torch.cat([grad.flatten() for grad in grads]))
         return torch.stack(rows)
 
     @torch.no_grad()
@@ -364,7 +365,9 @@ def plain_variant(plain: PlainLoop, cfg: Any) -> Variant:
     """A round of the plain loop."""
     torch.manual_seed(0)
     model, names, rounds = plain.new_model(), [str(i) for i in range(NUM_CLIENTS)], 0
-    step = plain.fsmgda if isinstance(cfg, FsmgdaConfig) else plain.fedcmoo
+    step: Callable[..., torch.Tensor] = (
+        plain.fsmgda if isinstance(cfg, FsmgdaConfig) else plain.fedcmoo
+    )
 
     def run() -> tuple[float, float]:
         nonlocal rounds
