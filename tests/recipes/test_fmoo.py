@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from firm.fmoo.data import DATASETS
 from firm.fmoo.metrics import delta_m
+from firm.fmoo.models import MODELS
 from firm.run import parse
 from recipes import fmoo as module
 from recipes.fmoo import Config, cli, main
@@ -251,6 +253,16 @@ def test_algorithms_of_a_family_make_a_line_over_the_number_in_which_they_differ
     quoted = {f'"{name}"': text for name, text in algorithms.items()}
     out = main(_config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", **quoted))
     assert "The setting strategy.num_local_steps" in (out / "comparison.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((module.ROOT / "configs/fmoo").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_configuration_is_one_and_names_what_there_is(path):
+    cfg = parse(Config, ["--config", str(path)])
+    assert cfg.data.name in DATASETS
+    assert cfg.model.name in MODELS
+    assert f"--config configs/fmoo/{path.name}" in path.read_text() or path.stem == "two_digits"
 
 
 @pytest.mark.parametrize(
