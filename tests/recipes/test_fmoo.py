@@ -300,3 +300,20 @@ def test_a_study_is_never_overwritten(study, capsys):
     with pytest.raises(SystemExit):
         cli(["--out", str(study), "--algorithms", "{firm: {strategy: {name: firm}}}"])
     assert "firm" in capsys.readouterr().err
+
+
+def test_rounds_have_no_figures_that_the_page_would_take_for_evaluations(tmp_path):
+    strategies = {
+        "pref": "{name: fedcmoo_pref}",
+        "qfedavg": "{name: qfedavg}",
+        "afl": "{name: afl}",
+        "fsmgda": "{name: fsmgda}",
+    }
+    algorithms = {
+        name: f"{{strategy: {strategy}, local: {{batch_size: 16}}}}"
+        for name, strategy in strategies.items()
+    }
+    out = main(_config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", **algorithms))
+    for name in algorithms:
+        (row,) = _rows(out / name / "seed_0", "round")
+        assert not row.keys() & {"losses", "accuracies", "users"}

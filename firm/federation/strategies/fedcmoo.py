@@ -238,7 +238,7 @@ def fedcmoo_pref(
     """Returns the server's state after one round of FedCMOO-Pref, and the rows for the log.
 
     As ``fedcmoo``, but the weights come of the losses at θ_t too, which clients tell with their
-    Jacobians: the means over those that serve an objective, in the row's "losses".
+    Jacobians: the means over those that serve an objective, in the row's "start_losses".
 
     Args:
         state: The server's state; never changed.
@@ -258,7 +258,7 @@ def fedcmoo_pref(
     found = cfg.find_weights(estimate.gram, losses, estimate.active)
     names = [state.objectives[j] for j in estimate.active]
     entries = {
-        "losses": dict(zip(names, losses, strict=True)),
+        "start_losses": dict(zip(names, losses, strict=True)),
         "stationarity": stationarity([estimate.gram.tolist()]),
     }
     return _train(this_round, state, cfg, estimate, estimate.spread(found), entries=entries)

@@ -333,7 +333,7 @@ def test_preferred_weights_come_of_the_gram_matrix_and_the_mean_losses(
     cfg = replace(EXACT_PREF, preference=preference)
     _, rows = run_rounds(fedcmoo_pref, clients, origin, cfg)
     row = rows[0]["round"]
-    assert row["losses"] == pytest.approx({"left": (2.5 + 0.5) / 2, "right": (2.5 + 4.5) / 2})
+    assert row["start_losses"] == pytest.approx({"left": (2.5 + 0.5) / 2, "right": (2.5 + 4.5) / 2})
     mean = torch.tensor([[1.5, 0.5, 0.0], [0.0, 1.0, 2.0]], dtype=torch.float64)
     expected = fedcmoo_pref_weights(
         mean @ mean.T, torch.tensor([1.5, 3.5]).double(), preference or (1.0, 1.0)
@@ -408,7 +408,7 @@ def test_identical_objectives_share_the_weight(new_plain_client, origin, run_rou
 def test_a_loss_of_zero_leaves_its_objective_the_others(new_plain_client, origin, run_rounds):
     client = new_plain_client("a", [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
     _, rows = run_rounds(fedcmoo_pref, [client], origin, EXACT_PREF)
-    assert rows[0]["round"]["losses"] == {"left": 0.0, "right": 2.0}
+    assert rows[0]["round"]["start_losses"] == {"left": 0.0, "right": 2.0}
     assert rows[0]["round"]["weights"] == pytest.approx({"left": 0.0, "right": 1.0})
 
 
