@@ -333,7 +333,7 @@ def federate(cfg: Config, algorithm: AlgorithmConfig, splits: Splits, seed: int)
     if fraction:
         for index, (name, shard) in enumerate(shards.items()):
             own, kept = split_shard(shard, (1 - fraction, fraction), seed=seed + index)
-            shards[name], held_out[name] = own, torch.tensor(kept)
+            shards[name], held_out[name] = own, torch.tensor(kept, dtype=torch.int64)
     if algorithm.is_centralised:
         shards = {"everyone": [index for shard in shards.values() for index in shard]}
     names = list(shards)
@@ -449,7 +449,7 @@ def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float
             for number, name in enumerate(splits.test.natural_names)
             if name in federation.shards
         }
-        samples = {name: indices for name, indices in samples.items() if len(indices)}
+    samples = {name: indices for name, indices in samples.items() if len(indices)}
     if not samples or "squared" in data.losses:
         return {}
     accuracies = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from firm.federation import ServerState
 from firm.fmoo.data import DATASETS
 from firm.fmoo.metrics import delta_m
 from firm.fmoo.models import MODELS
@@ -135,6 +136,18 @@ def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp
     assert float(line["users"]) == pytest.approx(100 * np.mean(list(users.values())), abs=0.06)
     assert float(line["worst 5 %"]) <= float(line["users"]) <= float(line["best 5 %"])
     assert 'id="users"' in (out / "comparison.html").read_text()
+
+
+def test_a_user_without_a_sample_of_its_own_to_measure_on_is_left_out(tmp_path):
+    few = ["--partition.kind", "dirichlet", "--partition.alpha", "0.05", "--num_clients", "30"]
+    cfg = _config(tmp_path / "study", *few, "--partition.test_fraction", "0.004", "--rounds", "1")
+    splits = module.load_data(cfg.data)
+    federation = module.federate(cfg, cfg.algorithms["firm"], splits, 0)
+    empty = [name for name, kept in federation.held_out.items() if not len(kept)]
+    assert 0 < len(empty) < 30
+    state = ServerState(federation.clients[0].adapter(), ("left", "right"), seed=0)
+    users = module.evaluation(cfg, federation, splits, state)["users"]
+    assert set(users) == set(federation.names) - set(empty)
 
 
 def test_a_client_has_at_most_the_samples_that_it_may_have():
