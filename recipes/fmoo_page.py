@@ -122,14 +122,16 @@ def _users(runs: Sequence[AlgorithmRuns]) -> Columns:
             found[one.name] = users
     if not found:
         return {}
-    first = next(iter(found.values()))[0]
-    if len(first) <= NUM_TABLE_USERS:
+    # a seed's partition may leave a user without a sample
+    everyone = [seed for seeds in found.values() for seed in seeds]
+    shared = [user for user in everyone[0] if all(user in seed for seed in everyone)]
+    if len(shared) <= NUM_TABLE_USERS:
         return {
             user: {
                 name: f"{100 * fmean(seed[user] for seed in seeds):.1f}"
                 for name, seeds in found.items()
             }
-            for user in first
+            for user in shared
         }
     spreads = {
         name: [user_summary(list(seed.values())) for seed in seeds] for name, seeds in found.items()
@@ -159,11 +161,12 @@ def _rounds(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
                 if not np.isfinite(losses).all():
                     reached.append(None)
                     continue
-                rounds = [row["round"] for row in measured]
-                reached.append(rounds_to_loss(rounds, losses, cfg.target_loss))
+                at = [row["round"] for row in measured]
+                reached.append(rounds_to_loss(at, losses, cfg.target_loss))
             known = [count for count in reached if count is not None]
             is_reached = len(known) == len(reached)
-            cells[one.name] = f"{fmean(known):.0f}" if is_reached else f"> {cfg.rounds}"
+            rounds = cfg.algorithms[one.name].rounds or cfg.rounds
+            cells[one.name] = f"{fmean(known):.0f}" if is_reached else f"> {rounds}"
     return columns
 
 

@@ -186,6 +186,28 @@ def test_a_run_ends_at_the_target_loss_and_the_table_tells_the_round(tmp_path):
     assert (out / "firm/seed_0/metrics.jsonl").read_bytes() == before
 
 
+def _measured(rows: list[dict], **algorithms: dict) -> dict[str, str]:
+    cfg = replace(_config(Path("unused")), target_loss=0.5)
+    short = replace(cfg.algorithms["firm"], rounds=2)
+    cfg = replace(cfg, algorithms={"fedcmoo": cfg.algorithms["fedcmoo"], "firm": short})
+    runs = [module.AlgorithmRuns(name, 0, [rows, algorithms[name]]) for name in algorithms]
+    header, lines = module.fmoo_page.summary(cfg, runs)
+    return {line[0]: dict(zip(header, line, strict=True)) for line in lines}
+
+
+def test_the_table_knows_each_algorithms_rounds_and_the_users_of_all_seeds():
+    def row(**users):
+        figures = {"left": 1.0, "right": 1.0}
+        shown = {"losses": figures, "accuracies": figures, "users": users}
+        return {"kind": "evaluation", "round": 2, **shown}
+
+    lines = _measured([row(a=0.5, b=0.75)], fedcmoo=[row(b=0.25)], firm=[row(b=0.75, a=1.0)])
+    assert lines["fedcmoo"]["rounds to 0.5, left"] == "> 4"
+    assert lines["firm"]["rounds to 0.5, left"] == "> 2"
+    assert lines["fedcmoo"]["b"] == "50.0"
+    assert "a" not in lines["fedcmoo"]
+
+
 def test_an_algorithm_may_be_centralised_and_have_its_own_clients_and_rounds(tmp_path):
     local = "local: {lr: 0.1, batch_size: null}"
     out = main(
