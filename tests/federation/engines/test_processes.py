@@ -1,10 +1,5 @@
 """How clients and rows are divided, and what members of a team tell each other."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,31 +62,10 @@ def test_one_process_is_the_server_and_alone():
     assert processes.broadcast({"x": 1}) == {"x": 1}
 
 
-def test_two_members_sum_gather_and_fail_together():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEMBER],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [member.communicate(timeout=120) for member in members]
-    first, second = (out.splitlines() for out, _ in outputs)
-    assert len(second) == 5, outputs[1][1]
+def test_two_members_sum_gather_and_fail_together(two_processes):
+    members = two_processes("-c", MEMBER)
+    first, second = (out.splitlines() for _, out, _ in members)
+    assert len(second) == 5, members[1][2]
     assert first[0] == f"sum {[[3.0] * 3] * 2} {[[1.0] * 3] * 2}"
     assert second[0] == f"sum {[[3.0] * 3] * 2} {[[2.0] * 3] * 2}"
     assert first[1] == second[1] == "gather [0, 5]"

@@ -1,10 +1,6 @@
 """Rounds that ask more of clients than local training, on two processes as on one."""
 
-import os
 import runpy
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,32 +50,13 @@ def member(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(two_processes, tmp_path_factory):
     """A file per strategy with the state that two processes end with."""
     folder = tmp_path_factory.mktemp("states")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['member'](sys.argv[2])"
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, __file__, str(folder)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in members]
-    assert [process.returncode for process in members] == [0, 0], errors
+    members = two_processes("-c", program, __file__, str(folder))
+    errors = [error for _, _, error in members]
+    assert [process.returncode for process, _, _ in members] == [0, 0], errors
     return folder
 
 
