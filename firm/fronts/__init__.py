@@ -1,0 +1,56 @@
+"""Pareto fronts of models: the mathematics and the record, without models.
+
+Several models are trained for several preferences and seeds; what each earns in M objectives is a
+point [M], and more is better. `dominance` and `hypervolume` judge points, `front` is the record
+that is written and compared, `uncertainty` and `correlation` say how far to trust it, `collapse`
+names the models that speak no more, `nearest` finds the models for a wanted preference, and
+`smoothing` prepares curves of a training. The FIRM paper draws such points; the figures on them
+are not in it.
+"""
+
+from firm.fronts.collapse import collapse_reason
+from firm.fronts.correlation import (
+    Violation,
+    is_monotone,
+    monotone_violations,
+    preference_correlations,
+)
+from firm.fronts.dominance import dominators, non_dominated
+from firm.fronts.front import (
+    Front,
+    Point,
+    SeedHypervolumes,
+    by_preference,
+    check_comparable,
+    mean_front,
+    seed_hypervolumes,
+)
+from firm.fronts.hypervolume import hypervolume
+from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
+from firm.fronts.smoothing import exponential_average, total_variation
+from firm.fronts.uncertainty import bootstrap_hypervolume
+
+__all__ = [
+    "Expectation",
+    "Front",
+    "Point",
+    "SeedHypervolumes",
+    "Violation",
+    "bootstrap_hypervolume",
+    "by_preference",
+    "check_comparable",
+    "collapse_reason",
+    "dominators",
+    "expected_rewards",
+    "exponential_average",
+    "hypervolume",
+    "is_monotone",
+    "mean_front",
+    "monotone_violations",
+    "nearest",
+    "neighbours",
+    "non_dominated",
+    "preference_correlations",
+    "seed_hypervolumes",
+    "total_variation",
+]

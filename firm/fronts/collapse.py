@@ -1,0 +1,71 @@
+"""Which models speak no more: one reply to every prompt, or the language lost.
+
+A reward model may still pay such a policy well, so its rewards alone do not show it. Not in the
+paper; the bounds are wide enough that no usable policy comes near them by chance.
+"""
+
+import math
+
+MAX_EMPTY_SHARE = 0.5
+"""A policy that says nothing to more than this share of the prompts has collapsed."""
+
+MAX_COMMON_SHARE = 0.5
+"""So has one that gives one and the same reply to more than this share of the prompts."""
+
+MIN_PARSE_RATIO = 0.5
+"""And one whose replies parse less than this many times as often as the base model's."""
+
+
+def collapse_reason(
+    *,
+    commonest_share: float,
+    empty_share: float,
+    mean_kl: float,
+    parse_rate: float | None = None,
+    base_parse_rate: float | None = None,
+) -> str | None:
+    """Returns why a policy counts as collapsed, in words, or None if it does not.
+
+    Args:
+        commonest_share: Share of the prompts whose reply is the one that is given most often, in
+            [0, 1]; blank replies do not count.
+        empty_share: Share of the prompts whose reply is blank, in [0, 1].
+        mean_kl: Mean KL from the base model; NaN and infinities are a collapse.
+        parse_rate: Share of the replies that the language's grammar parses, in [0, 1], where there
+            is a grammar.
+        base_parse_rate: The same of the base model, whose own failures are no collapse.
+
+    Raises:
+        ValueError: A share or rate is out of range, or one parse rate is given without the other.
+
+    >>> collapse_reason(commonest_share=0.75, empty_share=0.0, mean_kl=2.5)
+    'one reply to 75 % of the prompts'
+    """
+    for name, share in (("commonest_share", commonest_share), ("empty_share", empty_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {share}.")
+    rates = (parse_rate, base_parse_rate)
+    if (parse_rate is None) != (base_parse_rate is None):
+        raise ValueError(
+            f"parse_rate is judged beside base_parse_rate, got {rates}: give both or none."
+        )
+    if any(rate is not None and not 0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"parse rates must be in [0, 1], got {rates}.")
+    if not math.isfinite(mean_kl):
+        return f"the mean KL from the base model is {mean_kl}"
+    if empty_share > MAX_EMPTY_SHARE:
+        return f"no reply to {_percent(empty_share)} of the prompts"
+    if commonest_share > MAX_COMMON_SHARE:
+        return f"one reply to {_percent(commonest_share)} of the prompts"
+    if parse_rate is None or base_parse_rate is None:
+        return None
+    if parse_rate < MIN_PARSE_RATIO * base_parse_rate:
+        return (
+            f"{_percent(parse_rate)} of the replies parse, of the base model's "
+            f"{_percent(base_parse_rate)}"
+        )
+    return None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

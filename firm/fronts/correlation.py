@@ -1,0 +1,79 @@
+"""Whether models do what their preferences ask: more weight on an objective, more of its reward."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import rankdata
+
+from firm.fronts.front import Front, mean_front
+
+
+def preference_correlations(front: Front) -> dict[str, float | None]:
+    """Returns Spearman's rank correlation of preference and reward, by objective.
+
+    It runs over all points with a preference, every seed and collapsed ones too. None stands where
+    one of the two does not vary, or fewer than two points have a preference.
+    """
+    preferences, rewards = front.preferences(), front.scores()
+    has_preference = ~np.isnan(preferences).any(axis=1)
+    columns = zip(preferences[has_preference].T.round(9), rewards[has_preference].T, strict=True)
+    return {
+        name: _rank_correlation(shares, reward)
+        for name, (shares, reward) in zip(front.objectives, columns, strict=True)
+    }
+
+
+def _rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
+    if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return float(np.corrcoef(rankdata(first), rankdata(second))[0, 1])
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A place where more weight on an objective earned less of it."""
+
+    objective: str
+    lower: float
+    """Share of the preference, in [0, 1]."""
+    higher: float
+    """The next share that was trained."""
+    fall: float
+    """By how much the mean reward is lower at `higher`, positive."""
+
+
+def monotone_violations(front: Front, *, tolerance: float = 0.0) -> list[Violation]:
+    """Returns where an objective's mean reward falls while its share of the preference rises.
+
+    The mean at a share is over the seeds of each preference, and with three objectives or more
+    over the preferences that give the objective this share, however they divide the rest. Only
+    neighbouring shares are compared.
+
+    Args:
+        front: Points without a preference are left out.
+        tolerance: Fall up to which nothing is said, such as the rewards' standard error.
+
+    Raises:
+        ValueError: The tolerance is negative.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be non-negative, got {tolerance}.")
+    means = mean_front(front)
+    violations = []
+    for index, objective in enumerate(front.objectives):
+        shares = sorted({preference[index] for preference in means})
+        levels = [np.mean([r[index] for p, r in means.items() if p[index] == s]) for s in shares]
+        violations += [
+            Violation(objective, shares[i], shares[i + 1], float(levels[i] - levels[i + 1]))
+            for i in range(len(shares) - 1)
+            if levels[i] - levels[i + 1] > tolerance
+        ]
+    return violations
+
+
+def is_monotone(front: Front, *, tolerance: float = 0.0) -> bool:
+    """Returns whether no objective's mean reward falls where its preference rises.
+
+    See `monotone_violations`; of fewer than two preferences it is true and says nothing.
+    """
+    return not monotone_violations(front, tolerance=tolerance)

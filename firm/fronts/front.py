@@ -1,0 +1,280 @@
+"""The record of a front: models, what each earns, and what makes two fronts comparable."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+import numpy as np
+
+from firm.fronts.dominance import non_dominated
+from firm.fronts.hypervolume import as_reference, hypervolume
+from firm.fronts.json_record import read_record, write_record
+from firm.solvers.checks import as_shares
+
+_FORMAT = 1
+
+SAME_FIGURE = 1e-6
+"""Relative difference up to which a figure of two calibrations is the same one."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model of a front."""
+
+    name: str
+    """Unlike that of any other point."""
+    preference: tuple[float, ...] | None
+    """What it was trained for, non-negative, in the order of the objectives; None without one."""
+    seed: int
+    """Points of one seed start from the same adapter, so that they may be merged."""
+    rewards: dict[str, float]
+    """Mean calibrated reward on the test prompts, by objective."""
+    errors: dict[str, float]
+    """Standard errors of the rewards over the prompts."""
+    scores: dict[str, float]
+    """Further mean scores, such as the ground truth; in no hypervolume."""
+    kl: float
+    """Mean KL from the base model per reply, in nats; NaN where it was not finite."""
+    adapter: str
+    """Its adapter's folder, relative to the front's file, with slashes."""
+    collapse: str | None = None
+    """Why the model counts as collapsed; None if it does not."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """Models trained by one strategy for several preferences and seeds.
+
+    Raises:
+        ValueError: Names, objectives or sizes do not fit together, a preference is no preference,
+            or a figure that must be finite is not.
+    """
+
+    objectives: tuple[str, ...]
+    """M names; their order is that of every preference, the reference point and [N, M]."""
+    points: tuple[Point, ...]
+    reference: tuple[float, ...]
+    """Reference point of the hypervolume, [M]."""
+    calibrations: dict[str, dict[str, Any]]
+    """What a reward means, by objective, as `firm.alignment` freezes it."""
+    base: dict[str, float]
+    """Mean rewards of the base model, by objective."""
+    strategy: str
+    """What trained the models."""
+    num_prompts: int
+    """Test prompts behind every reward."""
+
+    def __post_init__(self) -> None:
+        if not self.objectives or len(set(self.objectives)) < len(self.objectives):
+            raise ValueError(
+                f"a front needs objectives of different names, got {list(self.objectives)}."
+            )
+        if self.num_prompts < 1:
+            raise ValueError(f"num_prompts must be positive, got {self.num_prompts}.")
+        as_reference(self.reference, len(self.objectives))
+        self._check_names("the calibrations", self.calibrations)
+        self._check_figures("the base model", self.base)
+        names = Counter(point.name for point in self.points)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ValueError(
+                f"every point needs its own name, got {repeated[0]!r} {names[repeated[0]]} times."
+            )
+        for point in self.points:
+            self._check_point(point)
+
+    def _check_point(self, point: Point) -> None:
+        self._check_figures(f"the rewards of {point.name!r}", point.rewards)
+        self._check_figures(f"the errors of {point.name!r}", point.errors)
+        if point.preference is not None:
+            self._shares(point)
+        if PurePosixPath(point.adapter).is_absolute():
+            raise ValueError(
+                f"the adapter of {point.name!r} must be relative to the front's file, so that the "
+                f"folder can be moved, got {point.adapter}."
+            )
+
+    def _check_figures(self, what: str, figures: Mapping[str, float]) -> None:
+        self._check_names(what, figures)
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{what} must have finite figures, got {value} for {name!r}.")
+
+    def _check_names(self, what: str, figures: Mapping[str, Any]) -> None:
+        if set(figures) != set(self.objectives):
+            raise ValueError(
+                f"{what} must have one entry for each objective ({', '.join(self.objectives)}), "
+                f"got {', '.join(figures) or 'none'}."
+            )
+
+    def _shares(self, point: Point) -> np.ndarray:
+        name = f"the preference of {point.name!r}"
+        return as_shares(point.preference or (), len(self.objectives), name=name)
+
+    def scores(self) -> np.ndarray:
+        """Returns the rewards of all points, shape [N, M]."""
+        rows = [[point.rewards[name] for name in self.objectives] for point in self.points]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.objectives))
+
+    def preferences(self) -> np.ndarray:
+        """Returns the points' preferences scaled to sum 1, shape [N, M]; NaN for those without."""
+        rows = np.full((len(self.points), len(self.objectives)), np.nan)
+        for row, point in zip(rows, self.points, strict=True):
+            if point.preference is not None:
+                row[:] = self._shares(point)
+        return rows
+
+    def of_seed(self, seed: int) -> Self:
+        """Returns the front of one seed's points."""
+        return replace(self, points=tuple(p for p in self.points if p.seed == seed))
+
+    @property
+    def non_dominated(self) -> np.ndarray:
+        """Which points no other point dominates, bool [N].
+
+        Raises:
+            ValueError: The front has fewer than two points.
+        """
+        self._check_several()
+        return non_dominated(self.scores())
+
+    @property
+    def hypervolume(self) -> float:
+        """The hypervolume of all points above the reference point.
+
+        Raises:
+            ValueError: The front has fewer than two points, or one that is not above the reference
+                point in every objective.
+        """
+        self._check_several()
+        return hypervolume(
+            self.scores(),
+            self.reference,
+            names=[repr(point.name) for point in self.points],
+            objectives=[repr(name) for name in self.objectives],
+        )
+
+    def _check_several(self) -> None:
+        if len(self.points) < 2:
+            count = "one point" if self.points else "no points"
+            raise ValueError(
+                f"a front with {count} shows no trade-off: give models of two preferences or more."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the front as JSON, as a whole or not at all.
+
+        What is not finite in `kl` and `scores` becomes null, and NaN when it is read.
+
+        Args:
+            path: File to be, replaced if it exists; its folder must exist.
+
+        Raises:
+            OSError: It cannot be written; what was there stays.
+        """
+        write_record(path, self, version=_FORMAT)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Returns the front in a file that `save` wrote.
+
+        Raises:
+            ValueError: The file holds no front; the message says where.
+            OSError: It cannot be read.
+        """
+        return read_record(path, cls, version=_FORMAT)
+
+
+def by_preference(front: Front) -> dict[tuple[float, ...], tuple[Point, ...]]:
+    """Returns the points of each preference, by rising seed.
+
+    Preferences are scaled to sum 1 and stand in rising order; points without one are left out.
+    """
+    groups: dict[tuple[float, ...], list[Point]] = {}
+    for point, shares in zip(front.points, front.preferences(), strict=True):
+        if point.preference is not None:
+            # (1, 2) and (0.1, 0.2) are one preference, but for their last digits
+            groups.setdefault(tuple(shares.round(9).tolist()), []).append(point)
+    return {key: tuple(sorted(groups[key], key=lambda point: point.seed)) for key in sorted(groups)}
+
+
+def mean_front(front: Front) -> dict[tuple[float, ...], np.ndarray]:
+    """Returns the mean rewards [M] over the seeds of each preference, in rising order."""
+    return {
+        preference: np.mean([[p.rewards[name] for name in front.objectives] for p in points], 0)
+        for preference, points in by_preference(front).items()
+    }
+
+
+@dataclass(frozen=True)
+class SeedHypervolumes:
+    """A hypervolume over the seeds of a front."""
+
+    by_seed: dict[int, float]
+    mean: float
+    sd: float | None
+    """Standard deviation with n - 1; None for one seed."""
+
+
+def seed_hypervolumes(front: Front) -> SeedHypervolumes:
+    """Returns the hypervolume of each seed's own points, with mean and standard deviation.
+
+    Raises:
+        ValueError: A seed has fewer than two points or lacks a preference that another one has, so
+            that their hypervolumes mean different things, or a point is not above the reference
+            point.
+    """
+    groups = by_preference(front)
+    figures = {}
+    for seed in sorted({point.seed for point in front.points}):
+        for preference, points in groups.items():
+            if seed not in {point.seed for point in points}:
+                raise ValueError(
+                    f"seed {seed} has no point of preference {preference}, other seeds have: "
+                    "train it, or leave the seed or the preference out."
+                )
+        figures[seed] = front.of_seed(seed).hypervolume
+    if not figures:
+        front._check_several()
+    values = list(figures.values())
+    sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return SeedHypervolumes(figures, float(np.mean(values)), sd)
+
+
+def check_comparable(first: Front, second: Front) -> None:
+    """Raises `ValueError` where the rewards or hypervolumes of two fronts mean different things.
+
+    That is where their objectives, their order, what a reward means or the reference point differ.
+    Strategy, preferences and seeds may differ: they are what is compared.
+    """
+    if first.objectives != second.objectives:
+        raise ValueError(
+            "the fronts are not comparable: the objectives are "
+            f"{', '.join(first.objectives)} in the first and {', '.join(second.objectives)} in the "
+            "second, and their order counts."
+        )
+    for name in first.objectives:
+        one, other = first.calibrations[name], second.calibrations[name]
+        # how many replies a map comes from does not change the map
+        for figure in sorted((one.keys() | other.keys()) - {"num_samples"}):
+            if not _is_same(one.get(figure), other.get(figure)):
+                raise ValueError(
+                    f"the fronts are not comparable: the calibration of {name!r} has {figure} "
+                    f"{one.get(figure, 'missing')} in the first and "
+                    f"{other.get(figure, 'missing')} in the second; evaluate both with one "
+                    "calibration."
+                )
+    if first.reference != second.reference:
+        raise ValueError(
+            f"the fronts are not comparable: the reference point is {list(first.reference)} in the "
+            f"first and {list(second.reference)} in the second; choose one for both."
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        return math.isclose(one, other, rel_tol=SAME_FIGURE)
+    return one == other

@@ -1,0 +1,125 @@
+"""The hypervolume of a set of points: what they dominate, measured from a reference point.
+
+Exact. Up to three objectives are computed here, more by the optional package moocore.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from firm.fronts.dominance import as_scores
+
+
+def hypervolume(
+    scores: ArrayLike,
+    reference: ArrayLike,
+    *,
+    names: Sequence[str] | None = None,
+    objectives: Sequence[str] | None = None,
+) -> float:
+    """Returns the volume of all that lies above the reference point and below some point.
+
+    More is better in every objective. Dominated and equal points add nothing. With one objective
+    it is a length, with two an area.
+
+    Args:
+        scores: Points, shape [N, M].
+        reference: Point that every point exceeds in every objective, shape [M].
+        names: N names of the points for the messages; their indices by default.
+        objectives: M names of the objectives for the messages; their indices by default.
+
+    Raises:
+        ValueError: On another shape, scores that are not finite, a reference that some point does
+            not strictly exceed in every objective, or more than 3 objectives without moocore.
+
+    >>> hypervolume([[3.0, 1.0], [1.0, 2.0]], [0.0, 0.0])
+    4.0
+    """
+    points = as_scores(scores)
+    corner = as_reference(reference, points.shape[1])
+    if (wrong := points <= corner).any():
+        point, objective = np.argwhere(wrong)[0].tolist()
+        raise ValueError(
+            "the reference point must lie strictly below every point in every objective: point "
+            f"{names[point] if names else point} has {points[point, objective]:g} in objective "
+            f"{objectives[objective] if objectives else objective}, the reference "
+            f"{corner[objective]:g}; lower the reference or leave the point out."
+        )
+    return float(volumes(points - corner))
+
+
+def as_reference(reference: ArrayLike, num_objectives: int) -> np.ndarray:
+    """Returns a reference point as finite float64, shape [M].
+
+    Raises:
+        ValueError: On another shape, NaN or infinities.
+    """
+    corner = np.asarray(reference, dtype=np.float64)
+    if corner.shape != (num_objectives,) or not np.isfinite(corner).all():
+        raise ValueError(
+            f"the reference point must have one finite number for each of the {num_objectives} "
+            f"objectives, got {corner.tolist()}."
+        )
+    return corner
+
+
+def volumes(gains: np.ndarray) -> np.ndarray:
+    """Returns the hypervolumes of many sets of points, measured from the origin, shape [...].
+
+    Args:
+        gains: Points, shape [..., N, M]. What lies below 0 in an objective adds nothing.
+
+    Raises:
+        ValueError: More than 3 objectives without moocore.
+    """
+    gains = np.maximum(gains, 0.0)
+    num_objectives = gains.shape[-1]
+    if num_objectives == 1:
+        return gains[..., 0].max(axis=-1)
+    if num_objectives == 2:
+        return _areas(gains)
+    if num_objectives == 3:
+        return _solids(gains)
+    return _by_moocore(gains)
+
+
+def _areas(gains: np.ndarray) -> np.ndarray:
+    """Sweeps the points by falling first objective, in strips as high as the highest so far."""
+    points = _by_falling(gains, 0)
+    heights = np.maximum.accumulate(points[..., 1], axis=-1)  # [..., N]
+    return (_steps(points[..., 0]) * heights).sum(axis=-1)
+
+
+def _solids(gains: np.ndarray) -> np.ndarray:
+    """Sweeps the points by falling third objective, in slabs on the area of those so far."""
+    points = _by_falling(gains, 2)
+    thickness = _steps(points[..., 2])  # [..., N]
+    total = np.zeros(gains.shape[:-2])
+    for index in range(gains.shape[-2]):
+        total += thickness[..., index] * _areas(points[..., : index + 1, :2])
+    return total
+
+
+def _by_falling(gains: np.ndarray, objective: int) -> np.ndarray:
+    order = np.argsort(-gains[..., objective], axis=-1)
+    return np.take_along_axis(gains, order[..., None], axis=-2)
+
+
+def _steps(falling: np.ndarray) -> np.ndarray:
+    """How far each value lies above the next one, the last above 0, shape [..., N]."""
+    return falling - np.concatenate([falling[..., 1:], np.zeros_like(falling[..., :1])], axis=-1)
+
+
+def _by_moocore(gains: np.ndarray) -> np.ndarray:
+    try:
+        import moocore  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"the hypervolume of {gains.shape[-1]} objectives is computed by moocore, which is not "
+            'installed: pip install "firm-align[fronts]".'
+        ) from None
+    sets = gains.reshape(-1, *gains.shape[-2:])
+    origin = np.zeros(gains.shape[-1])
+    found = [moocore.hypervolume(-points, ref=origin) for points in sets]  # it minimises
+    return np.array(found).reshape(gains.shape[:-2])

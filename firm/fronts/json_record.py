@@ -1,0 +1,117 @@
+"""Records as JSON files: written as a whole or not at all, read strictly by their annotations."""
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+RecordT = TypeVar("RecordT")
+
+
+def write_record(path: str | Path, record: Any, *, version: int) -> None:
+    """Writes a dataclass as JSON to the file `path`, replaced if it exists.
+
+    Numbers that are not finite, which JSON does not know, become null and are read as NaN.
+
+    Args:
+        path: File to be; its folder must exist.
+        record: Dataclass of the types that `read_record` knows.
+        version: Number of the format, asked for when the file is read.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
+    """
+    path = Path(path)
+    content = _with_null({"format": version, **asdict(record)})
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            os.fchmod(number, 0o644)  # a temporary file is its owner's alone
+            file.write(text)
+            file.flush()
+            os.fsync(number)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: str | Path, kind: type[RecordT], *, version: int) -> RecordT:
+    """Returns the dataclass in a file that `write_record` wrote.
+
+    Every field must be there and no other, each of its type: str, int, float, Any, `X | None`,
+    `tuple[X, ...]`, `dict[str, X]` or a dataclass of such.
+
+    Raises:
+        ValueError: The file is malformed, or the record refuses its values; one line says where.
+        OSError: It cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.pop("format", None) != version:
+            raise ValueError(f'it must be an object with "format": {version}')
+        return _parse(kind, content, "")
+    # no JSON and no UTF-8 are ValueErrors too
+    except (ValueError, OverflowError, RecursionError) as error:
+        what = kind.__name__.lower()
+        raise ValueError(
+            f"{path} holds no {what}: {str(error).rstrip('.')}. Restore the file or write it again."
+        ) from None
+
+
+def _with_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_null(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_null(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parse(kind: Any, value: Any, where: str) -> Any:
+    """The value of type `kind` that plain data stand for; `where` is its key path."""
+    origin, args = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _parse_dataclass(kind, value, where)
+    if origin is UnionType:  # X | None
+        return None if value is None else _parse(args[0], value, where)
+    if origin is tuple:
+        entries = _of_type(list, value, where)
+        return tuple(_parse(args[0], entry, f"{where}[{i}]") for i, entry in enumerate(entries))
+    if origin is dict:
+        entries = _of_type(dict, value, where)
+        return {key: _parse(args[1], entry, _joined(where, key)) for key, entry in entries.items()}
+    if kind is float:
+        number = math.nan if value is None else _of_type((int, float), value, where)
+        return float(number)
+    return value if kind is Any else _of_type(kind, value, where)
+
+
+def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
+    entries, hints = _of_type(dict, value, where), get_type_hints(kind)
+    for key in hints:
+        if key not in entries:
+            raise ValueError(f"{_joined(where, key)} is missing")
+    for key in entries:
+        if key not in hints:
+            raise ValueError(f"{_joined(where, key)} is no known key")
+    return kind(**{key: _parse(hints[key], entries[key], _joined(where, key)) for key in hints})
+
+
+def _joined(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
+
+
+def _of_type(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        text = json.dumps(value)
+        shown = text if len(text) <= 40 else f"{text[:40]} and so on"
+        raise ValueError(f"{where} must be {_NAMES.get(kind, 'a number')}, got {shown}")
+    return value

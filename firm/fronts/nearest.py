@@ -1,0 +1,153 @@
+"""Which models answer a wanted preference: one of them, or a few with shares."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from firm.fronts.dominance import non_dominated
+from firm.fronts.front import Front, Point
+from firm.solvers.checks import as_shares
+
+_SAME = 1e-9
+"""Preferences and shares closer than this are equal: their last digits are rounding."""
+
+
+def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> Point:
+    """Returns the model whose preference is nearest to the wanted one.
+
+    Both are scaled to sum 1 and their distance is Euclidean. Among equally near models, such as
+    the seeds of one preference, the one whose rewards have the best mean under `want` is taken.
+
+    Args:
+        front: Models without a preference are left out.
+        want: Wanted preference, shape [M], scaled to sum 1.
+        any_point: Whether dominated and collapsed models count too.
+
+    Raises:
+        ValueError: The wanted preference is no preference, or no model is left.
+    """
+    target = _as_want(front, want)
+    candidates = _with_preference(front) if any_point else _sound(front)
+    if not candidates.points:
+        raise ValueError(
+            f"none of {len(front.points)} models has a preference"
+            f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more."
+        )
+    distances = np.linalg.norm(candidates.preferences() - target, axis=1)
+    values = np.where(distances <= distances.min() + _SAME, candidates.scores() @ target, -np.inf)
+    return candidates.points[int(values.argmax())]
+
+
+def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
+    """Returns models of one seed and shares of them that add up to the wanted preference.
+
+    With two objectives these are the two neighbouring preferences, with three the corners of a
+    triangle around `want`, and fewer models where fewer do. Of all mixtures that give `want` the
+    one of the smallest spread Σ share · |preference - want|² is taken, a simplex of the
+    Delaunay triangulation; of equal ones that with the best expected reward under `want`.
+    Collapsed models and those dominated within their seed are left out. A preference that no seed
+    encloses falls back to the nearest model.
+
+    Args:
+        front: Models without a preference are left out.
+        want: Wanted preference, shape [M], scaled to sum 1.
+
+    Returns:
+        At most M models of one seed, which may be merged, with positive shares that sum to 1. The
+        shares times the models' preferences sum to `want`, unless it fell back.
+
+    Raises:
+        ValueError: The wanted preference is no preference, or no model is left.
+    """
+    target = _as_want(front, want)
+    mixtures = [
+        mixture
+        for seed in sorted({point.seed for point in front.points})
+        for mixture in _mixtures(_sound(front.of_seed(seed)), target)
+    ]
+    if not mixtures:
+        return [(nearest(front, want), 1.0)]
+    best = min(mixtures, key=lambda mixture: (mixture.spread, -mixture.value))
+    return list(zip(best.points, best.shares, strict=True))
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a mixture of models should earn, if rewards were linear between them."""
+
+    rewards: dict[str, float]
+    errors: dict[str, float]
+
+
+def expected_rewards(shares: Sequence[tuple[Point, float]]) -> Expectation:
+    """Returns the rewards that lie between models by their shares, by objective.
+
+    This is an expectation, not a measurement: merged parameters need not earn what lies between.
+    The errors are Σ share · error, which holds however the points' errors are correlated; the
+    points answered the same prompts, so adding squares would promise too much.
+
+    Args:
+        shares: Models with shares that sum to 1, as `neighbours` gives.
+
+    Raises:
+        ValueError: Without models, or with shares that do not sum to 1.
+    """
+    total = sum(share for _, share in shares)
+    if not abs(total - 1) <= 1e-6 or min(share for _, share in shares) < 0:
+        raise ValueError(
+            f"shares must be non-negative with sum 1, got {[share for _, share in shares]}."
+        )
+    objectives = list(shares[0][0].rewards)
+    return Expectation(
+        {name: sum(share * point.rewards[name] for point, share in shares) for name in objectives},
+        {name: sum(share * point.errors[name] for point, share in shares) for name in objectives},
+    )
+
+
+def _as_want(front: Front, want: Sequence[float]) -> np.ndarray:
+    return as_shares(want, len(front.objectives), name="the wanted preference")
+
+
+def _with_preference(front: Front) -> Front:
+    return replace(front, points=tuple(p for p in front.points if p.preference is not None))
+
+
+def _sound(front: Front) -> Front:
+    """The models with a preference that speak and that no model that speaks dominates."""
+    speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
+    if not speaking.points:
+        return speaking
+    kept = non_dominated(speaking.scores())
+    points = tuple(p for p, is_kept in zip(speaking.points, kept, strict=True) if is_kept)
+    return _with_preference(replace(speaking, points=points))
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    points: list[Point]
+    shares: list[float]
+    spread: float
+    """Mean squared distance of the points' preferences from the target, to nine digits."""
+    value: float
+    """Expected reward under the wanted preference."""
+
+
+def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
+    """All sets of at most M models that give the target with positive shares."""
+    preferences, values = front.preferences(), front.scores() @ target
+    distances = np.linalg.norm(preferences - target, axis=1)
+    for size in range(1, min(len(front.objectives), len(front.points)) + 1):
+        sets = np.array(list(combinations(range(len(front.points)), size)))  # [K, size]
+        corners = preferences[sets]  # [K, size, M]
+        shares = target @ np.linalg.pinv(corners)  # [K, size]
+        misses = np.abs((shares[:, None] @ corners)[:, 0] - target).max(axis=1)
+        for index in np.flatnonzero((misses <= _SAME) & (shares > _SAME).all(axis=1)):
+            chosen, parts = sets[index], shares[index] / shares[index].sum()
+            yield _Mixture(
+                [front.points[i] for i in chosen],
+                parts.tolist(),
+                round(float(parts @ distances[chosen] ** 2), 9),
+                float(parts @ values[chosen]),
+            )

@@ -1,0 +1,72 @@
+"""How far a hypervolume may lie from the one of other prompts."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from firm.fronts.hypervolume import as_reference, volumes
+
+
+def bootstrap_hypervolume(
+    scores: ArrayLike,
+    reference: ArrayLike,
+    *,
+    generator: np.random.Generator,
+    num_resamples: int = 1000,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Returns the percentile interval of a hypervolume over prompts.
+
+    The prompts are drawn anew with replacement, the same ones for all points, because the points
+    were measured on the same prompts. It says how much the figure owes to the choice of prompts,
+    for these very models; it says nothing on other seeds. A hypervolume takes the best of noisy
+    means, which are a little too good, in the figure and in its resamples alike.
+
+    Args:
+        scores: Reward of each of N points on each of P prompts, shape [N, P, M].
+        reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
+        generator: Draws the prompts.
+        num_resamples: How often.
+        level: Share of the resamples that lie inside, in (0, 1).
+
+    Returns:
+        Lower and upper end.
+
+    Raises:
+        ValueError: On points with other prompts or objectives than the rest, fewer than two
+            prompts, scores that are not finite, numbers out of range, or more than 3 objectives
+            without moocore.
+    """
+    if num_resamples < 1 or not 0 < level < 1:
+        raise ValueError(
+            f"num_resamples must be positive and level in (0, 1), got {num_resamples} and {level}."
+        )
+    points = _as_scores_by_prompt(scores)
+    num_points, num_prompts, num_objectives = points.shape
+    corner = as_reference(reference, num_objectives)
+    counts = generator.multinomial(
+        num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
+    )  # [R, P]
+    by_prompt = points.swapaxes(0, 1).reshape(num_prompts, -1)  # [P, N M]
+    means = (counts @ by_prompt / num_prompts).reshape(-1, num_points, num_objectives)
+    tail = (1 - level) / 2
+    low, high = np.quantile(volumes(means - corner), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _as_scores_by_prompt(scores: ArrayLike) -> np.ndarray:
+    try:
+        points = np.asarray(scores, dtype=np.float64)
+    except ValueError:
+        shapes = sorted({np.shape(rows) for rows in scores})  # pyright: ignore
+        raise ValueError(
+            f"every point needs scores on the same prompts and objectives, got shapes {shapes}."
+        ) from None
+    if points.ndim != 3 or points.size == 0 or points.shape[1] < 2:
+        raise ValueError(
+            "scores must have shape [N, P, M] with at least 2 prompts, got "
+            f"{list(points.shape)}: give one row per point and prompt."
+        )
+    if not np.isfinite(points).all():
+        first = np.argwhere(~np.isfinite(points))[0].tolist()
+        raise ValueError(f"scores must be finite, got {points[tuple(first)]} at {first}.")
+    return points

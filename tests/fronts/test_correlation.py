@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from firm.fronts import (
+    Violation,
+    is_monotone,
+    monotone_violations,
+    preference_correlations,
+)
+
+
+def test_rewards_that_follow_their_preferences_correlate_fully(grid_front):
+    assert preference_correlations(grid_front) == pytest.approx({"a": 1.0, "b": 1.0})
+
+
+def test_correlations_are_spearmans_over_all_points_of_three_objectives(build_point, build_front):
+    generator = np.random.default_rng(0)
+    preferences = generator.dirichlet([1, 1, 1], size=12).round(1) + 0.1
+    rewards = generator.uniform(size=(12, 3)).round(1)  # with ties
+    points = [
+        build_point(r, preference=tuple(p), name=str(i))
+        for i, (r, p) in enumerate(zip(rewards, preferences, strict=True))
+    ]
+    found = preference_correlations(build_front(points, num_objectives=3))
+    shares = preferences / preferences.sum(axis=1, keepdims=True)
+    for index, name in enumerate("abc"):
+        oracle = spearmanr(shares[:, index].round(9), rewards[:, index]).statistic
+        assert found[name] == pytest.approx(oracle)
+
+
+def test_what_does_not_vary_correlates_with_nothing(build_point, build_front):
+    front = build_front(
+        [
+            build_point((0.5, 0.2), preference=(1, 3)),
+            build_point((0.5, 0.1), preference=(0.5, 0.5)),
+            build_point((0.9, 0.9)),  # without a preference
+        ]
+    )
+    assert preference_correlations(front) == {"a": None, "b": pytest.approx(1.0)}
+    assert preference_correlations(build_front(front.points[1:])) == {"a": None, "b": None}
+    assert preference_correlations(build_front([])) == {"a": None, "b": None}
+
+
+def test_means_over_seeds_that_rise_are_monotone(build_point, build_front):
+    rewards = {0.2: (0.5, 0.1), 0.8: (0.4, 0.4)}  # seed 0 falls, the mean rises
+    points = [
+        build_point((values[seed], 1 - values[seed]), preference=(share, 1 - share), seed=seed)
+        for share, values in rewards.items()
+        for seed in (0, 1)
+    ]
+    assert is_monotone(build_front(points))
+    assert not is_monotone(build_front(p for p in points if p.seed == 0))
+
+
+def test_a_fall_is_named_with_its_place_and_size(build_point, build_front):
+    rewards = {0.0: (0.3, 0.5), 0.5: (0.6, 0.5), 1.0: (0.4, 0.1)}
+    front = build_front(build_point(r, preference=(s, 1 - s)) for s, r in rewards.items())
+    assert monotone_violations(front) == [Violation("a", 0.5, 1.0, pytest.approx(0.2))]
+    assert is_monotone(front, tolerance=0.21)
+    assert not is_monotone(front, tolerance=0.19)
+
+
+def test_with_three_objectives_the_mean_runs_over_how_the_rest_is_divided(build_point, build_front):
+    rows = {
+        (0.0, 1.0, 0.0): (0.1, 0.5, 0.2),
+        (0.0, 0.0, 1.0): (0.5, 0.1, 0.9),
+        (1.0, 0.0, 0.0): (0.4, 0.3, 0.1),  # of a: below one, above the mean 0.3
+    }
+    front = build_front((build_point(r, preference=p) for p, r in rows.items()), num_objectives=3)
+    assert is_monotone(front)
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, np.nan])
+def test_a_tolerance_must_not_be_negative(grid_front, tolerance):
+    with pytest.raises(ValueError, match="tolerance must be non-negative"):
+        is_monotone(grid_front, tolerance=tolerance)
