@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -40,6 +41,10 @@ class LoraSettings:
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"]
     )
     """Names of the linear layers that get an adapter (A.1)."""
+    freeze_a: bool = False
+    """Whether A stays as it was drawn, so that B alone is trained and sent: half the adapter where
+    layers are square, and the mean of B is the mean of B·A. Not in the paper; FFA-LoRA, Sun et al.
+    (2024), arXiv:2403.12313."""
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -220,7 +225,7 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
     with without_needless_warnings():
         if config.gradient_checkpointing:  # the reentrant kind sees no gradient in frozen inputs
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return get_peft_model(
+        policy = get_peft_model(
             model,
             LoraConfig(
                 task_type="CAUSAL_LM",
@@ -230,6 +235,23 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
                 target_modules=list(config.lora.target_modules),
             ),
         )
+    if config.lora.freeze_a:
+        freeze_a_(policy)
+    return policy
+
+
+def freeze_a_(policy: PeftModel) -> None:
+    """Freezes the A matrices of an adapter, the one that `add_adapter` makes.
+
+    peft makes an adapter trainable again whenever it switches it on, but for the names that a layer
+    declares. Versions that know no such names thaw A after the first rollout: it is trained no
+    more for that, since `adapter_parameters` is read before, but takes memory in updates.
+    """
+    for module in policy.modules():
+        if isinstance(module, LoraLayer):
+            module.frozen_peft_weight_names = {"default": ("lora_A",)}
+            for matrix in module.lora_A.values():
+                matrix.requires_grad_(False)
 
 
 @contextmanager

@@ -6,11 +6,14 @@ from typing import Literal
 import torch
 
 from firm.federation.client import Adapter, Update
+from firm.federation.lora import LoraMean, product_mean
 
 Aggregation = Literal["uniform", "by_examples"]
 
 
-def aggregate(updates: Sequence[Update], *, by: Aggregation = "uniform") -> Adapter:
+def aggregate(
+    updates: Sequence[Update], *, by: Aggregation = "uniform", lora_mean: LoraMean = "factors"
+) -> Adapter:
     """Returns the mean of the updates' adapters.
 
     Sums run in float64 in the order of the updates, so that equal adapters give the same adapter
@@ -20,13 +23,14 @@ def aggregate(updates: Sequence[Update], *, by: Aggregation = "uniform") -> Adap
         updates: At least one; all with the same parameter names and shapes.
         by: "uniform" weighs every client 1/C, as the last line of Algorithm 1 of FIRM (Nourzad
             et al.) does; "by_examples" weighs it by the size of its shard.
+        lora_mean: What of LoRA's layers is averaged, as in ``weighted_mean``.
 
     Returns:
         A new adapter in the first one's order and dtypes.
 
     Raises:
         ValueError: Without updates or examples, or when an adapter does not fit the first one;
-            names the client.
+            names the client. Also without LoRA's pairs, where their products are asked for.
     """
     if not updates:
         raise ValueError("There is no update to aggregate.")
@@ -34,7 +38,7 @@ def aggregate(updates: Sequence[Update], *, by: Aggregation = "uniform") -> Adap
     first = updates[0]
     for update in updates[1:]:
         _check_fits(update, first)
-    return weighted_mean([update.adapter for update in updates], counts)
+    return weighted_mean([update.adapter for update in updates], counts, lora_mean=lora_mean)
 
 
 def shares(updates: Sequence[Update], *, by: Aggregation) -> list[int]:
@@ -49,16 +53,22 @@ def shares(updates: Sequence[Update], *, by: Aggregation) -> list[int]:
     return counts
 
 
-def weighted_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
+def weighted_mean(
+    adapters: Sequence[Adapter], weights: Sequence[float], *, lora_mean: LoraMean = "factors"
+) -> Adapter:
     """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order.
 
     Args:
         adapters: At least one; all with the same parameter names and shapes.
         weights: Non-negative, with a positive sum.
+        lora_mean: Whether LoRA's A and B are averaged apart, as all parameters are, or their
+            products, by ``product_mean``.
 
     Returns:
         A new adapter in the first one's order and dtypes.
     """
+    if lora_mean == "products":
+        return product_mean(adapters, weights)
     total = sum(weights)
     mean = {}
     for name, parameter in adapters[0].items():
@@ -76,6 +86,7 @@ def server_step(
     *,
     learning_rate: float = 1.0,
     lengths: Sequence[float] | None = None,
+    lora_mean: LoraMean = "factors",
 ) -> Adapter:
     """Returns θ_t + η Σ λᵢ uᵢ with λ = w / Σw: the server's step along weighted updates.
 
@@ -88,12 +99,22 @@ def server_step(
         weights: w, non-negative, with a positive sum.
         learning_rate: η.
         lengths: What each update is divided by; a zero update has no direction and stays zero.
+        lora_mean: As in ``weighted_mean``; products can only be averaged, with η = 1 and without
+            lengths.
 
     Returns:
         θ_{t+1}, in the start's order and dtypes.
+
+    Raises:
+        ValueError: When products are to be averaged and the step is no mean.
     """
     if lengths is None and learning_rate == 1.0:
-        return weighted_mean(adapters, weights)
+        return weighted_mean(adapters, weights, lora_mean=lora_mean)
+    if lora_mean == "products":
+        raise ValueError(
+            f"products can only be averaged; learning_rate must be 1 (got {learning_rate}) and "
+            "lengths None."
+        )
     total = sum(weights)
     factors = [learning_rate * weight / total for weight in weights]
     if lengths is not None:

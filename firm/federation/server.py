@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from statistics import median
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -17,6 +17,7 @@ from firm.federation.diagnostics import (
     stationarity,
     weights_spread,
 )
+from firm.federation.lora import LoraMean
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,12 @@ class RoundConfig:
     server_learning_rate: float = 1.0
     """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
     Algorithm 1 of FIRM does."""
+    lora_mean: LoraMean = "factors"
+    """What of a LoRA layer is averaged: A and B apart, as adapters are in Algorithm 1 of FIRM, or
+    their products B·A, which are then brought back to rank r. Products are not in the paper."""
+
+    averages: ClassVar[bool] = True
+    """Whether the server's step is a mean of adapters, so that it may be one of products."""
 
     def __post_init__(self) -> None:
         if self.num_local_steps < 1:
@@ -115,6 +122,18 @@ class RoundConfig:
         if not 0 < self.server_learning_rate < inf:
             raise ValueError(
                 "server_learning_rate must be positive and finite, got "
+                f"{self.server_learning_rate}."
+            )
+        if self.lora_mean not in ("factors", "products"):
+            raise ValueError(f"lora_mean must be factors or products, got {self.lora_mean!r}.")
+        if self.lora_mean == "products" and not self.averages:
+            raise ValueError(
+                "lora_mean products is for strategies that take the clients' mean (firm, fedavg, "
+                f"fedcmoo and fedcmoo_pref); {type(self).__name__} needs factors."
+            )
+        if self.lora_mean == "products" and self.server_learning_rate != 1:
+            raise ValueError(
+                "lora_mean products is for the mean itself; server_learning_rate must be 1, got "
                 f"{self.server_learning_rate}."
             )
 

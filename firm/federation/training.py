@@ -8,6 +8,7 @@ al. 2023, arXiv:2310.09866).
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def local_training(client: Client, payload: State) -> Update:
 
     In each local step the client draws a batch and passes over its minibatches; in each pass the
     gradients of all objectives are combined by weights that their own Gram matrix gives. Fixed
-    weights need no Gram matrix, and a client with ``weighted_gradients`` no Jacobian either.
+    weights need no Gram matrix, and a client with ``weighted_gradients`` no Jacobian either. A
+    client that serves some of the objectives finds the weights of these alone.
 
     Args:
         client: Who trains.
@@ -43,13 +45,11 @@ def local_training(client: Client, payload: State) -> Update:
             "weighting_options", and "solve_per": "minibatch", or "batch" for weights that come
             from the whole batch's gradients once and hold for all its minibatches; "share_gram":
             whether the mean of the solves' Gram matrices is sent along, as "gram". Optional:
+            "options_by_client" (the weighting's options of clients that have their own),
             "proximal" (μ, for a local loss with + μ/2 ‖θ - θ_t‖²), "share_losses" (whether the
             losses at θ_t are sent along, as "start_losses"), "skipped_batches" (how many are drawn
             and left before the first) and "factors" (what each objective's fixed weight is
             multiplied by, shape [M]).
-
-    Raises:
-        ValueError: When the client is to find the weights and does not serve all objectives.
     """
     client.load(payload["adapter"])
     shared = start_losses(client) if payload.get("share_losses") else {}
@@ -108,23 +108,22 @@ def objective_training(client: Client, payload: State) -> State:
 
 def _train_on_solves(client: Client, payload: State) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
-    if len(served := served_objectives(client)) < len(client.objectives):
-        # a zero gradient is the shortest of all: its objective would get all the weight
-        raise ValueError(
-            f"{client.name} serves the objectives {served} of {len(client.objectives)}; weights "
-            "that a client finds itself need them all."
-        )
+    options = payload.get("options_by_client", {}).get(client.name, payload["weighting_options"])
+    find = partial(WEIGHTINGS[payload["weighting"]], **options)
+    served = list(served_objectives(client))
+    if payload["weighting"] == "firm" and len(served) < len(client.objectives):
+        find = partial(_served_weights, served, options)
     num_steps, solves = 0, []
     weights = torch.empty(0)
     for batch in drawn_batches(client, payload, count=payload["num_local_steps"]):
         num_steps += 1
         if payload["solve_per"] == "batch":
-            weights, solve = _solve(client.gradients(batch.whole).jacobian, payload)
+            weights, solve = _solve(client.gradients(batch.whole).jacobian, find)
             solves.append(solve)
         for minibatch in batch.minibatches():
             gradients = client.gradients(minibatch)
             if payload["solve_per"] == "minibatch":
-                weights, solve = _solve(gradients.jacobian, payload)
+                weights, solve = _solve(gradients.jacobian, find)
                 solves.append(solve)
             client.step(_pulled_back(gradients, client, payload), weights)
     metrics = client.metrics()
@@ -191,12 +190,29 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"losses": losses} if losses else {}
 
 
-def _solve(jacobian: torch.Tensor, payload: State) -> tuple[torch.Tensor, dict[str, Any]]:
+def _served_weights(served: list[int], options: State, gram: torch.Tensor) -> torch.Tensor:
+    """FIRM's weights [M] of the served objectives' own problem, 0 for the others.
+
+    A zero gradient is the shortest of all: left in, its objective would get all the weight.
+    """
+    own = dict(options)
+    if own.get("preference") is not None:
+        own["preference"] = [own["preference"][j] for j in served]
+    if own.get("constraints"):
+        own["constraints"] = [[*(row[j] for j in served), row[-1]] for row in own["constraints"]]
+    weights = torch.zeros(len(gram), dtype=gram.dtype)
+    weights[served] = firm_weights(gram[served][:, served], **own)
+    return weights
+
+
+def _solve(
+    jacobian: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Returns the weights [M] of a Jacobian [M, d], and what is worth keeping of the solve."""
     start = time.perf_counter()
     gram = gram_matrix(jacobian).cpu()
     gram_end = time.perf_counter()
-    weights = WEIGHTINGS[payload["weighting"]](gram, **payload["weighting_options"])
+    weights = find(gram)
     solve_end = time.perf_counter()
     return weights, {
         "weights": weights.tolist(),

@@ -3,8 +3,10 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import BloomConfig
 
+from firm.alignment.evaluation import load_adapters, select_adapter
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
@@ -140,6 +142,40 @@ def test_equal_streams_draw_equal_adapters_whatever_was_drawn_before(checkpoint)
     for name in first:
         assert torch.equal(first[name], again[name])
         assert torch.equal(first[name], other[name]) == ("lora_B" in name)
+
+
+def test_with_a_frozen_b_alone_is_trainable_and_a_is_the_one_that_is_always_drawn(checkpoint):
+    frozen, free = (load(checkpoint, freeze_a=value) for value in (True, False))
+    parameters, all_of_them = adapter_parameters(frozen), adapter_parameters(free)
+    assert list(parameters) == [name for name in all_of_them if "lora_B" in name]
+    ours = {name: p for name, p in frozen.named_parameters() if "lora_A" in name}
+    theirs = {name: p for name, p in free.named_parameters() if "lora_A" in name}
+    assert ours.keys() == theirs.keys()
+    for name, matrix in ours.items():
+        assert torch.equal(matrix, theirs[name])
+        assert matrix.any()
+
+
+def test_a_frozen_a_stays_frozen_when_the_adapter_was_off(checkpoint):
+    policy = load(checkpoint, freeze_a=True)
+    before = list(adapter_parameters(policy))
+    with policy.disable_adapter():  # at its end peft makes adapters trainable
+        policy(input_ids=TOKEN_IDS)
+    assert list(adapter_parameters(policy)) == before
+
+
+def test_an_adapter_with_a_frozen_is_saved_whole(checkpoint, tmp_path):
+    policy = load(checkpoint, freeze_a=True)
+    for parameter in adapter_parameters(policy).values():
+        torch.nn.init.normal_(parameter)
+    policy.save_pretrained(tmp_path / "adapter")
+    in_file = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert sum("lora_A" in name for name in in_file) == len(adapter_parameters(policy))
+    config = PolicyConfig(path=str(checkpoint))
+    again = load_adapters(config, [tmp_path / "adapter"], check_base=False)
+    with torch.no_grad(), select_adapter(again, 0):
+        logits = again(input_ids=TOKEN_IDS.to(again.device)).logits.cpu()
+    torch.testing.assert_close(logits, policy.eval()(input_ids=TOKEN_IDS).logits.detach())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

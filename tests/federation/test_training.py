@@ -210,9 +210,30 @@ def test_only_served_objectives_are_trained(new_client, start):
         objective_training(new_client(served=(2,)), payload)
 
 
-def test_weights_of_a_client_are_not_found_without_all_objectives(new_client, start):
+def test_a_client_finds_the_weights_of_the_objectives_that_it_serves_alone(new_client, start):
     payload = _payload(start)
     assert payload["weighting"] == "firm"
-    local_training(new_client(served=(0, 1)), payload)
-    with pytest.raises(ValueError, match=r"serves the objectives \(1,\) of 2"):
-        local_training(new_client(served=(1,)), payload)
+    update = local_training(new_client(served=(1,)), payload)
+    alone = local_training(
+        new_client(served=(1,)),
+        {**payload, "weighting": "fixed", "weighting_options": {"weights": [0, 1]}},
+    )
+    assert all(weights == [0, 1] for weights in update.metrics["weights"])
+    for name, parameter in update.adapter.items():
+        assert torch.equal(parameter, alone.adapter[name])
+
+
+def test_a_preference_of_a_clients_own_takes_the_place_of_the_one_for_all(new_client, start):
+    payload = _payload(start)
+    own = {**payload["weighting_options"], "preference": [0.9, 0.1]}
+    for_all = local_training(new_client(), {**payload, "weighting_options": own})
+    by_client = {"options_by_client": {new_client().name: own}}
+    assert (
+        local_training(new_client(), {**payload, **by_client}).metrics["weights"]
+        == (for_all.metrics["weights"])
+    )
+    others = {"options_by_client": {"somebody else": own}}
+    assert (
+        local_training(new_client(), {**payload, **others}).metrics["weights"]
+        == (local_training(new_client(), payload).metrics["weights"])
+    )

@@ -7,7 +7,7 @@ Mohri et al. (2019), "Agnostic Federated Learning", arXiv:1902.00146, in the for
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -30,6 +30,8 @@ class AflConfig(ScalarConfig):
     average_iterates: bool = False
     """Whether the model is the mean of all rounds' iterates, as Mohri et al. return it, and not the
     last one; training goes on from the last all the same."""
+
+    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.weights_learning_rate < inf:

@@ -67,6 +67,14 @@ class FedAvgConfig(ScalarConfig):
     normalize_updates: bool = False
     """Whether every update is scaled to unit length first (FedAvg-n); a zero update stays zero."""
 
+    def __post_init__(self) -> None:
+        if self.lora_mean == "products" and (self.normalize_updates or self.decay < 1):
+            raise ValueError(
+                "lora_mean products is for the mean itself; normalize_updates must be false and "
+                f"decay 1, got {self.normalize_updates} and {self.decay}."
+            )
+        super().__post_init__()
+
 
 def fedavg(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FedAvgConfig
@@ -92,5 +100,6 @@ def fedavg(
         shares(updates, by=cfg.aggregation),
         learning_rate=cfg.learning_rate(state),
         lengths=lengths,
+        lora_mean=cfg.lora_mean,
     )
     return this_round.finish(adapter, replies, entries=zero_updates(replies, lengths))

@@ -37,7 +37,7 @@ from firm.gradients.approx_gram import inner_products
 from firm.solvers import (
     fedcmoo_pref_weights,
     fedcmoo_weights,
-    min_norm_weights,
+    firm_weights,
     project_to_simplex,
 )
 
@@ -106,7 +106,11 @@ class FedCmooConfig(GramConfig):
     """Steps K of Algorithm 2; the theory has 1."""
     normalize_gram: bool = True
     """Whether the Gram matrix is divided by the square of the mean gradient norm for the steps,
-    which gives the step size a scale. As in the authors' experiments; not in the paper."""
+    which gives the step size a scale, as in the authors' experiments; for the exact solution by the
+    mean of its diagonal, which gives β one (Eq. 9 of FIRM). Not in the paper."""
+    beta: float = 0.0
+    """Strength of the pull of the exact solution towards uniform weights, FIRM's β. Not in the
+    paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +118,9 @@ class FedCmooConfig(GramConfig):
             raise ValueError(f"solver must be steps, exact or upgrad, got {self.solver!r}.")
         if self.solver == "upgrad":
             upgrad_weights(torch.eye(1))  # or TorchJD is missing
+        firm_weights(np.eye(1), beta=self.beta)
+        if self.beta > 0 and self.solver != "exact":
+            raise ValueError(f"beta belongs to solver exact, got {self.beta} with {self.solver}.")
         _check_communication(self)
         num_steps = min(1, self.num_steps)
         fedcmoo_weights(np.ones(1), np.eye(1), step_size=self.step_size, num_steps=num_steps)
@@ -401,7 +408,7 @@ def _next_weights(
 def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) -> list[float]:
     """FindWeights, Algorithm 2, on a matrix [A, A]; or Eq. 3, or UPGrad."""
     if cfg.solver == "exact":
-        return min_norm_weights(gram).tolist()
+        return firm_weights(gram, beta=cfg.beta, normalize=cfg.normalize_gram).tolist()
     if cfg.solver == "upgrad":
         return upgrad_weights(gram).tolist()
     if cfg.communication == "two_sample":  # not symmetric, which Algorithm 2 does not mind
@@ -438,7 +445,11 @@ def _train(
     replies = this_round.train(payload, clients=estimate.clients)
     adapters = [reply.content.adapter for reply in replies]
     adapter = server_step(
-        state.adapter, adapters, [1] * len(adapters), learning_rate=cfg.server_learning_rate
+        state.adapter,
+        adapters,
+        [1] * len(adapters),
+        learning_rate=cfg.server_learning_rate,
+        lora_mean=cfg.lora_mean,
     )
     by_objective = dict(zip(state.objectives, weights, strict=True))
     return this_round.finish(

@@ -6,7 +6,7 @@ Algorithm 1 with Eq. 22, 23 and 25; MGDA-Prox with a proximal term in the local 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -30,6 +30,8 @@ class FedMgdaConfig(ScalarConfig):
     epsilon: float = 1.0
     """How far a client's weight may be from its λ₀ of the aggregation, ε of Eq. 25: 0 is FedAvg
     (FedAvg-n with normalisation), 1 is free."""
+
+    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon <= 1:

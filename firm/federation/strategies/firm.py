@@ -4,8 +4,8 @@ Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment"
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class FirmConfig(RoundConfig):
     """Strength of the pull towards uniform weights, β of Eq. 9; unused with a preference."""
     preference: tuple[float, ...] | None = None
     """Preference of each objective, p of Eq. 54, scaled to sum 1; 0 leaves an objective out."""
+    preferences: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Preferences of single clients, by name, in place of the one for all."""
     preference_strength: float = 1.0
     """Factor of the preference term Diag(1/p); the paper's form is 1."""
     normalize: bool = True
@@ -50,11 +52,20 @@ class FirmConfig(RoundConfig):
         # the constraints wait for the objectives' names
         options = {**self.weighting_options(), "solver": "exact"}
         firm_weights(np.eye(num_objectives), **options)
+        for client in self.preferences:
+            self.of_client(client)
         super().__post_init__()
 
     def check(self, objectives: Sequence[str]) -> None:
         """Raises ``ValueError`` on options that do not fit these objectives."""
         firm_weights(np.eye(len(objectives)), **self.weighting_options(objectives))
+        for client in self.preferences:
+            self.of_client(client).check(objectives)
+
+    def of_client(self, name: str) -> Self:
+        """Returns what holds for one client, with its own preference where it has one."""
+        preference = self.preferences.get(name, self.preference)
+        return replace(self, preference=preference, preferences={})
 
     def weighting_options(self, objectives: Sequence[str] | None = None) -> dict[str, Any]:
         """Returns the arguments of ``firm_weights``; without names those but constraints."""
@@ -93,11 +104,16 @@ def firm(
         {
             "weighting": "firm",
             "weighting_options": cfg.weighting_options(state.objectives),
+            "options_by_client": {
+                name: cfg.of_client(name).weighting_options(state.objectives)
+                for name in cfg.preferences
+            },
             "solve_per": cfg.solve_per,
         }
     )
 
     # the server averages what came back whole, and steps towards it: θ_{t+1}
-    mean = aggregate([reply.content for reply in replies], by=cfg.aggregation)
+    updates = [reply.content for reply in replies]
+    mean = aggregate(updates, by=cfg.aggregation, lora_mean=cfg.lora_mean)
     adapter = server_step(state.adapter, [mean], [1.0], learning_rate=cfg.server_learning_rate)
     return this_round.finish(adapter, replies)

@@ -7,7 +7,7 @@ steps, which is FMGDA. With one client and one local step they are the centralis
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from firm.federation.aggregation import moved, server_step, update_matrix, weighted_mean
 from firm.federation.client import Adapter, Reply, State, Update
@@ -30,6 +30,8 @@ class FsmgdaConfig(RoundConfig):
     gram_columns: Literal["shared", "all"] = "shared"
     """Parameters whose updates decide on the weights: those that all objectives share, or also the
     objectives' own heads. The paper's models have shared ones only."""
+
+    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.gram_columns not in ("shared", "all"):

@@ -6,7 +6,7 @@ Li et al. (2020), "Fair Resource Allocation in Federated Learning", arXiv:1905.1
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from firm.federation.aggregation import moved
 from firm.federation.engines.engine import Engine
@@ -38,6 +38,8 @@ class QFedAvgConfig(ScalarConfig):
     normalize_updates: bool = False
     """Whether every update is scaled to unit length first; Hu et al. found it unstable for large
     q. A zero update stays zero."""
+
+    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.q < inf:

@@ -1,0 +1,217 @@
+"""The mean of LoRA's products B·A in place of the means of A and of B.
+
+A client's LoRA layer adds B·A to a weight, but averaging adapters averages A and B apart, and
+mean(B)·mean(A) is not mean(B·A). Here is the mean product, brought back to rank r.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from firm.federation.client import Adapter
+
+LoraMean = Literal["factors", "products"]
+
+RANK_TOLERANCE = 1e-8
+"""Singular values below this share of the largest count as zero; float32 resolves 6e-8."""
+
+NUM_HALVINGS = 100
+"""Of an interval of floats: none is left to halve after 64 or so."""
+
+_FACTOR = re.compile(r"(.*\blora_)([AB])((?:\.[^.]+)?\.weight)")
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """Names of the two factors of one layer."""
+
+    a: str
+    """Of A, shape [r, in]."""
+    b: str
+    """Of B, shape [out, r]."""
+
+
+def lora_pairs(adapter: Adapter) -> list[LoraPair]:
+    """Returns the pairs of LoRA factors, by PEFT's names, in the order of their A.
+
+    Other parameters, among them LoRA's of embeddings and its biases, belong to no pair.
+
+    >>> lora_pairs({"q.lora_A.weight": torch.zeros(1, 3), "q.lora_B.weight": torch.zeros(2, 1)})
+    [LoraPair(a='q.lora_A.weight', b='q.lora_B.weight')]
+
+    Raises:
+        ValueError: When a factor stands alone, or a pair's shapes are not [r, in] and [out, r].
+    """
+    pairs = []
+    for name in adapter:
+        if not (parts := _FACTOR.fullmatch(name)):
+            continue
+        head, letter, tail = parts.groups()
+        pair = LoraPair(f"{head}A{tail}", f"{head}B{tail}")
+        other = pair.b if letter == "A" else pair.a
+        if other not in adapter:
+            raise ValueError(
+                f"{name!r} has no partner {other!r}, so that there is no product to average; "
+                "factors alone are averaged exactly as they are: set lora_mean to factors."
+            )
+        if letter == "A":
+            shape_a, shape_b = adapter[pair.a].shape, adapter[pair.b].shape
+            if len(shape_a) != 2 or len(shape_b) != 2 or shape_a[0] != shape_b[1]:
+                raise ValueError(
+                    f"{pair.a!r} and {pair.b!r} must have shapes [r, in] and [out, r], got "
+                    f"{list(shape_a)} and {list(shape_b)}; set lora_mean to factors."
+                )
+            pairs.append(pair)
+    return pairs
+
+
+def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
+    """Returns an adapter whose products are the means Σ wᵢ BᵢAᵢ / Σ wᵢ, as far as rank r can.
+
+    The mean product has rank up to C·r; its best approximation of rank r (Eckart and Young, 1936)
+    takes its place, and ``truncation_error`` says at what cost. Only products enter it, so that it
+    is the same whatever coordinates clients write their factors in (Bᵢ Q, Q⁻¹ Aᵢ).
+
+    The product leaves its factors open up to an invertible [r, r]. They are chosen near the plain
+    means Ā and B̄, so that optimizer moments, which clients keep by coordinate, go on to mean the
+    same: A is Ā projected onto the product's row space, B follows, and directions in which that
+    would make one factor short and the other long are rescaled (``_scales``). Balanced factors,
+    with equal singular values, would not do: a young B is far shorter than A, and balancing shrinks
+    A in the first round. Equal adapters come back equal up to rounding where A has rank r.
+
+    Everything runs in float64 on the CPU, and no [out, in] is formed.
+
+    Args:
+        adapters: At least one; all with the same parameter names and shapes.
+        weights: Non-negative, with a positive sum.
+
+    Returns:
+        A new adapter in the first one's order and dtypes; parameters outside pairs are the plain
+        means.
+
+    Raises:
+        ValueError: When there are no pairs, or a factor stands alone.
+    """
+    first = adapters[0]
+    if not (pairs := lora_pairs(first)):
+        raise ValueError(
+            "the adapter has no pair lora_A and lora_B whose products could be averaged, first "
+            f"{next(iter(first), None)!r}; set lora_mean to factors."
+        )
+    mean = {name: _plain_mean(name, adapters, weights) for name in first}
+    for pair in pairs:
+        product = _mean_product(pair, adapters, weights)
+        mean[pair.a], mean[pair.b] = _factors(product, mean[pair.a], mean[pair.b])
+    return {name: mean[name].to(parameter.dtype) for name, parameter in first.items()}
+
+
+def truncation_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> float:
+    """Returns how much of the mean products rank r loses, ‖P - P_r‖ / ‖P‖ over all layers.
+
+    Args:
+        adapters: As for ``product_mean``.
+        weights: As for ``product_mean``.
+
+    Returns:
+        From 0 to 1; 0 where all products are zero.
+    """
+    lost, all_of_it = 0.0, 0.0
+    for pair, product in _mean_products(adapters, weights):
+        squares = torch.linalg.svdvals(product.core).square()
+        lost += squares[len(adapters[0][pair.a]) :].sum().item()
+        all_of_it += squares.sum().item()
+    return (lost / all_of_it) ** 0.5 if all_of_it > 0 else 0.0
+
+
+def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> float:
+    """Returns how far plain means are from the mean product, ‖B̄Ā - P‖ / ‖P‖ over all layers.
+
+    Args:
+        adapters: As for ``product_mean``.
+        weights: As for ``product_mean``.
+
+    Returns:
+        Non-negative; 0 where all products are zero.
+    """
+    difference, all_of_it = 0.0, 0.0
+    for pair, product in _mean_products(adapters, weights):
+        a, b = (_plain_mean(name, adapters, weights) for name in (pair.a, pair.b))
+        plain = (product.left.T @ b) @ (a @ product.right)
+        difference += (plain - product.core).square().sum().item()
+        all_of_it += product.core.square().sum().item()
+    return (difference / all_of_it) ** 0.5 if all_of_it > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Product:
+    """left · core · rightᵀ, with orthonormal columns outside."""
+
+    left: torch.Tensor  # [out, k]
+    core: torch.Tensor  # [k, l], both at most C r
+    right: torch.Tensor  # [in, l]
+
+
+def _plain_mean(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> torch.Tensor:
+    terms = [w * adapter[name].double() for adapter, w in zip(adapters, weights, strict=True)]
+    return torch.stack(terms).sum(dim=0) / sum(weights)
+
+
+def _mean_products(
+    adapters: Sequence[Adapter], weights: Sequence[float]
+) -> Iterator[tuple[LoraPair, _Product]]:
+    for pair in lora_pairs(adapters[0]):
+        yield pair, _mean_product(pair, adapters, weights)
+
+
+def _mean_product(
+    pair: LoraPair, adapters: Sequence[Adapter], weights: Sequence[float]
+) -> _Product:
+    """P = [w₁B₁ .. w_C B_C] · [A₁; ..; A_C], by QR of both."""
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    scaled = [s * adapter[pair.b].double() for adapter, s in zip(adapters, shares, strict=True)]
+    left, upper = torch.linalg.qr(torch.cat(scaled, dim=1))  # [out, C r]
+    stacked = torch.cat([adapter[pair.a].double() for adapter in adapters])  # [C r, in]
+    right, lower = torch.linalg.qr(stacked.T)
+    return _Product(left, upper @ lower.T, right)
+
+
+def _factors(
+    product: _Product, mean_a: torch.Tensor, mean_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [r, in] and B [out, r] of the product's best rank r, near the plain means."""
+    rank = len(mean_a)
+    u, sizes, vh = torch.linalg.svd(product.core, full_matrices=False)
+    kept = min(rank, int((sizes > RANK_TOLERANCE * sizes[0]).sum()))
+    rows = product.right @ vh[:kept].T  # [in, kept]
+    columns = product.left @ (u[:, :kept] * sizes[:kept])  # [out, kept]
+
+    # where the product has a smaller rank, mean_a's own rows fill up A, and B has zeros there
+    rest = torch.linalg.svd(mean_a - (mean_a @ rows) @ rows.T, full_matrices=False).Vh.T
+    spare = rest[:, : rank - kept]
+    rows = torch.cat([rows, spare], dim=1)
+    columns = torch.cat([columns, columns.new_zeros(len(columns), spare.size(1))], dim=1)
+
+    # mean_a in these rows is X diag(lengths) Yᵀ; one direction of A goes with one of B
+    x, lengths, yh = torch.linalg.svd(mean_a @ rows, full_matrices=False)
+    rows, columns = rows @ yh.T, columns @ yh.T
+    scales = _scales(lengths, (mean_b @ x).norm(dim=0), columns.norm(dim=0))
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    return (x * scales) @ rows.T, (columns * inverse) @ x.T
+
+
+def _scales(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """For each direction the s that minimises (s - a)² + (product / s - b)².
+
+    It is a root of s⁴ - a s³ + b product s - product², which is at most 0 at 0 and at least 0 at
+    a + √product; it is a itself where a · b is the product.
+    """
+    low, high = torch.zeros_like(a), a + product.sqrt()
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        is_below = middle**3 * (middle - a) + product * (b * middle - product) < 0
+        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+    return high
