@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -25,16 +25,19 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from firm.alignment import (
     AlignmentClient,
     Calibration,
     Evaluation,
+    Judges,
     MultiObjectivePPOTrainer,
     PolicyConfig,
     PPOConfig,
     Prompt,
     PromptsConfig,
+    RewardFn,
     RolloutConfig,
     calibrate,
     check_context,
@@ -42,6 +45,7 @@ from firm.alignment import (
     comparison_table,
     copy_adapter,
     evaluate,
+    fill_adapter_,
     load_adapter_,
     load_policy,
     load_prompts,
@@ -52,6 +56,7 @@ from firm.alignment import (
     write_model_card,
 )
 from firm.federation import (
+    Adapter,
     Engine,
     LocalEngine,
     Processes,
@@ -62,7 +67,14 @@ from firm.federation import (
     dirichlet_partition,
     iid_partition,
 )
-from firm.federation.strategies import STRATEGIES, FedAvgConfig, FirmConfig
+from firm.federation.aggregation import weighted_mean
+from firm.federation.strategies import (
+    STRATEGIES,
+    FedAvgConfig,
+    FedCmooConfig,
+    FirmConfig,
+    FsmgdaConfig,
+)
 from firm.report import write_report
 from firm.run import (
     CheckpointConfig,
@@ -77,6 +89,8 @@ from firm.run import (
 from reward_models import RewardModelConfig, load_reward_model
 
 ROOT = Path(__file__).parent.parent
+SCORES_NAME = "test_scores.safetensors"
+"""Scores and rewards of the final model by test prompt, in the run's directory."""
 FREE_KEYS = ("resume", "out", "tracking", "plan")
 """What may differ from the run's own configuration when it is resumed."""
 
@@ -104,11 +118,26 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Clients that differ from the others in their objectives' reward models."""
+
+    clients: list[int]
+    """Their numbers, from 0."""
+    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """Reward models in place of those of the same objectives (A.2.1)."""
+    objectives: list[str] | None = None
+    """Objectives that they serve; null: all. Not in the paper; FMOL's indicator matrix A."""
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """How much is measured. Nothing of this is in the paper."""
 
     num_calibration_prompts: int = 256
     """Training prompts whose base-model replies fix the maps from scores to rewards."""
+    calibration_seed: int | None = None
+    """Seed of those replies; null takes the run's. Runs whose rewards are to be compared need the
+    same maps, whatever their seeds."""
     num_validation_prompts: int = 64
     """Prompts per round; 0 leaves the rounds unmeasured."""
     num_test_prompts: int = 256
@@ -145,6 +174,10 @@ class Config:
     processes_per_client: int = 1
     """Processes that work as one on a client, each on its share of a batch. How many there are at
     all is the launcher's to say; the clients are divided among them."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Adapter folders that the training starts from, and the share of each in their mean; none: a
+    fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
+    (arXiv:2306.04488). Not in the paper."""
     rounds: int = 16
     """Communication rounds T (A.1: 16)."""
     num_clients: int = 8
@@ -153,11 +186,15 @@ class Config:
     """Prompts."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """Who has which."""
+    groups: dict[str, GroupConfig] = field(default_factory=dict)
+    """Clients with other reward models or fewer objectives, by a name of the group."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
     """A local step."""
-    strategy: FirmConfig | FedAvgConfig = field(default_factory=FirmConfig)
+    strategy: FirmConfig | FedAvgConfig | FedCmooConfig | FsmgdaConfig = field(
+        default_factory=FirmConfig
+    )
     """A round."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured."""
@@ -167,10 +204,14 @@ class Config:
     """Weights & Biases."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.num_clients < 1:
+        if self.rounds < (0 if self.start else 1) or self.num_clients < 1:
             raise ValueError(
                 f"rounds and num_clients must be at least 1, got {self.rounds} and "
-                f"{self.num_clients}."
+                f"{self.num_clients}; 0 rounds need a start."
+            )
+        if self.start and not (min(self.start.values()) >= 0 and sum(self.start.values()) > 0):
+            raise ValueError(
+                f"start must have non-negative shares, not all zero, got {self.start}."
             )
         if self.processes_per_client < 1:
             raise ValueError(
@@ -178,7 +219,18 @@ class Config:
             )
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
+        if self.policy.lora.freeze_a and self.strategy.lora_mean == "products":
+            raise ValueError(
+                "strategy.lora_mean must be factors with policy.lora.freeze_a, whose mean of B is "
+                "exact already, got products."
+            )
+        if self.policy.lora.freeze_a and self.start:
+            raise ValueError(
+                "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
+                f"lost, got {list(self.start)}."
+            )
         self.strategy.check(list(self.rewards))
+        _check_groups(self)
 
 
 def main(cfg: Config) -> Path | None:
@@ -206,7 +258,8 @@ def main(cfg: Config) -> Path | None:
     train = load_prompts(**asdict(cfg.data.train), tokenizer=tokenizer)
     validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
     test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
-    rewards = {name: load_reward_model(c, name) for name, c in cfg.rewards.items()}
+    judges = {key: load_reward_model(c, key) for key, c in _reward_configs(cfg).items()}
+    rewards = {name: judges[name] for name in cfg.rewards}
     metrics = {name: load_reward_model(c, name) for name, c in cfg.evaluation.metrics.items()}
     trainer = MultiObjectivePPOTrainer(
         cfg.ppo,
@@ -215,18 +268,38 @@ def main(cfg: Config) -> Path | None:
         policy=load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter")),
         tokenizer=tokenizer,
         reward_fns=rewards,
-        num_steps=cfg.rounds * cfg.strategy.num_local_steps,
+        num_steps=max(1, cfg.rounds) * cfg.strategy.num_local_steps,
         team=processes.team(),
         use_cpu=cfg.policy.device == "cpu",
         seed=cfg.seed,
     )
 
+    # calibrate: the server fixes the maps from scores to rewards, for all
+    if processes.is_server:
+        calibrations = _calibrate(trainer, judges, train, cfg)  # tries every reward model, too
+        if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
+            frozen = _calibrations(checkpoint[1]["calibrations"])
+            check_same(frozen, calibrations)  # before the run is opened, which cuts its logs
+            calibrations = frozen
+        processes.broadcast({key: c.to_dict() for key, c in calibrations.items()})
+    else:
+        calibrations = _calibrations(processes.broadcast())
+    trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
+
     # build
     progress = Progress(
         cfg.rounds, names, objectives, clients_per_round=cfg.strategy.clients_per_round
     )
+    own_judges = _own_judges(cfg, judges, calibrations)
     clients = [
-        AlignmentClient(name, shard, trainer, seed=cfg.seed, on_event=progress.event)
+        AlignmentClient(
+            name,
+            shard,
+            trainer,
+            seed=cfg.seed,
+            judges=own_judges.get(name),
+            on_event=progress.event,
+        )
         for name, shard in zip(names, _partition(train, cfg), strict=True)
         if name in processes.hosted(names)
     ]
@@ -234,15 +307,8 @@ def main(cfg: Config) -> Path | None:
     if processes.size > 1:
         engine = ProcessesEngine(processes, names, engine, on_event=progress.event)
         if not processes.is_server:
-            trainer.calibrations = _calibrations(processes.broadcast())
             engine.serve()
             return out
-    trainer.calibrations = _calibrate(trainer, train, cfg)  # tries every reward model, too
-    if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
-        frozen = _calibrations(checkpoint[1]["calibrations"])
-        check_same(frozen, trainer.calibrations)  # before the run is opened, which cuts its logs
-        trainer.calibrations = frozen
-    processes.broadcast({n: c.to_dict() for n, c in trainer.calibrations.items()})
 
     def measure(prompts: list[str], split: str) -> Evaluation:
         load_adapter_(trainer.adapter_parameters, state.adapter)
@@ -278,7 +344,7 @@ def main(cfg: Config) -> Path | None:
                 score = fmean(values.mean().item() for values in measured.normalized.values())
             run.save_checkpoint(
                 state.round,
-                _checkpoint(state, engine, trainer, base),
+                _checkpoint(state, engine, calibrations, base),
                 keep_last=cfg.checkpoints.keep_last,
                 score=score,
             )
@@ -295,13 +361,15 @@ def main(cfg: Config) -> Path | None:
             state = ServerState(
                 copy_adapter(trainer.adapter_parameters), objectives=objectives, seed=cfg.seed
             )
-            log(_run_row(cfg, names, trainer, state, processes))
+            log(_run_row(cfg, names, trainer, calibrations, processes))
             base = {"test": measure(test, "test")}
             if validation:
                 base["validation"] = measure(validation, "validation")
             for split, evaluation in base.items():
                 log(evaluation.row(round=0, split=split))
             log_samples(base["test"])
+            if cfg.start:
+                state = replace(state, adapter=_start(trainer, cfg))
             save(base.get("validation"))
         write_report(run.path, final=False)
         progress.event("resumed", round=state.round)
@@ -327,6 +395,7 @@ def main(cfg: Config) -> Path | None:
         final = measure(test, "test")
         log(final.row(base["test"], round=state.round, split="test"))
         log_samples(final)
+        save_file(final.by_prompt(), run.path / SCORES_NAME)
         comparison = comparison_table(base["test"], final)
         trainer.policy_model.save_pretrained(str(run.path / "adapter"))
         write_model_card(
@@ -383,17 +452,76 @@ def _partition(prompts: list[Prompt], cfg: Config) -> list[list[Prompt]]:
     return [[prompts[index] for index in shard] for shard in shards]
 
 
+def _check_groups(cfg: Config) -> None:
+    """Raises ``ValueError`` on groups that do not fit clients and objectives."""
+    taken: dict[int, str] = {}
+    for group, config in cfg.groups.items():
+        key = f"groups.{group}"
+        for client in config.clients:
+            if not 0 <= client < cfg.num_clients:
+                raise ValueError(
+                    f"{key}.clients must be numbers from 0 to {cfg.num_clients - 1}, got {client}."
+                )
+            if client in taken:
+                raise ValueError(
+                    f"{key}.clients: client {client} is in the group {taken[client]} already."
+                )
+            taken[client] = group
+        for name in [*config.rewards, *(config.objectives or [])]:
+            if name not in cfg.rewards:
+                raise ValueError(
+                    f"{key} names the objective {name!r}; there are {', '.join(cfg.rewards)}."
+                )
+        if not config.clients or config.objectives == []:
+            raise ValueError(f"{key} needs clients, and an objective for them, got none.")
+
+
+def _reward_configs(cfg: Config) -> dict[str, RewardModelConfig]:
+    """All reward models: by objective, and those of groups by group/objective."""
+    return {
+        **cfg.rewards,
+        **{
+            f"{group}/{name}": config
+            for group, clients in cfg.groups.items()
+            for name, config in clients.rewards.items()
+        },
+    }
+
+
+def _own_judges(
+    cfg: Config, judges: Mapping[str, RewardFn], calibrations: Mapping[str, Calibration]
+) -> dict[str, Judges]:
+    """Reward models and their maps by client, of those who have others than the trainer's."""
+    found = {}
+    for group, config in cfg.groups.items():
+        keys = {
+            name: f"{group}/{name}" if name in config.rewards else name
+            for name in cfg.rewards
+            if config.objectives is None or name in config.objectives
+        }
+        own = Judges(
+            {name: judges[key] for name, key in keys.items()},
+            {name: calibrations[key] for name, key in keys.items()},
+        )
+        found |= {f"client_{index}": own for index in config.clients}
+    return found
+
+
 def _calibrate(
-    trainer: MultiObjectivePPOTrainer, prompts: list[Prompt], cfg: Config
+    trainer: MultiObjectivePPOTrainer,
+    judges: Mapping[str, RewardFn],
+    prompts: list[Prompt],
+    cfg: Config,
 ) -> dict[str, Calibration]:
     """The frozen maps from scores to rewards, from the base model's replies."""
+    seed = cfg.evaluation.calibration_seed
     texts = [prompt.text for prompt in prompts[: cfg.evaluation.num_calibration_prompts]]
-    with RandomStream(cfg.seed, "calibration"):
+    with RandomStream(cfg.seed if seed is None else seed, "calibration"):
         replies = trainer.replies(texts)
-    scores = score(trainer.reward_fns, texts, replies.completions)
+    scores = score(judges, texts, replies.completions)
     return {
-        name: calibrate(config.normalization, row, name=name)
-        for (name, config), row in zip(cfg.rewards.items(), scores, strict=True)
+        key: calibrate(config.normalization, row, name=key)
+        for (key, config), row in zip(_reward_configs(cfg).items(), scores, strict=True)
     }
 
 
@@ -401,17 +529,27 @@ def _calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
     return {name: Calibration.from_dict(values) for name, values in figures.items()}
 
 
+def _start(trainer: MultiObjectivePPOTrainer, cfg: Config) -> Adapter:
+    """The mean of the adapters that the run starts from."""
+    policy: Any = trainer.policy_model
+    adapters = []
+    for folder in cfg.start:
+        fill_adapter_(policy, Path(folder), cfg.policy.path)
+        adapters.append(copy_adapter(trainer.adapter_parameters))
+    return weighted_mean(adapters, list(cfg.start.values()))
+
+
 def _checkpoint(
     state: ServerState,
     engine: Engine,
-    trainer: MultiObjectivePPOTrainer,
+    calibrations: Mapping[str, Calibration],
     base: Mapping[str, Evaluation],
 ) -> dict[str, Any]:
     """All that a run needs to go on as if it had never stopped."""
     return {
         "server": state.to_state(),
         "clients": engine.client_states(state.accepted),
-        "calibrations": {n: c.to_dict() for n, c in (trainer.calibrations or {}).items()},
+        "calibrations": {key: c.to_dict() for key, c in calibrations.items()},
         "base": {split: asdict(evaluation) for split, evaluation in base.items()},
     }
 
@@ -420,7 +558,7 @@ def _run_row(
     cfg: Config,
     names: list[str],
     trainer: MultiObjectivePPOTrainer,
-    state: ServerState,
+    calibrations: Mapping[str, Calibration],
     processes: Processes,
 ) -> dict[str, Any]:
     """The first row of metrics.jsonl: what the run is made of."""
@@ -429,10 +567,12 @@ def _run_row(
         "objectives": list(cfg.rewards),
         "clients": names,
         "rounds": cfg.rounds,
-        "calibration": {n: c.to_dict() for n, c in (trainer.calibrations or {}).items()},
+        "calibration": {key: c.to_dict() for key, c in calibrations.items()},
         "num_trainable": sum(p.numel() for p in trainer.adapter_parameters.values()),
         "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
-        "adapter_bytes": sum(t.numel() * t.element_size() for t in state.adapter.values()),
+        "adapter_bytes": sum(
+            p.numel() * p.element_size() for p in trainer.adapter_parameters.values()
+        ),
     }
 
 

@@ -12,6 +12,7 @@ from firm.alignment.evaluation import (
     Replies,
     comparison_table,
     evaluate,
+    fill_adapter_,
     load_adapters,
     sample_replies,
     select_adapter,
@@ -31,7 +32,14 @@ from firm.alignment.policy import (
 )
 from firm.alignment.ppo import KLConfig, PPOConfig
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
-from firm.alignment.rewards import Calibration, calibrate, check_same, score
+from firm.alignment.rewards import (
+    Calibration,
+    Judges,
+    RewardFn,
+    calibrate,
+    check_same,
+    score,
+)
 from firm.alignment.rollout import RolloutConfig, Rollouts
 from firm.alignment.trainer import MultiObjectivePPOTrainer
 
@@ -40,6 +48,7 @@ __all__ = [
     "Calibration",
     "Comparison",
     "Evaluation",
+    "Judges",
     "KLConfig",
     "LoraSettings",
     "MultiObjectivePPOTrainer",
@@ -50,6 +59,7 @@ __all__ = [
     "PromptFormat",
     "PromptsConfig",
     "Replies",
+    "RewardFn",
     "RolloutConfig",
     "Rollouts",
     "calibrate",
@@ -58,6 +68,7 @@ __all__ = [
     "comparison_table",
     "copy_adapter",
     "evaluate",
+    "fill_adapter_",
     "load_adapter_",
     "load_adapters",
     "load_base_model",

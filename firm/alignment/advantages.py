@@ -40,6 +40,25 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
     return whitened if shift_mean else whitened + mean
 
 
+def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Every objective's values to zero mean, and all by one factor to a mean variance of one.
+
+    A weighted sum of the rows is then, up to a factor, the advantage of the weighted sum of the
+    rewards: linear scalarisation. With ``whiten`` for each row it is a sum of normalised ones.
+
+    Args:
+        values: Shape [M, B, T].
+        mask: Entries that count, shape [B, T]; at least two of them.
+
+    Returns:
+        Shape [M, B, T]; entries outside the mask are to be masked by the caller.
+    """
+    centred = torch.stack([row - masked_mean(row, mask) for row in values])
+    count = mask.sum()
+    variances = torch.stack([masked_mean(row**2, mask) for row in centred]) * (count / (count - 1))
+    return centred * torch.rsqrt(variances.mean() + 1e-8)
+
+
 def kl_penalty(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, estimator: str = "k1"
 ) -> torch.Tensor:

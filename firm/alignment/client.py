@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import combinations
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from firm.alignment.policy import Adapter, copy_adapter, load_adapter_
 from firm.alignment.prompts import Prompt, PromptStream
-from firm.alignment.rewards import reward_diagnostics
+from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.trainer import Experience, MultiObjectivePPOTrainer
 from firm.federation import Gradients, RandomStream
+from firm.federation.serialization import pack
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,31 @@ class PPOBatch:
         return ((self.experience, index) for index in self.indices)
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """A batch that was drawn from a state of client and adapter, and where its streams ended."""
+
+    start: bytes
+    batch: PPOBatch
+    streams: dict[str, Any]
+    seconds: dict[str, float]
+
+
 class AlignmentClient:
     """A client of the federation that trains by PPO; implements `firm.federation.Client`.
 
     Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
     in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge. All
-    its randomness comes from three streams of its own: prompts, rollout and update.
+    its randomness comes from three streams of its own: prompts, rollout and update. The batch that
+    is drawn first from a state is kept, for strategies that ask twice in one round.
 
     Args:
         name: Unique name, such as "client_0".
         prompts: The private shard.
         trainer: The shared trainer.
         seed: Seed of the run; the streams are derived from it and `stream_name`.
+        judges: Reward functions of its own; the trainer's by default. Gradients of objectives that
+            are not among them are zero.
         stream_name: By default `name`; equal for clients that are to be identical.
         on_event: Told of progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
@@ -56,6 +71,7 @@ class AlignmentClient:
         trainer: MultiObjectivePPOTrainer,
         *,
         seed: int,
+        judges: Judges | None = None,
         stream_name: str | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
@@ -64,7 +80,14 @@ class AlignmentClient:
         self.num_examples = len(prompts)
         self._trainer = trainer
         self._on_event = on_event or (lambda name, **info: None)
-        self._learner = trainer.new_learner()
+        self._learner = trainer.new_learner(judges)
+        self.served = tuple(
+            j
+            for j, name in enumerate(self.objectives)
+            if name in (judges.reward_fns if judges else self.objectives)
+        )
+        if not self.served:
+            raise ValueError(f"{name} has no reward function of {', '.join(self.objectives)}.")
         prompt_order, self._rollout, self._update = (
             RandomStream(seed, stream_name or name, purpose)
             for purpose in ("prompts", "rollout", "update")
@@ -72,6 +95,7 @@ class AlignmentClient:
         self._prompts = PromptStream(prompts, prompt_order)
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
+        self._drawn: _Drawn | None = None
         self._counts_before = self._counts()
 
     def load(self, adapter: Adapter) -> None:
@@ -85,29 +109,50 @@ class AlignmentClient:
     def batches(self, num_steps: int) -> Iterator[PPOBatch]:
         """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
         trainer = self._trainer
+        start = sha256(pack([self.state(), self.adapter()])).digest()
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
-            prompts = self._prompts.draw(trainer.config.batch_size)
-            texts = [prompt.text for prompt in prompts]
-            with self._rollout:
-                rollouts = trainer.sample(trainer.encode(texts))
-            experience = trainer.experience(rollouts, texts)
-            with self._update:
-                indices = list(trainer.minibatch_indices())
-            self._batches.append(_batch_metrics(experience, trainer.learner.kl_coefficient))
+            if step > 1:
+                batch = self._draw()
+            elif self._drawn is not None and self._drawn.start == start:
+                batch = self._drawn.batch
+                self._restore_streams(self._drawn.streams)
+                for stage, seconds in self._drawn.seconds.items():
+                    trainer.seconds[stage] += seconds
+            else:
+                batch = self._draw()
+                self._drawn = _Drawn(start, batch, self._streams(), dict(trainer.seconds))
+            self._batches.append(_batch_metrics(batch.experience, trainer.learner.kl_coefficient))
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
-            yield PPOBatch(experience, indices)
-            trainer.finish_batch(experience)
+            num_steps_before = len(self._minibatches)
+            yield batch
+            if len(self._minibatches) > num_steps_before:  # else it was only looked at
+                trainer.finish_batch(batch.experience)
+
+    def _draw(self) -> PPOBatch:
+        """Responses of the policy as it is to fresh prompts, and their minibatches."""
+        trainer = self._trainer
+        prompts = self._prompts.draw(trainer.config.batch_size)
+        texts = [prompt.text for prompt in prompts]
+        with self._rollout:
+            rollouts = trainer.sample(trainer.encode(texts))
+        experience = trainer.experience(rollouts, texts)
+        with self._update:
+            return PPOBatch(experience, list(trainer.minibatch_indices()))
 
     def gradients(self, minibatch: tuple[Experience, np.ndarray | slice]) -> Gradients:
         """The M policy losses of a minibatch and their Jacobian [M, d]."""
         team = self._trainer.team
         with self._update:
             if team.size == 1:
-                return self._trainer.gradients(*minibatch)
-            seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
-            with RandomStream(seed, "dropout", team.rank):
-                return self._trainer.gradients(*minibatch)
+                gradients = self._trainer.gradients(*minibatch)
+            else:
+                seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
+                with RandomStream(seed, "dropout", team.rank):
+                    gradients = self._trainer.gradients(*minibatch)
+        for j in set(range(len(self.objectives))).difference(self.served):
+            gradients.jacobian[j] = 0.0
+        return gradients
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """One optimizer step of adapter and critic."""
@@ -122,14 +167,22 @@ class AlignmentClient:
         """Everything that lasts from round to round, deep-copied; the adapter is the server's."""
         return {
             "learner": self._learner.state(),
-            "prompts": self._prompts.state(),
-            "rollout": self._rollout.state(),
-            "update": self._update.state(),
+            **self._streams(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over a state that `state()` gave."""
         self._learner.restore(state["learner"])
+        self._restore_streams(state)
+
+    def _streams(self) -> dict[str, Any]:
+        return {
+            "prompts": self._prompts.state(),
+            "rollout": self._rollout.state(),
+            "update": self._update.state(),
+        }
+
+    def _restore_streams(self, state: dict[str, Any]) -> None:
         self._prompts.restore(state["prompts"])
         self._rollout.restore(state["rollout"])
         self._update.restore(state["update"])
@@ -156,7 +209,11 @@ class AlignmentClient:
         }
 
     def _named(self, row: Iterable[float]) -> dict[str, float | None]:
-        return _by_name(self.objectives, row)
+        named = _by_name(self.objectives, row)
+        return {
+            name: value if j in self.served else None
+            for j, (name, value) in enumerate(named.items())
+        }
 
     def _reward_truncated_share(self) -> dict[str, float]:
         """Share of the inputs that a reward model has cut since `load`, where it counts them."""
@@ -168,7 +225,7 @@ class AlignmentClient:
 
     def _counts(self) -> dict[str, tuple[int, int]]:
         """Inputs scored and cut so far by each reward model that counts them."""
-        models: dict[str, Any] = self._trainer.reward_fns
+        models: Any = (self._learner.judges or self._trainer).reward_fns
         return {
             name: (model.num_scored, model.num_truncated)
             for name, model in models.items()

@@ -7,6 +7,7 @@ Finished adapters need no trainer: `load_adapters` puts them into one base model
 chooses who speaks, `sample_replies` lets it answer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def load_adapters(
                 f"the adapter in {folder} does not fit {config.path} ({error}): "
                 "use the base model that it was made for."
             ) from error
-        _load_parameters_(policy, name, folder, config.path)
+        fill_adapter_(policy, folder, config.path, name=name)
     accelerator = torch.accelerator.current_accelerator()
     device = accelerator if accelerator and torch.accelerator.is_available() else "cpu"
     return policy.to(device).eval()
@@ -144,8 +145,18 @@ def _is_same_place(base: str, other: str) -> bool:
     return base == other or Path(base).resolve() == Path(other).resolve()
 
 
-def _load_parameters_(policy: PeftModel, name: str, folder: Path, base: str) -> None:
-    """Fills the slot `name` from a PEFT folder whose every tensor must fit it."""
+def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "default") -> None:
+    """Fills an adapter slot from a PEFT folder whose every tensor must fit it.
+
+    Args:
+        policy: The model with the slot.
+        folder: The PEFT folder.
+        base: What messages call the base model.
+        name: The slot.
+
+    Raises:
+        ValueError: The folder holds no adapter, or another model's.
+    """
     if not (folder / "adapter_model.safetensors").is_file():
         raise ValueError(f"{folder} has no adapter_model.safetensors: save the adapter again.")
     try:
@@ -259,6 +270,28 @@ class Evaluation:
             "distinct_1": self.distinct_1,
             "distinct_2": self.distinct_2,
             "end_share": self.ended.mean().item(),
+            **self.sameness(),
+        }
+
+    def by_prompt(self) -> dict[str, torch.Tensor]:
+        """Figures by prompt, each [P]: "normalized/NAME", "scores/NAME" and "kl"."""
+        return {
+            **{f"normalized/{name}": values for name, values in self.normalized.items()},
+            **{f"scores/{name}": values for name, values in self.scores.items()},
+            "kl": self.kl,
+        }
+
+    def sameness(self) -> dict[str, float]:
+        """How alike the first replies to the prompts are.
+
+        "commonest_share" is the share of the prompts whose reply is the one that is given most
+        often, "empty_share" that of those whose reply is blank, which count for no other.
+        """
+        counts = Counter(row["completion"].strip() for row in self.samples)
+        num_empty = counts.pop("", 0)
+        return {
+            "commonest_share": max(counts.values(), default=0) / self.num_prompts,
+            "empty_share": num_empty / self.num_prompts,
         }
 
     def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:

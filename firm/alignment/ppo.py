@@ -76,6 +76,11 @@ class PPOConfig:
     """Lambda of the generalised advantage estimate. Not in the paper."""
     whiten_rewards: bool = False
     """Scale the rewards per token to unit variance. Not in the paper."""
+    advantage_scale: Literal["by_objective", "shared"] = "by_objective"
+    """Whether each objective's advantages are whitened by themselves, so that all gradients count
+    alike (with fixed weights that is GDPO's normalise, then sum, arXiv:2601.05242), or all are
+    scaled by one factor, which keeps the rewards' own spreads (with fixed weights: linear
+    scalarisation). Not in the paper."""
     missing_end_penalty: float = 0.0
     """Subtracted from every score of a response that did not end by itself. Not in the paper."""
     max_gradient_norm: float | None = None

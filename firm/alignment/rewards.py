@@ -199,6 +199,35 @@ def check_same(
                 )
 
 
+@dataclass(frozen=True)
+class Judges:
+    """The reward functions of a client's own, and the maps from their scores to rewards."""
+
+    reward_fns: Mapping[str, RewardFn]
+    """By objective; a client does without the objectives that are not among them."""
+    calibrations: Mapping[str, Calibration] | None = None
+    """By objective; without them scores are rewards."""
+
+    def raw_scores(
+        self, objectives: Sequence[str], prompts: Sequence[str], completions: Sequence[str]
+    ) -> torch.Tensor:
+        """Raw scores [M, B] of all objectives; 0 for those that nobody here judges."""
+        raw = torch.zeros(len(objectives), len(completions))
+        fns = {name: self.reward_fns[name] for name in objectives if name in self.reward_fns}
+        raw[[objectives.index(name) for name in fns]] = score(fns, prompts, completions)
+        return raw
+
+    def rewards(self, objectives: Sequence[str], raw: torch.Tensor) -> torch.Tensor:
+        """Rewards [M, B] of raw scores; those of objectives that nobody here judges stay 0."""
+        if self.calibrations is None:
+            return raw
+        judged = {name: self.calibrations[name] for name in objectives if name in self.reward_fns}
+        places = [objectives.index(name) for name in judged]
+        rewards = raw.clone()
+        rewards[places] = normalize(raw[places], judged)
+        return rewards
+
+
 def normalize(raw: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
     """Rewards of raw scores, shape [M, B], in [0, 1] unless a method is "none".
 

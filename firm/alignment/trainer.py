@@ -38,7 +38,14 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig as TrlPPOConfig
 from trl.experimental.ppo import PPOTrainer
 
-from firm.alignment.advantages import gae, kl_penalty, masked_mean, shaped_rewards, whiten
+from firm.alignment.advantages import (
+    gae,
+    kl_penalty,
+    masked_mean,
+    shaped_rewards,
+    whiten,
+    whiten_together,
+)
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.policy import (
     adapter_parameters,
@@ -53,7 +60,7 @@ from firm.alignment.ppo import (
     value_losses,
 )
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rewards import Calibration, RewardFn, normalize, score
+from firm.alignment.rewards import Calibration, Judges, RewardFn
 from firm.alignment.rollout import (
     ALONE,
     INVALID_LOGPROB,
@@ -100,6 +107,8 @@ class Learner:
     critic_optimizer: torch.optim.Optimizer
     schedules: tuple[LRScheduler, LRScheduler]
     kl_coefficient: float
+    judges: Judges | None = None
+    """Who scores this client's replies; None leaves it to the trainer's own reward functions."""
 
     def state(self) -> dict[str, Any]:
         """A deep copy of everything that training changes."""
@@ -147,7 +156,7 @@ class Experience:
     values: torch.Tensor
     """Value estimates at sampling time, [M, B, T]."""
     advantages: torch.Tensor
-    """Whitened per objective, zero outside the response, [M, B, T]."""
+    """Whitened, zero outside the response, [M, B, T]."""
     returns: torch.Tensor
     """Targets of the critic, [M, B, T]."""
     kl: torch.Tensor
@@ -260,8 +269,8 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.optimizer = self.learner.actor_optimizer
         self.lr_scheduler = self.learner.schedules[0]
 
-    def new_learner(self) -> Learner:
-        """A fresh critic, fresh optimizers and the initial KL coefficient."""
+    def new_learner(self, judges: Judges | None = None) -> Learner:
+        """A fresh critic, fresh optimizers and the initial KL coefficient; perhaps own judges."""
         config = self.config
         critic = copy.deepcopy(self.value_model).to(self.accelerator.device)
         optimizer_class, arguments = self.get_optimizer_cls_and_kwargs(self.args)
@@ -286,7 +295,13 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             critic_optimizer,
             (actor_schedule, critic_schedule),
             config.kl.coefficient,
+            judges,
         )
+
+    @property
+    def judges(self) -> Judges:
+        """Who scores the replies of the learner in charge."""
+        return self.learner.judges or Judges(self.reward_fns, self.calibrations)
 
     def encode(self, prompts: Sequence[str]) -> torch.Tensor:
         """Stage 1: dialogues as the policy reads them, left-padded token ids [B, Q]."""
@@ -299,9 +314,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
     def rewards(self, raw_scores: torch.Tensor) -> torch.Tensor:
         """Raw scores [M, B] under the frozen calibrations; as they are without any."""
-        if self.calibrations is None:
-            return raw_scores
-        return normalize(raw_scores, self.calibrations)
+        return self.judges.rewards(self.objectives, raw_scores)
 
     def sample(self, query_ids: torch.Tensor) -> Rollouts:
         """Stage 2: responses of the current policy to left-padded prompts [B, Q]."""
@@ -371,7 +384,11 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 rewards, values, gamma=config.gamma, gae_lambda=config.gae_lambda
             )
             mask = rollouts.mask
-            advantages = torch.stack([whiten(a, mask).masked_fill(~mask, 0) for a in advantages])
+            if config.advantage_scale == "shared":
+                advantages = whiten_together(advantages, mask)
+            else:
+                advantages = torch.stack([whiten(a, mask) for a in advantages])
+            advantages = advantages.masked_fill(~mask, 0)
         return Experience(rollouts, raw_scores, scores, values, advantages, returns, kl)
 
     def minibatch_indices(self) -> Iterator[np.ndarray]:
@@ -563,7 +580,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> torch.Tensor:
         """Raw scores [M, B], each process of the team asking for its share."""
         own = self.team.share(len(completions))
-        scores = self.team.together(lambda: score(self.reward_fns, prompts[own], completions[own]))
+        scores = self.team.together(
+            lambda: self.judges.raw_scores(self.objectives, prompts[own], completions[own])
+        )
         return torch.cat(self.team.gather(scores), dim=1)
 
     def _values(

@@ -105,6 +105,8 @@ def test_figures_equal_a_hand_computation():
         "distinct_1": 2 / 12,
         "distinct_2": 2 / 8,
         "end_share": 0.75,
+        "commonest_share": 0.5,
+        "empty_share": 0.0,
     }
 
 
