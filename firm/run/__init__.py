@@ -6,20 +6,24 @@ when asked, `Progress` tells the person who waits.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
-from firm.run.config import parse, run_cli, to_dict, to_yaml
+from firm.run.config import compose, parse, run_cli, to_dict, to_yaml
 from firm.run.directory import CheckpointConfig, Run, leaves
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.progress import Progress, print_table
+from firm.run.sweep import Outcome, Sweep, summarise
 from firm.run.tracking import Tracker, TrackingConfig
 
 __all__ = [
     "CheckpointConfig",
     "OtherFormat",
+    "Outcome",
     "Progress",
     "Run",
+    "Sweep",
     "Tracker",
     "TrackingConfig",
     "UserError",
+    "compose",
     "exit_on_user_error",
     "leaves",
     "load_state",
@@ -27,6 +31,7 @@ __all__ = [
     "print_table",
     "run_cli",
     "save_state",
+    "summarise",
     "to_dict",
     "to_yaml",
 ]

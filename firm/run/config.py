@@ -79,14 +79,35 @@ def parse(
     files, overrides = _read_arguments(arguments, switches)
     if not files and default_file is not None:
         files = [str(default_file)]
+    return compose(config_class, files, overrides)
+
+
+def compose(
+    config_class: type[Config],
+    files: Sequence[str | Path],
+    overrides: Sequence[tuple[str, Any]],
+    *,
+    source: str = "command line",
+) -> Config:
+    """Returns the configuration of the defaults, then YAML files, then overrides.
+
+    Args:
+        config_class: A frozen dataclass.
+        files: YAML files, later ones laid over earlier ones.
+        overrides: Key paths in dots and their values, plain data or its text.
+        source: What messages call the place that overrides come from.
+
+    Raises:
+        UserError: As `parse`.
+    """
     root = _Section.of(config_class)
-    for file in files:
+    for file in map(str, files):
         with _named_in_errors(file):
             _lay(config_class, root, (), _read_file(file), "")
     # A form's name decides which keys there are: it goes first, wherever it stands.
-    for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
-        with _named_in_errors("command line"):
-            _lay(config_class, root, key.split("."), text, "")
+    for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
+        with _named_in_errors(source):
+            _lay(config_class, root, key.split("."), value, "")
     return _build(root, "")
 
 

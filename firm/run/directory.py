@@ -106,7 +106,7 @@ class Run:
         What is at `path` stays as it is.
         """
         run = cls(path)
-        with _file_errors(f"the run directory {run.path}"):
+        with file_errors(f"the run directory {run.path}"):
             if resume and (run.path / _CONFIG).exists():
                 run._check_resumable(config, ignore)
                 place = run.path
@@ -128,7 +128,7 @@ class Run:
             UserError: There is something at `path` already, or it cannot be written to.
         """
         run = cls(path)
-        with _file_errors(f"the run directory {run.path}"):
+        with file_errors(f"the run directory {run.path}"):
             check_free(path)
             place = run.path.resolve()
             # Filled under another name: a run is there whole or not at all, and locked from then.
@@ -170,7 +170,7 @@ class Run:
         run = cls(path)
         if not (run.path / _CONFIG).exists():
             raise UserError(f"there is no run to resume at {path}; start it without --resume true.")
-        with _file_errors(f"the run directory {run.path}"):
+        with file_errors(f"the run directory {run.path}"):
             run._check_resumable(config, ignore)
             run._lock = hold(run.path)
             try:
@@ -183,10 +183,10 @@ class Run:
     def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
         check_not_held(self.path)
         stored = yaml.safe_load((self.path / _CONFIG).read_text(encoding="utf-8"))
-        if differences := _differences(stored, config, ignore):
-            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        if found := differences(stored, config, ignore):
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise UserError(
-                f"the run at {self.path} has another configuration: {', '.join(differences[:3])}"
+                f"the run at {self.path} has another configuration: {', '.join(found[:3])}"
                 f"{more}; resume with its config.yaml or choose another path."
             )
         for name, length in _log_lengths(self._latest_envelope()).items():
@@ -308,7 +308,7 @@ class Run:
         path = self._folder(round)
         log_bytes = {}
         comfort = "older ones are whole: " if self._checkpoints() else ""
-        with _file_errors(f"the checkpoint of round {round} in {path.parent}", comfort):
+        with file_errors(f"the checkpoint of round {round} in {path.parent}", comfort):
             for log in (self.path / _METRICS, self.path / _SAMPLES):
                 log_bytes[log.name] = log.stat().st_size if log.exists() else 0
                 if log.exists():
@@ -404,7 +404,7 @@ class Run:
                     raise ValueError(f"{key} is {value} in the row of {where}; log None instead.")
             lines.append(json.dumps(row) + "\n")
         log = self.path / name
-        with _file_errors(str(log)), log.open("a", encoding="utf-8") as file:
+        with file_errors(str(log)), log.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
 
@@ -439,7 +439,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _file_errors(what: str, comfort: str = "") -> Iterator[None]:
+def file_errors(what: str, comfort: str = "") -> Iterator[None]:
     """Turns what the file system refuses into a line on what could not be written."""
     try:
         yield
@@ -466,8 +466,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}.{key}" if path else str(key))
 
 
-def _differences(stored: Any, config: Any, ignore: Collection[str]) -> list[str]:
-    """Differing key paths, each with the stored and the given value, in words."""
+def differences(stored: Any, config: Any, ignore: Collection[str] = ()) -> list[str]:
+    """Returns the differing key paths, each with the stored and the given value, in words."""
     absent = object()
     ours, theirs = dict(leaves(stored)), dict(leaves(config))
     words = []

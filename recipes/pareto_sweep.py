@@ -1,0 +1,308 @@
+"""A sweep over preferences: which trade-offs are reachable, and by which method.
+
+    python recipes/pareto_sweep.py                                     # the miniature world
+    python recipes/pareto_sweep.py --out runs/sweep --resume           # go on after a stop
+    python recipes/pareto_sweep.py --preferences '[[0.2, 0.8], [0.8, 0.2]]' --seeds '[0]'
+    python recipes/pareto_sweep.py --base configs/hh_tinyllama.yaml --overrides.rounds 8
+
+Every point is a run of `recipes/firm_hh.py` for one method, preference and seed, with all that
+belongs to a run. The folder of the sweep holds them below `points/`, one `METHOD.front.json` per
+method, `report.html`, and the figures with their data. Points are divided among processes; the same
+command on another machine that shares the folder, with --resume, takes its share of them too.
+"""
+
+import os
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from firm.fronts import Front, Point, collapse_reason
+from firm.report import Record, read_record
+from firm.run import Sweep, UserError, compose, print_table, run_cli, summarise, to_dict
+from recipes import firm_hh
+
+ROOT = Path(__file__).parent.parent
+PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
+"""Where the strategies that know preferences have them."""
+FREE_KEYS = ("out", "resume", "num_workers")
+"""What may differ from the sweep's own configuration when it is resumed."""
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One way to reach trade-offs."""
+
+    kind: Literal["train", "soup"] = "train"
+    """train: a training for every preference; soup: trainings for single objectives, and the means
+    of their adapters between them (Rewarded Soups, arXiv:2306.04488)."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run and their values, such as {strategy.beta: 0}; over the sweep's own."""
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """One sweep."""
+
+    name: str = "sweep"
+    """Opens the folder's name."""
+    out: Path | None = None
+    """Folder of the sweep; by default runs/NAME-TIME."""
+    resume: bool = False
+    """Continue the sweep in `out`, if there is one."""
+    base: Path = ROOT / "configs/miniature.yaml"
+    """Configuration of the runs."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the runs and their values, such as {rounds: 8}, laid over the base."""
+    methods: dict[str, MethodConfig] = field(default_factory=lambda: {"FIRM": MethodConfig()})
+    """What is compared, by name."""
+    preferences: list[list[float]] = field(default_factory=list)
+    """Preference vectors, in the order of the run's objectives; scaled to sum 1."""
+    resolution: int | None = None
+    """Without preferences: the grid of all vectors of multiples of 1/resolution, corners and all;
+    null takes 4."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the runs. Rewards mean the same in all: the first seed calibrates them."""
+    reference: list[float] | None = None
+    """Reference point of the hypervolume, a reward in [0, 1] per objective, below every model's;
+    null takes zeros. It is kept with the front."""
+    num_workers: int = 1
+    """Points that run at a time, each in a process of its own."""
+
+    def __post_init__(self) -> None:
+        if not self.methods or not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"a sweep needs methods and different seeds, got {list(self.methods)} and "
+                f"{self.seeds}."
+            )
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
+        if self.preferences and self.resolution is not None:
+            raise ValueError("give preferences or a resolution, got both.")
+        if self.resolution is not None and self.resolution < 1:
+            raise ValueError(f"resolution must be at least 1, got {self.resolution}.")
+
+
+@dataclass(frozen=True)
+class PointConfig:
+    """What tells a point from the others; plain data in the manifest."""
+
+    method: str
+    preference: tuple[float, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder: method, preference in percent, seed."""
+        shares = "_".join(f"{100 * share:.4g}" for share in self.preference)
+        return f"{_slug(self.method)}-{shares}-seed_{self.seed}"
+
+
+def main(cfg: SweepConfig) -> Path:
+    """Runs what is not done yet and draws the fronts; returns the folder."""
+    out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    base = compose(firm_hh.Config, [cfg.base], list(cfg.overrides.items()), source="overrides")
+    objectives = tuple(base.rewards)
+    points = {point.name: point for point in _points(cfg, objectives)}
+    runs = {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
+    if cfg.reference is not None and len(cfg.reference) != len(objectives):
+        raise UserError(
+            f"reference must have a reward for each of {', '.join(objectives)}, got "
+            f"{cfg.reference}."
+        )
+    settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
+    sweep = Sweep.open(out, settings, {n: vars(p) for n, p in points.items()}, resume=cfg.resume)
+
+    # run: what others are made of first
+    outcomes = []
+    pending = sweep.pending()
+    print(f"{out}: {len(points)} points, {len(pending)} to do, {cfg.num_workers} at a time")
+    for is_soup in (False, True):
+        names = [name for name in pending if bool(runs[name].start) == is_soup]
+        work = {name: to_dict(runs[name]) for name in names}
+        for outcome in sweep.work(run_point, work, num_workers=cfg.num_workers):
+            outcomes.append(outcome)
+            state = outcome.problem or f"{outcome.seconds:.0f} s"
+            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+        summarise(outcomes)
+    if left := sweep.pending():
+        print(f"{len(left)} points are being run by others; call again with --resume when they end")
+        return out
+
+    # tell: one front per method
+    fronts = {method: front_of(sweep, method, objectives, cfg.reference) for method in cfg.methods}
+    for method, front in fronts.items():
+        front.save(out / f"{_slug(method)}.front.json")
+        _print_front(method, front)
+    return out
+
+
+def run_point(place: str, settings: dict[str, Any]) -> None:
+    """Runs one point in this process, or takes it up."""
+    overrides = [*settings.items(), ("out", place), ("resume", True)]
+    firm_hh.main(compose(firm_hh.Config, [], overrides, source="the sweep"))
+
+
+def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
+    """Returns all preferences of multiples of 1/resolution, the first objective's falling.
+
+    >>> grid(2, 2)
+    [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]
+    """
+    counts = product(range(resolution, -1, -1), repeat=num_objectives)
+    return [tuple(count / resolution for count in row) for row in counts if sum(row) == resolution]
+
+
+def front_of(
+    sweep: Sweep, method: str, objectives: tuple[str, ...], reference: list[float] | None
+) -> Front:
+    """Returns the front of a method whose points are all done."""
+    points, records = [], []
+    for name, told in sweep.manifest["points"].items():
+        if told["method"] != method:
+            continue
+        path = sweep.run_path(name)
+        record = read_record(path)
+        if record.objectives != objectives:
+            raise UserError(
+                f"{path} has the objectives {', '.join(record.objectives)}, the sweep "
+                f"{', '.join(objectives)}; run that point again."
+            )
+        records.append(record)
+        points.append(_point(name, told, record, path))
+    header, first = records[0].header, records[0].evaluations["test"]
+    return Front(
+        objectives=objectives,
+        points=tuple(points),
+        reference=tuple(reference or [0.0] * len(objectives)),
+        calibrations={name: header["calibration"][name] for name in objectives},
+        base={name: first[0]["normalized"][name]["mean"] for name in objectives},
+        strategy=method,
+        num_prompts=first[0]["num_prompts"],
+    )
+
+
+def prompt_rewards(sweep: Sweep, front: Front) -> torch.Tensor:
+    """Returns the rewards of a front's points by test prompt, shape [N, P, M]."""
+    tensors = [load_file(sweep.run_path(p.name) / firm_hh.SCORES_NAME) for p in front.points]
+    return torch.stack(
+        [torch.stack([t[f"normalized/{n}"] for n in front.objectives], dim=1) for t in tensors]
+    )
+
+
+def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> list[PointConfig]:
+    preferences = [tuple(p) for p in cfg.preferences] or grid(cfg.resolution or 4, len(objectives))
+    for preference in preferences:
+        if len(preference) != len(objectives):
+            raise UserError(
+                f"preferences must have an entry for each of {', '.join(objectives)}, got "
+                f"{list(preference)}."
+            )
+        if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
+            raise UserError(
+                "preferences must be finite, non-negative and not all zero, got "
+                f"{list(preference)}."
+            )
+    scaled = [tuple(share / sum(p) for share in p) for p in preferences]
+    if len(set(scaled)) < len(scaled):
+        raise UserError(f"preferences must differ, got {cfg.preferences}.")
+    corners = grid(1, len(objectives))
+    points = []
+    for method, config in cfg.methods.items():
+        needed = [c for c in corners if c not in scaled] if config.kind == "soup" else []
+        points += [
+            PointConfig(method, preference, seed)
+            for seed, preference in product(cfg.seeds, [*needed, *scaled])
+        ]
+    return points
+
+
+def _run_config(
+    cfg: SweepConfig, point: PointConfig, out: Path, objectives: tuple[str, ...]
+) -> firm_hh.Config:
+    """The point's run; checked, so that a wrong key is told before anything runs."""
+    method = cfg.methods[point.method]
+    overrides: dict[str, Any] = {
+        "evaluation.calibration_seed": cfg.seeds[0],
+        **cfg.overrides,
+        **method.overrides,
+        "name": point.name,
+        "seed": point.seed,
+    }
+    if method.kind == "soup" and max(point.preference) < 1:
+        corners = [PointConfig(point.method, c, point.seed) for c in grid(1, len(objectives))]
+        overrides["start"] = {
+            str(out / "points" / corner.name / "adapter"): share
+            for corner, share in zip(corners, point.preference, strict=True)
+        }
+        overrides["rounds"] = 0
+    source = f"methods.{point.method}.overrides"
+    run = compose(firm_hh.Config, [cfg.base], list(overrides.items()), source=source)
+    key = PREFERENCE_KEYS.get(run.strategy.name)
+    if key is None:
+        raise UserError(
+            f"methods.{point.method}: strategy {run.strategy.name} knows no preferences; use one "
+            f"of {', '.join(PREFERENCE_KEYS)}."
+        )
+    overrides[key] = list(point.preference)
+    return compose(firm_hh.Config, [cfg.base], list(overrides.items()), source=source)
+
+
+def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point:
+    """What the last evaluation on the test prompts says of a run."""
+    base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
+    extra = {n: final["scores"][n]["mean"] for n in record.extra_scores()}
+    parse = {
+        key: row["scores"]["parse"]["mean"]
+        for key, row in (("parse_rate", final), ("base_parse_rate", base))
+        if "parse" in row["scores"]
+    }
+    return Point(
+        name=name,
+        preference=tuple(told["preference"]),
+        seed=told["seed"],
+        rewards={n: final["normalized"][n]["mean"] for n in record.objectives},
+        errors={n: final["normalized"][n]["se"] for n in record.objectives},
+        scores=extra,
+        kl=final["kl"],
+        adapter=str((path / "adapter").relative_to(path.parent.parent)),
+        collapse=collapse_reason(
+            commonest_share=final["commonest_share"],
+            empty_share=final["empty_share"],
+            mean_kl=final["kl"],
+            **parse,
+        ),
+    )
+
+
+def _print_front(method: str, front: Front) -> None:
+    rows = [
+        [
+            ", ".join(f"{share:.2f}" for share in point.preference or ()),
+            str(point.seed),
+            *(f"{point.rewards[n]:.3f} ± {point.errors[n]:.3f}" for n in front.objectives),
+            *(f"{value:.3f}" for value in point.scores.values()),
+            f"{point.kl:.2f}",
+            point.collapse or "",
+        ]
+        for point in front.points
+    ]
+    header = ["preference", "seed", *front.objectives, *front.points[0].scores, "KL", "collapsed"]
+    print_table(f"{method}: rewards in [0, 1] on {front.num_prompts} prompts", header, rows)
+
+
+def _slug(name: str) -> str:
+    """A name as part of a file's."""
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in name).strip("_").lower() or "_"
+
+
+if __name__ == "__main__":
+    run_cli(main, SweepConfig, description=__doc__ or "")

@@ -1,0 +1,186 @@
+"""A study: several settings of a run, each with several seeds, side by side.
+
+    python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2
+    python recipes/study.py --config configs/figures.yaml --out runs/figures --resume
+    python recipes/study.py --settings "{A: {}, B: {overrides: {strategy.beta: 0}}}"
+
+Every setting and seed is a run of `recipes/firm_hh.py`, with all that belongs to a run, below
+`points/` in the study's folder. It may be killed and taken up again; the same command on another
+machine that shares the folder, with --resume, takes its share of the runs.
+"""
+
+import os
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from firm.report import Record, read_record
+from firm.run import Sweep, UserError, compose, print_table, run_cli, summarise, to_dict
+from recipes import firm_hh
+
+ROOT = Path(__file__).parent.parent
+FREE_KEYS = ("out", "resume", "num_workers")
+"""What may differ from the study's own configuration when it is resumed."""
+
+
+@dataclass(frozen=True)
+class SettingConfig:
+    """One setting."""
+
+    base: Path | None = None
+    """Configuration of its runs; null takes the study's."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run and their values, such as {strategy.beta: 0}; over the study's own."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """One study."""
+
+    settings: dict[str, SettingConfig]
+    """What is compared, by name."""
+    name: str = "study"
+    """Opens the folder's name."""
+    out: Path | None = None
+    """Folder of the study; by default runs/NAME-TIME."""
+    resume: bool = False
+    """Continue the study in `out`, if there is one."""
+    base: Path = ROOT / "configs/miniature.yaml"
+    """Configuration of the runs."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Seeds. Rewards mean the same in all runs of a base: the first seed calibrates them. All
+    settings run with the first seed before any runs with the second."""
+    num_workers: int = 1
+    """Runs at a time, each in a process of its own."""
+
+    def __post_init__(self) -> None:
+        if not self.settings or not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"a study needs settings and different seeds, got {list(self.settings)} and "
+                f"{self.seeds}."
+            )
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
+        if odd := [name for name in self.settings if slug(name) in ("", ".", "..")]:
+            raise ValueError(f"settings need names with letters or digits, got {odd[0]!r}.")
+
+
+def main(cfg: StudyConfig) -> Path:
+    """Runs what is not done yet and prints the table; returns the folder."""
+    out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    points = {
+        point_name(setting, seed): {"setting": setting, "seed": seed}
+        for seed in cfg.seeds
+        for setting in cfg.settings
+    }
+    if len(points) < len(cfg.seeds) * len(cfg.settings):
+        raise UserError(f"settings need names that differ as files, got {list(cfg.settings)}.")
+    runs = {name: to_dict(_run_config(cfg, **told, name=name)) for name, told in points.items()}
+    settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
+    sweep = Sweep.open(out, settings, points, resume=cfg.resume)
+
+    pending, outcomes = sweep.pending(), []
+    print(f"{out}: {len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time")
+    for outcome in sweep.work(run_point, runs, num_workers=cfg.num_workers):
+        outcomes.append(outcome)
+        state = outcome.problem or f"{outcome.seconds:.0f} s"
+        print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+    summarise(outcomes)
+    if left := sweep.pending():
+        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
+        return out
+    print_table(
+        f"{cfg.name}: final model on the test prompts, mean ± standard deviation over "
+        f"{len(cfg.seeds)} seeds",
+        *table(cfg, sweep),
+    )
+    return out
+
+
+def run_point(place: str, settings: dict[str, Any]) -> None:
+    """Runs one point in this process, or takes it up."""
+    overrides = [*settings.items(), ("out", place), ("resume", True)]
+    firm_hh.main(compose(firm_hh.Config, [], overrides, source="the study"))
+
+
+def point_name(setting: str, seed: int) -> str:
+    """Returns the folder of a setting's run."""
+    return f"{slug(setting)}-seed_{seed}"
+
+
+def slug(name: str) -> str:
+    """Returns a name as part of a file's.
+
+    >>> slug("FIRM, β = 0.05")
+    'firm_β_0.05'
+    """
+    words = "".join(c if c.isalnum() or c in ".-" else " " for c in name).split()
+    return "_".join(words).lower()
+
+
+def records(sweep: Sweep) -> dict[str, list[Record]]:
+    """Returns the finished runs of a study by setting, in the order of their seeds."""
+    found: dict[str, list[Record]] = {}
+    for name, told in sweep.manifest["points"].items():
+        runs = found.setdefault(told["setting"], [])
+        if sweep.is_done(name):
+            runs.append(read_record(sweep.run_path(name)))
+    return found
+
+
+def table(cfg: StudyConfig, sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows: rewards, further scores, KL and bytes of every setting."""
+    by_setting = records(sweep)
+    final = {setting: [_figures(record) for record in runs] for setting, runs in by_setting.items()}
+    names = dict.fromkeys(name for runs in final.values() for run in runs for name in run)
+    rows = [
+        [setting, *(_spread([run[name] for run in runs if name in run]) for name in names)]
+        for setting, runs in final.items()
+    ]
+    return ["", *names], rows
+
+
+def _figures(record: Record) -> dict[str, float]:
+    """What the last evaluation on the test prompts and the rounds say."""
+    row = record.evaluations["test"][-1]
+    bytes_up = sum(r.get("bytes_up", 0) for r in record.rounds)
+    return {
+        **{name: row["normalized"][name]["mean"] for name in record.objectives},
+        **{name: row["scores"][name]["mean"] for name in record.extra_scores()},
+        "KL": row["kl"],
+        "MB up": bytes_up / 1e6,
+    }
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def _run_config(cfg: StudyConfig, *, setting: str, seed: int, name: str) -> firm_hh.Config:
+    """A run; checked, so that a wrong key is told before anything runs."""
+    chosen = cfg.settings[setting]
+    overrides: Mapping[str, Any] = {
+        "evaluation.calibration_seed": cfg.seeds[0],
+        **cfg.overrides,
+        **chosen.overrides,
+        "name": name,
+        "seed": seed,
+    }
+    files = [chosen.base or cfg.base]
+    source = f"settings.{setting}.overrides"
+    return compose(firm_hh.Config, files, list(overrides.items()), source=source)
+
+
+if __name__ == "__main__":
+    run_cli(main, StudyConfig, description=__doc__ or "")

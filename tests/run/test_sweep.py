@@ -1,0 +1,162 @@
+"""A sweep is a folder of runs that survives whatever happens to those who work on it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from firm.run import Outcome, Run, Sweep, UserError, summarise
+
+WORK = """
+import os, time
+from pathlib import Path
+from firm.run import Run
+
+def work(place, settings):
+    print("working on", settings["n"])
+    with Run.open(place, settings, resume=True) as run:
+        if settings["n"] < 0:
+            raise ValueError(f"n must not be negative, got {settings['n']}.")
+        run.log({"kind": "result", "n": settings["n"], "pid": os.getpid()})
+        while settings["n"] == 99 and not Path(place).with_suffix(".go").exists():
+            time.sleep(0.05)
+"""
+
+SWEEPER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import sweep_work
+from firm.run import Sweep
+
+if __name__ == "__main__":
+    points = {"first": {"n": 1}, "second": {"n": 99}, "third": {"n": 3}}
+    sweep = Sweep.open(sys.argv[1], {}, points, resume=True)
+    for outcome in sweep.work(sweep_work.work, points, num_workers=2):
+        print(outcome.name, flush=True)
+"""
+
+POINTS = {"one": {"n": 1}, "two": {"n": 2}}
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A function that other processes can import."""
+    (tmp_path / "sweep_work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sweep_work", raising=False)
+    import sweep_work  # pyright: ignore[reportMissingImports]
+
+    return sweep_work.work
+
+
+def rows(sweep: Sweep, name: str) -> list[dict]:
+    return Run(sweep.run_path(name)).rows()
+
+
+def test_every_point_is_run_once_in_another_process_and_says_so(tmp_path, work):
+    sweep = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=False)
+    assert sweep.pending() == ["one", "two"]
+    outcomes = list(sweep.work(work, POINTS, num_workers=2))
+    assert sorted(outcome.name for outcome in outcomes) == ["one", "two"]
+    assert not any(outcome.problem for outcome in outcomes)
+    assert sweep.pending() == []
+    for name, settings in POINTS.items():
+        (row,) = rows(sweep, name)
+        assert row["n"] == settings["n"]
+        assert row["pid"] != os.getpid()
+        assert f"working on {settings['n']}" in (sweep.path / "logs" / f"{name}.txt").read_text()
+    assert list(sweep.work(work, POINTS)) == []
+
+
+def test_a_point_that_fails_leaves_the_others_to_go_on_and_is_named(tmp_path, work):
+    points = {"bad": {"n": -1}, "good": {"n": 2}}
+    sweep = Sweep.open(tmp_path / "sweep", {}, points, resume=False)
+    outcomes = list(sweep.work(work, points))
+    assert sweep.pending() == ["bad"]
+    assert "Traceback" in (sweep.path / "logs" / "bad.txt").read_text()
+    with pytest.raises(UserError, match=r"1 of 2 points.*\n  bad: ValueError: n must not be neg"):
+        summarise(outcomes)
+    summarise([Outcome("good", 1.0)])
+
+
+def test_a_point_that_another_process_is_at_is_left_to_it(tmp_path, work):
+    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
+    with Run.create(sweep.run_path("one"), {}):
+        outcomes = list(sweep.work(work, POINTS))
+    assert [outcome.name for outcome in outcomes] == ["two"]
+
+
+def test_a_sweep_that_is_killed_leaves_no_process_behind_and_goes_on_where_it_was(tmp_path):
+    (tmp_path / "sweep_work.py").write_text(WORK)
+    (tmp_path / "sweeper.py").write_text(SWEEPER)
+    out = tmp_path / "sweep"
+    command = [sys.executable, str(tmp_path / "sweeper.py"), str(out), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first == "first\n"
+    log = out / "points/second/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not log.exists() or not log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    worker = json.loads(log.read_text())["pid"]
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    (out / "points/second.go").touch()
+    sweep = Sweep(out)
+    assert "second" in sweep.pending()
+    finished = (out / "points/first/metrics.jsonl").read_bytes()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert sweep.pending() == []
+    assert (out / "points/first/metrics.jsonl").read_bytes() == finished
+
+
+@pytest.mark.parametrize(
+    ("config", "points", "resume", "message"),
+    [
+        ({"a": 2}, POINTS, True, r"is another one: config\.a was 1, is 2"),
+        ({"a": 1}, {"one": {"n": 1}}, True, r"points\.two\.n was 2, is 'absent'|was 2, is absent"),
+        ({"a": 1}, POINTS, False, "there is a sweep at .* already"),
+    ],
+)
+def test_a_sweep_is_not_mixed_with_another(tmp_path, config, points, resume, message):
+    Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=False)
+    before = (tmp_path / "sweep/sweep.json").read_bytes()
+    with pytest.raises(UserError, match=message):
+        Sweep.open(tmp_path / "sweep", config, points, resume=resume)
+    assert (tmp_path / "sweep/sweep.json").read_bytes() == before
+
+
+def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(UserError, match="holds no sweep"):
+            Sweep.open(tmp_path, {}, POINTS, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(UserError, match="there is no sweep at"):
+        Sweep(tmp_path)
+
+
+def test_a_manifest_that_is_damaged_is_named(tmp_path):
+    Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
+    (tmp_path / "sweep/sweep.json").write_text("{}")
+    with pytest.raises(UserError, match=r"sweep\.json is malformed"):
+        Sweep(tmp_path / "sweep")
+
+
+def test_two_who_begin_the_same_sweep_share_it(tmp_path):
+    one = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=True)
+    other = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=True)
+    assert one.id == other.id
+    assert sorted(path.name for path in one.path.iterdir()) == ["sweep.json"]
