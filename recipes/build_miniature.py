@@ -1,27 +1,38 @@
 """Builds a policy and its reward models from scratch: tokenizer, SFT, one classifier per objective.
 
 python recipes/build_miniature.py --out runs/miniature
+python recipes/build_miniature.py --out runs/miniature --only "[helpful_other]"
 python recipes/build_miniature.py --config configs/build_hh.yaml --out runs/hh \\
     --preferences "[helpful.jsonl.gz, harmless.jsonl.gz]"
 
-The first takes the generated world's corpus, the second preference files (JSON lines with the
+The first takes the generated world's corpus, the third preference files (JSON lines with the
 fields `prompt`, `chosen`, `rejected`, `kind`; one reward model per kind). Writes the checkpoint
-folders `policy` and one per objective, the prompts of every split, and `build.json`.
+folders `policy` and one per objective, the prompts of every split, and `build.json`. The generated
+world has a second model of helpfulness, `helpful_other`: an encoder with a tokenizer, texts and
+pairs of its own, which the second command builds alone.
 """
 
 import json
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from firm.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
 from firm.miniature.corpus import Corpus, generated_corpus, preference_corpus
+from firm.miniature.encoder import EncoderTraining, train_encoder
 from firm.miniature.preferences import Preference, load_preferences, truncate_prompt
 from firm.miniature.training import (
     PolicyTraining,
@@ -38,6 +49,8 @@ from firm.miniature.training import (
 )
 from firm.miniature.world import World
 from firm.run.config import run_cli, to_dict
+
+OTHER = "helpful_other"
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,13 @@ class BuildConfig:
     """Generated world: temperature of the training labels; held-out pairs are free of noise."""
     max_prompt_tokens: int = 64
     """Longest prompt in a scored text and in the prompt files; whole turns go first."""
+    only: list[str] = field(default_factory=list)
+    """Checkpoints that are built; none: all. Reward models start from the policy that is in `out`,
+    except `helpful_other`, which needs nothing."""
     policy: PolicyTraining = field(default_factory=PolicyTraining)
     """The policy."""
+    encoder: EncoderTraining = field(default_factory=EncoderTraining)
+    """Generated world: what `helpful_other` starts from."""
     reward: RewardTraining = field(default_factory=RewardTraining)
     """Each reward model."""
 
@@ -76,45 +94,119 @@ class BuildConfig:
 
 @quiet()
 def main(cfg: BuildConfig) -> dict[str, Any]:
-    """Builds everything and returns what `build.json` holds."""
+    """Builds everything, or `only` some of it, and returns what `build.json` holds."""
     corpus = load_corpus(cfg)
+    chosen = chosen_checkpoints(cfg, corpus)
     cfg.out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"config": to_dict(cfg), "reward_models": {}, "seconds": {}}
+    report = earlier_report(cfg) | {"config": to_dict(cfg)}
 
-    with timed("policy", report):
-        tokenizer = train_tokenizer(corpus.texts["train"], vocab_size=cfg.policy.vocab_size)
-        policy = train_policy(corpus.texts["train"], tokenizer, cfg.policy, seed=cfg.seed)
-        save_checkpoint(policy, tokenizer, cfg.out / "policy", dtype=torch.float16)
-        report["policy"] = policy_figures(cfg, corpus.texts["test"])
-
-    def num_tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False).input_ids)
-
-    def shorten(prompt: str) -> str:
-        return truncate_prompt(prompt, max_tokens=cfg.max_prompt_tokens, num_tokens=num_tokens)
+    if "policy" in chosen:
+        with timed("policy", report):
+            tokenizer = train_tokenizer(corpus.texts["train"], vocab_size=cfg.policy.vocab_size)
+            policy = train_policy(corpus.texts["train"], tokenizer, cfg.policy, seed=cfg.seed)
+            save_checkpoint(policy, tokenizer, cfg.out / "policy", dtype=torch.float16)
+            report["policy"] = policy_figures(cfg, corpus.texts["test"])
+            report["num_prompts"] = save_prompts(cfg, corpus, tokenizer)
 
     for kind, pairs_by_split in corpus.pairs.items():
-        with timed(kind, report):
-            fitted = {
-                split: fit_pairs(pairs, cfg.reward, shorten=shorten, num_tokens=num_tokens)
-                for split, pairs in pairs_by_split.items()
-            }
-            scorer_tokenizer = reward_tokenizer(tokenizer, cfg.reward)
-            scorer = train_reward_model(
-                cfg.out / "policy", scorer_tokenizer, fitted["train"], cfg.reward, seed=cfg.seed
-            )
-            save_checkpoint(scorer, scorer_tokenizer, cfg.out / kind, dtype=torch.float16)
-            report["reward_models"][kind] = reward_figures(cfg, kind, pairs_by_split, fitted)
+        if kind in chosen:
+            with timed(kind, report):
+                tokenizer = AutoTokenizer.from_pretrained(cfg.out / "policy")
+                report["reward_models"][kind] = build_reward_model(
+                    cfg, kind, pairs_by_split, tokenizer, trunk=cfg.out / "policy", seed=cfg.seed
+                )
 
-    for split, prompts in corpus.prompts.items():
-        with open(cfg.out / f"prompts_{split}.jsonl", "w", encoding="utf-8") as file:
-            for row in prompts:
-                file.write(json.dumps({**row, "prompt": shorten(row["prompt"])}) + "\n")
-    report["num_prompts"] = {split: len(prompts) for split, prompts in corpus.prompts.items()}
+    if OTHER in chosen:
+        with timed(OTHER, report), tempfile.TemporaryDirectory() as trunk:
+            seed = cfg.seed + 1
+            texts, pairs_by_split = other_corpus(cfg, corpus)
+            tokenizer = train_tokenizer(texts, vocab_size=cfg.encoder.vocab_size)
+            framed = reward_tokenizer(tokenizer, cfg.reward)
+            encoder = train_encoder(texts, framed, cfg.encoder, seed=seed)
+            save_checkpoint(encoder, framed, trunk, dtype=torch.float32)
+            report["reward_models"][OTHER] = build_reward_model(
+                cfg, OTHER, pairs_by_split, tokenizer, trunk=Path(trunk), seed=seed
+            )
 
     (cfg.out / "build.json").write_text(json.dumps(report, indent=2) + "\n")
     print(table(report))
     return report
+
+
+def chosen_checkpoints(cfg: BuildConfig, corpus: Corpus) -> list[str]:
+    """Returns the names of the checkpoints to build.
+
+    Raises:
+        ValueError: There is no such checkpoint, or no policy to start a reward model from.
+    """
+    names = ["policy", *corpus.pairs, *([] if cfg.preferences else [OTHER])]
+    for name in cfg.only:
+        if name not in names:
+            raise ValueError(f"only must name some of {', '.join(names)}, got '{name}'.")
+    chosen = cfg.only or names
+    starting = [name for name in chosen if name in corpus.pairs]
+    if starting and "policy" not in chosen and not (cfg.out / "policy").is_dir():
+        raise ValueError(
+            f"'{starting[0]}' starts from the policy, and {cfg.out} holds none: build it as well."
+        )
+    return chosen
+
+
+def earlier_report(cfg: BuildConfig) -> dict[str, Any]:
+    """Returns what `build.json` says of the checkpoints that are not built anew."""
+    path = cfg.out / "build.json"
+    if cfg.only and path.is_file():
+        return json.loads(path.read_text())
+    return {"reward_models": {}, "seconds": {}}
+
+
+def build_reward_model(
+    cfg: BuildConfig,
+    name: str,
+    pairs_by_split: dict[str, list[Preference]],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    trunk: Path,
+    seed: int,
+) -> dict[str, Any]:
+    """Trains a reward model on a trunk of this tokenizer, saves it and returns its figures."""
+    fitted = {
+        split: fit_pairs(
+            pairs,
+            cfg.reward,
+            shorten=shortener(cfg, tokenizer),
+            num_tokens=token_counter(tokenizer),
+        )
+        for split, pairs in pairs_by_split.items()
+    }
+    framed = reward_tokenizer(tokenizer, cfg.reward)
+    model = train_reward_model(trunk, framed, fitted["train"], cfg.reward, seed=seed)
+    save_checkpoint(model, framed, cfg.out / name, dtype=torch.float16)
+    return reward_figures(cfg, name, pairs_by_split, fitted)
+
+
+def token_counter(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], int]:
+    """Returns the function that counts a text's tokens, special tokens apart."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def shortener(cfg: BuildConfig, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], str]:
+    """Returns the function that cuts a prompt to `max_prompt_tokens`."""
+    return partial(
+        truncate_prompt, max_tokens=cfg.max_prompt_tokens, num_tokens=token_counter(tokenizer)
+    )
+
+
+def save_prompts(
+    cfg: BuildConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, int]:
+    """Writes the prompts of every split, cut to size, and returns their numbers."""
+    shorten = shortener(cfg, tokenizer)
+    for split, prompts in corpus.prompts.items():
+        with open(cfg.out / f"prompts_{split}.jsonl", "w", encoding="utf-8") as file:
+            for row in prompts:
+                file.write(json.dumps({**row, "prompt": shorten(row["prompt"])}) + "\n")
+    return {split: len(prompts) for split, prompts in corpus.prompts.items()}
 
 
 def load_corpus(cfg: BuildConfig) -> Corpus:
@@ -134,6 +226,15 @@ def load_corpus(cfg: BuildConfig) -> Corpus:
         noise=cfg.noise,
         seed=cfg.seed,
     )
+
+
+def other_corpus(cfg: BuildConfig, corpus: Corpus) -> tuple[list[str], dict[str, list[Preference]]]:
+    """Returns texts and pairs by split for `helpful_other`; only the held-out pairs are shared."""
+    world = World.conflict()
+    seed = cfg.seed + 2  # `seed` drew what the others learn from, `seed + 1` the held-out texts
+    texts = [row["prompt"] + row["completion"] for row in world.sft_texts(cfg.num_texts, seed)]
+    train = world.preference_pairs("helpful", cfg.num_pairs, seed, cfg.noise)
+    return texts, {**corpus.pairs["helpful"], "train": [Preference(**row) for row in train]}
 
 
 def policy_figures(cfg: BuildConfig, held_out: list[str]) -> dict[str, Any]:
@@ -186,12 +287,14 @@ def timed(stage: str, report: dict[str, Any]) -> Iterator[None]:
 
 def table(report: dict[str, Any]) -> str:
     """Returns the figures of `build.json` for a reader."""
-    policy, seconds = report["policy"], report["seconds"]
-    lines = [
-        f"policy: {policy['num_parameters']:,} parameters, {policy['tokens_seen']:,} tokens seen, "
-        f"{policy['bits_per_byte']:.3f} bits per byte held out",
-        f"{'pair accuracy':24} {'pairs':>6} {'model':>14} {'length':>14} {'bag of words':>14}",
-    ]
+    policy, seconds = report.get("policy"), report["seconds"]
+    lines = [f"{'pair accuracy':26} {'pairs':>6} {'model':>14} {'length':>14} {'bag of words':>14}"]
+    if policy:
+        lines.insert(
+            0,
+            f"policy: {policy['num_parameters']:,} parameters, {policy['tokens_seen']:,} tokens "
+            f"seen, {policy['bits_per_byte']:.3f} bits per byte held out",
+        )
     for kind, figures in report["reward_models"].items():
         for split, scores in figures.items():
             if isinstance(scores, dict):
@@ -199,7 +302,7 @@ def table(report: dict[str, Any]) -> str:
                     f" {s['accuracy']:.3f} ± {s['standard_error']:.3f}".rjust(15)
                     for s in scores.values()
                 )
-                lines.append(f"{kind + ', ' + split:24} {scores['model']['num_pairs']:6}{shares}")
+                lines.append(f"{kind + ', ' + split:26} {scores['model']['num_pairs']:6}{shares}")
     times = ", ".join(f"{stage} {s['wall']:.0f} ({s['cpu']:.0f})" for stage, s in seconds.items())
     lines.append(f"seconds (of the processor): {times}")
     return "\n".join(lines)

@@ -1,8 +1,9 @@
 """The miniature world: a generated corpus with known ground truth, and small models trained on it.
 
 `World.conflict()` makes prompts, replies and preference pairs from a seed and scores any reply by
-parsing it. A policy and two reward models trained on it ship with the package as Hugging Face
-checkpoints; `checkpoint_path` says where.
+parsing it. A policy and three reward models trained on it ship with the package as Hugging Face
+checkpoints; `checkpoint_path` says where. Two of the three judge helpfulness and share neither
+architecture nor tokenizer nor training pairs.
 """
 
 from pathlib import Path
@@ -11,14 +12,15 @@ from firm.miniature.world import Act, Prompt, World
 
 __all__ = ["CHECKPOINTS", "Act", "Prompt", "World", "checkpoint_path"]
 
-CHECKPOINTS = ("policy", "helpful", "harmless")
+CHECKPOINTS = ("policy", "helpful", "harmless", "helpful_other")
 
 
 def checkpoint_path(name: str) -> Path:
     """Returns the folder of a shipped checkpoint.
 
     Args:
-        name: "policy", or the objective of a reward model: "helpful" or "harmless".
+        name: "policy", the objective of a reward model, "helpful" or "harmless", or
+            "helpful_other", an encoder that judges helpfulness.
 
     Raises:
         ValueError: The name is not one of `CHECKPOINTS`.

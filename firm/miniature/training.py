@@ -67,7 +67,7 @@ class PolicyTraining:
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_positive(self)
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size must be a multiple of twice num_heads ({2 * self.num_heads}), "
@@ -82,7 +82,7 @@ class PolicyTraining:
 
 @dataclass(frozen=True)
 class RewardTraining:
-    """How a sequence classifier on the policy's trunk learns from pairs."""
+    """How a sequence classifier on a trained trunk learns from pairs."""
 
     call_format: CallFormat = "plain"
     """What is scored: "plain", prompt and reply as one text, or "response", the reply alone."""
@@ -98,10 +98,11 @@ class RewardTraining:
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        check_positive(self)
 
 
-def _check_positive(config: PolicyTraining | RewardTraining) -> None:
+def check_positive(config: Any) -> None:
+    """Raises a ValueError where a number of a dataclass is not positive."""
     for f in fields(config):
         value = getattr(config, f.name)
         if isinstance(value, int | float) and value <= 0:
@@ -141,10 +142,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 def reward_tokenizer(
     tokenizer: PreTrainedTokenizerFast, cfg: RewardTraining
 ) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a reward model that shares the policy's vocabulary.
+    """Returns the tokenizer of a reward model that shares a policy's vocabulary.
 
-    It frames every text by BOS and EOS, because the score is read at the last token, pads on the
-    right, and truncates to `max_length`: a reply at its end, a prompt with its reply at its start.
+    It frames every text by BOS and EOS, because the score is read at the last token (by an encoder
+    at the first), pads on the right, and truncates to `max_length`: a reply at its end, a prompt
+    with its reply at its start.
     """
     backend = tokenizer.backend_tokenizer
     assert isinstance(backend, Tokenizer)
@@ -214,12 +216,14 @@ def train_policy(
                 max_length=cfg.context_length,
                 shuffle_dataset=True,
                 loss_type="nll",
-                **_training_arguments(folder, cfg, seed),
+                **training_arguments(
+                    folder, learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2, seed=seed
+                ),
             ),
             train_dataset=Dataset.from_dict({"input_ids": _documents(texts, tokenizer)}),
             processing_class=tokenizer,
         )
-        _train(trainer)
+        run_trainer(trainer)
     model.config.use_cache = True  # SFTTrainer turns it off, and it would be saved so
     return model
 
@@ -263,7 +267,7 @@ def _documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list
 
 
 def train_reward_model(
-    policy: str | Path,
+    trunk: str | Path,
     tokenizer: PreTrainedTokenizerFast,
     pairs: Sequence[Preference],
     cfg: RewardTraining,
@@ -273,7 +277,7 @@ def train_reward_model(
     """Returns a one-label sequence classifier trained on pairs by TRL's RewardTrainer.
 
     Args:
-        policy: Folder of the causal language model whose trunk it starts from.
+        trunk: Folder of the policy, or of the encoder, whose trunk it starts from.
         tokenizer: The reward model's tokenizer (`reward_tokenizer`).
         pairs: Training pairs. All are used: texts are truncated first, as RewardTrainer drops
             pairs that are too long.
@@ -290,7 +294,7 @@ def train_reward_model(
     ]
     with tempfile.TemporaryDirectory() as folder:
         trainer = RewardTrainer(
-            model=str(policy),
+            model=str(trunk),
             args=RewardConfig(
                 model_init_kwargs={"dtype": "float32"},
                 num_train_epochs=cfg.num_epochs,
@@ -298,7 +302,9 @@ def train_reward_model(
                 max_length=cfg.max_length,
                 train_sampling_strategy="group_by_length",
                 remove_unused_columns=False,  # the sampler reads `length`
-                **_training_arguments(folder, cfg, seed),
+                **training_arguments(
+                    folder, learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2, seed=seed
+                ),
             ),
             train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
@@ -306,7 +312,7 @@ def train_reward_model(
         kept, model = trainer.train_dataset, trainer.model
         assert isinstance(kept, Dataset)
         assert len(kept) == len(pairs), "RewardTrainer dropped pairs"
-        _train(trainer)
+        run_trainer(trainer)
     assert isinstance(model, PreTrainedModel)
     model.config.call_format = cfg.call_format
     return model
@@ -391,13 +397,14 @@ def save_checkpoint(
     tokenizer.save_pretrained(folder)
 
 
-def _training_arguments(
-    folder: str, cfg: PolicyTraining | RewardTraining, seed: int
+def training_arguments(
+    folder: str, *, learning_rate: float, adam_beta2: float, seed: int
 ) -> dict[str, Any]:
+    """Returns what all trainers are told: on the CPU, in float32, without files or reports."""
     return {
         "output_dir": folder,
-        "learning_rate": cfg.learning_rate,
-        "adam_beta2": cfg.adam_beta2,
+        "learning_rate": learning_rate,
+        "adam_beta2": adam_beta2,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.05,  # below 1: a share of the steps
         "seed": seed,
@@ -412,7 +419,8 @@ def _training_arguments(
     }
 
 
-def _train(trainer: Trainer) -> None:
+def run_trainer(trainer: Trainer) -> None:
+    """Runs a trainer without its printed summary."""
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 

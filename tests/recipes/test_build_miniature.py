@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from firm.miniature.preferences import split_of
 from firm.run.config import parse, run_cli
-from recipes.build_miniature import BuildConfig, main
+from recipes.build_miniature import BuildConfig, load_corpus, main, other_corpus
 
 TINY = {
     "num_texts": 60,
@@ -18,8 +19,16 @@ TINY = {
     "policy.num_layers": 1,
     "policy.num_heads": 2,
     "policy.batch_size": 2,
+    "encoder.num_steps": 3,
+    "encoder.hidden_size": 16,
+    "encoder.intermediate_size": 16,
+    "encoder.num_layers": 1,
+    "encoder.num_heads": 2,
+    "encoder.batch_size": 2,
     "reward.num_epochs": 1,
 }
+
+REWARD_MODELS = ("helpful", "harmless", "helpful_other")
 
 
 def command_line(out: Path, *arguments: str) -> list[str]:
@@ -40,7 +49,7 @@ def test_the_generated_world_becomes_checkpoints_prompts_and_figures(built):
     out, report = built
     policy = AutoModelForCausalLM.from_pretrained(out / "policy")
     assert policy.num_parameters() == report["policy"]["num_parameters"]
-    for kind in ("helpful", "harmless"):
+    for kind in REWARD_MODELS:
         scorer = AutoModelForSequenceClassification.from_pretrained(out / kind, num_labels=1)
         tokenizer = AutoTokenizer.from_pretrained(out / kind)
         scores = scorer(**tokenizer([" Yes.", " No, no."], padding=True, return_tensors="pt"))
@@ -62,9 +71,51 @@ def test_the_generated_world_becomes_checkpoints_prompts_and_figures(built):
 
 def test_equal_seeds_build_equal_files(built, tmp_path):
     build(tmp_path)
-    for name in ("policy", "helpful", "harmless"):
-        for file in ("model.safetensors", "tokenizer.json"):
-            assert (tmp_path / name / file).read_bytes() == (built[0] / name / file).read_bytes()
+    for name in ("policy", *REWARD_MODELS):
+        assert same_files(tmp_path / name, built[0] / name)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    files = ("model.safetensors", "tokenizer.json")
+    return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("name", ["helpful", "helpful_other"])
+def test_one_missing_checkpoint_is_built_alone_and_comes_out_as_with_the_others(
+    built, tmp_path, name
+):
+    out, report = built
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / name)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    again = build(tmp_path, f"--only=[{name}]")
+    assert same_files(tmp_path / name, out / name)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    for figures in ("policy", "reward_models", "num_prompts"):
+        assert again[figures] == report[figures]
+
+
+def test_the_other_reward_model_is_an_encoder_that_needs_no_policy(built, tmp_path):
+    report = build(tmp_path, "--only=[helpful_other]")
+    assert {path.name for path in tmp_path.iterdir()} == {"helpful_other", "build.json"}
+    assert "policy" not in report
+    assert same_files(tmp_path / "helpful_other", built[0] / "helpful_other")
+    kinds = {
+        name: AutoModelForSequenceClassification.from_pretrained(built[0] / name).config.model_type
+        for name in ("helpful", "helpful_other")
+    }
+    assert kinds == {"helpful": "llama", "helpful_other": "electra"}
+
+
+def test_the_other_reward_model_learns_from_texts_and_pairs_of_its_own():
+    cfg = parse(BuildConfig, command_line(Path("nowhere")))
+    corpus = load_corpus(cfg)
+    texts, pairs = other_corpus(cfg, corpus)
+    assert len(texts) == cfg.num_texts
+    assert len(pairs["train"]) == cfg.num_pairs
+    assert not set(pairs["train"]) & set(corpus.pairs["helpful"]["train"])
+    assert not set(texts) & {*corpus.texts["train"], *corpus.texts["test"]}
+    assert pairs["test"] == corpus.pairs["helpful"]["test"]
 
 
 def write_preferences(path: Path, kind: str, *, held_out_reply: str = " yes") -> None:
@@ -114,6 +165,11 @@ def test_no_checkpoint_depends_on_held_out_rows(tmp_path):
         (["--preferences", "[{bad}]"], "bad.jsonl, line 1: field 'rejected' is missing"),
         (["--preferences", "[{policy}]"], "kind 'policy'"),
         (["--max_prompt_tokens", "126"], "reward.max_length must be at least 129"),
+        (
+            ["--only", "[harmful]"],
+            "only must name some of policy, helpful, harmless, helpful_other",
+        ),
+        (["--only", "[helpful]"], "'helpful' starts from the policy, and"),
         (["--polcy.num_steps", "3"], "did you mean policy"),
     ],
 )

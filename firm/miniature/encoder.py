@@ -1,0 +1,155 @@
+"""A small encoder from scratch: the trunk of a reward model that shares nothing with the policy.
+
+It learns to tell which tokens of a text were replaced. A step about another object than the one
+asked for is such a text, so what it learns is what helpfulness turns on.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import (
+    ElectraConfig,
+    ElectraForPreTraining,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from firm.miniature.training import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    check_positive,
+    run_trainer,
+    training_arguments,
+)
+
+
+@dataclass(frozen=True)
+class EncoderTraining:
+    """A small ELECTRA, and how long it learns."""
+
+    vocab_size: int = 640
+    """Entries of the byte-level BPE vocabulary, the three special tokens and 256 bytes included."""
+    hidden_size: int = 128
+    """Width of the hidden states."""
+    intermediate_size: int = 352
+    """Width of the feed-forward layers."""
+    num_layers: int = 4
+    """Number of layers."""
+    num_heads: int = 4
+    """Attention heads per layer."""
+    initializer_range: float = 0.06
+    """Standard deviation of the initial parameters."""
+    replaced_share: float = 0.15
+    """Share of the tokens that are replaced, in (0, 1)."""
+    batch_size: int = 16
+    """Texts per optimizer step."""
+    num_steps: int = 2500
+    """Optimizer steps: a number, not a time, so that every machine builds the same encoder."""
+    learning_rate: float = 1e-3
+    """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
+    adam_beta2: float = 0.95
+    """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_heads ({self.num_heads}), "
+                f"got {self.hidden_size}."
+            )
+        if self.replaced_share >= 1:
+            raise ValueError(f"replaced_share must be below 1, got {self.replaced_share}.")
+
+
+def train_encoder(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, cfg: EncoderTraining, *, seed: int
+) -> ElectraForPreTraining:
+    """Returns an encoder trained from scratch to detect replaced tokens.
+
+    The objective is that of Clark et al. (2020), arXiv:2003.10555, except that replacements are
+    drawn from the other tokens of the batch, not from a generator that is trained beside: a
+    random object in place of the one asked for is hard enough here.
+
+    Args:
+        texts: Training documents, prompt and reply as one text.
+        tokenizer: The encoder's tokenizer, which frames every text and says how long one may be
+            (`reward_tokenizer`).
+        cfg: Size and length of the training.
+        seed: Seed of the initial parameters, of the order of the texts and of the replacements.
+    """
+    transformers.set_seed(seed)
+    model = ElectraForPreTraining(
+        ElectraConfig(
+            vocab_size=len(tokenizer),
+            embedding_size=cfg.hidden_size,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=cfg.intermediate_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_heads,
+            initializer_range=cfg.initializer_range,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=tokenizer.model_max_length,
+            type_vocab_size=1,
+            pad_token_id=PAD_ID,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        ids = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(row["input_ids"]) for row in rows],
+            batch_first=True,
+            padding_value=PAD_ID,
+        )  # [B, T]
+        replaced = replace_tokens(ids, share=cfg.replaced_share, generator=generator)
+        return {
+            "input_ids": replaced,
+            "attention_mask": (ids != PAD_ID).long(),
+            "labels": (replaced != ids).long(),
+        }
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                max_steps=cfg.num_steps,
+                per_device_train_batch_size=cfg.batch_size,
+                **training_arguments(
+                    folder, learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2, seed=seed
+                ),
+            ),
+            train_dataset=Dataset.from_dict(
+                {"input_ids": tokenizer(list(texts), truncation=True)["input_ids"]}
+            ),
+            data_collator=collate,
+        )
+        run_trainer(trainer)
+    return model
+
+
+def replace_tokens(ids: torch.Tensor, *, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Returns the texts with some tokens replaced by random ones of the batch.
+
+    Special tokens stay and never stand in for another. A token may be drawn in its own place.
+
+    Args:
+        ids: Padded texts, shape [B, T].
+        share: Share of the tokens that are drawn anew.
+        generator: Source of randomness.
+    """
+    ordinary = ids > max(PAD_ID, BOS_ID, EOS_ID)
+    told = ids[ordinary]  # as often as the batch says them
+    if not len(told):
+        return ids.clone()
+    drawn = told[torch.randint(len(told), ids.shape, generator=generator)]
+    chosen = (torch.rand(ids.shape, generator=generator) < share) & ordinary
+    return torch.where(chosen, drawn, ids)
