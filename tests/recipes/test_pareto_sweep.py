@@ -1,0 +1,157 @@
+"""A sweep over preferences: ordinary runs, a front from each method, and soups between corners."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from firm.fronts import Front
+from firm.run import Sweep, UserError, parse
+from recipes.pareto_sweep import MethodConfig, SweepConfig, grid, main, prompt_rewards
+
+ROOT = Path(__file__).parents[2]
+TINY = {"rounds": 1, "strategy.num_local_steps": 1, "evaluation.num_validation_prompts": 2}
+CONFIG = SweepConfig(
+    base=ROOT / "configs/smoke.yaml",
+    overrides=TINY,
+    methods={"FIRM": MethodConfig(), "soups": MethodConfig(kind="soup")},
+    preferences=[[2, 0], [1, 1], [0, 3]],
+    num_workers=2,
+)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return main(replace(CONFIG, out=tmp_path_factory.mktemp("sweeps") / "sweep"))
+
+
+def adapter(sweep: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(sweep / "points" / name / "adapter/adapter_model.safetensors")
+
+
+def test_every_point_is_a_finished_run_of_its_preference(swept):
+    names = {path.name for path in (swept / "points").iterdir()}
+    preferences = ("100_0", "50_50", "0_100")
+    assert names == {f"{m}-{p}-seed_0" for m in ("firm", "soups") for p in preferences}
+    for name in names:
+        record = json.loads((swept / "points" / name / "run.json").read_text())
+        assert record["status"] == "finished"
+    config = (swept / "points/firm-50_50-seed_0/config.yaml").read_text()
+    assert "preference:\n  - 0.5\n  - 0.5\n" in config
+
+
+def test_the_front_tells_what_the_runs_measured_prompt_by_prompt(swept):
+    front = Front.load(swept / "firm.front.json")
+    assert front.objectives == ("brevity", "positivity")
+    assert front.reference == (0.0, 0.0)
+    rewards = prompt_rewards(Sweep(swept), front)  # [N, P, M]
+    assert rewards.shape == (3, 8, 2)
+    assert torch.allclose(rewards.mean(1), torch.tensor(front.scores()).float())
+    for point in front.points:
+        assert (swept / point.adapter / "adapter_model.safetensors").exists()
+
+
+def test_a_soup_is_the_mean_of_the_adapters_that_were_trained_alone(swept):
+    first, second = (adapter(swept, f"soups-{p}-seed_0") for p in ("100_0", "0_100"))
+    for name, parameter in adapter(swept, "soups-50_50-seed_0").items():
+        assert torch.allclose(parameter, (first[name] + second[name]) / 2, atol=1e-7)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    # alone is alone: FIRM at a corner of the simplex is the same training
+    for name, parameter in adapter(swept, "firm-100_0-seed_0").items():
+        assert torch.equal(parameter, first[name])
+
+
+def test_a_finished_sweep_is_told_again_without_running_anything(swept):
+    def stamps() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (swept / "points").rglob("*")}
+
+    before, front = stamps(), (swept / "firm.front.json").read_bytes()
+    main(replace(CONFIG, out=swept, resume=True))
+    assert stamps() == before
+    assert (swept / "firm.front.json").read_bytes() == front
+
+
+def test_a_sweep_of_another_configuration_is_refused_and_stays_as_it_is(swept):
+    before = (swept / "sweep.json").read_bytes()
+    with pytest.raises(UserError, match=r"is another one: config\.overrides\.rounds was 1, is 2"):
+        main(replace(CONFIG, overrides={**TINY, "rounds": 2}, out=swept, resume=True))
+    with pytest.raises(UserError, match="there is a sweep"):
+        main(replace(CONFIG, out=swept))
+    assert (swept / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preferences": [[0.5, -0.5]]}, "non-negative and not all zero, got"),
+        ({"preferences": [[0, 0]]}, "non-negative and not all zero, got"),
+        ({"preferences": [[1, 1, 1]]}, "an entry for each of brevity, positivity"),
+        ({"preferences": [[1, 1], [2, 2]]}, "preferences must differ"),
+        ({"reference": [0.1]}, "reference must have a reward for each"),
+        ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
+        (
+            {"methods": {"A": MethodConfig(overrides={"strategy.name": "fsmgda"})}},
+            "strategy fsmgda knows no preferences; use one of firm, fedavg",
+        ),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_written(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        main(replace(CONFIG, out=tmp_path / "sweep", **changes))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("resolution", "num_objectives"), [(1, 2), (4, 2), (3, 3)])
+def test_a_grid_has_every_multiple_once_and_all_corners(resolution, num_objectives):
+    points = grid(resolution, num_objectives)
+    assert len(set(points)) == len(points)
+    assert len(points) == {(1, 2): 2, (4, 2): 5, (3, 3): 10}[resolution, num_objectives]
+    assert all(sum(point) == pytest.approx(1) and min(point) >= 0 for point in points)
+    for corner in torch.eye(num_objectives).tolist():
+        assert tuple(corner) in points
+
+
+def test_the_command_line_reads_methods_and_preferences():
+    methods = "{FIRM: {}, fixed: {overrides: {strategy.name: fedavg}}}"
+    arguments = ["--methods", methods, "--preferences", "[[0.2, 0.8]]", "--seeds", "[0, 1]"]
+    cfg = parse(SweepConfig, arguments)
+    assert cfg.methods["fixed"].overrides == {"strategy.name": "fedavg"}
+    assert cfg.preferences == [[0.2, 0.8]]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_ends_with_the_same_front(tmp_path, swept):
+    out = tmp_path / "sweep"
+    command = [sys.executable, "recipes/pareto_sweep.py", "--out", str(out), "--resume"]
+    command += ["--base", "configs/smoke.yaml", "--overrides", json.dumps(TINY)]
+    command += ["--methods", "{FIRM: {}, soups: {kind: soup}}", "--num_workers", "2"]
+    command += ["--preferences", "[[2, 0], [1, 1], [0, 3]]"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    num_done = 0
+    while num_done < 6:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        while process.poll() is None:
+            time.sleep(0.2)
+            finished = [
+                path
+                for path in out.glob("points/*/run.json")
+                if json.loads(path.read_text())["status"] == "finished"
+            ]
+            if num_done < len(finished) < 6:
+                num_done = len(finished)
+                process.send_signal(signal.SIGKILL)
+        if process.returncode == 0:
+            break
+    for method in ("firm", "soups"):
+        name = f"{method}.front.json"
+        assert (out / name).read_bytes() == (swept / name).read_bytes()
