@@ -145,6 +145,8 @@ class Sweep:
                 while queue or running:
                     while queue and len(running) < num_workers:
                         name = queue.pop(0)
+                        if self.is_done(name):  # another process was faster
+                            continue
                         log = self.path / "logs" / f"{name}.txt"
                         log.parent.mkdir(exist_ok=True)
                         place = str(self.run_path(name))
@@ -179,20 +181,29 @@ def _run_point(
 ) -> Outcome | None:
     """One point in a worker; None where another process is at it."""
     start, problem = time.perf_counter(), None
-    try:
-        check_not_held(Path(place))
-    except UserError:
+    if _is_held(place):
         return None
     try:
         with _printed_to(log):
             run(place, settings)
     except UserError as error:
+        if _is_held(place):  # both came at once, and the other one was faster
+            return None
         problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         with open(log, "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
     return Outcome(name, time.perf_counter() - start, problem)
+
+
+def _is_held(place: str) -> bool:
+    """Whether some process writes to the run."""
+    try:
+        check_not_held(Path(place))
+    except UserError:
+        return True
+    return False
 
 
 @contextmanager

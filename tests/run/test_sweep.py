@@ -91,6 +91,15 @@ def test_a_point_that_another_process_is_at_is_left_to_it(tmp_path, work):
     assert [outcome.name for outcome in outcomes] == ["two"]
 
 
+def test_a_point_that_another_process_has_finished_meanwhile_is_not_run_again(tmp_path, work):
+    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
+    outcomes = sweep.work(work, POINTS)
+    assert next(outcomes).name == "one"
+    with Run.create(sweep.run_path("two"), {}):
+        pass
+    assert list(outcomes) == []
+
+
 def test_a_sweep_that_is_killed_leaves_no_process_behind_and_goes_on_where_it_was(tmp_path):
     (tmp_path / "sweep_work.py").write_text(WORK)
     (tmp_path / "sweeper.py").write_text(SWEEPER)
