@@ -274,6 +274,10 @@ def main(cfg: Config) -> Path | None:
         seed=cfg.seed,
     )
 
+    fresh = copy_adapter(trainer.adapter_parameters)
+    start = _start(trainer, cfg) if cfg.start else fresh
+    load_adapter_(trainer.adapter_parameters, fresh)  # what rewards are calibrated on
+
     # calibrate: the server fixes the maps from scores to rewards, for all
     if processes.is_server:
         calibrations = _calibrate(trainer, judges, train, cfg)  # tries every reward model, too
@@ -358,9 +362,7 @@ def main(cfg: Config) -> Path | None:
                 tracker.log(row)
             tracker.log_samples(run.samples())
         else:
-            state = ServerState(
-                copy_adapter(trainer.adapter_parameters), objectives=objectives, seed=cfg.seed
-            )
+            state = ServerState(fresh, objectives=objectives, seed=cfg.seed)
             log(_run_row(cfg, names, trainer, calibrations, processes))
             base = {"test": measure(test, "test")}
             if validation:
@@ -368,8 +370,7 @@ def main(cfg: Config) -> Path | None:
             for split, evaluation in base.items():
                 log(evaluation.row(round=0, split=split))
             log_samples(base["test"])
-            if cfg.start:
-                state = replace(state, adapter=_start(trainer, cfg))
+            state = replace(state, adapter=start)
             save(base.get("validation"))
         write_report(run.path, final=False)
         progress.event("resumed", round=state.round)

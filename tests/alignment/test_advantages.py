@@ -3,7 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firm.alignment.advantages import gae, kl_penalty, masked_mean, shaped_rewards, whiten
+from firm.alignment.advantages import (
+    gae,
+    kl_penalty,
+    masked_mean,
+    shaped_rewards,
+    whiten,
+    whiten_together,
+)
 
 seeds = st.integers(0, 2**32)
 sizes = st.tuples(st.integers(1, 4), st.integers(2, 7))  # B, T
@@ -228,3 +235,33 @@ def test_an_objective_among_others_gets_bit_for_bit_what_it_would_get_alone(num_
         own_advantages, own_returns = gae(alone, values[row], gamma=0.99, gae_lambda=0.95)
         assert torch.equal(advantages[row], own_advantages)
         assert torch.equal(returns[row], own_returns)
+
+
+def test_advantages_on_a_shared_scale_keep_the_ratio_of_their_spreads():
+    generator = torch.Generator().manual_seed(5)
+    values = (
+        torch.randn(3, 8, 6, generator=generator) * torch.tensor([1.0, 4.0, 0.5])[:, None, None]
+    )
+    values += torch.tensor([3.0, 0.0, -2.0])[:, None, None]
+    mask = torch.rand(8, 6, generator=generator) < 0.7
+    together = whiten_together(values, mask)
+    for row, own in zip(together, values, strict=True):
+        assert masked_mean(row, mask).item() == pytest.approx(0, abs=1e-6)
+        assert row[mask].std() / together[0][mask].std() == pytest.approx(
+            (own[mask].std() / values[0][mask].std()).item(), rel=1e-5
+        )
+    assert together[:, mask].var(dim=1).mean().item() == pytest.approx(1, rel=1e-5)
+
+
+def test_a_sum_on_a_shared_scale_is_the_advantage_of_the_summed_reward():
+    generator = torch.Generator().manual_seed(6)
+    values = torch.randn(2, 8, 6, generator=generator) * torch.tensor([1.0, 4.0])[:, None, None]
+    mask = torch.ones(8, 6, dtype=torch.bool)
+    weights = torch.tensor([0.3, 0.7])[:, None, None]
+    of_sum = whiten((weights * values).sum(0), mask)
+    summed = (weights * whiten_together(values, mask)).sum(0)
+    factors = (summed / of_sum).flatten()
+    assert torch.allclose(factors, factors[0].expand_as(factors), rtol=1e-4)
+    # where each is whitened by itself, the sum is another one
+    apart = (weights * torch.stack([whiten(row, mask) for row in values])).sum(0)
+    assert not torch.allclose(apart / of_sum, (apart / of_sum)[0, 0].expand(8, 6), rtol=1e-2)

@@ -3,9 +3,26 @@
 import pytest
 import torch
 
-from firm.alignment import AlignmentClient, Prompt, copy_adapter, load_adapter_
+from firm.alignment import (
+    AlignmentClient,
+    Calibration,
+    Judges,
+    KLConfig,
+    Prompt,
+    copy_adapter,
+    load_adapter_,
+)
 from firm.federation import LocalEngine, RandomStream, ServerState
-from firm.federation.strategies import FedAvgConfig, FirmConfig, fedavg, firm
+from firm.federation.strategies import (
+    FedAvgConfig,
+    FedCmooConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    fedavg,
+    fedcmoo,
+    firm,
+    fsmgda,
+)
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
@@ -201,3 +218,137 @@ def test_reward_diagnostics_are_logged_per_round(make_trainer, letter_count):
         assert -1 <= row["reward_correlation"]["a-b"] <= 1
         assert row["reward_correlation"]["a-c"] is row["reward_length_correlation"]["c"] is None
         assert row["reward_length_correlation"]["a"] > 0.5  # one token is one letter
+
+
+# --- Judges of a client's own ---------------------------------------------------------------------
+
+
+def test_a_client_with_judges_of_its_own_learns_from_them_and_leaves_the_others_theirs(
+    trainer, letter_count
+):
+    start = copy_adapter(trainer.adapter_parameters)
+    # the second objective is judged otherwise, and both on scales of this client's own
+    judges = Judges(
+        {"a": letter_count("a"), "b": letter_count("e")},
+        {"a": Calibration("none"), "b": Calibration("minmax", low=0.0, high=0.5)},
+    )
+    clients = [
+        AlignmentClient(name, PROMPTS, trainer, seed=SEED, judges=own, stream_name="twin")
+        for name, own in (("other", judges), ("usual", None))
+    ]
+    batches = []
+    for client in clients:
+        client.load(start)
+        (batch,) = client.batches(1)
+        batches.append(batch.experience)
+    other, usual = batches
+    assert other.rollouts.completions == usual.rollouts.completions
+    assert torch.equal(other.raw_scores[0], usual.raw_scores[0])
+    assert not torch.equal(other.raw_scores[1], usual.raw_scores[1])
+    penalty = 0.5 * (~other.rollouts.ended)
+    expected = (other.raw_scores[1] / 0.5).clamp(0, 1) - penalty
+    assert torch.allclose(other.scores[1], expected)
+    assert torch.equal(usual.scores, usual.raw_scores - penalty)
+
+
+def test_a_client_without_a_judge_serves_the_other_objectives_alone(trainer, letter_count):
+    start = copy_adapter(trainer.adapter_parameters)
+    judges = Judges({"b": letter_count("b")})
+    client = AlignmentClient("partial", PROMPTS, trainer, seed=SEED, judges=judges)
+    assert client.served == (1,)
+    client.load(start)
+    (batch,) = client.batches(1)
+    gradients = client.gradients(batch.whole)
+    assert not gradients.jacobian[0].any()
+    assert gradients.jacobian[1].any()
+
+    state = ServerState(start, objectives=("a", "b"), seed=SEED)
+    _, rows = firm(state, ["partial"], LocalEngine([client]), FirmConfig())
+    (row,) = rows["clients"]
+    assert row["weights"] == [[0.0, 1.0]] * 6
+    assert row["reward"]["a"] is None
+    assert row["reward"]["b"] is not None
+    with pytest.raises(ValueError, match="nobody has no reward function of a, b"):
+        AlignmentClient("nobody", PROMPTS, trainer, seed=SEED, judges=Judges({}))
+
+
+# --- Strategies that ask twice --------------------------------------------------------------------
+
+FEDCMOO_A = FedCmooConfig(communication="one_way", compressor="none", solver="exact")
+
+
+@pytest.mark.parametrize(("strategy", "cfg"), [(fedcmoo, FEDCMOO_A), (fsmgda, FsmgdaConfig())])
+def test_a_batch_that_a_round_needs_twice_is_sampled_once_with_the_same_outcome(
+    trainer, monkeypatch, strategy, cfg
+):
+    calls = []
+    sample = trainer.sample
+    monkeypatch.setattr(trainer, "sample", lambda ids: calls.append(1) or sample(ids))
+    kept, rows = run(trainer, 2, cfg, strategy=strategy)
+    assert len(calls) == 2 * 2  # clients, rounds
+    assert all(row["num_steps"] > 0 for row in rows[-1]["clients"])
+
+    def forgetful(self, num_steps):
+        self._drawn = None
+        return batches(self, num_steps)
+
+    batches = AlignmentClient.batches
+    monkeypatch.setattr(AlignmentClient, "batches", forgetful)
+    again, _ = run(trainer, 2, cfg, strategy=strategy)
+    assert len(calls) == 4 + 2 * 4
+    assert_equal_adapters(kept, again)
+
+
+def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):
+    calls = []
+    sample = trainer.sample
+    monkeypatch.setattr(trainer, "sample", lambda ids: calls.append(1) or sample(ids))
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    start, state = copy_adapter(trainer.adapter_parameters), client.state()
+    moved = {name: parameter + 0.1 for name, parameter in start.items()}
+    for adapter in (start, start, moved, moved, start):
+        client.restore(state)
+        client.load(adapter)
+        list(client.batches(1))
+    assert len(calls) == 3
+
+
+def test_the_servers_exact_weights_are_uniform_under_a_large_beta(trainer):
+    free, rows = run(trainer, 2, FEDCMOO_A, strategy=fedcmoo, rounds=1)
+    tied, tied_rows = run(
+        trainer,
+        2,
+        FedCmooConfig(communication="one_way", compressor="none", solver="exact", beta=1e12),
+        strategy=fedcmoo,
+        rounds=1,
+    )
+    fixed, _ = run(trainer, 2, FedAvgConfig(), strategy=fedavg, rounds=1)
+    assert rows[0]["round"]["weights"] != {"a": 0.5, "b": 0.5}
+    assert tied_rows[0]["round"]["weights"]["a"] == pytest.approx(0.5, abs=1e-9)
+    for name, parameter in tied.items():
+        assert torch.allclose(parameter, fixed[name], atol=1e-6)
+    assert any(not torch.equal(free[name], fixed[name]) for name in free)
+
+
+@pytest.mark.parametrize("scale", ["by_objective", "shared"])
+def test_advantages_of_a_batch_are_scaled_as_the_configuration_says(
+    make_trainer, letter_count, scale
+):
+    rewards = {"a": letter_count("a"), "few": lambda **k: [v / 9 for v in letter_count("b")(**k)]}
+    trainer = make_trainer(
+        rewards=rewards,
+        advantage_scale=scale,
+        missing_end_penalty=0.0,
+        kl=KLConfig(controller="fixed", coefficient=0.0),
+    )
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    mask = batch.experience.rollouts.mask
+    first, second = (row[mask].std().item() for row in batch.experience.advantages)
+    if scale == "shared":
+        assert first > 3 * second
+        assert (first**2 + second**2) / 2 == pytest.approx(1, rel=1e-3)
+    else:
+        assert (first, second) == pytest.approx((1, 1), rel=1e-3)
+    assert not batch.experience.advantages[:, ~mask].any()

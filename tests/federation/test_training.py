@@ -210,8 +210,18 @@ def test_only_served_objectives_are_trained(new_client, start):
         objective_training(new_client(served=(2,)), payload)
 
 
-def test_a_client_finds_the_weights_of_the_objectives_that_it_serves_alone(new_client, start):
-    payload = _payload(start)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        {"preference": [0.3, 0.7]},
+        {"solver": "cvxpy", "constraints": [[0.5, -1.0, -0.4]]},
+    ],
+)
+def test_a_client_finds_the_weights_of_the_objectives_that_it_serves_alone(
+    new_client, start, options
+):
+    payload = _payload(start, weighting_options=options)
     assert payload["weighting"] == "firm"
     update = local_training(new_client(served=(1,)), payload)
     alone = local_training(

@@ -1,0 +1,103 @@
+"""Clients that differ, and runs that start from adapters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from firm.run import UserError, parse
+from recipes.firm_hh import Config, main
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1"]
+TINY += ["--evaluation.num_validation_prompts", "0", "--strategy.num_local_steps", "1"]
+
+
+def run(*arguments: object) -> Path:
+    out = main(parse(Config, [*TINY, *map(str, arguments)]))
+    assert out is not None
+    return out
+
+
+def rows_of(folder: Path, kind: str) -> list[dict]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
+    groups = (
+        "{other: {clients: [1], rewards: {positivity: {name: brevity}}},"
+        " partial: {clients: [2], objectives: [brevity]}}"
+    )
+    out = run("--out", tmp_path / "run", "--num_clients", 3, "--groups", groups)
+    (header,) = rows_of(out, "run")
+    assert set(header["calibration"]) == {"brevity", "positivity", "other/positivity"}
+    usual, other, partial = rows_of(out, "client")
+    # judged as short by one model and counted by the other
+    assert other["reward_raw"]["positivity"] == pytest.approx(other["reward_raw"]["brevity"])
+    assert usual["reward_raw"]["positivity"] != pytest.approx(usual["reward_raw"]["brevity"])
+    assert all(row["reward"]["positivity"] is not None for row in (usual, other))
+    assert partial["reward"]["positivity"] is None
+    assert partial["weights"] == [[1.0, 0.0]] * len(partial["weights"])
+    assert all(weights != [1.0, 0.0] for weights in usual["weights"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ("{a: {clients: [2]}}", r"groups\.a\.clients must be numbers from 0 to 1, got 2"),
+        ("{a: {clients: [0]}, b: {clients: [0]}}", "client 0 is in the group a already"),
+        ("{a: {clients: []}}", r"groups\.a needs clients"),
+        ("{a: {clients: [0], objectives: []}}", r"groups\.a needs clients, and an objective"),
+        ("{a: {clients: [0], objectives: [kindness]}}", "names the objective 'kindness'"),
+        ("{a: {clients: [0], rewards: {kindness: {name: brevity}}}}", "there are brevity, posit"),
+    ],
+)
+def test_groups_that_fit_nobody_are_refused(groups, message):
+    with pytest.raises(UserError, match=message):
+        parse(Config, [*TINY, "--groups", groups])
+
+
+def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
+    folders = []
+    for seed in (0, 1):
+        folders.append(run("--out", tmp_path / str(seed), "--seed", 0) / "adapter")
+        if seed:  # the same but for what would follow from more training
+            path = folders[1] / "adapter_model.safetensors"
+            save_file({k: v + 0.1 for k, v in load_file(path).items()}, path)
+    start = f"{{{folders[0]}: 1, {folders[1]}: 3}}"
+    out = run("--out", tmp_path / "mean", "--rounds", 0, "--start", start)
+    first = load_file(folders[0] / "adapter_model.safetensors")
+    for name, parameter in load_file(out / "adapter/adapter_model.safetensors").items():
+        assert torch.allclose(parameter, first[name] + 0.075, atol=1e-6)
+    base, final = rows_of(out, "evaluation")
+    assert (base["round"], final["round"]) == (0, 0)
+    assert base["kl"] == pytest.approx(0, abs=1e-4)  # the base model, not the start
+    assert abs(final["kl"]) > 1e-3
+    assert "report.html" in {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "0 rounds need a start"),
+        (["--start", "{a: -1, b: 2}"], "non-negative shares, not all zero"),
+        (["--start", "{a: 0}"], "non-negative shares, not all zero"),
+        (["--start", "{a: 1}", "--policy.lora.freeze_a", "true"], "must be empty with policy"),
+        (
+            ["--policy.lora.freeze_a", "true", "--strategy.lora_mean", "products"],
+            "must be factors with policy.lora.freeze_a",
+        ),
+    ],
+)
+def test_a_start_that_means_nothing_is_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        parse(Config, [*TINY, *arguments])
+
+
+def test_a_start_that_is_no_adapter_ends_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="has no adapter_model"):
+        run("--out", tmp_path / "run", "--start", f"{{{tmp_path}: 1}}")
+    assert list(tmp_path.iterdir()) == []
