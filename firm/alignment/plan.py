@@ -40,6 +40,7 @@ from firm.federation import (
 from firm.federation.serialization import pack
 from firm.federation.server import RoundConfig
 from firm.federation.strategies import STRATEGIES
+from firm.gradients import COMPRESSORS, message_to_dict
 
 EVALUATION_BATCH = 64
 """Replies that `firm.alignment.evaluate` samples at once."""
@@ -77,9 +78,11 @@ class PolicyFigures:
     """By the last part of a module's name, such as "q_proj"."""
     adapter_bytes: int
     bytes_down: int
-    """To a client in a round, as the engine counts."""
+    """To a client in a round, as the engine counts, over all that the strategy asks it."""
     bytes_up: int
-    """From a client in a round."""
+    """From a client in a round, if it serves all objectives."""
+    uploads: int
+    """What the server holds at once of what came up in a round."""
 
 
 @dataclass(frozen=True)
@@ -120,26 +123,32 @@ class Work:
     """How much is done."""
 
     optimizer_steps: int
-    """Per client and round."""
+    """Per client and round, if it serves all objectives."""
     solves: int
-    """Systems of weights, per client and round."""
+    """Systems of weights, per client and round; 0 where clients find none themselves."""
+    server_solves: int
+    """Systems of weights that the server solves, per round."""
     clients_per_round: int
     rounds: int
     training_replies: int
-    """Sampled in all."""
+    """Sampled in all, without the batches of FedCMOO's communication two_sample."""
     evaluation_replies: int
     """The same, at most: the data may hold fewer prompts."""
     calibration_replies: int
     """The same, at most."""
     num_objectives: int
     num_metrics: int
+    num_group_rewards: int = 0
+    """Further reward models of groups of clients, calibrated beside the others."""
 
     @property
     def scored_replies(self) -> int:
         """Replies times scores."""
         others = self.num_objectives + self.num_metrics
+        judges = self.num_objectives + self.num_group_rewards
         return (
-            self.num_objectives * (self.training_replies + self.calibration_replies)
+            self.num_objectives * self.training_replies
+            + judges * self.calibration_replies
             + others * self.evaluation_replies
         )
 
@@ -151,7 +160,7 @@ class Place:
     clients: list[str]
     policy: str
     rewards: dict[str, str]
-    """Device by objective or metric; functions have none."""
+    """Device by objective, metric or GROUP/OBJECTIVE; functions have none."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ class Plan:
                 + len(place.clients) * memory.learner
                 + max(update, rollout)
             )
-        total["cpu"] += (self.work.clients_per_round + 1) * adapter  # the server's
+        total["cpu"] += self.policy.uploads + adapter  # the server's
         return dict(total)
 
     def tables(self) -> list[Table]:
@@ -240,7 +249,10 @@ class Plan:
             ("optimizer steps per client and round", f"{work.optimizer_steps:,}"),
             ("optimizer steps per round", f"{visits * work.optimizer_steps:,}"),
             ("optimizer steps in all", f"{work.rounds * visits * work.optimizer_steps:,}"),
-            ("weights solved in all", f"{work.rounds * visits * work.solves:,}"),
+            (
+                "weights solved in all",
+                f"{work.rounds * (visits * work.solves + work.server_solves):,}",
+            ),
             ("replies sampled in training", f"{work.training_replies:,}"),
             ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
             ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
@@ -347,6 +359,13 @@ class _Evaluation(Protocol):
     def metrics(self) -> Mapping[str, _Reward]: ...
 
 
+class _Group(Protocol):
+    """What a plan reads of clients that differ from the others."""
+
+    @property
+    def rewards(self) -> Mapping[str, _Reward]: ...
+
+
 class _Run(Protocol):
     """What a plan reads of a run's configuration."""
 
@@ -354,6 +373,8 @@ class _Run(Protocol):
     def policy(self) -> PolicyConfig: ...
     @property
     def rewards(self) -> Mapping[str, _Reward]: ...
+    @property
+    def groups(self) -> Mapping[str, _Group]: ...
     @property
     def rollout(self) -> RolloutConfig: ...
     @property
@@ -378,13 +399,14 @@ def make_plan(cfg: _Run, clients: Sequence[str], processes: Processes) -> Plan:
         ValueError: No layer of the policy is called like one of the target modules.
     """
     notes: list[str] = []
-    policy, memory = None, None
+    policy, memory, listener = None, None, _listen(cfg, clients)
     architecture = _architecture(cfg.policy.path, "--policy.path", notes)
     if architecture is not None:
         model = _policy_without_storage(architecture, cfg.policy)
-        policy = _policy_figures(model, cfg, clients)
+        listener = _listen(cfg, clients, adapter_parameters(model))
+        policy = _policy_figures(model, listener)
         try:
-            memory = _memory(architecture, policy, cfg, processes.per_client)
+            memory = _memory(architecture, policy, cfg, listener, processes.per_client)
         except (RuntimeError, AttributeError) as error:  # what depends on the tensors' content
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             notes.append(
@@ -395,6 +417,11 @@ def make_plan(cfg: _Run, clients: Sequence[str], processes: Processes) -> Plan:
         **{
             f"evaluation.metrics.{name}": (name, reward)
             for name, reward in cfg.evaluation.metrics.items()
+        },
+        **{
+            f"groups.{group}.rewards.{name}": (f"{group}/{name}", reward)
+            for group, others in cfg.groups.items()
+            for name, reward in others.rewards.items()
         },
     }
     rewards = {
@@ -408,7 +435,7 @@ def make_plan(cfg: _Run, clients: Sequence[str], processes: Processes) -> Plan:
         policy=policy,
         memory=memory,
         rewards=rewards,
-        work=_work(cfg, len(clients)),
+        work=_work(cfg, len(clients), listener),
         places=[
             _place(rank, clients, processes, rewards, cfg.policy.device)
             for rank in range(processes.size)
@@ -438,7 +465,7 @@ def _policy_without_storage(architecture: PretrainedConfig, config: PolicyConfig
         return add_adapter(model, config)
 
 
-def _policy_figures(model: Any, cfg: _Run, clients: Sequence[str]) -> PolicyFigures:
+def _policy_figures(model: Any, listener: "_Listener") -> PolicyFigures:
     trainable = adapter_parameters(model)
     by_module: Counter[str] = Counter()
     for name, parameter in trainable.items():
@@ -449,28 +476,131 @@ def _policy_figures(model: Any, cfg: _Run, clients: Sequence[str]) -> PolicyFigu
         bytes_by_dtype[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
     bytes_by_dtype["buffers"] = sum(buffer.nbytes for buffer in model.buffers())
     adapter_bytes = sum(parameter.nbytes for parameter in trainable.values())
-    down, up = _messages(cfg, clients, list(trainable))
     return PolicyFigures(
         num_parameters=sum(p.numel() for p in frozen),
         bytes_by_dtype=dict(bytes_by_dtype),
         num_trainable=sum(p.numel() for p in trainable.values()),
         trainable_by_module=dict(by_module),
         adapter_bytes=adapter_bytes,
-        bytes_down=len(pack(down)) + adapter_bytes,
-        bytes_up=len(pack(up)) + adapter_bytes,
+        bytes_down=listener.bytes_down // listener.num_clients,
+        bytes_up=listener.bytes_up // listener.num_clients,
+        uploads=listener.uploads,
     )
 
 
-class _Listener:
-    """An engine that notes what a strategy sends first, and on which every client fails."""
+_TOLD_PARAMETERS = 1_000_000
+"""Columns of the Jacobian that a planned client compresses; the others' bytes follow by proportion,
+which holds but for the rounding of ranks."""
 
-    payload: State | None = None
+_WHOLE_PARAMETERS = 1_000
+"""Columns of one that travels whole, where proportion is exact."""
+
+
+class _Listener:
+    """An engine that counts what a strategy sends and gets; its clients fail to train.
+
+    Their messages hold adapters without entries and Jacobians of few columns. What these lack of
+    the real ones is added to the counts.
+
+    Args:
+        cfg: The run's configuration.
+        adapter: The adapter's parameters, of which sizes alone count.
+    """
+
+    def __init__(self, cfg: _Run, adapter: Mapping[str, torch.Tensor]) -> None:
+        self._cfg = cfg
+        self.adapter = {name: torch.empty(0) for name in adapter}
+        self._adapter_bytes = sum(parameter.nbytes for parameter in adapter.values())
+        num_parameters = sum(parameter.numel() for parameter in adapter.values())
+        is_whole = getattr(cfg.strategy, "compressor", "none") == "none"
+        most = _WHOLE_PARAMETERS if is_whole else _TOLD_PARAMETERS
+        self._told = min(num_parameters, most) or most
+        self._scale = num_parameters / self._told
+        self.bytes_down = self.bytes_up = self.uploads = 0
+        self.num_clients = 0
+        """Clients that train."""
+        self.num_trainings = 1
+        """Trainings of each in a round."""
+        self.solves_by_clients = self.solves_on_server = self.takes_whole_batches = False
 
     def map(
         self, task: str, clients: Sequence[str], payload: State
     ) -> tuple[list[Reply], list[Failure]]:
-        self.payload = self.payload or payload
-        return [], [Failure(name, "only planned") for name in clients]
+        m = len(self._cfg.rewards)
+        told, content, num_adapters = None, None, 0
+        if task == "share_jacobian":
+            self.takes_whole_batches = self.solves_on_server = True
+            content = told = self._jacobian(payload)
+        elif task == "correct_gram":
+            content = {"own_gram": torch.eye(m), "correction": torch.eye(m)}
+        else:
+            self.num_clients = len(clients)
+            is_solved = payload.get("weighting") == "firm"
+            self.solves_by_clients = is_solved
+            self.takes_whole_batches |= is_solved and payload["solve_per"] == "batch"
+            num_adapters = 1
+            if task == "objective_training":
+                self.solves_on_server = True
+                self.num_trainings = num_adapters = m
+        sent = content or self._trained(task, clients[0])
+        up = len(pack(sent)) + num_adapters * self._adapter_bytes + self._missing(told)
+        down = len(pack({**payload, "accepted": 0})) + self._adapter_bytes
+        down += self._missing(payload.get("answer"))
+        self.bytes_down += len(clients) * down
+        self.bytes_up += len(clients) * up
+        self.uploads = max(self.uploads, len(clients) * up)
+        if content is None:
+            return [], [Failure(name, "only planned") for name in clients]
+        return [Reply(name, content, 0, 0) for name in clients], []
+
+    def _jacobian(self, payload: State) -> State:
+        """What a client tells of its gradients, with a Jacobian of few columns."""
+        generator = torch.Generator().manual_seed(0)
+        m, name = len(self._cfg.rewards), payload["compressor"]
+        told = {
+            "served": list(range(m)),
+            **({"start_losses": [1 / 3] * m} if payload.get("share_losses") else {}),
+        }
+        rows = torch.randn(m, self._told, generator=generator)
+        if name is None:
+            return {"jacobian": rows, **told}
+        compressor: Any = COMPRESSORS[name]
+        message = compressor(int(payload["budget"] * self._told)).compress(
+            rows, generator=generator, shared_seed=payload["seed"]
+        )
+        return {"message": message_to_dict(message), **told}
+
+    def _trained(self, task: str, client: str) -> State | Update:
+        """A reply to a training, with an adapter without entries."""
+        m, digits = len(self._cfg.rewards), 1 / 3  # 18 digits, as most figures have
+        by_objective = dict.fromkeys(self._cfg.rewards, digits)
+        # 7 figures by objective, 30 others: near enough, as the solves and the adapter are exact
+        figures = {
+            **{f"figure of objectives {i}": by_objective for i in range(7)},
+            **{f"figure {i:04d}": digits for i in range(30)},
+        }
+        if task == "objective_training":
+            each = {**figures, "weights": [[1.0] * m] * _passes(self._cfg)}
+            return {
+                "updates": dict.fromkeys(self._cfg.rewards, self.adapter),
+                "metrics": {"by_objective": dict.fromkeys(self._cfg.rewards, each)},
+            }
+        solve = {
+            "weights": [digits] * m,
+            "gradient_norms": [digits] * m,
+            "cosines": [[digits] * m] * m,
+            "beta_effect": digits,
+        }
+        metrics = {
+            **{key: [value] * _solves(self._cfg) for key, value in solve.items()},
+            **figures,
+            **({"gram": [[digits] * m] * m} if self._cfg.strategy.share_gram else {}),
+        }
+        return Update(client, self.adapter, 1000, metrics)
+
+    def _missing(self, content: Any) -> int:
+        """Bytes of the columns that messages on the Jacobian leave out."""
+        return round((self._scale - 1) * _tensor_bytes(content))
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         return {}
@@ -480,61 +610,57 @@ class _Listener:
     def close(self) -> None: ...
 
 
-def _messages(cfg: _Run, clients: Sequence[str], names: Sequence[str]) -> tuple[State, Update]:
-    """What goes to a client and what comes back in a round, with tensors of no entry."""
-    adapter = {name: torch.empty(0) for name in names}
-    state = ServerState(adapter, objectives=tuple(cfg.rewards), seed=0)
-    listener = _Listener()
+def _tensor_bytes(content: Any) -> int:
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    entries = content.values() if isinstance(content, dict) else ()
+    return sum(_tensor_bytes(entry) for entry in entries)
+
+
+def _listen(
+    cfg: _Run, clients: Sequence[str], adapter: Mapping[str, torch.Tensor] | None = None
+) -> _Listener:
+    """What a strategy's round asks of clients and has them send."""
+    listener = _Listener(cfg, adapter or {})
+    state = ServerState(listener.adapter, objectives=tuple(cfg.rewards), seed=0)
     with suppress(RoundFailed):
         STRATEGIES[cfg.strategy.name](state, clients, listener, cfg.strategy)  # type: ignore[attr-defined]  # every strategy's configuration has a name
-    assert listener.payload is not None
-    m, digits = len(cfg.rewards), 1 / 3  # 18 digits, as most figures have
-    by_objective = dict.fromkeys(cfg.rewards, digits)
-    solve = {
-        "weights": [digits] * m,
-        "gradient_norms": [digits] * m,
-        "cosines": [[digits] * m] * m,
-        "beta_effect": digits,
-    }
-    metrics = {
-        **{key: [value] * _solves(cfg) for key, value in solve.items()},
-        # 7 figures by objective, 30 others: near enough, as the solves and the adapter are exact
-        **{f"figure of objectives {i}": by_objective for i in range(7)},
-        **{f"figure {i:04d}": digits for i in range(30)},
-        **({"gram": [[digits] * m] * m} if cfg.strategy.share_gram else {}),
-    }
-    return {**listener.payload, "accepted": 0}, Update(clients[0], adapter, 1000, metrics)
+    assert listener.num_clients
+    return listener
 
 
-def _optimizer_steps(cfg: _Run) -> int:
-    """Per client and round."""
+def _passes(cfg: _Run) -> int:
+    """Optimizer steps of one local training."""
     num_minibatches = cfg.ppo.batch_size // cfg.ppo.minibatch_size
     return cfg.strategy.num_local_steps * cfg.ppo.num_epochs * num_minibatches
 
 
 def _solves(cfg: _Run) -> int:
-    """Systems of weights per client and round."""
+    """Systems of weights of one local training."""
     per_batch = getattr(cfg.strategy, "solve_per", "minibatch") == "batch"
-    return cfg.strategy.num_local_steps if per_batch else _optimizer_steps(cfg)
+    return cfg.strategy.num_local_steps if per_batch else _passes(cfg)
 
 
-def _work(cfg: _Run, num_clients: int) -> Work:
+def _work(cfg: _Run, num_clients: int, listener: _Listener) -> Work:
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
     # the base model and the final one on both sets, every round's on the validation set
     prompts = 2 * evaluation.num_test_prompts
     prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
-    steps = cfg.rounds * clients_per_round * cfg.strategy.num_local_steps
+    # all trainings of a client start from one state, so that they have their first batch in common
+    batches = listener.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     return Work(
-        optimizer_steps=_optimizer_steps(cfg),
-        solves=_solves(cfg),
+        optimizer_steps=listener.num_trainings * _passes(cfg),
+        solves=_solves(cfg) if listener.solves_by_clients else 0,
+        server_solves=int(listener.solves_on_server),
         clients_per_round=clients_per_round,
         rounds=cfg.rounds,
-        training_replies=steps * cfg.ppo.batch_size,
+        training_replies=cfg.rounds * clients_per_round * batches * cfg.ppo.batch_size,
         evaluation_replies=prompts * evaluation.num_samples,
         calibration_replies=evaluation.num_calibration_prompts,
         num_objectives=len(cfg.rewards),
         num_metrics=len(evaluation.metrics),
+        num_group_rewards=sum(len(group.rewards) for group in cfg.groups.values()),
     )
 
 
@@ -585,11 +711,17 @@ def _place(
 
 
 def _memory(
-    architecture: PretrainedConfig, policy: PolicyFigures, cfg: _Run, per_client: int
+    architecture: PretrainedConfig,
+    policy: PolicyFigures,
+    cfg: _Run,
+    listener: _Listener,
+    per_client: int,
 ) -> Memory:
     """What one process needs, by passes of fake models of the policy's shape."""
     num_objectives = len(cfg.rewards)
-    own_rows = math.ceil(cfg.ppo.minibatch_size / per_client)
+    is_whole = listener.takes_whole_batches
+    num_rows = cfg.ppo.batch_size if is_whole else cfg.ppo.minibatch_size
+    own_rows = math.ceil(num_rows / per_client)
     part = min(cfg.ppo.micro_batch_size or own_rows, own_rows)
     calibration, evaluation = cfg.evaluation.num_calibration_prompts, EVALUATION_BATCH
     rows = min(cfg.rollout.forward_batch_size, max(cfg.ppo.batch_size, calibration, evaluation))

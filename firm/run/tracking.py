@@ -9,11 +9,11 @@ off line, says so in one line, and leaves files that `wandb sync` uploads later.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, Self, TypeGuard
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,21 @@ class TrackingConfig:
     """W&B project."""
     entity: str | None = None
     """W&B user or team; null is the key's own."""
+    group: str | None = None
+    """What W&B puts the run together with, such as the runs of a sweep; null is the recipe's
+    choice, mostly nothing."""
     timeout_s: float = 30.0
     """Seconds to wait for the service at the start, and for the last upload at the end."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}.")
+
+    def within(self, group: str) -> Self:
+        """Returns the same in a group, unless it has one already or tracks nothing."""
+        if self.mode == "disabled" or self.group is not None:
+            return self
+        return replace(self, group=group)
 
 
 class Tracker:
@@ -45,7 +54,7 @@ class Tracker:
         run_config: The resolved configuration, shown beside the metrics.
         objectives: Names of the M objectives, which become the names of per-objective series.
         name: W&B's name of the run; by default that of the directory.
-        group: What W&B puts the run together with; nothing by default.
+        group: What W&B puts the run together with where the configuration does not say.
     """
 
     def __init__(
@@ -64,7 +73,8 @@ class Tracker:
         self._samples: list[Mapping[str, Any]] = []
         if config.mode != "disabled":
             path = Path(run_path)
-            self._run = _start(config, path, run_config, name or path.resolve().name, group)
+            name, group = name or path.resolve().name, config.group or group
+            self._run = _start(config, path, run_config, name, group)
 
     def __enter__(self) -> "Tracker":
         return self
@@ -96,6 +106,27 @@ class Tracker:
         if self._run and self._samples:
             last_round = max(row["round"] for row in self._samples)
             self._run.log({"round": last_round, "samples": _sample_table(self._samples)})
+
+    def log_points(
+        self, title: str, rows: Sequence[Mapping[str, Any]], *, summary: Mapping[str, float]
+    ) -> None:
+        """Shows what several runs came to: a table, their trade-off planes, and figures in all.
+
+        Args:
+            title: Opens the names of the table, the planes and the figures.
+            rows: One per run, with the objectives' names among the keys.
+            summary: Figures on all of them, by name; they stand in the run's summary.
+        """
+        if not self._run:
+            return
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines = [[row.get(key) for key in columns] for row in rows]
+        charts = {
+            f"{title}/{x}-{y}": _scatter(columns, lines, x, y, title)
+            for x, y in combinations(self._objectives, 2)
+        }
+        self._run.log({f"{title}/points": _table(columns, lines), **charts})
+        self._run.summary.update({f"{title}/{name}": value for name, value in summary.items()})
 
     def finish(self, *, succeeded: bool = True) -> None:
         """Closes W&B's files, and waits at most the configured time for the last upload."""
@@ -166,8 +197,6 @@ def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dic
 
     A single objective is drawn against the KL.
     """
-    import wandb
-
     charts = {}
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [("kl", objectives[0])]:
         lines = [
@@ -179,8 +208,8 @@ def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dic
             ]
             for row in rows
         ]
-        table = _table(["split", "round", x, y], [line for line in lines if None not in line])
-        charts[f"trade-off/{x}-{y}"] = wandb.plot.scatter(table, x, y, title=f"{y} against {x}")
+        whole = [line for line in lines if None not in line]
+        charts[f"trade-off/{x}-{y}"] = _scatter(["split", "round", x, y], whole, x, y)
     return charts
 
 
@@ -229,6 +258,13 @@ def _sample_table(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def _mean(row: Mapping[str, Any], name: str) -> float | None:
     return (row["scores"].get(name) or {}).get("mean")
+
+
+def _scatter(columns: list[Any], lines: list[Any], x: str, y: str, title: str = "") -> Any:
+    import wandb
+
+    heading = f"{title}: {y} against {x}" if title else f"{y} against {x}"
+    return wandb.plot.scatter(_table(columns, lines), x, y, title=heading)
 
 
 def _table(columns: list[Any], lines: list[Any]) -> Any:

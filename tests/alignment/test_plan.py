@@ -67,6 +67,74 @@ def test_sizes_and_messages_are_those_of_the_run(tmp_path):
         assert plan.work.optimizer_steps == plan.work.solves == len(row["weights"])
 
 
+FEDCMOO_A = (
+    "--strategy.name", "fedcmoo", "--strategy.communication", "one_way",
+    "--strategy.compressor", "none", "--strategy.solver", "exact",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [FEDCMOO_A, ("--strategy.name", "fedcmoo"), ("--strategy.name", "fsmgda")],
+    ids=["fedcmoo_a", "fedcmoo", "fsmgda"],
+)
+def test_messages_of_strategies_with_more_of_them_are_those_of_the_run(strategy, tmp_path):
+    cfg = config("--out", tmp_path / "run", "--rounds", 1, *strategy)
+    plan = plan_of(cfg)
+    main(cfg)
+    rows = list(map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()))
+    for row in (row for row in rows if row["kind"] == "client"):
+        assert plan.policy.bytes_down == pytest.approx(row["bytes_down"], rel=0.02)
+        assert plan.policy.bytes_up == pytest.approx(row["bytes_up"], rel=0.02)
+        passes = row.get("by_objective", {"the sum": row}).values()
+        assert plan.work.optimizer_steps == sum(len(each["weights"]) for each in passes)
+        assert plan.work.solves == 0
+    assert plan.work.server_solves == 1
+
+
+def test_fedcmoo_a_sends_m_jacobian_rows_and_fsmgda_m_adapters_more_than_firm():
+    firm = plan_of(config()).policy
+    rows = 2 * 4 * firm.num_trainable
+    fedcmoo = plan_of(config(*FEDCMOO_A))
+    assert fedcmoo.policy.bytes_up == pytest.approx(firm.bytes_up + rows, rel=0.01)
+    assert fedcmoo.policy.bytes_down == pytest.approx(2 * firm.bytes_down, rel=0.01)
+    assert fedcmoo.policy.uploads == pytest.approx(2 * rows, rel=0.01)  # of both clients
+    whole = plan_of(config("--ppo.minibatch_size", 8))
+    assert fedcmoo.memory.update == whole.memory.update  # a Jacobian of the whole batch
+    fsmgda = plan_of(config("--strategy.name", "fsmgda"))
+    sent = fsmgda.policy.bytes_up - 2 * firm.adapter_bytes
+    assert 0 < sent < 0.3 * firm.adapter_bytes  # names and figures
+    assert fsmgda.work.training_replies == 2 * 2 * (2 * 2 - 1) * 8  # the first batch is shared
+
+
+@pytest.mark.parametrize("compressor", ["low_rank", "top_k", "quantizing"])
+def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor, monkeypatch):
+    cfg = config("--strategy.name", "fedcmoo", "--strategy.compressor", compressor)
+    whole = plan_of(cfg).policy
+    monkeypatch.setattr("firm.alignment.plan._TOLD_PARAMETERS", whole.num_trainable // 3)
+    part = plan_of(cfg).policy
+    assert part.bytes_up == pytest.approx(whole.bytes_up, rel=0.02)
+    assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)
+
+
+def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory():
+    other = "{path: firm/miniature/checkpoints/helpful_other, format: plain}"
+    groups = f"{{other: {{clients: [1], rewards: {{helpful: {other}}}}}}}"
+    before, after = (
+        plan_of(config(file="miniature")),
+        plan_of(config("--groups", groups, file="miniature")),
+    )
+    figures = after.rewards["other/helpful"]
+    assert figures.num_bytes > 0
+    assert after.places[0].rewards["other/helpful"] == after.places[0].policy
+    device = after.places[0].policy
+    taken = after.memory_by_device()[device] - before.memory_by_device()[device]
+    assert taken == figures.num_bytes
+    assert after.work.scored_replies - before.work.scored_replies == 256
+    titles = [name for name, _ in after.tables()[0].rows]
+    assert "reward other/helpful" in titles
+
+
 def test_a_folder_with_nothing_but_its_config_is_enough(tmp_path):
     shutil.copy("firm/miniature/checkpoints/policy/config.json", tmp_path)
     cfg = config("--policy.path", tmp_path)
@@ -75,14 +143,19 @@ def test_a_folder_with_nothing_but_its_config_is_enough(tmp_path):
     assert found.memory is not None
 
 
+@pytest.mark.parametrize("freeze_a", ["false", "true"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_policy_is_the_one_that_is_loaded(dtype):
-    cfg = config("--policy.dtype", dtype, file="miniature")
+def test_the_policy_is_the_one_that_is_loaded(dtype, freeze_a):
+    cfg = config("--policy.dtype", dtype, "--policy.lora.freeze_a", freeze_a, file="miniature")
     policy = load_policy(cfg.policy, stream=RandomStream(0, "adapter"))
     figures = plan_of(cfg).policy
     frozen = [p for p in policy.parameters() if not p.requires_grad]
     assert figures.num_parameters == sum(p.numel() for p in frozen)
-    assert figures.bytes_by_dtype[dtype] == sum(p.nbytes for p in frozen)
+    by_dtype = {size for size in figures.bytes_by_dtype.items() if size[0] != "buffers"}
+    assert by_dtype == {
+        (kind, sum(p.nbytes for p in frozen if p.dtype == getattr(torch, kind)))
+        for kind in ({dtype, "float32"} if freeze_a == "true" else {dtype})
+    }
     assert figures.bytes_by_dtype["buffers"] == sum(b.nbytes for b in policy.buffers())
     assert figures.num_trainable == sum(p.numel() for p in adapter_parameters(policy).values())
 
@@ -128,6 +201,17 @@ def test_a_fake_model_takes_what_a_real_one_takes():
     expected = update_memory(real, cfg.ppo.minibatch_size, 2, cfg.rollout, 0.2)
     memory = plan_of(cfg).memory
     assert (memory.saved[False], memory.update[False]) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it():
+    whole, half = (
+        plan_of(config("--policy.lora.freeze_a", value, file="miniature"))
+        for value in ("false", "true")
+    )
+    assert 2 * half.policy.adapter_bytes == whole.policy.adapter_bytes  # layers are square
+    assert 2 * half.memory.jacobian == whole.memory.jacobian
+    assert half.memory.learner < whole.memory.learner
+    assert half.memory.saved[False] < whole.memory.saved[False]
 
 
 def test_a_minibatch_in_parts_and_a_team_take_less(checkpoint):

@@ -269,6 +269,7 @@ def test_where_no_texts_are_logged_there_is_no_table_of_them(tmp_path: Path) -> 
 def test_a_disabled_tracker_writes_nothing(tmp_path: Path) -> None:
     with Tracker(TrackingConfig(), tmp_path, {}, objectives=OBJECTIVES) as tracker:
         tracker.log(ROW)
+        tracker.log_points("front", [{"helpful": 0.5}], summary={})
         tracker.log_samples([sample(0, "p", "reply", 0.5)])
     assert os.listdir(tmp_path) == []
 
@@ -314,6 +315,48 @@ def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
         assert f"upload with: wandb sync {tmp_path}/{name}/wandb/offline-run-" in line
         [history] = items(records_of(tmp_path / name), "history")
         assert history["round/seconds"] == 1.5
+
+
+def started(run_path: Path) -> Any:
+    [run] = [record.run for record in records_of(run_path) if record.HasField("run")]
+    return run
+
+
+def test_runs_are_grouped_by_the_configuration_or_else_by_the_recipe(tmp_path: Path) -> None:
+    for own, recipes, expected in (
+        ("mine", "the recipe's", "mine"),
+        (None, "the recipe's", "the recipe's"),
+        (None, None, ""),
+    ):
+        path = tmp_path / str(recipes) / str(own)
+        path.mkdir(parents=True)
+        config = TrackingConfig(mode="offline", timeout_s=20, group=own)
+        with Tracker(config, path, {}, objectives=OBJECTIVES, group=recipes) as tracker:
+            tracker.log(ROW)
+        assert started(path).run_group == expected
+
+
+def test_a_group_is_given_to_runs_that_are_tracked_and_have_none() -> None:
+    offline = TrackingConfig(mode="offline")
+    assert offline.within("sweep").group == "sweep"
+    assert offline.within("mine").within("sweep").group == "mine"
+    assert TrackingConfig().within("sweep") == TrackingConfig()
+
+
+def test_several_runs_make_a_table_a_plane_and_figures_in_the_summary(tmp_path: Path) -> None:
+    rows = [
+        {"method": "FIRM", "helpful": 0.75, "harmless": 0.25, "KL": None},
+        {"method": "soup", "helpful": 0.5, "harmless": 0.5, "KL": 1.5, "parse": 0.75},
+    ]
+    config = TrackingConfig(mode="offline", timeout_s=20)
+    with Tracker(config, tmp_path, {}, objectives=["helpful", "harmless"]) as tracker:
+        tracker.log_points("front", rows, summary={"hypervolume/FIRM": 0.1875})
+    records = records_of(tmp_path)
+    [history] = items(records, "history")
+    assert table(tmp_path, history["front/points"]) == [{**rows[0], "parse": None}, rows[1]]
+    plane = table(tmp_path, history["front/helpful-harmless_table"])
+    assert [(line["helpful"], line["harmless"]) for line in plane] == [(0.75, 0.25), (0.5, 0.5)]
+    assert merged(items(records, "summary"))["front/hypervolume/FIRM"] == 0.1875
 
 
 def test_a_timeout_that_would_mean_for_ever_is_refused() -> None:

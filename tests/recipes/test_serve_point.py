@@ -1,0 +1,231 @@
+"""A wish is answered by the nearest adapter or a merged one, and told what to expect of it."""
+
+import json
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from firm.fronts import Front, Point
+from firm.run import parse, run_cli
+from recipes import chat, evaluate, firm_hh
+from recipes.evaluate import parse_over_run
+from recipes.serve_point import Config, main, parse_want
+
+ROOT = Path(__file__).parents[2]
+OBJECTIVES = ("brevity", "positivity")
+SHARES = {"low": (0.0, 1.0), "middle": (0.5, 0.5), "high": (1.0, 0.0)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of one round."""
+    out = tmp_path_factory.mktemp("runs") / "aligned"
+    arguments = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1", "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        firm_hh.main(parse(firm_hh.Config, arguments))
+    return out
+
+
+@pytest.fixture
+def front(run, tmp_path) -> Path:
+    """Three models of a seed beside their front, adapters that differ by a factor."""
+    points = []
+    for factor, (name, preference) in enumerate(SHARES.items(), start=1):
+        place = shutil.copytree(run, tmp_path / "sweep/points" / name)
+        scale_adapter(place / "adapter", factor)
+        rewards = dict(
+            zip(OBJECTIVES, (0.4 + 0.4 * preference[0], 0.8 - 0.4 * preference[0]), strict=True)
+        )
+        points.append(
+            Point(
+                name=name,
+                preference=preference,
+                seed=0,
+                rewards=rewards,
+                errors=dict.fromkeys(OBJECTIVES, 0.01 * factor),
+                scores={},
+                kl=0.5,
+                adapter=f"points/{name}/adapter",
+            )
+        )
+    whole = Front(
+        objectives=OBJECTIVES,
+        points=tuple(points),
+        reference=(0.0, 0.0),
+        calibrations={name: {} for name in OBJECTIVES},
+        base=dict.fromkeys(OBJECTIVES, 0.25),
+        strategy="FIRM",
+        num_prompts=8,
+    )
+    whole.save(tmp_path / "sweep/firm.front.json")
+    return tmp_path / "sweep/firm.front.json"
+
+
+def scale_adapter(folder: Path, factor: float) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor * factor for name, tensor in load_file(path).items()}, path)
+
+
+def serve(front: Path, want: str, *arguments: object) -> Path:
+    given = ["--front", str(front), "--want", want, *map(str, arguments)]
+    return main(parse(Config, given))
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line that a command line ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        run_cli(main, Config, [*map(str, arguments)])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def printed_command(text: str, what: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{what} ")]
+    python, recipe, *arguments = shlex.split(line.removeprefix(what))
+    assert (python, recipe) == ("python", f"recipes/{what}.py")
+    return arguments
+
+
+def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
+    assert serve(front, "positivity=3,brevity=7") == front.parent / "points/middle/adapter"
+    printed = capsys.readouterr().out
+    assert "wanted    brevity 0.700, positivity 0.300" in printed
+    assert "middle, trained for brevity 0.500, positivity 0.500" in printed
+    assert "0.600 ± 0.020" in printed
+    assert "Measured on 8 held-out prompts" in printed
+    assert "nearest there is" in printed
+    serve(front, "brevity=1,positivity=0")
+    assert "nearest there is" not in capsys.readouterr().out
+
+
+def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, tmp_path, capsys):
+    out = tmp_path / "merged"
+    assert serve(front, "brevity=0.7,positivity=0.3", "--merge", "--out", out) == out
+    assert {path.name for path in out.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "README.md",
+    }  # fmt: skip
+    once = load_file(run / "adapter/adapter_model.safetensors")
+    for name, tensor in load_file(out / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, (0.6 * 2 + 0.4 * 3) * once[name])
+    card = (out / "README.md").read_text()
+    for text in (capsys.readouterr().out, card):
+        assert "0.680 ± 0.024" in text  # 0.6 · 0.6 + 0.4 · 0.8, and the errors' mean
+        assert "not measured" in text
+        assert "middle" in text
+        assert "low, trained" not in text
+        assert "| low |" not in text
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, tmp_path, capsys):
+    out = serve(front, "brevity=0.25,positivity=0.75", "--merge", "--out", tmp_path / "merged")
+    printed = capsys.readouterr().out
+    arguments = printed_command(printed, "evaluate")
+    place = tmp_path / "evaluation"
+    evaluate.cli([*arguments, "--num_prompts", "2", "--out", str(place)])
+    with (place / "figures.csv").open() as file:
+        models = {line.partition(",")[0] for line in file}
+    assert models == {"model", "base", "low", "middle", "merged"}
+    cfg = parse_over_run(chat.Config, printed_command(printed, "chat"), key="run", description="")
+    assert cfg.adapter == out
+    assert set(cfg.rewards) == set(OBJECTIVES)
+
+
+def test_a_wish_that_a_model_was_trained_for_is_that_model(front, tmp_path, capsys):
+    out = serve(front, "brevity=1,positivity=1", "--merge", "--out", tmp_path / "merged")
+    whole = load_file(front.parent / "points/middle/adapter/adapter_model.safetensors")
+    merged = load_file(out / "adapter_model.safetensors")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in whole.items())
+    assert "Measured on 8 held-out prompts" in capsys.readouterr().out
+
+
+def test_a_front_without_its_runs_still_serves_with_the_base_model_s_name(front, capsys):
+    (front.parent / "points/high/run.json").unlink()
+    adapter = serve(front, "brevity=1,positivity=0")
+    printed = capsys.readouterr().out
+    assert printed_command(printed, "chat") == [
+        "--adapter", str(adapter), "--policy.path", "firm/miniature/checkpoints/policy",
+    ]  # fmt: skip
+    assert "evaluate.py" not in printed
+
+
+@pytest.mark.parametrize(
+    ("want", "reason"),
+    [
+        ("brevity=0.5", "no share for positivity"),
+        ("brevity=0.5,positivity=0.5,truth=1", "names the objective 'truth'; the front has brev"),
+        (
+            "brevity=0.5,positivity=-0.5",
+            "share of positivity must be a number of 0 or more, got '-",
+        ),
+        (
+            "brevity=0.5,positivity=much",
+            "share of positivity must be a number of 0 or more, got 'm",
+        ),
+        ("brevity=inf,positivity=1", "share of brevity must be a number of 0 or more, got 'inf"),
+        ("brevity=nan,positivity=1", "share of brevity must be a number of 0 or more, got 'nan"),
+        ("brevity=0,positivity=0", "must have a share above 0"),
+        ("brevity=1,positivity=0,brevity=1", "names brevity twice"),
+        ("0.5,0.5", "pairs name=share of brevity, positivity, got '0.5'"),
+        ("", "pairs name=share"),
+    ],
+)
+def test_a_wish_that_is_none_ends_in_a_line(want, reason, front, capsys):
+    assert reason in refused(capsys, "--front", front, "--want", want)
+
+
+def test_pairs_stand_in_any_order():
+    assert parse_want("b=1, a=3", ["a", "b"]) == parse_want("a=3.0,b=1.0", ["a", "b"]) == [3, 1]
+
+
+def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, capsys):
+    want, sweep = ("--want", "brevity=0.7,positivity=0.3"), front.parent
+    assert "there is no file" in refused(capsys, "--front", tmp_path / "none.json", *want)
+    assert f"such as {front}" in refused(capsys, "--front", sweep, *want)
+    (tmp_path / "odd.json").write_text("{}")
+    assert "holds no front" in refused(capsys, "--front", tmp_path / "odd.json", *want)
+    assert "add --merge" in refused(capsys, "--front", front, *want, "--out", tmp_path / "merged")
+
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    merge = (*want, "--merge", "--out", taken)
+    assert "choose another --out" in refused(capsys, "--front", front, *merge)
+    assert not any(taken.iterdir())
+
+    (sweep / "points/middle/adapter/adapter_model.safetensors").unlink()
+    merge = (*want, "--merge", "--out", tmp_path / "merged")
+    assert "the adapter of middle is gone" in refused(capsys, "--front", front, *merge)
+    assert "the adapter of middle is gone" in refused(capsys, "--front", front, *want)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, capsys):
+    path = front.parent / "points/high/adapter/adapter_config.json"
+    settings = json.loads(path.read_text())
+    settings["target_modules"].reverse()  # peft keeps them in a set
+    path.write_text(json.dumps(settings))
+    arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
+    serve(front, "brevity=0.7,positivity=0.3", "--merge", "--out", tmp_path / "fine")
+    path.write_text(json.dumps(settings | {"lora_alpha": 1}))
+    assert "lora_alpha" in refused(capsys, *arguments, "--out", tmp_path / "merged")
+    path.write_text(json.dumps(settings))
+    weights = front.parent / "points/high/adapter/adapter_model.safetensors"
+    save_file({"other": torch.zeros(2)}, weights)
+    assert "of one shape" in refused(capsys, *arguments, "--out", tmp_path / "merged")
+    weights.write_bytes(b"no tensors")
+    assert "cannot be read" in refused(capsys, *arguments, "--out", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_collapsed_model_is_not_served(front, capsys):
+    whole = Front.load(front)
+    collapsed = replace(whole.points[1], collapse="one reply to 99 % of the prompts")
+    replace(whole, points=(whole.points[0], collapsed, whole.points[2])).save(front)
+    assert serve(front, "brevity=0.6,positivity=0.4").parent.name == "high"
