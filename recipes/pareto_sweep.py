@@ -4,6 +4,8 @@
     python recipes/pareto_sweep.py --out runs/sweep --resume           # go on after a stop
     python recipes/pareto_sweep.py --preferences '[[0.2, 0.8], [0.8, 0.2]]' --seeds '[0]'
     python recipes/pareto_sweep.py --base configs/hh_tinyllama.yaml --overrides.rounds 8
+    python recipes/pareto_sweep.py --plan                              # the points, and one's plan
+    python recipes/pareto_sweep.py --overrides '{tracking.mode: offline}'  # a group in W&B
 
 Every point is a run of `recipes/firm_hh.py` for one method, preference and seed, with all that
 belongs to a run. The folder of the sweep holds them below `points/`, one `METHOD.front.json` per
@@ -16,7 +18,10 @@ import os
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -25,15 +30,30 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from firm.fronts import Front, Point, collapse_reason
+from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
 from firm.report import Record, read_record
-from firm.run import Sweep, UserError, compose, print_table, run_cli, summarise, to_dict
+from firm.report.front_page import front_figure, write_front_page
+from firm.report.page import PAGE_NAME
+from firm.report.paper import save_figure
+from firm.run import (
+    Sweep,
+    Tracker,
+    UserError,
+    compose,
+    print_table,
+    run_cli,
+    slug,
+    summarise,
+    to_dict,
+    to_yaml,
+)
 from recipes import firm_hh
+from recipes.study import run_point
 
 ROOT = Path(__file__).parent.parent
 PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
 """Where the strategies that know preferences have them."""
-FREE_KEYS = ("out", "resume", "num_workers")
+FREE_KEYS = ("out", "resume", "num_workers", "plan")
 """What may differ from the sweep's own configuration when it is resumed."""
 
 
@@ -58,6 +78,8 @@ class SweepConfig:
     """Folder of the sweep; by default runs/NAME-TIME."""
     resume: bool = False
     """Continue the sweep in `out`, if there is one."""
+    plan: bool = False
+    """Print the points and what one of them would run, and stop."""
     base: Path = ROOT / "configs/miniature.yaml"
     """Configuration of the runs."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -103,11 +125,11 @@ class PointConfig:
     def name(self) -> str:
         """Its folder: method, preference in percent, seed."""
         shares = "_".join(f"{100 * share:.4g}" for share in self.preference)
-        return f"{_slug(self.method)}-{shares}-seed_{self.seed}"
+        return f"{slug(self.method)}-{shares}-seed_{self.seed}"
 
 
-def main(cfg: SweepConfig) -> Path:
-    """Runs what is not done yet and draws the fronts; returns the folder."""
+def main(cfg: SweepConfig) -> Path | None:
+    """Runs what is not done yet and draws the fronts; returns the folder, None after a plan."""
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
     base = compose(firm_hh.Config, [cfg.base], list(cfg.overrides.items()), source="overrides")
     objectives = tuple(base.rewards)
@@ -118,8 +140,12 @@ def main(cfg: SweepConfig) -> Path:
             f"reference must have a reward for each of {', '.join(objectives)}, got "
             f"{cfg.reference}."
         )
+    if cfg.plan:
+        return _print_plan(runs)
     settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
     sweep = Sweep.open(out, settings, {n: vars(p) for n, p in points.items()}, resume=cfg.resume)
+    tracking = base.tracking.within(group := f"{cfg.name}-{sweep.id}")
+    runs = {n: replace(run, tracking=run.tracking.within(group)) for n, run in runs.items()}
 
     # run: what others are made of first
     outcomes = []
@@ -140,15 +166,26 @@ def main(cfg: SweepConfig) -> Path:
     # tell: one front per method
     fronts = {method: front_of(sweep, method, objectives, cfg.reference) for method in cfg.methods}
     for method, front in fronts.items():
-        front.save(out / f"{_slug(method)}.front.json")
+        front.save(out / f"{slug(method)}.front.json")
         _print_front(method, front)
+    runs_by_method = {
+        method: {p.name: read_record(sweep.run_path(p.name)) for p in front.points}
+        for method, front in fronts.items()
+    }
+    rewards = {method: prompt_rewards(sweep, front).numpy() for method, front in fronts.items()}
+    page = write_front_page(
+        out / PAGE_NAME,
+        fronts,
+        runs=runs_by_method,
+        prompt_rewards=rewards,
+        config=to_yaml(cfg),
+        title=cfg.name,
+    )
+    save_figure(front_figure(fronts), out / "figures" / "front")
+    print(f"report   {page}")
+    with Tracker(tracking, out, settings, objectives=objectives) as tracker:
+        tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
     return out
-
-
-def run_point(place: str, settings: dict[str, Any]) -> None:
-    """Runs one point in this process, or takes it up."""
-    overrides = [*settings.items(), ("out", place), ("resume", True)]
-    firm_hh.main(compose(firm_hh.Config, [], overrides, source="the sweep"))
 
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
@@ -283,6 +320,42 @@ def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point
     )
 
 
+def _print_plan(runs: Mapping[str, firm_hh.Config]) -> None:
+    """Prints all points, and the plan of the first that trains."""
+    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
+    print_table(f"{len(rows)} points", ["point", "rounds", "clients"], rows)
+    first = next(run for run in runs.values() if run.rounds)
+    firm_hh.main(replace(first, plan=True))
+
+
+def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
+    """The points of all methods, for a table."""
+    return [
+        {
+            "method": method,
+            "preference": ", ".join(f"{share:.4g}" for share in point.preference or ()),
+            "seed": point.seed,
+            **point.scores,
+            **{f"{name} se": error for name, error in point.errors.items()},
+            **point.rewards,
+            "KL": point.kl if math.isfinite(point.kl) else None,
+            "adapter": point.adapter,
+            "collapse": point.collapse or "",
+        }
+        for method, front in fronts.items()
+        for point in front.points
+    ]
+
+
+def _hypervolumes(fronts: Mapping[str, Front]) -> dict[str, float]:
+    """Each method's mean over the seeds, where there is one."""
+    found = {}
+    for method, front in fronts.items():
+        with suppress(ValueError):  # a single point, or one that is not above the reference point
+            found[f"hypervolume/{method}"] = seed_hypervolumes(front).mean
+    return found
+
+
 def _print_front(method: str, front: Front) -> None:
     rows = [
         [
@@ -297,11 +370,6 @@ def _print_front(method: str, front: Front) -> None:
     ]
     header = ["preference", "seed", *front.objectives, *front.points[0].scores, "KL", "collapsed"]
     print_table(f"{method}: rewards in [0, 1] on {front.num_prompts} prompts", header, rows)
-
-
-def _slug(name: str) -> str:
-    """A name as part of a file's."""
-    return "".join(c if c.isalnum() or c in "._" else "_" for c in name).strip("_").lower() or "_"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
     python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2
     python recipes/study.py --config configs/figures.yaml --out runs/figures --resume
+    python recipes/study.py --config configs/figures.yaml --plan
     python recipes/study.py --settings "{A: {}, B: {overrides: {strategy.beta: 0}}}"
 
 Every setting and seed is a run of `recipes/firm_hh.py`, with all that belongs to a run, below
-`points/` in the study's folder. It may be killed and taken up again; the same command on another
-machine that shares the folder, with --resume, takes its share of the runs.
+`points/` in the study's folder; the folder's `report.html` sets them side by side, and `figures/`
+has that for a paper, as PNG, SVG and CSV. It may be killed and taken up again; the same command on
+another machine that shares the folder, with --resume, takes its share of the runs.
 """
 
 import os
@@ -15,18 +17,31 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from firm.report import Record, read_record
-from firm.run import Sweep, UserError, compose, print_table, run_cli, summarise, to_dict
+from firm.report.page import PAGE_NAME
+from firm.report.paper import save_figure
+from firm.report.settings_page import study_figures, write_study_page
+from firm.run import (
+    Sweep,
+    UserError,
+    compose,
+    print_table,
+    run_cli,
+    slug,
+    summarise,
+    to_dict,
+    to_yaml,
+)
 from recipes import firm_hh
 
 ROOT = Path(__file__).parent.parent
-FREE_KEYS = ("out", "resume", "num_workers")
+FREE_KEYS = ("out", "resume", "num_workers", "plan", "figures", "half_life")
 """What may differ from the study's own configuration when it is resumed."""
 
 
@@ -52,6 +67,8 @@ class StudyConfig:
     """Folder of the study; by default runs/NAME-TIME."""
     resume: bool = False
     """Continue the study in `out`, if there is one."""
+    plan: bool = False
+    """Print the runs and what the first of them would do, and stop."""
     base: Path = ROOT / "configs/miniature.yaml"
     """Configuration of the runs."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +78,12 @@ class StudyConfig:
     settings run with the first seed before any runs with the second."""
     num_workers: int = 1
     """Runs at a time, each in a process of its own."""
+    figures: dict[str, list[str]] = field(default_factory=dict)
+    """Settings that are drawn together, by a name that opens the files' names; all are drawn
+    together when empty."""
+    half_life: float | None = None
+    """Half-life of the running average of the curves in figures/, in rounds; null draws them as
+    they are."""
 
     def __post_init__(self) -> None:
         if not self.settings or not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -70,12 +93,20 @@ class StudyConfig:
             )
         if self.num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
+        for name, labels in self.figures.items():
+            for label in (label for label in labels if label not in self.settings):
+                raise ValueError(
+                    f"figures.{name} names the setting {label!r}; there are "
+                    f"{', '.join(self.settings)}."
+                )
+        if self.half_life is not None and not self.half_life > 0:
+            raise ValueError(f"half_life must be positive, got {self.half_life}.")
         if odd := [name for name in self.settings if slug(name) in ("", ".", "..")]:
             raise ValueError(f"settings need names with letters or digits, got {odd[0]!r}.")
 
 
-def main(cfg: StudyConfig) -> Path:
-    """Runs what is not done yet and prints the table; returns the folder."""
+def main(cfg: StudyConfig) -> Path | None:
+    """Runs what is not done yet and prints the table; returns the folder, None after a plan."""
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
     points = {
         point_name(setting, seed): {"setting": setting, "seed": seed}
@@ -84,9 +115,16 @@ def main(cfg: StudyConfig) -> Path:
     }
     if len(points) < len(cfg.seeds) * len(cfg.settings):
         raise UserError(f"settings need names that differ as files, got {list(cfg.settings)}.")
-    runs = {name: to_dict(_run_config(cfg, **told, name=name)) for name, told in points.items()}
+    configs = {name: _run_config(cfg, **told, name=name) for name, told in points.items()}
+    if cfg.plan:
+        return _print_plan(configs)
     settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
     sweep = Sweep.open(out, settings, points, resume=cfg.resume)
+    group = f"{cfg.name}-{sweep.id}"
+    runs = {
+        name: to_dict(replace(run, tracking=run.tracking.within(group)))
+        for name, run in configs.items()
+    }
 
     pending, outcomes = sweep.pending(), []
     print(f"{out}: {len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time")
@@ -103,6 +141,15 @@ def main(cfg: StudyConfig) -> Path:
         f"{len(cfg.seeds)} seeds",
         *table(cfg, sweep),
     )
+    by_setting = records(sweep)
+    page = write_study_page(
+        out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
+    )
+    sets = {slug(name): labels for name, labels in cfg.figures.items()}
+    figures = study_figures(by_setting, sets=sets, half_life=cfg.half_life, folder=out)
+    for name, figure in figures.items():
+        save_figure(figure, out / "figures" / name)
+    print(f"report   {page}")
     return out
 
 
@@ -115,16 +162,6 @@ def run_point(place: str, settings: dict[str, Any]) -> None:
 def point_name(setting: str, seed: int) -> str:
     """Returns the folder of a setting's run."""
     return f"{slug(setting)}-seed_{seed}"
-
-
-def slug(name: str) -> str:
-    """Returns a name as part of a file's.
-
-    >>> slug("FIRM, β = 0.05")
-    'firm_β_0.05'
-    """
-    words = "".join(c if c.isalnum() or c in ".-" else " " for c in name).split()
-    return "_".join(words).lower()
 
 
 def records(sweep: Sweep) -> dict[str, list[Record]]:
@@ -147,6 +184,13 @@ def table(cfg: StudyConfig, sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         for setting, runs in final.items()
     ]
     return ["", *names], rows
+
+
+def _print_plan(runs: Mapping[str, firm_hh.Config]) -> None:
+    """Prints all runs, and the plan of the first."""
+    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
+    print_table(f"{len(rows)} runs", ["run", "rounds", "clients"], rows)
+    firm_hh.main(replace(next(iter(runs.values())), plan=True))
 
 
 def _figures(record: Record) -> dict[str, float]:

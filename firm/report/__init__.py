@@ -4,6 +4,10 @@
 model, `plane` and `figures` draw in the one style of `drawing`, `page` writes one self-contained
 file that asks nothing of the network.
 `python -m firm.report RUN_DIR` rewrites the page of any run.
+
+Several runs have pages, too: `settings_page` compares settings over seeds, `front_page` shows the
+fronts of a sweep over preferences, both by the figures of `settings` and `cloud_plane` and the
+bytes of `ledger`. `paper` draws the same as PNG and SVG with the data beside them.
 """
 
 from firm.report.page import write_report

@@ -20,6 +20,7 @@ from firm.report.drawing import (
     nonempty,
     rounds_figure,
 )
+from firm.report.ledger import bytes_so_far, uploads_so_far
 from firm.report.record import Record, score
 from firm.run.directory import Row
 
@@ -49,6 +50,11 @@ CUT = Key("replies that the length limit cut", MUTED, "dash")
 UP = Key("clients to server", "var(--up)")
 DOWN = Key("server to clients", "var(--down)", "dash")
 """Nearly equal in most runs: the dashes let both be seen."""
+WOULD_SEND = {
+    "FedCMOO-A": Key("FedCMOO-A would have sent up", "var(--client-3)", "dot", is_thin=True),
+    "FSMGDA": Key("FSMGDA would have sent up", "var(--client-4)", "dot", is_thin=True),
+}
+SERVER = Key("weights of the server", "var(--round-last)", "dash")
 
 
 def objective_color(record: Record, objective: str) -> str:
@@ -127,6 +133,8 @@ def weight_curves(record: Record) -> list[Panel]:
     panels = []
     for index, objective in enumerate(shown):
         lines = _client_lines(record, lambda row, j=index: _column_mean(row, "weights", j))
+        server = [(row["round"], _of(row, "weights", objective)) for row in record.rounds]
+        lines.append(curve(server, SERVER.label, SERVER.color, dash=SERVER.mark, size=0))
         figure = rounds_figure(
             lines, "mean weight λ", reference=1 / num_objectives, range=[-0.02, 1.02]
         )
@@ -141,6 +149,11 @@ def weight_curves(record: Record) -> list[Panel]:
     ]
     figure = rounds_figure(spread, "SD of λ over clients", rangemode="tozero")
     return nonempty([*panels, Panel("weights-spread", "Spread of λ over clients", figure)])
+
+
+def has_server_weights(record: Record) -> bool:
+    """Returns whether the server weighed the objectives, for all clients alike."""
+    return any(row.get("weights") for row in record.rounds)
 
 
 def gradient_curves(record: Record) -> list[Panel]:
@@ -265,11 +278,16 @@ def training_curves(record: Record) -> list[Panel]:
 
 
 def cost_curves(record: Record) -> list[Panel]:
-    """Returns bytes so far in both directions, and seconds per stage."""
+    """Returns bytes so far in both directions, what others would have sent, and seconds."""
     traffic = [
-        curve(_running_sum(record.rounds, "bytes_up"), UP.label, UP.color),
-        curve(_running_sum(record.rounds, "bytes_down"), DOWN.label, DOWN.color, dash=DOWN.mark),
+        curve(bytes_so_far(record, "bytes_up"), UP.label, UP.color),
+        curve(bytes_so_far(record, "bytes_down"), DOWN.label, DOWN.color, dash=DOWN.mark),
     ]
+    if len(record.objectives) > 1:
+        traffic += [
+            curve(uploads_so_far(record, name), key.label, key.color, dash=key.mark, size=0)
+            for name, key in WOULD_SEND.items()
+        ]
     bars = [
         {
             "type": "bar",
@@ -400,14 +418,6 @@ def _norm_ratio(row: Row) -> float | None:
         ratio = norms[0] / norms[1] if len(norms) == 2 else max(norms) / min(norms)
         ratios.append(math.log(ratio))
     return math.exp(fmean(ratios)) if ratios else None
-
-
-def _running_sum(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    total, points = 0.0, []
-    for row in rows:
-        total += row.get(key) or 0
-        points.append((row["round"], total))
-    return points
 
 
 def _stage_seconds(record: Record, round_number: int, stage: str) -> float:

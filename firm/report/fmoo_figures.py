@@ -231,20 +231,22 @@ def series_panel(
     *,
     y_title: str,
     over: Literal["rounds", "megabytes"] = "rounds",
+    num_bands: int = NUM_BANDS,
     **y_axis: Any,
 ) -> Panel:
     """Returns lines with bands of one standard error, bands below all lines.
 
-    On a logarithmic axis no band reaches below a tenth of its line. Around more than ``NUM_BANDS``
+    On a logarithmic axis no band reaches below a tenth of its line. Around more than ``num_bands``
     lines there are none.
     """
     least = 0.1 if y_axis.get("type") == "log" else -math.inf
-    has_bands = len(series) <= NUM_BANDS
+    has_bands = len(series) <= num_bands
     traces = [_band(one, least) for one in series if has_bands and one.ses.any()]
     for one in series:
         points = list(zip(one.xs.tolist(), one.means.tolist(), strict=True))
         size = 5 if len(points) <= 12 else 0
         line = curve(points, one.key.label, one.key.color, size=size, dash=one.key.mark)
+        line["legendgroup"] = escape(one.key.label)  # a line and its band come and go together
         if over == "megabytes":
             line["hovertemplate"] = "%{fullData.name}<br>%{x:.4~g} MB: %{y:.4~g}<extra></extra>"
         traces.append(line)
@@ -307,6 +309,7 @@ def _band(series: Series, least: float) -> Trace:
         "opacity": 0.18,
         "hoverinfo": "skip",
         "showlegend": False,
+        "legendgroup": escape(series.key.label),
         "name": escape(series.key.label),
     }
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from firm.report.comparison import Measure
 
 MISSING = "–"
+NBSP = "\N{NO-BREAK SPACE}"
 
 
 def number(value: float | None, *, is_signed: bool = False) -> str:

@@ -2,6 +2,10 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll("[data-figure]")];
 const hasMouse = matchMedia("(pointer: fine)").matches;
 
+// Traces that the reader has put away, by their legend group.
+const hidden = new Set();
+let numDrawings = 0;
+
 // Figures name their colours by CSS variables, so that light and dark are decided in the style sheet.
 function colored(value, style) {
   if (Array.isArray(value)) return value.map((entry) => colored(entry, style));
@@ -24,14 +28,17 @@ function save(plot) {
 function draw(plot) {
   const { figure } = figures[plot.dataset.figure];
   const { data, layout } = colored(figure, getComputedStyle(document.documentElement));
+  for (const trace of data) trace.visible = !hidden.has(trace.legendgroup);
   // On a touch screen a finger on a figure scrolls the page.
   layout.dragmode = hasMouse ? "zoom" : false;
   return Plotly.react(plot, data, layout, { responsive: true, displayModeBar: false });
 }
 
 async function drawAll() {
+  const drawing = ++numDrawings;
   for (const plot of plots) {
     await draw(plot);
+    if (drawing !== numDrawings) return; // a later call draws all again
     const button = document.querySelector(`[data-save="${CSS.escape(plot.dataset.figure)}"]`);
     button.onclick = () => save(plot);
     button.hidden = false;
@@ -39,6 +46,31 @@ async function drawAll() {
   }
   document.documentElement.dataset.drawn = plots.length;
 }
+
+const choices = [...document.querySelectorAll("[data-choice]")];
+
+function choose(isShown) {
+  for (const button of choices) {
+    const pressed = isShown(button);
+    button.setAttribute("aria-pressed", pressed);
+    if (pressed) hidden.delete(button.dataset.choice);
+    else hidden.add(button.dataset.choice);
+  }
+}
+
+const isPressed = (button) => button.getAttribute("aria-pressed") === "true";
+choose(isPressed);
+for (const button of choices)
+  button.onclick = () => {
+    choose((other) => isPressed(other) !== (other === button));
+    drawAll();
+  };
+for (const button of document.querySelectorAll("[data-set]"))
+  button.onclick = () => {
+    const labels = JSON.parse(button.dataset.set);
+    choose((other) => labels.includes(other.dataset.choice));
+    drawAll();
+  };
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 drawAll();

@@ -1,5 +1,6 @@
 """Writes report.html: one file with its style, script, data and, in the end, plotly inside."""
 
+import html
 import json
 import secrets
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import plotly.offline
 from firm.report import figures, formats, plane
 from firm.report.comparison import Comparison, best_comparison
 from firm.report.drawing import INK, MUTED, Key, Panel
+from firm.report.ledger import WOULD_BE, total_bytes, uploads_so_far
 from firm.report.record import Record, read_record
 from firm.report.samples import sample_pairs
 
@@ -151,6 +153,7 @@ def environment() -> jinja2.Environment:
         "measure": formats.measure,
         "size": formats.size,
         "duration": formats.duration,
+        "group": html.escape,  # as figures write names
     }
     return environment
 
@@ -206,6 +209,19 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
         f"After {_count(comparison.round, 'round')} on {_count(len(record.clients), 'client')}: "
         f"{'; '.join(changes)}. Change of the mean reward against the base model, ± standard "
         f"error, on {comparison.num_prompts} {comparison.split} prompts."
+    )
+
+
+def _would_send(record: Record) -> str:
+    """What other algorithms would have uploaded, in a sentence; empty where it is not known."""
+    ends = {name: uploads_so_far(record, name)[-1:] for name in WOULD_BE}
+    if len(record.objectives) < 2 or not all(ends.values()):
+        return ""
+    others = " and ".join(f"{formats.size(end[0][1])} with {name}" for name, end in ends.items())
+    return (
+        f" The clients sent {formats.size(total_bytes(record, 'bytes_up'))} up; with as many "
+        f"clients it would have been {others}, by the sizes of what these send: the adapter and "
+        "the uncompressed Jacobian, and one adapter per objective."
     )
 
 
@@ -273,9 +289,17 @@ def _sections(record: Record) -> list[Section]:
             "Weights of the clients",
             "λ says how much each objective's gradient counts in a client's step; with FIRM "
             "each client finds its own, and at the dashed line all objectives count alike. Clients "
-            "whose lines lie apart weigh the objectives differently.",
+            "whose lines lie apart weigh the objectives differently."
+            + (
+                " Here the server finds the weights, for all clients alike."
+                if figures.has_server_weights(record)
+                else ""
+            ),
             figures.weight_curves(record),
-            clients + mean + (objectives if num_objectives > 2 else []),
+            clients
+            + mean
+            + ([figures.SERVER] if figures.has_server_weights(record) else [])
+            + (objectives if num_objectives > 2 else []),
         ),
         Section(
             "gradients",
@@ -307,11 +331,13 @@ def _sections(record: Record) -> list[Section]:
             "cost",
             "Bytes and seconds",
             "What the federation sent so far, as serialised, and where the time went: bars are "
-            "seconds per stage summed over the clients, the line is the elapsed time of the round.",
+            "seconds per stage summed over the clients, the line is the elapsed time of the round."
+            + _would_send(record),
             figures.cost_curves(record),
             [
                 figures.UP,
                 figures.DOWN,
+                *(figures.WOULD_SEND.values() if _would_send(record) else ()),
                 *stages,
                 Key("whole round", INK),
             ],

@@ -15,6 +15,7 @@ from firm.report.drawing import (
     nonempty,
     style_layout,
 )
+from firm.report.formats import number
 from firm.report.record import Record, score
 from firm.run.directory import Row
 
@@ -42,7 +43,7 @@ def _trade_off(record: Record, x: str | None, y: str) -> Panel:
             "y": [_coordinate(row, y) for row in validation],
             "error_x": _path_error(validation, test, x),
             "error_y": _path_error(validation, test, y),
-            "customdata": [row["round"] for row in validation],
+            "customdata": _hover_data(record, validation),
             "text": [_end_label(row, validation) for row in validation],
             "textposition": "bottom center",
             "cliponaxis": False,
@@ -58,14 +59,14 @@ def _trade_off(record: Record, x: str | None, y: str) -> Panel:
                 "size": 10,
                 "line": {"color": SURFACE, "width": 1},
             },
-            "hovertemplate": _plane_hover("validation", x, y),
+            "hovertemplate": _plane_hover(record, "validation", x, y),
         },
         {
             "x": [_coordinate(row, x) for row in test],
             "y": [_coordinate(row, y) for row in test],
             "error_x": error_bars([_score_se(row, x) for row in test], INK),
             "error_y": error_bars([_score_se(row, y) for row in test], INK),
-            "customdata": [row["round"] for row in test],
+            "customdata": _hover_data(record, test),
             "mode": "lines+markers",
             "name": "test, base and aligned",
             "line": {"color": INK, "width": 1, "dash": "dot"},
@@ -75,7 +76,7 @@ def _trade_off(record: Record, x: str | None, y: str) -> Panel:
                 "color": [f"var(--round-{'last' if row['round'] else 'first'})" for row in test],
                 "line": {"color": INK, "width": 1.5},
             },
-            "hovertemplate": _plane_hover("test", x, y),
+            "hovertemplate": _plane_hover(record, "test", x, y),
         },
     ]
     data = [{"type": "scatter", **trace} for trace in traces if trace["x"]]
@@ -119,9 +120,22 @@ def _end_label(row: Row, rows: Sequence[Row]) -> str:
     return f"round {row['round']}" if row is rows[-1] else ""
 
 
-def _plane_hover(split: str, x: str | None, y: str) -> str:
+def _hover_data(record: Record, rows: Sequence[Row]) -> list[list[Any]]:
+    """Round, KL and adapter of each point; the adapter is the last round's."""
+    places = {0: "none, the base model"}
+    if record.is_finished:
+        places[record.last_round] = escape(f"{record.name}/adapter")
+    return [
+        [row["round"], number(row.get("kl")), places.get(row["round"], "of this round not kept")]
+        for row in rows
+    ]
+
+
+def _plane_hover(record: Record, split: str, x: str | None, y: str) -> str:
     names = [escape(name or "KL") for name in (x, y)]
+    shares = ", ".join(f"{share:g}" for share in record.preference or ())
     return (
-        f"{split}, round %{{customdata}}<br>{names[0]} %{{x:.3f}}<br>{names[1]} %{{y:.3f}}"
-        "<extra></extra>"
+        f"{split}, round %{{customdata[0]}}<br>{names[0]} %{{x:.3f}}<br>{names[1]} %{{y:.3f}}"
+        f"<br>preference {shares or 'none'}, seed {record.seed}"
+        "<br>KL %{customdata[1]}<br>adapter: %{customdata[2]}<extra></extra>"
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -15,6 +16,8 @@ class Record:
     """A run as its files tell it; everything is empty until the run has written it."""
 
     name: str
+    path: Path
+    """Its directory."""
     config: str
     """Text of the resolved config."""
     settings: dict[str, Any]
@@ -34,6 +37,23 @@ class Record:
     rounds: list[Row]
     """One row per round, by rising round."""
     samples: list[Row]
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the run."""
+        return self.settings.get("seed")
+
+    @property
+    def preference(self) -> tuple[float, ...] | None:
+        """What the strategy was asked for: its preference or fixed weights; None without one."""
+        strategy = self.settings.get("strategy") or {}
+        shares = strategy.get("preference") or strategy.get("weights")
+        return tuple(shares) if isinstance(shares, list) else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is over, so that its adapter is there."""
+        return self.run.get("status") == "finished"
 
     @property
     def last_round(self) -> int:
@@ -64,10 +84,11 @@ def read_record(run_path: Path) -> Record:
     rows = run.rows()
     header = next((row for row in reversed(rows) if row["kind"] == "run"), {})
     evaluations = _latest(rows, "evaluation", "split")
-    trainings = _latest(rows, "client", "client")
+    trainings = [_as_one_training(row) for row in _latest(rows, "client", "client")]
     clients = dict.fromkeys([*header.get("clients", []), *(row["client"] for row in trainings)])
     return Record(
         name=run_path.resolve().name,
+        path=run_path,
         config=config,
         settings=yaml.safe_load(config) or {},
         run=run.record(),
@@ -91,6 +112,41 @@ def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     """The rows of one kind by rising round, the last one of each round and value of `key`."""
     latest = {(row["round"], row[key]): row for row in rows if row["kind"] == kind}
     return sorted(latest.values(), key=lambda row: row["round"])
+
+
+def _as_one_training(row: Row) -> Row:
+    """A client's row in the layout of one training, where it had one training per objective.
+
+    What belongs to an objective is that of its own training, seconds are summed, and the rest is
+    averaged. The weights of such a training, 1 for its objective, say nothing and are left out.
+    """
+    trainings = row.get("by_objective")
+    if not trainings:
+        return row
+    keys = dict.fromkeys(key for training in trainings.values() for key in training)
+    merged = {}
+    for key in keys:
+        values = {name: each[key] for name, each in trainings.items() if key in each}
+        entry = next(iter(values.values()))
+        if key == "seconds":
+            merged[key] = {
+                stage: sum(each.get(stage) or 0 for each in values.values())
+                for stage in dict.fromkeys(stage for each in values.values() for stage in each)
+            }
+        elif isinstance(entry, dict) and set(entry) & set(trainings):
+            merged[key] = {name: each.get(name) for name, each in values.items()}
+        elif isinstance(entry, dict):
+            merged[key] = {
+                name: _mean([each.get(name) for each in values.values()]) for name in entry
+            }
+        elif isinstance(entry, int | float):
+            merged[key] = _mean(list(values.values()))
+    return {**merged, **{key: value for key, value in row.items() if key != "by_objective"}}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _grouped(rows: list[Row], key: str) -> dict[str, list[Row]]:

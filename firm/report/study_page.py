@@ -5,11 +5,13 @@ One file with its style, script, figures and plotly inside.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import plotly.offline
 
-from firm.report.page import Section, environment, script_json
+from firm.report.comparison_page import Sample
+from firm.report.drawing import Key
+from firm.report.page import NUM_OPEN_SAMPLES, Section, environment, script_json
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,18 @@ class Table:
     """Cells; the first of a row names it."""
     words: frozenset[int] = frozenset()
     """Columns, from 0, that hold words and are set to the left."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the reader may show or put away in all figures: traces by their legend group."""
+
+    keys: Sequence[Key]
+    """The groups, and how they are drawn."""
+    shown: frozenset[str]
+    """Labels of those that are shown at first."""
+    sets: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Labels to be shown together, by the name of their button."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +55,26 @@ class Study:
     """How it was made."""
     config: str
     """As YAML."""
+    tables: Sequence[Table] = ()
+    """Further tables, below the first."""
+    choice: Choice | None = None
+    samples: Sequence[Sample] = ()
+    """Replies to the same prompts."""
+    sample_names: Sequence[str] = ()
+    """Who replied, one for each reply of a sample."""
+    details: Sequence[Section] = ()
+    """Further figures, below tables and samples."""
 
 
 def render_study(study: Study) -> str:
     """Returns the page as HTML that asks nothing of the network."""
-    panels = [panel for section in study.sections for panel in section.panels]
+    panels = [p for section in [*study.sections, *study.details] for p in section.panels]
     return (
         environment()
         .get_template("study_page.html.jinja")
         .render(
             study=study,
+            num_open_samples=NUM_OPEN_SAMPLES,
             figures=script_json(panels),
             plotly=plotly.offline.get_plotlyjs(),
             nonce=secrets.token_urlsafe(16),

@@ -1,8 +1,8 @@
 """A run: its configuration, its directory with checkpoints, its tracking and its progress.
 
 A configuration is a frozen dataclass filled from YAML and the command line (`run_cli`, `parse`). A
-`Run` is a directory that survives being killed at any moment. `Tracker` forwards metrics to W&B
-when asked, `Progress` tells the person who waits.
+`Run` is a directory that survives being killed at any moment, a `Sweep` a folder of them.
+`Tracker` forwards metrics to W&B when asked, `Progress` tells the person who waits.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
@@ -10,7 +10,7 @@ from firm.run.config import compose, parse, run_cli, to_dict, to_yaml
 from firm.run.directory import CheckpointConfig, Run, leaves
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.progress import Progress, print_table
-from firm.run.sweep import Outcome, Sweep, summarise
+from firm.run.sweep import Outcome, Sweep, slug, summarise
 from firm.run.tracking import Tracker, TrackingConfig
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "print_table",
     "run_cli",
     "save_state",
+    "slug",
     "summarise",
     "to_dict",
     "to_yaml",

@@ -161,6 +161,16 @@ class Sweep:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
+def slug(name: str) -> str:
+    """Returns a name as part of a file's.
+
+    >>> slug("FIRM, β = 0.05")
+    'firm_β_0.05'
+    """
+    words = "".join(c if c.isalnum() or c in ".-" else " " for c in name).split()
+    return "_".join(words).lower()
+
+
 def summarise(outcomes: Sequence[Outcome]) -> None:
     """Raises a `UserError` that names the points that failed, if any did."""
     failed = [outcome for outcome in outcomes if outcome.problem]

@@ -61,6 +61,15 @@ def test_the_front_tells_what_the_runs_measured_prompt_by_prompt(swept):
         assert (swept / point.adapter / "adapter_model.safetensors").exists()
 
 
+def test_the_sweep_has_a_page_and_figures_for_a_paper(swept):
+    page = (swept / "report.html").read_text()
+    for name in ("firm-50_50-seed_0", "soups-50_50-seed_0"):
+        assert name in page
+    assert {path.name for path in (swept / "figures").iterdir()} == {
+        "front.png", "front.svg", "front.csv",
+    }  # fmt: skip
+
+
 def test_a_soup_is_the_mean_of_the_adapters_that_were_trained_alone(swept):
     first, second = (adapter(swept, f"soups-{p}-seed_0") for p in ("100_0", "0_100"))
     for name, parameter in adapter(swept, "soups-50_50-seed_0").items():

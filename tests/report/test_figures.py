@@ -9,6 +9,7 @@ import pytest
 
 import firm.report
 from firm.report import figures, read_record
+from firm.report.formats import number
 from firm.report.plane import trade_off_planes
 
 ALL_FIGURES = (
@@ -86,7 +87,7 @@ def test_the_plane_holds_base_model_rounds_and_test(make_run):
         rows = rows_of(run_path, kind="evaluation", split=split)
         assert trace["x"] == [row["scores"]["helpful"]["mean"] for row in rows]
         assert trace["y"] == [row["scores"]["harmless"]["mean"] for row in rows]
-        assert trace["customdata"] == [row["round"] for row in rows]
+        assert [entries[0] for entries in trace["customdata"]] == [row["round"] for row in rows]
     assert test["error_x"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
     assert test["error_y"]["array"] == [row["scores"]["harmless"]["se"] for row in rows]
     assert path["text"] == ["base", *[""] * 7, "round 8"]
@@ -313,3 +314,42 @@ def test_rounds_are_marked_at_most_nine_times_at_whole_numbers(num_rounds):
     assert all(step == axis["dtick"] for step in (b - a for a, b in pairwise(ticks)))
     assert axis["range"][0] < 0
     assert axis["range"][1] > num_rounds
+
+
+def test_the_weights_of_the_server_are_a_line_of_their_own(make_run):
+    run_path = make_run(num_done=3)
+
+    def weigh(row):
+        if row["kind"] == "client":
+            row.pop("weights")
+        if row["kind"] == "round":
+            row["weights"] = {"helpful": 0.1 * row["round"], "harmless": 1 - 0.1 * row["round"]}
+            row.pop("weights_spread")
+        return row
+
+    edit_rows(run_path, weigh)
+    record = read_record(run_path)
+    (panel,) = figures.weight_curves(record)
+    (line,) = panel.figure["data"]
+    assert line["name"] == "weights of the server"
+    assert line["y"] == pytest.approx([0.1, 0.2, 0.3])
+    assert figures.has_server_weights(record)
+
+
+def test_the_ledger_shows_what_others_would_have_sent(make_run):
+    record = read_record(make_run(num_done=2))
+    lines = traces(figures.cost_curves(record), "bytes")
+    sizes = record.header["adapter_bytes"], 8 * record.header["num_trainable"]
+    each = {"FedCMOO-A": sum(sizes), "FSMGDA": 2 * sizes[0]}
+    for name, key in figures.WOULD_SEND.items():
+        assert lines[key.label] == {1: 4 * each[name], 2: 8 * each[name]}
+
+
+def test_the_plane_tells_preference_seed_adapter_and_kl(make_run):
+    run_path = make_run(num_done=2, seed=7)
+    (panel,) = trade_off_planes(read_record(run_path))
+    path, test = panel.figure["data"]
+    assert "preference none, seed 7" in path["hovertemplate"]
+    rows = rows_of(run_path, kind="evaluation", split="test")
+    assert [entry[1] for entry in test["customdata"]] == [number(row["kl"]) for row in rows]
+    assert [entry[2] for entry in test["customdata"]] == ["none, the base model", "demo/adapter"]

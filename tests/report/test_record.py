@@ -57,3 +57,48 @@ def test_a_client_that_joins_later_stands_after_the_known_ones(make_run):
 
 def test_extra_scores_are_those_that_are_no_objective(make_run):
     assert read_record(make_run()).extra_scores() == ["true_helpful", "true_harmless", "parse"]
+
+
+def test_trainings_by_objective_read_like_one(make_run):
+    run_path = make_run(num_clients=1, num_done=0, is_over=False)
+    own = {
+        "helpful": {
+            "reward": {"helpful": 0.6, "harmless": 0.2},
+            "reward_correlation": {"helpful-harmless": -0.4},
+            "kl": 2.0,
+            "seconds": {"rollout": 1.0, "step": 0.5},
+            "weights": [[1.0, 0.0]],
+        },
+        "harmless": {
+            "reward": {"helpful": 0.1, "harmless": 0.7},
+            "reward_correlation": {"helpful-harmless": None},
+            "kl": 4.0,
+            "seconds": {"rollout": 3.0},
+            "weights": [[0.0, 1.0]],
+        },
+    }
+    append(
+        run_path,
+        {"kind": "client", "round": 1, "client": "client_0", "by_objective": own, "bytes_up": 9},
+    )
+    (row,) = read_record(run_path).trainings["client_0"]
+    assert row == {
+        "kind": "client",
+        "round": 1,
+        "client": "client_0",
+        "reward": {"helpful": 0.6, "harmless": 0.7},
+        "reward_correlation": {"helpful-harmless": -0.4},
+        "kl": 3.0,
+        "seconds": {"rollout": 4.0, "step": 0.5},
+        "bytes_up": 9,
+    }
+
+
+def test_a_record_tells_seed_preference_and_whether_it_is_over(make_run):
+    run_path = make_run(seed=3)
+    record = read_record(run_path)
+    assert (record.seed, record.preference, record.is_finished) == (3, None, True)
+    with (run_path / "config.yaml").open("a") as file:
+        file.write("  preference: [0.2, 0.8]\n")
+    assert read_record(run_path).preference == (0.2, 0.8)
+    assert not read_record(make_run("going", is_over=False)).is_finished

@@ -1,0 +1,329 @@
+"""The page of a sweep: its figures are the fronts', and bad fronts write nothing."""
+
+import json
+import re
+from dataclasses import replace
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+
+from firm.fronts import (
+    Front,
+    Point,
+    bootstrap_hypervolume,
+    hypervolume,
+    mean_front,
+    non_dominated,
+    seed_hypervolumes,
+)
+from firm.report import read_record
+from firm.report.comparison import Measure
+from firm.report.formats import measure
+from firm.report.front_page import (
+    BOOTSTRAP_SEED,
+    front_clouds,
+    front_study,
+    volumes_by_round,
+    write_front_page,
+)
+from firm.report.ledger import total_bytes
+from firm.run.errors import UserError
+
+OBJECTIVES = ("helpful", "harmless", "humorous")
+PREFERENCES = {
+    2: [(0.2, 0.8), (0.5, 0.5), (0.8, 0.2)],
+    3: [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)],
+}
+METHODS = {"FIRM": 0.0, "Soups": -0.04}
+"""Name to what is taken off every reward."""
+
+
+@pytest.fixture
+def make_sweep(make_run):
+    """Fronts of two methods, their runs and rewards by prompt: `make_sweep(num_objectives=2)`."""
+
+    def make(num_objectives=2, seeds=(0, 1), methods=METHODS, num_prompts=40):
+        rng = np.random.default_rng(0)
+        objectives = OBJECTIVES[:num_objectives]
+        fronts, runs, rewards = {}, {}, {}
+        for method, shift in methods.items():
+            points, tables, runs[method] = [], [], {}
+            for seed in seeds:
+                for preference in PREFERENCES[num_objectives]:
+                    name = f"{method}-{'_'.join(map(str, preference))}-{seed}"
+                    path = make_run(
+                        name, objectives=objectives, num_rounds=2, num_done=2, seed=len(points)
+                    )
+                    record = runs[method][name] = read_record(path)
+                    mean = 0.5 + shift + 0.2 * np.sqrt(preference) + rng.normal(0, 0.01)
+                    table = mean + rng.normal(0, 0.1, (num_prompts, num_objectives))
+                    tables.append(table)
+                    points.append(
+                        Point(
+                            name,
+                            preference,
+                            seed,
+                            dict(zip(objectives, table.mean(axis=0).tolist(), strict=True)),
+                            dict.fromkeys(objectives, 0.015),
+                            {"true_helpful": 0.25, "parse": 0.5},
+                            3.5 + seed,
+                            f"points/{name}/adapter",
+                        )
+                    )
+            fronts[method] = Front(
+                objectives,
+                tuple(points),
+                (0.25,) * num_objectives,
+                record.header["calibration"],
+                dict.fromkeys(objectives, 0.45),
+                method,
+                num_prompts,
+            )
+            rewards[method] = np.array(tables)
+        return fronts, runs, rewards
+
+    return make
+
+
+def study(fronts, runs, rewards):
+    return front_study(fronts, runs=runs, prompt_rewards=rewards, config="", title="A sweep")
+
+
+def table_of(study, title):
+    """Row name -> heading -> cell, with plain spaces."""
+    (table,) = [table for table in (study.table, *study.tables) if table.title == title]
+    return {
+        row[0]: dict(
+            zip(
+                table.headings[1:],
+                (cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row[1:]),
+                strict=True,
+            )
+        )
+        for row in table.rows
+    }
+
+
+def figures_in(path):
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def traces(figure):
+    return {trace["name"]: trace for trace in figure["figure"]["data"]}
+
+
+def test_the_plane_in_the_page_holds_every_model_mean_base_and_reference(make_sweep, tmp_path):
+    fronts, runs, rewards = make_sweep()
+    path = write_front_page(
+        tmp_path / "report.html", fronts, runs=runs, prompt_rewards=rewards, config="name: x"
+    )
+    shown = traces(figures_in(path)["front-helpful-harmless"])
+    for method, front in fronts.items():
+        singles, means = shown[f"{method}, single seeds"], shown[method]
+        assert sorted(zip(singles["x"], singles["y"], strict=True)) == sorted(
+            (point.rewards["helpful"], point.rewards["harmless"]) for point in front.points
+        )
+        expected = list(mean_front(front).values())
+        np.testing.assert_allclose(np.transpose([means["x"], means["y"]]), expected)
+        (first, *_) = mean_front(front)
+        values = [p.rewards["helpful"] for p in front.points if p.preference == first]
+        assert means["error_x"]["array"][0] == pytest.approx(stdev(values) / 2**0.5)
+    assert (shown["base model"]["x"], shown["base model"]["y"]) == ([0.45], [0.45])
+    assert (shown["reference point"]["x"], shown["reference point"]["y"]) == ([0.25], [0.25])
+
+
+def test_with_three_objectives_there_are_three_planes_without_lines(make_sweep, tmp_path):
+    fronts, runs, rewards = make_sweep(num_objectives=3, seeds=(0,))
+    path = write_front_page(
+        tmp_path / "report.html", fronts, runs=runs, prompt_rewards=rewards, config=""
+    )
+    planes = {name: f for name, f in figures_in(path).items() if name.startswith("front-")}
+    assert list(planes) == [
+        "front-helpful-harmless",
+        "front-helpful-humorous",
+        "front-harmless-humorous",
+    ]
+    for name, figure in planes.items():
+        x, y = name.split("-")[1:]
+        shown = traces(figure)
+        assert not any(trace["mode"] == "lines" for trace in shown.values())
+        rewards = [point.rewards for point in fronts["FIRM"].points]
+        assert sorted(shown["FIRM"]["x"]) == sorted(row[x] for row in rewards)
+        assert sorted(shown["FIRM"]["y"]) == sorted(row[y] for row in rewards)
+
+
+def test_the_pointer_finds_method_preference_seed_adapter_kl_and_collapse(make_sweep):
+    fronts, runs, rewards = make_sweep(seeds=(4,))
+    front = fronts["FIRM"]
+    broken = replace(front.points[0], collapse="one reply to 75 % of 40 prompts")
+    fronts["FIRM"] = replace(front, points=(broken, *front.points[1:]))
+    spot = front_clouds(fronts)[0].means[0]
+    for text in (
+        "method: FIRM",
+        "preference: 0.2, 0.8",
+        "seed: 4",
+        "KL: 7.50 nats",
+        f"adapter: {broken.adapter}",
+        "collapsed: one reply to 75 % of 40 prompts",
+    ):
+        assert text in spot.hover
+    made = study(fronts, runs, rewards)
+    assert table_of(made, "Preference and outcome")["FIRM"]["collapsed"] == "1 of 3"
+    assert table_of(made, "Models")[broken.name]["collapsed"] == broken.collapse
+
+
+def test_hollow_is_what_another_of_its_kind_dominates_whatever_its_method(make_sweep):
+    fronts, _, _ = make_sweep()
+    scores = np.concatenate([front.scores() for front in fronts.values()])
+    means = np.concatenate([list(mean_front(front).values()) for front in fronts.values()])
+    clouds = front_clouds(fronts)
+    for kind, kept in (("models", non_dominated(scores)), ("means", non_dominated(means))):
+        spots = [spot for cloud in clouds for spot in getattr(cloud, kind)]
+        hollow = {tuple(s.place[n] for n in OBJECTIVES[:2]) for s in spots if s.is_dominated}
+        rows = scores if kind == "models" else means
+        expected = [tuple(row) for row in rows[~kept]]
+        np.testing.assert_allclose(sorted(hollow), sorted(expected))
+        assert 0 < len(hollow) < len(spots)
+
+
+def test_a_line_joins_the_means_that_their_own_front_does_not_dominate(make_sweep):
+    fronts, _, _ = make_sweep()
+    for cloud, front in zip(front_clouds(fronts), fronts.values(), strict=True):
+        means = np.array(list(mean_front(front).values()))
+        kept = means[non_dominated(means)]
+        drawn = [[cloud.means[i].place[n] for n in front.objectives] for i in cloud.path]
+        np.testing.assert_allclose(drawn, kept[kept[:, 0].argsort()])
+
+
+def test_the_hypervolumes_are_those_of_the_fronts(make_sweep):
+    fronts, runs, rewards = make_sweep()
+    rows = table_of(study(fronts, runs, rewards), "Hypervolume")
+    for method, front in fronts.items():
+        low, high = bootstrap_hypervolume(
+            rewards[method], front.reference, generator=np.random.default_rng(BOOTSTRAP_SEED)
+        )
+        seeds = seed_hypervolumes(front)
+        assert rows[method] == {
+            "all": f"{front.hypervolume:.4f}",
+            "interval over prompts": f"{low:.4f} to {high:.4f}",
+            "by seed": measure(Measure(seeds.mean, seeds.sd)).replace("\N{NO-BREAK SPACE}", " "),
+            "seeds": "2",
+            "not dominated in its front": f"{front.non_dominated.sum()} of 6",
+        }
+
+
+def test_the_hypervolume_over_the_rounds_is_that_of_the_validation(make_sweep):
+    fronts, runs, rewards = make_sweep()
+    front, records = fronts["FIRM"], runs["FIRM"]
+    found = volumes_by_round(front, records)
+    assert list(found) == [0, 1, 2]
+    for at, values in found.items():
+        for seed, value in enumerate(values):
+            own = [records[p.name] for p in front.points if p.seed == seed]
+            rows = [r.evaluations["validation"][at]["normalized"] for r in own]
+            scores = [[row[name]["mean"] for name in front.objectives] for row in rows]
+            assert value == pytest.approx(hypervolume(scores, front.reference))
+    panel = next(s for s in study(fronts, runs, rewards).sections if s.name == "hypervolume")
+    line = next(
+        t for t in panel.panels[0].figure["data"] if t.get("name") == "FIRM" and "fill" not in t
+    )
+    assert line["y"] == pytest.approx([fmean(values) for values in found.values()])
+
+
+def test_means_of_adapters_which_have_no_rounds_have_no_curve(make_sweep, make_run):
+    fronts, runs, rewards = make_sweep()
+    name = fronts["Soups"].points[1].name
+    path = make_run("untrained", objectives=OBJECTIVES[:2], num_rounds=0, num_done=0)
+    runs["Soups"][name] = read_record(path)
+    assert volumes_by_round(fronts["Soups"], runs["Soups"]) == {}
+    cost = table_of(study(fronts, runs, rewards), "Cost of a front")
+    assert (cost["Soups"]["models"], cost["Soups"]["trainings"]) == ("6", "5")
+
+
+def test_shares_stand_against_rewards_and_falls_are_told_in_words(make_sweep):
+    fronts, runs, rewards = make_sweep(seeds=(0,))
+    front = fronts["FIRM"]
+    worse = replace(front.points[2], rewards={"helpful": 0.3, "harmless": 0.3})
+    fronts["FIRM"] = replace(front, points=(*front.points[:2], worse))
+    made = study(fronts, runs, rewards)
+    (section,) = [s for s in made.sections if s.name == "preference"]
+    line = next(t for t in section.panels[0].figure["data"] if t["name"] == "FIRM")
+    assert line["x"] == [0.2, 0.5, 0.8]
+    assert line["y"] == [p.rewards["helpful"] for p in fronts["FIRM"].points]
+    row = table_of(made, "Preference and outcome")["FIRM"]
+    fall = front.points[1].rewards["helpful"] - 0.3
+    assert row["falls"] == f"helpful from share 0.5 to 0.8 by {fall:.3f}"
+    assert row["ρ helpful"] == "−0.500"
+
+
+def test_models_name_what_dominates_them_in_any_method(make_sweep):
+    fronts, runs, rewards = make_sweep(seeds=(0,))
+    best = replace(fronts["Soups"].points[0], rewards={"helpful": 0.99, "harmless": 0.99})
+    fronts["Soups"] = replace(fronts["Soups"], points=(best, *fronts["Soups"].points[1:]))
+    rows = table_of(study(fronts, runs, rewards), "Models")
+    assert rows[best.name]["dominated by"] == "none"
+    assert all(best.name in rows[p.name]["dominated by"] for p in fronts["FIRM"].points)
+
+
+def test_the_cost_is_what_the_runs_sent(make_sweep):
+    fronts, runs, rewards = make_sweep()
+    row = table_of(study(fronts, runs, rewards), "Cost of a front")["FIRM"]
+    up = sum(total_bytes(record, "bytes_up") for record in runs["FIRM"].values())
+    assert row["up"] == f"{up / 1e6:.3g} MB"
+
+
+def test_fronts_that_are_not_comparable_write_nothing(make_sweep, tmp_path):
+    fronts, runs, rewards = make_sweep(seeds=(0,))
+    fronts["Soups"] = replace(fronts["Soups"], reference=(0.1, 0.1))
+    place = tmp_path / "page"
+    place.mkdir()
+    with pytest.raises(UserError, match=r"FIRM and Soups: .* reference point"):
+        write_front_page(
+            place / "report.html", fronts, runs=runs, prompt_rewards=rewards, config=""
+        )
+    with pytest.raises(UserError, match="got none of any"):
+        write_front_page(place / "report.html", {}, runs={}, config="")
+    assert list(place.iterdir()) == []
+
+
+def test_a_front_that_has_no_hypervolume_says_why_and_has_a_page(make_sweep):
+    fronts, runs, rewards = make_sweep(seeds=(0,))
+    fronts = {name: replace(front, reference=(0.65, 0.25)) for name, front in fronts.items()}
+    made = study(fronts, runs, rewards)
+    assert table_of(made, "Hypervolume")["FIRM"]["all"] == "–"
+    assert any("strictly below every point" in sentence for sentence in made.summary)
+
+
+def test_names_are_shown_and_never_run(make_sweep, tmp_path):
+    hostile = "</script><script>alert(1)</script>"
+    fronts, runs, _ = make_sweep(seeds=(0,))
+    fronts[hostile] = fronts.pop("Soups")
+    path = write_front_page(tmp_path / "report.html", fronts, runs=runs, config=hostile)
+    assert hostile not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_draws_the_page_and_its_points_where_the_fronts_are(
+    page, make_sweep, tmp_path, width
+):
+    fronts, runs, rewards = make_sweep()
+    path = write_front_page(
+        tmp_path / "report.html", fronts, runs=runs, prompt_rewards=rewards, config=""
+    )
+    page.open(path, width=width)
+    assert page.complaints == []
+    assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "blob"}
+    assert page("document.documentElement.scrollWidth") <= width
+    plane = page.shown()["front-helpful-harmless"]
+    near = [1e-4 * abs(b - a) for a, b in (plane[f"{axis}_range"] for axis in "xy")]
+    num_seen = 0
+    for trace, markers in zip(plane["traces"], plane["markers"], strict=True):
+        if trace["name"] == "FIRM":
+            expected = list(mean_front(fronts["FIRM"]).values())
+            for marker, point in zip(markers, expected, strict=True):
+                for axis in range(2):
+                    assert marker[axis] == pytest.approx(point[axis], abs=near[axis], rel=0)
+                num_seen += 1
+    assert num_seen == 3

@@ -1,0 +1,114 @@
+"""What others would have sent: the formulas against what the strategies themselves send."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from firm.federation.client import Gradients
+from firm.federation.engines import LocalEngine
+from firm.federation.server import ServerState
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.report.ledger import UPLOADS, bytes_so_far, total_bytes, upload_bytes, uploads_so_far
+from firm.report.record import read_record
+
+NUM_TRAINABLE = 20_000
+OVERHEAD = 4_000
+"""Bytes per client, at most, of names, shapes and metrics in these rounds."""
+CONFIGS = {
+    "FIRM": FirmConfig(num_local_steps=1),
+    "FedCMOO-A": FedCmooConfig(
+        num_local_steps=1, communication="one_way", compressor="none", solver="exact"
+    ),
+    "FSMGDA": FsmgdaConfig(num_local_steps=1),
+}
+
+
+@dataclass
+class Batch:
+    whole: torch.Tensor
+
+    def minibatches(self):
+        yield self.whole
+
+
+class Quadratic:
+    """Objective j is the half squared distance to its own target, in many dimensions."""
+
+    num_examples = 1
+
+    def __init__(self, name: str, objectives: tuple[str, ...]) -> None:
+        self.name, self.objectives = name, objectives
+        self._targets = torch.randn(len(objectives), NUM_TRAINABLE)
+        self._point = torch.zeros(NUM_TRAINABLE)
+
+    def load(self, adapter):
+        self._point = adapter["w"].clone()
+
+    def batches(self, num_steps):
+        return (Batch(torch.zeros(NUM_TRAINABLE)) for _ in range(num_steps))
+
+    def gradients(self, minibatch):
+        rows = self._point - self._targets
+        return Gradients(rows, rows.square().sum(dim=1) / 2)
+
+    def step(self, gradients, weights):
+        self._point -= 0.1 * weights.float() @ gradients.jacobian
+
+    def adapter(self):
+        return {"w": self._point.clone()}
+
+    def state(self):
+        return {}
+
+    def restore(self, state):
+        pass
+
+    def metrics(self):
+        return {}
+
+
+@pytest.mark.parametrize("algorithm", CONFIGS)
+@pytest.mark.parametrize("num_objectives", [2, 3])
+def test_the_formulas_are_what_the_strategies_send(algorithm, num_objectives):
+    torch.manual_seed(0)
+    objectives = ("a", "b", "c")[:num_objectives]
+    names = ["client_0", "client_1"]
+    cfg = CONFIGS[algorithm]
+    state = ServerState({"w": torch.zeros(NUM_TRAINABLE)}, objectives=objectives, seed=0)
+    engine = LocalEngine([Quadratic(name, objectives) for name in names])
+    _, rows = STRATEGIES[cfg.name](state, names, engine, cfg)
+    each = upload_bytes(
+        algorithm,
+        num_objectives=num_objectives,
+        num_trainable=NUM_TRAINABLE,
+        adapter_bytes=4 * NUM_TRAINABLE,
+    )
+    assert 0 < rows["round"]["bytes_up"] - len(names) * each < len(names) * OVERHEAD
+
+
+def test_an_unknown_algorithm_is_refused_by_name():
+    with pytest.raises(ValueError, match="one of FIRM, FedCMOO-A, FSMGDA, got 'FedAvg'"):
+        upload_bytes("FedAvg", num_objectives=2, num_trainable=1, adapter_bytes=4)
+
+
+def test_only_clients_that_arrived_count_and_rounds_add_up(make_run):
+    record = read_record(make_run(num_done=3, failures={2: ("client_1", "lost")}))
+    each = 2 * record.header["adapter_bytes"]
+    assert uploads_so_far(record, "FSMGDA") == [(1, 4 * each), (2, 7 * each), (3, 11 * each)]
+
+
+def test_measured_bytes_add_up_over_the_rounds(make_run):
+    record = read_record(make_run(num_done=3))
+    by_round = [row["bytes_up"] for row in record.rounds]
+    assert bytes_so_far(record, "bytes_up") == [(at, sum(by_round[:at])) for at in (1, 2, 3)]
+    assert total_bytes(record, "bytes_up") == sum(by_round)
+
+
+def test_a_run_that_tells_no_sizes_is_set_beside_nothing(make_run):
+    record = read_record(make_run(num_done=2))
+    del record.header["num_trainable"]
+    assert all(uploads_so_far(record, name) == [] for name in UPLOADS)

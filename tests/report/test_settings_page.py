@@ -1,0 +1,307 @@
+"""The page of a study: curves, tables and plane are those of its runs, over the seeds."""
+
+import json
+import re
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+
+from firm.report import read_record
+from firm.report.cloud_plane import KL
+from firm.report.comparison import Measure
+from firm.report.formats import measure, size
+from firm.report.ledger import total_bytes, uploads_so_far
+from firm.report.settings import (
+    Setting,
+    final_row,
+    round_rows,
+    scales,
+    settings_of,
+    shared_samples,
+    stage_seconds,
+)
+from firm.report.settings_page import setting_clouds, study_figures, write_study_page
+from firm.run.errors import UserError
+
+
+@pytest.fixture
+def make_study(make_run):
+    """Runs by setting: `make_study("FIRM", "FSMGDA", seeds=(0, 1))`."""
+
+    def make(*names, seeds=(0, 1), **fields):
+        return {
+            name: [
+                read_record(
+                    make_run(
+                        f"{name}-{seed}", seed=seed + 10 * place, num_rounds=3, num_done=3, **fields
+                    )
+                )
+                for seed in seeds
+            ]
+            for place, name in enumerate(names)
+        }
+
+    return make
+
+
+def edit_rows(record, change):
+    """Rewrites a run's rows by `change(row)`, None to drop one, and reads it again."""
+    path = record.path / "metrics.jsonl"
+    rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row))
+    return read_record(record.path)
+
+
+def as_fsmgda(row):
+    """A row as FSMGDA would have written it."""
+    if row["kind"] == "client":
+        own = {key: row.pop(key) for key in ("reward", "reward_raw", "kl", "seconds", "weights")}
+        row["by_objective"] = dict.fromkeys(("helpful", "harmless"), own)
+    if row["kind"] == "round":
+        row.pop("weights_spread")
+        row["weights"] = {"helpful": 0.25, "harmless": 0.75}
+    return row
+
+
+def figures_in(path):
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def line(figures, panel, name):
+    """The line of a setting in a panel, without its band."""
+    data = figures[panel]["figure"]["data"]
+    (found,) = [trace for trace in data if trace["name"] == name and "fill" not in trace]
+    return found
+
+
+def cells(path, first):
+    """The cells of all table rows that begin with a name, with plain spaces."""
+    text = path.read_text(encoding="utf-8")
+    rows = re.findall(rf"<th[^>]*>{re.escape(first)}</th>(.*?)</tr>", text, re.DOTALL)
+    return [
+        [
+            cell.replace("\N{NO-BREAK SPACE}", " ")
+            for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)
+        ]
+        for row in rows
+    ]
+
+
+def test_curves_are_means_over_the_seeds_with_a_band(make_study, tmp_path):
+    runs = make_study("FIRM", "fixed")
+    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    for name, records in runs.items():
+        values = [
+            [row["normalized"]["harmless"]["mean"] for row in r.evaluations["validation"]]
+            for r in records
+        ]
+        curve = line(shown, "rewards-harmless", name)
+        assert curve["x"] == [0, 1, 2, 3]
+        assert curve["y"] == pytest.approx(np.mean(values, axis=0).tolist())
+        band = [t for t in shown["rewards-harmless"]["figure"]["data"] if "fill" in t]
+        error = np.std(values, axis=0, ddof=1) / 2**0.5
+        (own,) = [trace for trace in band if trace["name"] == name]
+        assert own["y"][:4] == pytest.approx((np.mean(values, axis=0) + error).tolist())
+
+
+def test_weights_are_means_over_solves_clients_and_seeds(make_study, tmp_path):
+    runs = make_study("FIRM")
+    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    curve = line(shown, "weights-helpful", "FIRM")
+    for at, value in zip(curve["x"], curve["y"], strict=True):
+        own = [
+            fmean(weights[0] for weights in row["weights"])
+            for record in runs["FIRM"]
+            for rows in record.trainings.values()
+            for row in rows
+            if row["round"] == at
+        ]
+        assert value == pytest.approx(fmean(own))
+    spread = line(shown, "weights-spread-helpful", "FIRM")
+    assert spread["y"][0] == pytest.approx(
+        fmean(record.rounds[0]["weights_spread"]["helpful"] for record in runs["FIRM"])
+    )
+    drift = line(shown, "drift-drift", "FIRM")
+    assert drift["y"][2] == pytest.approx(fmean(r.rounds[2]["drift"] for r in runs["FIRM"]))
+
+
+def test_without_validation_rewards_are_those_of_the_training(make_study, tmp_path):
+    runs = make_study("FIRM", seeds=(0,))
+
+    def forget(row):
+        return None if row.get("split") == "validation" else row
+
+    runs["FIRM"] = [edit_rows(record, forget) for record in runs["FIRM"]]
+    path = write_study_page(tmp_path / "report.html", runs)
+    curve = line(figures_in(path), "rewards-helpful", "FIRM")
+    assert (curve["x"], curve["y"]) == ([1, 2, 3], pytest.approx([0.6] * 3))
+    assert "while they train" in path.read_text(encoding="utf-8")
+
+
+def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
+    make_study, tmp_path
+):
+    runs = make_study("FIRM", "FSMGDA", seeds=(0,))
+    runs["FSMGDA"] = [edit_rows(record, as_fsmgda) for record in runs["FSMGDA"]]
+    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    assert line(shown, "weights-helpful", "FSMGDA")["y"] == [0.25] * 3
+    first, second = (round_rows(records[0])[1:] for records in runs.values())
+    assert [row["trained_reward"] for row in second] == [row["trained_reward"] for row in first]
+    assert stage_seconds(runs["FSMGDA"][0])["reward"] == pytest.approx(2 * 4 * 0.4)
+
+
+def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tmp_path):
+    runs = make_study("FIRM", "fixed")
+    path = write_study_page(tmp_path / "report.html", runs)
+    for name, records in runs.items():
+        final, ledger = cells(path, name)[:2]
+        rows = [record.evaluations["test"][-1] for record in records]
+        columns = [
+            *([row["normalized"][key]["mean"] for row in rows] for key in records[0].objectives),
+            *([row["scores"][key]["mean"] for row in rows] for key in records[0].extra_scores()),
+            [row["kl"] for row in rows],
+        ]
+        told = [
+            measure(Measure(fmean(values), stdev(values))).replace("\N{NO-BREAK SPACE}", " ")
+            for values in columns
+        ]
+        assert final == [*told, "2"]
+        up = fmean(total_bytes(record, "bytes_up") for record in records)
+        others = [uploads_so_far(records[0], key)[-1][1] for key in ("FedCMOO-A", "FSMGDA")]
+        assert ledger[:2] == [size(up / 3), size(up)]
+        assert ledger[-2:] == [size(value) for value in others]
+
+
+def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_study, tmp_path):
+    runs = make_study("FIRM", "fixed")
+    path = write_study_page(tmp_path / "report.html", runs)
+    shown = figures_in(path)["trade-off-helpful-harmless"]["figure"]["data"]
+    by_name = {trace["name"]: trace for trace in shown}
+    for name, records in runs.items():
+        rows = [record.evaluations["test"][-1]["normalized"] for record in records]
+        singles = by_name[f"{name}, single seeds"]
+        assert singles["x"] == [row["helpful"]["mean"] for row in rows]
+        assert singles["y"] == [row["harmless"]["mean"] for row in rows]
+        assert by_name[name]["x"] == pytest.approx([fmean(r["helpful"]["mean"] for r in rows)])
+        for record, hover in zip(records, singles["customdata"], strict=True):
+            assert f"seed: {record.seed}" in hover
+            assert f"adapter: {name}-{records.index(record)}/adapter" in hover
+            assert "KL: " in hover
+    base = runs["FIRM"][0].evaluations["test"][0]["normalized"]
+    assert by_name["base model"]["x"] == [base["helpful"]["mean"]]
+
+
+def test_with_one_objective_the_reward_stands_against_the_kl(make_study, tmp_path):
+    runs = make_study("FIRM", objectives=("helpful",))
+    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    trace = shown["trade-off-KL-helpful"]["figure"]["data"][0]
+    assert trace["x"] == [record.evaluations["test"][-1]["kl"] for record in runs["FIRM"]]
+    assert not any(name.startswith("weights") for name in shown)
+    assert setting_clouds(settings_of(runs), tmp_path)[0].means[0].place[KL] > 0
+
+
+def rescaled(row):
+    if row["kind"] == "run":
+        row["calibration"]["helpful"]["scale"] *= 2
+    return row
+
+
+def test_settings_whose_rewards_mean_different_things_are_kept_apart(make_study, tmp_path):
+    runs = make_study("aligned: FIRM", "FIRM", "aligned: fixed", seeds=(0,))
+    for name in ("aligned: FIRM", "aligned: fixed"):
+        runs[name] = [edit_rows(record, rescaled) for record in runs[name]]
+    groups = scales(settings_of(runs))
+    assert [[s.name for s in group] for group in groups] == [
+        ["aligned: FIRM", "aligned: fixed"],
+        ["FIRM"],
+    ]
+    path = write_study_page(tmp_path / "report.html", runs)
+    shown = figures_in(path)
+    planes = [
+        {t["name"] for t in figure["figure"]["data"]} - {"base model"}
+        for name, figure in shown.items()
+        if name.startswith("trade-off")
+    ]
+    assert planes == [{"aligned: FIRM", "aligned: fixed"}, {"FIRM"}]
+    assert "The trade-off, aligned" in path.read_text(encoding="utf-8")
+    assert {name.partition("-")[0] for name in study_figures(runs, folder=tmp_path)} == {"1", "2"}
+
+
+def test_seeds_whose_rewards_mean_different_things_write_nothing(make_study, tmp_path):
+    runs = make_study("FIRM")
+    runs["FIRM"][1] = edit_rows(runs["FIRM"][1], rescaled)
+    place = tmp_path / "page"
+    place.mkdir()
+    with pytest.raises(UserError, match="'FIRM' mean different things"):
+        write_study_page(place / "report.html", runs)
+    with pytest.raises(UserError, match="none of 1 settings"):
+        write_study_page(place / "report.html", {"FIRM": []})
+    assert list(place.iterdir()) == []
+
+
+def test_a_study_under_way_has_a_page(make_study, make_run, tmp_path):
+    runs = make_study("FIRM", seeds=(0,))
+    runs["late"] = [read_record(make_run("late", num_done=1, is_over=False))]
+    runs["unstarted"] = []
+    assert final_row(runs["late"][0]) is None
+    path = write_study_page(tmp_path / "report.html", runs)
+    assert "Without a final evaluation so far: late." in path.read_text(encoding="utf-8")
+    assert cells(path, "late")[0] == ["–"] * 6 + ["0"]
+
+
+def test_samples_are_the_prompts_that_all_answered(make_study):
+    settings = settings_of(make_study("FIRM", "fixed", seeds=(0,)))
+    samples, names = shared_samples(settings)
+    assert names == ["base model", "FIRM, seed 0", "fixed, seed 10"]
+    assert len(samples) == 5
+    for sample in samples:
+        assert len(sample.replies) == 3
+        assert sample.replies[0].text.startswith("I do not know")
+
+
+def test_figures_for_a_paper_follow_the_sets(make_study, tmp_path):
+    runs = make_study("FIRM", "fixed", "unused")
+    figures = study_figures(runs, sets={"figure_1": ["FIRM", "fixed"]}, folder=tmp_path)
+    assert set(figures) == {"figure_1-rewards", "figure_1-weights", "figure_1-plane"}
+    rows = [row for row in figures["figure_1-rewards"].rows if row[:2] == ["helpful", "FIRM"]]
+    values = [
+        [row["normalized"]["helpful"]["mean"] for row in r.evaluations["validation"]]
+        for r in runs["FIRM"]
+    ]
+    assert [row[3] for row in rows] == pytest.approx(np.mean(values, axis=0).tolist())
+    assert {row[1] for row in figures["figure_1-rewards"].rows} == {"FIRM", "fixed"}
+
+
+def test_settings_without_runs_keep_their_colour_free(make_study):
+    runs = {"missing": [], **make_study("FIRM", seeds=(0,))}
+    assert [(s.name, s.index) for s in settings_of(runs)] == [("FIRM", 1)]
+    assert Setting("FIRM", 1, runs["FIRM"]).key.label == "FIRM"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_draws_the_page_and_shows_what_its_reader_chooses(
+    page, make_study, tmp_path, width
+):
+    runs = make_study("FIRM", "fixed <b>", has_gram=True)
+    path = write_study_page(tmp_path / "report.html", runs, sets={"one": ["FIRM"]})
+    page.open(path, width=width)
+    assert page.complaints == []
+    assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "blob"}
+    assert page("document.documentElement.scrollWidth") <= width
+    markers = page.shown()["trade-off-helpful-harmless"]["markers"]
+    assert [len(own) for own in markers] == [2, 1, 1]  # seeds, mean, base model
+    page("document.querySelectorAll('[data-choice]')[1].click()")
+    count = "document.querySelectorAll('[data-figure^=trade-off] .scatterlayer .trace').length"
+    page.wait_until(f"{count} === 5")
+    plane = page.shown()["trade-off-helpful-harmless"]
+    near = [1e-4 * abs(b - a) for a, b in (plane[f"{axis}_range"] for axis in "xy")]
+    for (name, records), own in zip(runs.items(), plane["markers"][::2], strict=False):
+        for record, marker in zip(records, own, strict=True):
+            rewards = record.evaluations["test"][-1]["normalized"]
+            for axis, objective in enumerate(record.objectives):
+                point = rewards[objective]["mean"]
+                assert marker[axis] == pytest.approx(point, abs=near[axis], rel=0), name
+    page("document.querySelector('[data-set]').click()")
+    assert page.complaints == []
