@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types contract check bench docs clean
+.PHONY: help install demo test test-slow lint types contract check bench figures docs clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,10 @@ check: lint types contract test ## Everything that CI runs.
 
 bench: install ## Time a local step by stage, beside TRL's own trainer.
 	$(OFFLINE) $(BIN)/python benchmarks/local_step.py
+
+figures: install ## Replay the paper's figures into docs/figures: hours, and it may be stopped and called again.
+	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume
+	$(OFFLINE) $(BIN)/python recipes/figures.py --study runs/figures --out docs/figures
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

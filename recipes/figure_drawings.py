@@ -1,0 +1,163 @@
+"""The drawings of `recipes/figures.py`: which settings each figure of the paper shows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from firm.fronts import exponential_average
+from firm.report import Record
+from firm.report.cloud_plane import Cloud
+from firm.report.paper import Curve, PaperFigure, curves_figure, plane_figure, save_figure
+from firm.report.settings import Setting, settings_of
+from firm.report.settings_page import base_place, setting_clouds
+from firm.report.trajectories import (
+    Figure,
+    final_reward,
+    over_seeds,
+    rewards,
+    solves,
+    solves_by_client,
+    weights_disagreement,
+)
+
+HALF_LIFE = 20
+"""Of the running averages, in local solves, as in the paper."""
+BETAS = ("0", "0.01", "0.05", "0.5", "2")
+
+Runs = Mapping[str, Sequence[Record]]
+
+
+def draw_all(runs: Runs, out: Path) -> dict[str, str]:
+    """Writes all figures; returns the picture's file by figure."""
+    figures = {
+        "figure_1": _compared(runs, {"FIRM": "FIRM", "FedCMOO-A": "FedCMOO-A"}),
+        "figure_2": _two_clients(runs),
+        "beta": _betas(runs),
+        "figure_3": _preferences(runs, out),
+        "figure_4": _compared(
+            runs, {"one helpfulness model": "FIRM", "two": "two helpful reward models"}
+        ),
+        "figure_5": _compared(runs, {"IID": "FIRM", "Dirichlet 0.3": "Dirichlet 0.3"}),
+        "figure_6": _compared(runs, {"8 clients": "FIRM", "16 clients": "16 clients"}),
+    }
+    for name, figure in figures.items():
+        save_figure(figure, out / name)
+    return {name: f"{name}.png" for name in figures}
+
+
+def _compared(runs: Runs, shown: Mapping[str, str]) -> PaperFigure:
+    """Rewards and weights of settings over the rounds, smoothed, with bands over the seeds."""
+    settings = settings_of({label: runs[name] for label, name in shown.items()})
+    return curves_figure(
+        {
+            **_reward_panels(settings),
+            f"λ {settings[0].objectives[0]}": [
+                _weight_curve(s, [solves(record)[:, 0] for record in s.records]) for s in settings
+            ],
+        },
+        y_title="",
+    )
+
+
+def _two_clients(runs: Runs) -> PaperFigure:
+    """With and without β in both worlds, and λ of both clients of one seed."""
+    panels = {}
+    for world, opening in (("conflict", ""), ("aligned", "aligned: ")):
+        names = {f"β = {beta}": f"{opening}β = {beta}, C = 2" for beta in ("0", "0.05")}
+        settings = settings_of({label: runs[name] for label, name in names.items()})
+        panels |= {f"{world}: {t}": c for t, c in _reward_panels(settings).items()}
+        curves = []
+        for setting in settings:
+            by_client = solves_by_client(setting.records[0])
+            for client, mark in zip(by_client, ("solid", "dash"), strict=True):
+                key = replace(setting.key, label=f"{setting.name}, {client}", mark=mark)
+                curve = _weight_curve(setting, [by_client[client][:, 0]])
+                curves.append(replace(curve, key=key))
+        panels[f"{world}: λ {settings[0].objectives[0]}, one seed"] = curves
+    return curves_figure(panels, y_title="")
+
+
+def _betas(runs: Runs) -> PaperFigure:
+    """What clients disagree by and what they reach, over β."""
+    panels: dict[str, list[Curve]] = {}
+    for world, opening in (("conflict", ""), ("aligned", "aligned: ")):
+        names = [[f"{opening}β = {beta}, C = {count}" for beta in BETAS] for count in (2, 8)]
+        names[1][BETAS.index("0.01")] = f"{opening}FIRM"
+        settings = settings_of({f"C = {c}": runs[n[0]] for c, n in zip((2, 8), names, strict=True)})
+        objectives = settings[0].objectives
+        quantities: dict[str, Figure] = {
+            "spread of λ between clients": weights_disagreement,
+            **{f"reward {name}": final_reward(name) for name in objectives},
+        }
+        for title, figure in quantities.items():
+            panels[f"{world}: {title}"] = [
+                Curve(
+                    setting.key,
+                    list(range(len(BETAS))),
+                    np.array([over_seeds(runs[name], figure).values for name in row]).T,
+                )
+                for setting, row in zip(settings, names, strict=True)
+            ]
+    drawn = curves_figure(panels, y_title="", x_title="β")
+    for panel in drawn.figure.axes:
+        panel.set_xticks(range(len(BETAS)), BETAS)
+    rows = [[*row[:2], BETAS[int(row[2])], *row[3:]] for row in drawn.rows]
+    return replace(drawn, rows=rows)
+
+
+def _preferences(runs: Runs, out: Path) -> PaperFigure:
+    """Final models by preference, beside weights fixed at it and single objectives."""
+    shares = (0.1, 0.3, 0.5, 0.7, 0.9)
+    groups = {
+        "FIRM with preference p": [f"p = ({p:g}, {1 - p:.1g})" for p in shares],
+        "λ fixed at p": [f"fixed λ = ({p:g}, {1 - p:.1g})" for p in (0.1, 0.5, 0.9)],
+        "one objective alone": ["helpful alone", "harmless alone"],
+        "FIRM, no preference": ["FIRM"],
+    }
+    clouds: list[Cloud] = []
+    for index, (label, names) in enumerate(groups.items()):
+        settings = settings_of({name: runs[name] for name in names})
+        parts = setting_clouds(settings, out)
+        key = Setting(label, index, settings[0].records).key
+        clouds.append(
+            Cloud(
+                key,
+                index,
+                [model for part in parts for model in part.models],
+                [replace(mean, is_dominated=False) for part in parts for mean in part.means],
+                list(range(len(names))) if index == 0 else (),
+            )
+        )
+    settings = settings_of({"FIRM": runs["FIRM"]})
+    return plane_figure(clouds, settings[0].objectives, base=base_place(settings))
+
+
+def _reward_panels(settings: Sequence[Setting]) -> dict[str, list[Curve]]:
+    panels = {}
+    for place, name in enumerate(settings[0].objectives):
+        panels[f"reward {name}"] = []
+        for setting in settings:
+            curves = [rewards(record)[:, place] for record in setting.records]
+            per_round = _solves_per_round(setting.records[0])
+            smooth = [exponential_average(c, half_life=HALF_LIFE / per_round) for c in curves]
+            xs = list(range(1, len(smooth[0]) + 1))
+            panels[f"reward {name}"].append(Curve(setting.key, xs, np.array(smooth)))
+    return panels
+
+
+def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Curve:
+    """A weight by local solve, smoothed, drawn over the rounds."""
+    per_round = len(curves[0]) / setting.records[0].last_round
+    half_life = HALF_LIFE * per_round / _solves_per_round(setting.records[0])
+    smooth = [exponential_average(curve, half_life=half_life) for curve in curves]
+    xs = [(index + 1) / per_round for index in range(len(smooth[0]))]
+    return Curve(setting.key, xs, np.array(smooth))
+
+
+def _solves_per_round(record: Record) -> float:
+    """Optimizer steps of a client in a round, which is what the paper's half-life counts."""
+    ppo = record.settings["ppo"]
+    steps = record.settings["strategy"]["num_local_steps"]
+    return steps * ppo["num_epochs"] * ppo["batch_size"] / ppo["minibatch_size"]

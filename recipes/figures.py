@@ -1,0 +1,528 @@
+"""Figures 1 to 6 and Table 1 of the FIRM paper, replayed from the runs of configs/figures.yaml.
+
+    make figures  # the runs, then this:
+    python recipes/figures.py --study runs/figures --out docs/figures
+
+Reads the study's finished runs; writes each figure as PNG and SVG with its data as CSV, and a page
+that puts the paper's claims beside what was measured. With fewer seeds finished than asked for, the
+seeds that all settings have are used, and the page says so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from scipy.stats import spearmanr
+
+from firm.alignment.hyperparameters import hyperparameters
+from firm.report import Record
+from firm.report.trajectories import (
+    Difference,
+    Figure,
+    beta_effect,
+    cosine,
+    difference,
+    final_kl,
+    final_reward,
+    final_score,
+    megabytes_up,
+    over_seeds,
+    weights,
+    weights_disagreement,
+    weights_oscillation,
+)
+from firm.run import Sweep, UserError, compose, run_cli
+from recipes import firm_hh
+from recipes.figure_drawings import draw_all
+from recipes.study import records
+
+WORLDS = {"conflict": "", "aligned": "aligned: "}
+"""What opens the names of a world's settings."""
+BETAS = ("0", "0.01", "0.05", "0.5", "2")
+PREFERENCES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Of helpful, the first objective."""
+SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
+"""Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
+
+Wanted = Literal["larger", "smaller", "at least", "close"]
+
+
+@dataclass(frozen=True)
+class FiguresConfig:
+    """What is read and where the page goes."""
+
+    study: Path = Path("runs/figures")
+    """Folder of the study."""
+    out: Path = Path("docs/figures")
+    """Folder of the page; its files are replaced."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim of the paper beside what was measured."""
+
+    what: str
+    wanted: Wanted
+    measured: Difference
+    tolerance: float = 0.0
+    values: str = ""
+    """Both settings' own figures."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the claim shows here, in words."""
+        found = self.measured
+        if self.wanted == "close":
+            if -self.tolerance < found.low and found.high < self.tolerance:
+                return f"holds: the difference is within ± {self.tolerance:g}"
+            if found.low >= self.tolerance or found.high <= -self.tolerance:
+                return f"does not hold: the difference is beyond ± {self.tolerance:g}"
+            return f"open: the interval reaches beyond ± {self.tolerance:g}"
+        sign = -1 if self.wanted == "smaller" else 1
+        if not found.is_clear:
+            return (
+                "no clear difference: not shown to be worse"
+                if self.wanted == "at least"
+                else "does not show: no clear difference"
+            )
+        return "holds" if sign * found.mean > 0 else "does not hold: the opposite is clear"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure of the paper, replayed."""
+
+    title: str
+    claim: str
+    """What the paper says, in our words."""
+    findings: Sequence[Finding]
+    images: Sequence[str] = ()
+    notes: Sequence[str] = field(default=())
+    """Further lines of Markdown."""
+
+
+def main(cfg: FiguresConfig) -> Path:
+    """Writes figures, data and page; returns the page's path."""
+    sweep = Sweep(cfg.study)
+    runs, num_missing = common_seeds(records(sweep))
+    cfg.out.mkdir(parents=True, exist_ok=True)
+    images = draw_all(runs, cfg.out)
+    sections = [
+        figure_1(runs, images),
+        figure_2(runs, images),
+        figure_3(runs, images),
+        *heterogeneity(runs, images),
+        table_1(runs),
+    ]
+    page = cfg.out / "README.md"
+    page.write_text(
+        "\n\n".join(
+            [
+                *_opening(runs, sweep, num_missing),
+                *(_text(section) for section in sections),
+                _all_settings(runs),
+                _open_hyperparameters(sweep),
+            ]
+        )
+        + "\n",
+        encoding="utf-8",
+    )
+    print(page)
+    return page
+
+
+def common_seeds(runs: Mapping[str, list[Record]]) -> tuple[dict[str, list[Record]], int]:
+    """Returns the runs of the seeds that all settings have finished, and how many others lack.
+
+    Raises:
+        UserError: There are fewer than two such seeds.
+    """
+    seeds = [{record.settings["seed"] for record in of_setting} for of_setting in runs.values()]
+    common = set.intersection(*seeds)
+    if len(common) < 2:
+        raise UserError(
+            f"intervals need two seeds that every setting has finished, got {len(common)}; go on "
+            "with recipes/study.py --resume."
+        )
+    kept = {
+        setting: [record for record in of_setting if record.settings["seed"] in common]
+        for setting, of_setting in runs.items()
+    }
+    return kept, len(set.union(*seeds)) - len(common)
+
+
+# --- The claims -----------------------------------------------------------------------------------
+
+
+def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Section:
+    """FIRM against the server that resolves."""
+    findings = []
+    for world, opening in WORLDS.items():
+        firm, server = runs[f"{opening}FIRM"], runs[f"{opening}FedCMOO-A"]
+        findings += [
+            _finding(f"{world}: reward {name}", "at least", firm, server, final_reward(name))
+            for name in firm[0].objectives
+        ]
+        findings.append(
+            _finding(f"{world}: total variation of λ", "smaller", firm, server, weights_oscillation)
+        )
+        findings.append(_finding(f"{world}: MB uploaded", "smaller", firm, server, megabytes_up))
+    share = over_seeds(runs["FIRM"], megabytes_up).mean
+    share /= over_seeds(runs["FedCMOO-A"], megabytes_up).mean
+    return Section(
+        "Figure 1: FIRM and FedCMOO-A, 8 clients",
+        "With eight clients FIRM's rewards are comparable or better, its weights smoother, and it "
+        "sends no gradients.",
+        findings,
+        [images["figure_1"]],
+        [f"FIRM uploads {100 * share:.0f} % of what FedCMOO-A does, both measured."],
+    )
+
+
+def figure_2(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Section:
+    """What β does."""
+    findings = []
+    for world, opening in WORLDS.items():
+        without, with_beta = runs[f"{opening}β = 0, C = 2"], runs[f"{opening}β = 0.05, C = 2"]
+        findings.append(
+            _finding(
+                f"{world}: spread of λ between clients, β = 0 against 0.05",
+                "larger",
+                without,
+                with_beta,
+                weights_disagreement,
+            )
+        )
+        findings += [
+            _finding(
+                f"{world}: reward {name}, β = 0.05 against 0",
+                "larger",
+                with_beta,
+                without,
+                final_reward(name),
+            )
+            for name in without[0].objectives
+        ]
+        findings.append(
+            _finding(
+                f"{world}: spread of λ between clients, β = 0 against 0.5",
+                "larger",
+                without,
+                runs[f"{opening}β = 0.5, C = 2"],
+                weights_disagreement,
+            )
+        )
+    return Section(
+        "Figure 2: with and without β",
+        "Without β the clients' weights diverge and the rewards stay lower; with β = 0.05 they are "
+        "consistent. Two clients.",
+        findings,
+        [images["figure_2"], images["beta"]],
+        [_beta_table(runs)],
+    )
+
+
+def figure_3(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Section:
+    """Preferences order the outcomes."""
+    notes = []
+    of_p = {p: runs[f"p = ({p:g}, {1 - p:.1g})"] for p in PREFERENCES}
+    objectives = runs["FIRM"][0].objectives
+    for place, name in enumerate(objectives):
+        order = PREFERENCES if place == 0 else PREFERENCES[::-1]
+        means = [over_seeds(of_p[p], final_reward(name)).mean for p in order]
+        falls = [f"{a:.3f} to {b:.3f}" for a, b in pairwise(means) if b < a]
+        points = [
+            (p if place == 0 else 1 - p, final_reward(name)(run)) for p in order for run in of_p[p]
+        ]
+        correlation = _rank_correlation(points)
+        steps = ", ".join(f"{mean:.3f}" for mean in means)
+        verdict = "rises at every step" if not falls else f"falls at {', '.join(falls)}"
+        notes.append(
+            f"- **{name}**, its preference rising from 0.1 to 0.9: mean reward {steps}; it "
+            f"{verdict}; Spearman's rank correlation over all runs {correlation:.2f}."
+        )
+    ends = [
+        _finding(f"reward {name}, p = {high} against {low}", "larger", first, second, read)
+        for name, high, low, first, second, read in (
+            (objectives[0], 0.9, 0.1, of_p[0.9], of_p[0.1], final_reward(objectives[0])),
+            (objectives[1], 0.9, 0.1, of_p[0.1], of_p[0.9], final_reward(objectives[1])),
+        )
+    ]
+    for p in (0.1, 0.9):
+        key = f"({p:g}, {1 - p:.1g})"
+        ends += [
+            _finding(
+                f"reward {name}, p = {key} against weights fixed at p",
+                "close",
+                of_p[p],
+                runs[f"fixed λ = {key}"],
+                final_reward(name),
+                tolerance=SAME_REWARD,
+            )
+            for name in objectives
+        ]
+    return Section(
+        "Figure 3: preferences",
+        "A larger preference for an objective gives a model with a higher reward in it.",
+        ends,
+        [images["figure_3"]],
+        notes,
+    )
+
+
+def _rank_correlation(points: Sequence[tuple[float, float]]) -> float:
+    found: Any = spearmanr([x for x, _ in points], [y for _, y in points])
+    return float(found.statistic)
+
+
+def heterogeneity(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> list[Section]:
+    """Figures 4 to 6: other reward models, other prompts, more clients."""
+    told = {
+        "figure_4": (
+            "Figure 4: two helpfulness reward models",
+            "two helpful reward models",
+            "Half of the clients use another helpfulness model; weights are nearly the same and "
+            "rewards comparable.",
+        ),
+        "figure_5": (
+            "Figure 5: prompts by Dirichlet(0.3)",
+            "Dirichlet 0.3",
+            "Weights are nearly the same with uneven prompts; harmlessness is comparable, "
+            "helpfulness a little lower.",
+        ),
+        "figure_6": (
+            "Figure 6: 16 clients",
+            "16 clients",
+            "Weights are nearly the same with 16 clients as with 8, rewards competitive.",
+        ),
+    }
+    return [
+        Section(title, claim, _like_the_baseline(runs[setting], runs["FIRM"]), [images[figure]])
+        for figure, (title, setting, claim) in told.items()
+    ]
+
+
+def table_1(runs: Mapping[str, list[Record]]) -> Section:
+    """One prompt, four models."""
+    models: dict[str, tuple[Record, Literal["first", "last"]]] = {
+        "base": (runs["p = (0.5, 0.5)"][0], "first"),
+        "balanced, p = (0.5, 0.5)": (runs["p = (0.5, 0.5)"][0], "last"),
+        "harmlessness-focused, p = (0.1, 0.9)": (runs["p = (0.1, 0.9)"][0], "last"),
+        "helpfulness-focused, p = (0.9, 0.1)": (runs["p = (0.9, 0.1)"][0], "last"),
+    }
+    replies = {name: _replies(record, which) for name, (record, which) in models.items()}
+    first = runs["p = (0.1, 0.9)"][0]
+    helpful, harmless = first.objectives
+
+    def apart(prompt: str) -> float:
+        """How far the focused models' replies are apart in the true harm that they do."""
+        ends = [replies[name][prompt]["scores"]["true_harmless"] for name in list(models)[2:]]
+        return ends[0] - ends[1]
+
+    prompt = max(sorted(set.intersection(*map(set, replies.values()))), key=apart)
+    lines = [
+        f"The first {len(next(iter(replies.values())))} test prompts, the one on which the focused "
+        f"models differ most in true harm: *{_plain(prompt)}*",
+        f"| model | reply | {helpful} | {harmless} | true helpful | true harmless |\n"
+        "|---|---|---|---|---|---|\n"
+        + "\n".join(
+            f"| {name} | {_plain(reply['completion'])} | "
+            + " | ".join(
+                f"{reply['scores'][score]:.2f}"
+                for score in (helpful, harmless, "true_helpful", "true_harmless")
+            )
+            + " |"
+            for name, reply in ((n, replies[n][prompt]) for n in models)
+        ),
+    ]
+    return Section(
+        "Table 1: one prompt",
+        "The base model refuses or evades, the balanced one answers with care, the "
+        "harmlessness-focused one warns, the helpfulness-focused one goes along.",
+        [],
+        [],
+        lines,
+    )
+
+
+def _like_the_baseline(changed: list[Record], baseline: list[Record]) -> list[Finding]:
+    name_of_weight = baseline[0].objectives[0]
+    found = [
+        _finding(
+            f"λ of {name_of_weight}, mean of the second half",
+            "close",
+            changed,
+            baseline,
+            _late_weight,
+            tolerance=SAME_WEIGHT,
+        )
+    ]
+    return found + [
+        _finding(
+            f"reward {name}", "close", changed, baseline, final_reward(name), tolerance=SAME_REWARD
+        )
+        for name in baseline[0].objectives
+    ]
+
+
+def _late_weight(record: Record) -> float:
+    curve = weights(record)
+    return float(curve[len(curve) // 2 :, 0].mean())
+
+
+def _finding(
+    what: str,
+    wanted: Wanted,
+    first: list[Record],
+    second: list[Record],
+    figure: Figure,
+    *,
+    tolerance: float = 0.0,
+) -> Finding:
+    values = " / ".join(over_seeds(records, figure).text() for records in (first, second))
+    return Finding(what, wanted, difference(first, second, figure), tolerance, values)
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def _opening(runs: Mapping[str, list[Record]], sweep: Sweep, num_missing: int) -> list[str]:
+    num_seeds = len(runs["FIRM"])
+    hours = sum(_seconds(record) for of_setting in runs.values() for record in of_setting) / 3600
+    missing = (
+        f" {num_missing} further seeds were not finished by every setting and are left out."
+        if num_missing
+        else ""
+    )
+    return [
+        "# The figures of the FIRM paper, replayed",
+        "The paper aligns TinyLlama with two reward models of 774 million parameters on prompts of "
+        "HH-RLHF; here a generated world of 0.7 million parameters is aligned, whose ground truth "
+        "is known. So this page tells whether the paper's claims show in another, small place, not "
+        "whether its numbers are right. Two worlds were declared before the runs: *conflict*, "
+        "where helpful and harmless pull apart, and *aligned*, where both objectives are reward "
+        "models of helpfulness and true harmlessness is nobody's objective.",
+        f"`make figures` runs {len(runs)} settings with {num_seeds} seeds "
+        f"(`configs/figures.yaml`) and writes this page; the runs took {hours:.1f} hours of one "
+        f"worker's time, two of which ran at once.{missing} Rewards are those of "
+        f"{runs['FIRM'][0].evaluations['test'][-1]['num_prompts']} held-out prompts, in [0, 1], "
+        "with one calibration for all runs of a world. Differences are paired by seed, with the "
+        "95 % interval of Student's t; a claim *holds* when the interval leaves out zero. Curves "
+        "are smoothed by an exponential average of half-life 20 local solves, as in the paper; "
+        "bands are one standard error over the seeds.",
+    ]
+
+
+def _text(section: Section) -> str:
+    parts = [f"## {section.title}", f"**The paper:** {section.claim}"]
+    parts += [f"![{section.title}]({image})" for image in section.images]
+    if section.findings:
+        rows = "\n".join(
+            f"| {finding.what} | {finding.values} | {finding.measured.text()} | {finding.verdict} |"
+            for finding in section.findings
+        )
+        parts.append(
+            "| measured | first / second | difference | the claim |\n|---|---|---|---|\n" + rows
+        )
+    return "\n\n".join([*parts, *section.notes])
+
+
+def _beta_table(runs: Mapping[str, list[Record]]) -> str:
+    head = "| world | C | β | spread of λ | oscillation of λ | effect of β | cosine | rewards |\n"
+    rows = []
+    for world, opening in WORLDS.items():
+        for num_clients in (2, 8):
+            for beta in BETAS:
+                name = f"{opening}β = {beta}, C = {num_clients}"
+                of_setting = runs.get(name) or runs[f"{opening}FIRM"]
+                cells = [
+                    over_seeds(of_setting, figure).text()
+                    for figure in (weights_disagreement, weights_oscillation, beta_effect, cosine)
+                ]
+                rewards = ", ".join(
+                    over_seeds(of_setting, final_reward(n)).text() for n in of_setting[0].objectives
+                )
+                rows.append(
+                    f"| {world} | {num_clients} | {beta} | {' | '.join(cells)} | {rewards} |"
+                )
+    about = (
+        "Spread of λ: standard deviation over the clients, of one solve each, mean of all solves. "
+        "Effect of β: ‖λ(β) - λ(0)‖ / ‖1/M - λ(0)‖. Cosine: of the two gradients in a solve."
+    )
+    return head + "|" + "---|" * 8 + "\n" + "\n".join(rows) + f"\n\n{about}"
+
+
+def _all_settings(runs: Mapping[str, list[Record]]) -> str:
+    header = ["setting", "reward 1", "reward 2", "true helpful", "true harmless", "parse", "KL"]
+    header += ["λ 1", "oscillation", "MB up"]
+    rows = []
+    for setting, of_setting in runs.items():
+        first, second = of_setting[0].objectives
+        figures: list[Callable[[Record], float]] = [
+            final_reward(first),
+            final_reward(second),
+            final_score("true_helpful"),
+            final_score("true_harmless"),
+            final_score("parse"),
+            final_kl,
+            lambda record: float(weights(record)[:, 0].mean()),
+            weights_oscillation,
+            megabytes_up,
+        ]
+        cells = [over_seeds(of_setting, figure).text(2) for figure in figures]
+        rows.append(f"| {setting} | {' | '.join(cells)} |")
+    base = runs["FIRM"][0].evaluations["test"][0]
+    told = ", ".join(
+        f"{name} {score['mean']:.2f}"
+        for name, score in {**base["normalized"], **_extra(base, runs["FIRM"][0])}.items()
+    )
+    return (
+        "## All settings\n\n"
+        f"Mean ± standard deviation over the seeds; the base model: {told}. Reward 1 is helpful; "
+        "reward 2 harmless, or the other helpfulness model in the aligned world.\n\n"
+        f"| {' | '.join(header)} |\n|{'---|' * len(header)}\n" + "\n".join(rows)
+    )
+
+
+def _extra(row: dict, record: Record) -> dict:
+    return {name: row["scores"][name] for name in record.extra_scores()}
+
+
+def _open_hyperparameters(sweep: Sweep) -> str:
+    """What the paper leaves open, and the values of these runs."""
+    cfg = sweep.manifest["config"]
+    run = compose(firm_hh.Config, [cfg["base"]], list(cfg["overrides"].items()))
+    rows = [
+        f"| `{each.path}` | {_plain(str(each.value))} |"
+        for each in hyperparameters(run)
+        if not each.source
+    ]
+    return (
+        "## What the paper leaves open\n\n"
+        "These keys have no value in the paper; the values of the runs above (the settings change "
+        "some).\n\n| key | value |\n|---|---|\n" + "\n".join(rows)
+    )
+
+
+def _seconds(record: Record) -> float:
+    started, ended = (datetime.fromisoformat(record.run[key]) for key in ("started", "ended"))
+    return (ended - started).total_seconds()
+
+
+def _replies(record: Record, which: Literal["first", "last"]) -> dict[str, dict]:
+    """The sample rows of the base model or of the final one, by prompt."""
+    rounds = [row["round"] for row in record.samples]
+    wanted = min(rounds) if which == "first" else max(rounds)
+    return {row["prompt"]: row for row in record.samples if row["round"] == wanted}
+
+
+def _plain(text: str) -> str:
+    """A text in one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    run_cli(main, FiguresConfig, description=__doc__ or "")

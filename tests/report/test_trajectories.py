@@ -1,0 +1,124 @@
+"""The numbers behind curves and claims, against runs whose weights are written out."""
+
+import numpy as np
+import pytest
+
+from firm.report.record import Record
+from firm.report.trajectories import (
+    beta_effect,
+    cosine,
+    difference,
+    final_kl,
+    final_reward,
+    final_score,
+    megabytes_up,
+    over_seeds,
+    rewards,
+    solves,
+    solves_by_client,
+    weights,
+    weights_disagreement,
+    weights_oscillation,
+)
+
+# two clients, two rounds, two solves each; of the second objective λ is the rest
+LAMBDA = {"client_0": [[0.2, 0.4], [0.6, 0.8]], "client_1": [[0.6, 0.8], [0.6, 0.4]]}
+REWARDS = {"client_0": [0.1, 0.3], "client_1": [0.3, None]}
+
+
+def record(tmp_path, *, seed=0, final=0.5, server=(), by_objective=False) -> Record:
+    trainings = {}
+    for client, rounds in LAMBDA.items():
+        trainings[client] = []
+        for index, values in enumerate(rounds):
+            own = {
+                "reward": {"a": REWARDS[client][index], "b": 0.5},
+                "cosines": [[0.5], [1.0]],
+                "beta_effect": [0.1, 0.3],
+            }
+            row = {"round": index + 1}
+            row |= {"by_objective": {"a": own, "b": own}} if by_objective else own
+            if not server:
+                row["weights"] = [[value, 1 - value] for value in values]
+            trainings[client].append(row)
+    rows = [{"round": index + 1, "bytes_up": 1_500_000} for index in range(2)]
+    for row, value in zip(rows, server, strict=False):
+        row["weights"] = {"a": value, "b": 1 - value}
+    test = {"round": 2, "normalized": {"a": {"mean": final}}, "scores": {"t": {"mean": 7.0}}}
+    return Record(
+        name="run",
+        path=tmp_path,
+        config="",
+        settings={"seed": seed},
+        run={},
+        objectives=("a", "b"),
+        clients=tuple(LAMBDA),
+        num_rounds=2,
+        header={},
+        evaluations={"test": [{**test, "kl": 0.25}]},
+        trainings=trainings,
+        rounds=rows,
+        samples=[],
+    )
+
+
+def test_curves_are_the_means_over_the_clients_of_each_round(tmp_path):
+    run = record(tmp_path)
+    assert weights(run)[:, 0] == pytest.approx([(0.3 + 0.7) / 2, (0.7 + 0.5) / 2])
+    assert weights(run).sum(axis=1) == pytest.approx([1, 1])
+    assert solves(run)[:, 0] == pytest.approx([0.4, 0.6, 0.6, 0.6])
+    assert solves_by_client(run)["client_1"][:, 0] == pytest.approx([0.6, 0.8, 0.6, 0.4])
+    # a client that lacks a reward is left out of its mean
+    assert rewards(run) == pytest.approx(np.array([[0.2, 0.5], [0.3, 0.5]]))
+    assert rewards(record(tmp_path, by_objective=True)) == pytest.approx(rewards(run))
+
+
+def test_the_servers_weights_count_as_every_clients(tmp_path):
+    run = record(tmp_path, server=[0.25, 0.75])
+    assert weights(run)[:, 0] == pytest.approx([0.25, 0.75])
+    assert solves(run)[:, 0] == pytest.approx([0.25, 0.75])
+    assert weights_oscillation(run) == pytest.approx(0.5)
+    assert weights_disagreement(run) == 0
+    assert solves_by_client(run) == {}
+
+
+def test_restlessness_and_disagreement_are_those_of_the_first_objective(tmp_path):
+    run = record(tmp_path)
+    assert weights_oscillation(run) == pytest.approx(0.1)
+    # spreads of the four solves between the clients: 0.4, 0.4, 0, 0.4 apart
+    assert weights_disagreement(run) == pytest.approx(np.mean([0.4, 0.4, 0.0, 0.4]) / 2**0.5)
+
+
+def test_figures_of_the_solves_and_of_the_end_are_read_off(tmp_path):
+    run = record(tmp_path)
+    assert cosine(run) == pytest.approx(0.75)
+    assert beta_effect(run) == pytest.approx(0.2)
+    assert megabytes_up(run) == pytest.approx(3.0)
+    assert (final_reward("a")(run), final_score("t")(run), final_kl(run)) == (0.5, 7.0, 0.25)
+
+
+def test_a_difference_is_paired_by_seed_with_students_interval(tmp_path):
+    first = [record(tmp_path, seed=s, final=f) for s, f in ((0, 0.9), (1, 0.5), (2, 0.7))]
+    second = [record(tmp_path, seed=s, final=f) for s, f in ((0, 0.8), (1, 0.3), (2, 0.4))]
+    found = difference(first, second, final_reward("a"))
+    # differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3), t of 2 degrees 4.3027
+    assert found.mean == pytest.approx(0.2)
+    assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
+    assert not found.is_clear
+    assert difference(first, second, final_reward("a"), level=0.5).is_clear
+    assert over_seeds(first, final_reward("a")).text(2) == "0.70 ± 0.20"
+
+
+@pytest.mark.parametrize("seeds", [(0, 2), (1, 0), (0,)])
+def test_other_seeds_are_not_paired(tmp_path, seeds):
+    first = [record(tmp_path, seed=s) for s in (0, 1)]
+    second = [record(tmp_path, seed=s) for s in seeds]
+    with pytest.raises(ValueError, match="the same two seeds or more"):
+        difference(first, second, final_reward("a"))
+
+
+def test_a_run_without_an_end_is_named(tmp_path):
+    run = record(tmp_path)
+    run.evaluations["test"][0]["round"] = 0
+    with pytest.raises(ValueError, match="the run run has no final evaluation"):
+        final_kl(run)
