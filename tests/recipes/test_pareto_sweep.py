@@ -18,7 +18,12 @@ from firm.run import Sweep, UserError, parse
 from recipes.pareto_sweep import MethodConfig, SweepConfig, grid, main, prompt_rewards
 
 ROOT = Path(__file__).parents[2]
-TINY = {"rounds": 1, "strategy.num_local_steps": 1, "evaluation.num_validation_prompts": 2}
+TINY = {
+    "rounds": 1,
+    "strategy.num_local_steps": 1,
+    "evaluation.num_validation_prompts": 2,
+    "tracking.mode": "offline",
+}
 CONFIG = SweepConfig(
     base=ROOT / "configs/smoke.yaml",
     overrides=TINY,
@@ -33,6 +38,15 @@ def swept(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         return main(replace(CONFIG, out=tmp_path_factory.mktemp("sweeps") / "sweep"))
+
+
+def tracked(folder: Path) -> tuple[Path, bytes]:
+    """W&B's first folder in a run's, and all that it noted, once its service has ended the file."""
+    file = min(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    deadline, size = time.monotonic() + 20, -1
+    while size != (size := file.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return file.parent, file.read_bytes()
 
 
 def adapter(sweep: Path, name: str) -> dict[str, torch.Tensor]:
@@ -78,6 +92,29 @@ def test_a_soup_is_the_mean_of_the_adapters_that_were_trained_alone(swept):
     # alone is alone: FIRM at a corner of the simplex is the same training
     for name, parameter in adapter(swept, "firm-100_0-seed_0").items():
         assert torch.equal(parameter, first[name])
+
+
+def test_points_are_a_group_in_wandb_and_a_run_of_it_shows_the_front(swept):
+    group = f"sweep-{json.loads((swept / 'sweep.json').read_text())['id']}".encode()
+    for point in (swept / "points").iterdir():
+        assert group in tracked(point)[1]
+        assert f"group: {group.decode()}" in (point / "config.yaml").read_text()
+
+    folder, noted = tracked(swept)
+    assert group in noted
+    assert b"hypervolume/FIRM" in noted
+    assert b"hypervolume/soups" in noted
+    [path] = folder.glob("files/media/table/front/points_*.json")
+    content = json.loads(path.read_text())
+    rows = [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]
+    fronts = {name: Front.load(swept / f"{name.lower()}.front.json") for name in ("FIRM", "soups")}
+    points = [(method, point) for method, front in fronts.items() for point in front.points]
+    for row, (method, point) in zip(rows, points, strict=True):
+        assert {name: row[name] for name in ("brevity", "positivity")} == point.rewards
+        assert (row["method"], row["seed"], row["KL"]) == (method, 0, point.kl)
+        assert (row["adapter"], row["collapse"]) == (point.adapter, point.collapse or "")
+    assert [row["preference"] for row in rows[:3]] == ["1, 0", "0.5, 0.5", "0, 1"]
+    assert list(folder.glob("files/media/table/front/brevity-positivity_table_*.json"))
 
 
 def test_a_finished_sweep_is_told_again_without_running_anything(swept):

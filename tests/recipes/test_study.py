@@ -1,0 +1,36 @@
+"""Settings by seeds, side by side."""
+
+import json
+from pathlib import Path
+
+from firm.run import parse
+from recipes import study
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
+    base = str(ROOT / "configs/smoke.yaml")
+    settings = "{A: {}, B: {overrides: {num_clients: 3}}}"
+    cfg = parse(study.StudyConfig, ["--base", base, "--settings", settings, "--plan"])
+    assert study.main(cfg) is None
+    printed = capsys.readouterr().out
+    assert "6 runs" in printed
+    assert "b-seed_2" in printed
+    assert "optimizer steps per client and round" in printed
+
+
+def test_a_study_runs_all_settings_and_draws_them_side_by_side(tmp_path, capsys):
+    base = str(ROOT / "configs/smoke.yaml")
+    settings = "{FIRM: {}, server: {overrides: {strategy.name: fsmgda}}}"
+    tiny = "{rounds: 1, strategy.num_local_steps: 1, evaluation.num_validation_prompts: 0}"
+    arguments = ["--base", base, "--settings", settings, "--overrides", tiny, "--seeds", "[0]"]
+    out = study.main(parse(study.StudyConfig, [*arguments, "--out", str(tmp_path / "study")]))
+    assert out is not None
+    printed = capsys.readouterr().out
+    assert "server" in printed
+    page = (out / "report.html").read_text()
+    for name in ("firm-seed_0", "server-seed_0"):
+        assert json.loads((out / "points" / name / "run.json").read_text())["status"] == "finished"
+        assert name in page
+    assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
