@@ -16,7 +16,8 @@ SMOKE = Path(__file__).parents[2] / "configs/smoke.yaml"
 
 
 def config(*arguments: object) -> Config:
-    return parse(Config, ["--config", str(SMOKE), *map(str, arguments)])
+    short = ["--strategy.num_local_steps", "1", "--evaluation.num_validation_prompts", "0"]
+    return parse(Config, ["--config", str(SMOKE), *short, *map(str, arguments)])
 
 
 def rows_of(folder: Path, kind: str) -> list[dict]:

@@ -31,8 +31,10 @@ def test_every_file_of_the_paper_is_tested_here():
     }
 
 
-@pytest.mark.parametrize("model", ["hh_tinyllama", "hh_llama32"])
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [*((name, "hh_tinyllama") for name in OVERLAYS), ("deberta_half", "hh_llama32")],
+)
 def test_every_setting_is_planned_without_weights_and_without_a_network(name, model, capsys):
     assert firm_hh.main(config(name, "--plan", model=model)) is None
     printed = capsys.readouterr().out

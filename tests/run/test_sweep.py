@@ -100,6 +100,7 @@ def test_a_point_that_another_process_has_finished_meanwhile_is_not_run_again(tm
     assert list(outcomes) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_leaves_no_process_behind_and_goes_on_where_it_was(tmp_path):
     (tmp_path / "sweep_work.py").write_text(WORK)
     (tmp_path / "sweeper.py").write_text(SWEEPER)
