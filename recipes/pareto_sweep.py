@@ -53,7 +53,7 @@ from recipes.study import run_point
 ROOT = Path(__file__).parent.parent
 PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
 """Where the strategies that know preferences have them."""
-FREE_KEYS = ("out", "resume", "num_workers", "plan")
+FREE_KEYS = ("out", "resume", "num_workers", "plan", "reference")
 """What may differ from the sweep's own configuration when it is resumed."""
 
 
@@ -165,6 +165,7 @@ def main(cfg: SweepConfig) -> Path | None:
 
     # tell: one front per method
     fronts = {method: front_of(sweep, method, objectives, cfg.reference) for method in cfg.methods}
+    _check_reference(fronts)
     for method, front in fronts.items():
         front.save(out / f"{slug(method)}.front.json")
         _print_front(method, front)
@@ -248,6 +249,8 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> list[PointConfig]:
                 "preferences must be finite, non-negative and not all zero, got "
                 f"{list(preference)}."
             )
+    if len(preferences) < 2:
+        raise UserError(f"a front needs two preferences or more, got {cfg.preferences}.")
     scaled = [tuple(share / sum(p) for share in p) for p in preferences]
     if len(set(scaled)) < len(scaled):
         raise UserError(f"preferences must differ, got {cfg.preferences}.")
@@ -318,6 +321,18 @@ def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point
             **parse,
         ),
     )
+
+
+def _check_reference(fronts: Mapping[str, Front]) -> None:
+    """Raises a `UserError` where a model is not above the reference point; nothing is written."""
+    for method, front in fronts.items():
+        try:
+            _ = front.hypervolume
+        except ValueError as error:
+            raise UserError(
+                f"{method}: {error} The runs are kept: repair that (--reference may be lowered) "
+                "and call again with --resume true."
+            ) from error
 
 
 def _print_plan(runs: Mapping[str, firm_hh.Config]) -> None:

@@ -136,12 +136,20 @@ def test_a_sweep_of_another_configuration_is_refused_and_stays_as_it_is(swept):
     assert (swept / "sweep.json").read_bytes() == before
 
 
+def test_a_reference_point_that_a_model_is_not_above_is_told_and_nothing_is_overwritten(swept):
+    before = {path: path.read_bytes() for path in swept.iterdir() if path.is_file()}
+    with pytest.raises(UserError, match=r"FIRM: .*The runs are kept: .*lowered"):
+        main(replace(CONFIG, out=swept, resume=True, reference=[0.0, 0.99]))
+    assert {path: path.read_bytes() for path in swept.iterdir() if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"preferences": [[0.5, -0.5]]}, "non-negative and not all zero, got"),
         ({"preferences": [[0, 0]]}, "non-negative and not all zero, got"),
         ({"preferences": [[1, 1, 1]]}, "an entry for each of brevity, positivity"),
+        ({"preferences": [[1, 1]]}, "a front needs two preferences or more"),
         ({"preferences": [[1, 1], [2, 2]]}, "preferences must differ"),
         ({"reference": [0.1]}, "reference must have a reward for each"),
         ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
