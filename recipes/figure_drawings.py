@@ -24,7 +24,11 @@ from firm.report.trajectories import (
 
 HALF_LIFE = 20
 """Of the running averages, in local solves, as in the paper."""
+WORLDS = {"conflict": "", "aligned": "aligned: "}
+"""What opens the names of a world's settings."""
 BETAS = ("0", "0.01", "0.05", "0.5", "2")
+PREFERENCES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Of helpful, the first objective."""
 
 Runs = Mapping[str, Sequence[Record]]
 
@@ -64,7 +68,7 @@ def _compared(runs: Runs, shown: Mapping[str, str]) -> PaperFigure:
 def _two_clients(runs: Runs) -> PaperFigure:
     """With and without β in both worlds, and λ of both clients of one seed."""
     panels = {}
-    for world, opening in (("conflict", ""), ("aligned", "aligned: ")):
+    for world, opening in WORLDS.items():
         names = {f"β = {beta}": f"{opening}β = {beta}, C = 2" for beta in ("0", "0.05")}
         settings = settings_of({label: runs[name] for label, name in names.items()})
         panels |= {f"{world}: {t}": c for t, c in _reward_panels(settings).items()}
@@ -82,7 +86,7 @@ def _two_clients(runs: Runs) -> PaperFigure:
 def _betas(runs: Runs) -> PaperFigure:
     """What clients disagree by and what they reach, over β."""
     panels: dict[str, list[Curve]] = {}
-    for world, opening in (("conflict", ""), ("aligned", "aligned: ")):
+    for world, opening in WORLDS.items():
         names = [[f"{opening}β = {beta}, C = {count}" for beta in BETAS] for count in (2, 8)]
         names[1][BETAS.index("0.01")] = f"{opening}FIRM"
         settings = settings_of({f"C = {c}": runs[n[0]] for c, n in zip((2, 8), names, strict=True)})
@@ -109,9 +113,8 @@ def _betas(runs: Runs) -> PaperFigure:
 
 def _preferences(runs: Runs, out: Path) -> PaperFigure:
     """Final models by preference, beside weights fixed at it and single objectives."""
-    shares = (0.1, 0.3, 0.5, 0.7, 0.9)
     groups = {
-        "FIRM with preference p": [f"p = ({p:g}, {1 - p:.1g})" for p in shares],
+        "FIRM with preference p": [f"p = ({p:g}, {1 - p:.1g})" for p in PREFERENCES],
         "λ fixed at p": [f"fixed λ = ({p:g}, {1 - p:.1g})" for p in (0.1, 0.5, 0.9)],
         "one objective alone": ["helpful alone", "harmless alone"],
         "FIRM, no preference": ["FIRM"],

@@ -36,14 +36,9 @@ from firm.report.trajectories import (
 )
 from firm.run import Sweep, UserError, compose, run_cli
 from recipes import firm_hh
-from recipes.figure_drawings import draw_all
+from recipes.figure_drawings import BETAS, PREFERENCES, WORLDS, draw_all
 from recipes.study import records
 
-WORLDS = {"conflict": "", "aligned": "aligned: "}
-"""What opens the names of a world's settings."""
-BETAS = ("0", "0.01", "0.05", "0.5", "2")
-PREFERENCES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Of helpful, the first objective."""
 SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
 """Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
 

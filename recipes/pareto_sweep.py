@@ -43,12 +43,11 @@ from firm.run import (
     print_table,
     run_cli,
     slug,
-    summarise,
     to_dict,
     to_yaml,
 )
 from recipes import firm_hh
-from recipes.study import run_point
+from recipes.study import finish
 
 ROOT = Path(__file__).parent.parent
 PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
@@ -133,7 +132,13 @@ def main(cfg: SweepConfig) -> Path | None:
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
     base = compose(firm_hh.Config, [cfg.base], list(cfg.overrides.items()), source="overrides")
     objectives = tuple(base.rewards)
-    points = {point.name: point for point in _points(cfg, objectives)}
+    asked = _points(cfg, objectives)
+    points = {point.name: point for point in asked}
+    if len(points) < len(asked):
+        raise UserError(
+            "methods and preferences need names that differ as files, got the methods "
+            f"{', '.join(cfg.methods)} and points such as {asked[0].name}."
+        )
     runs = {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
     if cfg.reference is not None and len(cfg.reference) != len(objectives):
         raise UserError(
@@ -148,19 +153,11 @@ def main(cfg: SweepConfig) -> Path | None:
     runs = {n: replace(run, tracking=run.tracking.within(group)) for n, run in runs.items()}
 
     # run: what others are made of first
-    outcomes = []
-    pending = sweep.pending()
-    print(f"{out}: {len(points)} points, {len(pending)} to do, {cfg.num_workers} at a time")
-    for is_soup in (False, True):
-        names = [name for name in pending if bool(runs[name].start) == is_soup]
-        work = {name: to_dict(runs[name]) for name in names}
-        for outcome in sweep.work(run_point, work, num_workers=cfg.num_workers):
-            outcomes.append(outcome)
-            state = outcome.problem or f"{outcome.seconds:.0f} s"
-            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
-        summarise(outcomes)
-    if left := sweep.pending():
-        print(f"{len(left)} points are being run by others; call again with --resume when they end")
+    waves = [
+        {n: to_dict(run) for n, run in runs.items() if bool(run.start) == is_soup}
+        for is_soup in (False, True)
+    ]
+    if not finish(sweep, waves, num_workers=cfg.num_workers):
         return out
 
     # tell: one front per method

@@ -16,7 +16,7 @@ import os
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -126,15 +126,7 @@ def main(cfg: StudyConfig) -> Path | None:
         for name, run in configs.items()
     }
 
-    pending, outcomes = sweep.pending(), []
-    print(f"{out}: {len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time")
-    for outcome in sweep.work(run_point, runs, num_workers=cfg.num_workers):
-        outcomes.append(outcome)
-        state = outcome.problem or f"{outcome.seconds:.0f} s"
-        print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
-    summarise(outcomes)
-    if left := sweep.pending():
-        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
+    if not finish(sweep, [runs], num_workers=cfg.num_workers):
         return out
     print_table(
         f"{cfg.name}: final model on the test prompts, mean ± standard deviation over "
@@ -151,6 +143,30 @@ def main(cfg: StudyConfig) -> Path | None:
         save_figure(figure, out / "figures" / name)
     print(f"report   {page}")
     return out
+
+
+def finish(
+    sweep: Sweep, waves: Sequence[Mapping[str, dict[str, Any]]], *, num_workers: int
+) -> bool:
+    """Runs what is not done yet, one wave after the other, and tells of each run as it ends.
+
+    Returns whether all are done; others may be at some of them.
+
+    Raises:
+        UserError: Some failed; names them.
+    """
+    pending, outcomes = sweep.pending(), []
+    count = len(sweep.manifest["points"])
+    print(f"{sweep.path}: {count} runs, {len(pending)} to do, {num_workers} at a time", flush=True)
+    for wave in waves:
+        for outcome in sweep.work(run_point, wave, num_workers=num_workers):
+            outcomes.append(outcome)
+            state = outcome.problem or f"{outcome.seconds:.0f} s"
+            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+        summarise(outcomes)
+    if left := sweep.pending():
+        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
+    return not left
 
 
 def run_point(place: str, settings: dict[str, Any]) -> None:

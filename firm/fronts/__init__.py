@@ -22,6 +22,7 @@ from firm.fronts.front import (
     SeedHypervolumes,
     by_preference,
     check_comparable,
+    differing_figure,
     mean_front,
     seed_hypervolumes,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "by_preference",
     "check_comparable",
     "collapse_reason",
+    "differing_figure",
     "dominators",
     "expected_rewards",
     "exponential_average",

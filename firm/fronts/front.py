@@ -257,20 +257,29 @@ def check_comparable(first: Front, second: Front) -> None:
         )
     for name in first.objectives:
         one, other = first.calibrations[name], second.calibrations[name]
-        # how many replies a map comes from does not change the map
-        for figure in sorted((one.keys() | other.keys()) - {"num_samples"}):
-            if not _is_same(one.get(figure), other.get(figure)):
-                raise ValueError(
-                    f"the fronts are not comparable: the calibration of {name!r} has {figure} "
-                    f"{one.get(figure, 'missing')} in the first and "
-                    f"{other.get(figure, 'missing')} in the second; evaluate both with one "
-                    "calibration."
-                )
+        if figure := differing_figure(one, other):
+            raise ValueError(
+                f"the fronts are not comparable: the calibration of {name!r} has {figure} "
+                f"{one.get(figure, 'missing')} in the first and "
+                f"{other.get(figure, 'missing')} in the second; evaluate both with one "
+                "calibration."
+            )
     if first.reference != second.reference:
         raise ValueError(
             f"the fronts are not comparable: the reference point is {list(first.reference)} in the "
             f"first and {list(second.reference)} in the second; choose one for both."
         )
+
+
+def differing_figure(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Returns the first figure in which two calibrations differ; None where they mean the same.
+
+    How many replies a map comes from does not change the map.
+    """
+    for figure in sorted((one.keys() | other.keys()) - {"num_samples"}):
+        if not _is_same(one.get(figure), other.get(figure)):
+            return figure
+    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:

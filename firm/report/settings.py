@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import isclose
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 
+from firm.fronts import differing_figure
 from firm.report import formats
 from firm.report.comparison import Measure
 from firm.report.comparison_page import Sample
@@ -25,8 +25,6 @@ from firm.run.directory import Row
 from firm.run.errors import UserError
 
 NUM_SAMPLES = 8
-SAME_FIGURE = 1e-6
-"""Relative difference up to which a figure of two calibrations is the same one."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +103,10 @@ def is_same_scale(first: Record, second: Record) -> bool:
     """Returns whether two runs have the same objectives, and a reward means the same in both."""
     if first.objectives != second.objectives:
         return False
-    for name in first.objectives:
-        one, other = ((r.header.get("calibration") or {}).get(name, {}) for r in (first, second))
-        for key in (one.keys() | other.keys()) - {"num_samples"}:
-            if not _is_same(one.get(key), other.get(key)):
-                return False
-    return True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return isclose(one, other, rel_tol=SAME_FIGURE)
-    return one == other
+    maps = [record.header.get("calibration") or {} for record in (first, second)]
+    return not any(
+        differing_figure(maps[0].get(name, {}), maps[1].get(name, {})) for name in first.objectives
+    )
 
 
 # --- Figures of one run ---------------------------------------------------------------------------

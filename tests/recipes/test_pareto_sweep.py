@@ -151,6 +151,10 @@ def test_a_reference_point_that_a_model_is_not_above_is_told_and_nothing_is_over
         ({"preferences": [[1, 1, 1]]}, "an entry for each of brevity, positivity"),
         ({"preferences": [[1, 1]]}, "a front needs two preferences or more"),
         ({"preferences": [[1, 1], [2, 2]]}, "preferences must differ"),
+        (
+            {"methods": {"A b": MethodConfig(), "a_b": MethodConfig()}},
+            "need names that differ as files, got the methods A b, a_b",
+        ),
         ({"reference": [0.1]}, "reference must have a reward for each"),
         ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
         (
