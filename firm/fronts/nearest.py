@@ -45,7 +45,7 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
 
     With two objectives these are the two neighbouring preferences, with three the corners of a
     triangle around `want`, and fewer models where fewer do. Of all mixtures that give `want` the
-    one of the smallest spread Σ share · |preference - want|² is taken, a simplex of the
+    one of the smallest spread ``Σ share · |preference - want|²`` is taken, a simplex of the
     Delaunay triangulation; of equal ones that with the best expected reward under `want`.
     Collapsed models and those dominated within their seed are left out. A preference that no seed
     encloses falls back to the nearest model.

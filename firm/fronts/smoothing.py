@@ -38,7 +38,7 @@ def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
 
 
 def total_variation(values: ArrayLike) -> np.ndarray:
-    """Returns the sum of all changes from step to step, Σ_t |x_t - x_{t-1}|, shape [...].
+    """Returns the sum of all changes from step to step, ``Σ_t |x_t - x_{t-1}|``, shape [...].
 
     Of the weights λ [T, M] of a training it says how much they oscillate, by objective; of one
     step it is 0.

@@ -88,7 +88,7 @@ def solves(record: Record) -> np.ndarray:
 
 
 def weights_oscillation(record: Record) -> float:
-    """Returns the total variation of the first objective's λ over the rounds, Σ |λ_t - λ_{t-1}|."""
+    """Returns the total variation of the first objective's λ, ``Σ |λ_t - λ_{t-1}|`` over rounds."""
     return float(total_variation(weights(record))[0])
 
 
