@@ -30,6 +30,7 @@ from firm.report.trajectories import (
     final_score,
     megabytes_up,
     over_seeds,
+    reward_within,
     weights,
     weights_disagreement,
     weights_oscillation,
@@ -161,6 +162,17 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
             _finding(f"{world}: reward {name}", "at least", firm, server, final_reward(name))
             for name in firm[0].objectives
         ]
+        budget = over_seeds(firm, megabytes_up).mean
+        findings += [
+            _finding(
+                f"{world}: training reward {name} within {budget:.1f} MB of upload",
+                "at least",
+                firm,
+                server,
+                reward_within(name, budget),
+            )
+            for name in firm[0].objectives
+        ]
         findings.append(
             _finding(f"{world}: total variation of λ", "smaller", firm, server, weights_oscillation)
         )
@@ -173,7 +185,11 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
         "sends no gradients.",
         findings,
         [images["figure_1"]],
-        [f"FIRM uploads {100 * share:.0f} % of what FedCMOO-A does, both measured."],
+        [
+            f"FIRM uploads {100 * share:.0f} % of what FedCMOO-A does, both measured. All runs "
+            "draw the same number of replies; *within* an upload, each algorithm's rounds end "
+            "when FIRM's whole upload is spent."
+        ],
     )
 
 
@@ -469,21 +485,21 @@ def _all_settings(runs: Mapping[str, list[Record]]) -> str:
         ]
         cells = [over_seeds(of_setting, figure).text(2) for figure in figures]
         rows.append(f"| {setting} | {' | '.join(cells)} |")
-    base = runs["FIRM"][0].evaluations["test"][0]
-    told = ", ".join(
-        f"{name} {score['mean']:.2f}"
-        for name, score in {**base["normalized"], **_extra(base, runs["FIRM"][0])}.items()
-    )
+    base = "; ".join(_base(world, runs[f"{opening}FIRM"][0]) for world, opening in WORLDS.items())
     return (
         "## All settings\n\n"
-        f"Mean ± standard deviation over the seeds; the base model: {told}. Reward 1 is helpful; "
+        f"Mean ± standard deviation over the seeds. The base model, {base}. Reward 1 is helpful; "
         "reward 2 harmless, or the other helpfulness model in the aligned world.\n\n"
         f"| {' | '.join(header)} |\n|{'---|' * len(header)}\n" + "\n".join(rows)
     )
 
 
-def _extra(row: dict, record: Record) -> dict:
-    return {name: row["scores"][name] for name in record.extra_scores()}
+def _base(world: str, record: Record) -> str:
+    """The base model's rewards and further scores on the test prompts of a world."""
+    row = record.evaluations["test"][0]
+    further = {name: row["scores"][name] for name in record.extra_scores()}
+    told = {**row["normalized"], **further}.items()
+    return f"{world}: " + ", ".join(f"{name} {score['mean']:.2f}" for name, score in told)
 
 
 def _open_hyperparameters(sweep: Sweep) -> str:

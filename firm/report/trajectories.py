@@ -138,6 +138,22 @@ def megabytes_up(record: Record) -> float:
     return sum(row["bytes_up"] for row in record.rounds) / 1e6
 
 
+def reward_within(name: str, megabytes: float, *, num_rounds: int = 3) -> Figure:
+    """Returns the function that reads an objective's training reward at a limit of the upload.
+
+    It is the mean over the last few rounds that the limit, in MB over all clients, allows; NaN when
+    it allows none.
+    """
+
+    def read(record: Record) -> float:
+        spent = np.cumsum([row["bytes_up"] for row in record.rounds]) / 1e6
+        allowed = rewards(record)[: np.searchsorted(spent, megabytes * (1 + 1e-9), side="right")]
+        column = record.objectives.index(name)
+        return float(allowed[-num_rounds:, column].mean()) if len(allowed) else float("nan")
+
+    return read
+
+
 def final_reward(name: str) -> Figure:
     """Returns the function that reads an objective's mean reward on the test prompts at the end."""
     return lambda record: _final(record)["normalized"][name]["mean"]

@@ -13,6 +13,7 @@ from firm.report.trajectories import (
     final_score,
     megabytes_up,
     over_seeds,
+    reward_within,
     rewards,
     solves,
     solves_by_client,
@@ -71,6 +72,15 @@ def test_curves_are_the_means_over_the_clients_of_each_round(tmp_path):
     # a client that lacks a reward is left out of its mean
     assert rewards(run) == pytest.approx(np.array([[0.2, 0.5], [0.3, 0.5]]))
     assert rewards(record(tmp_path, by_objective=True)) == pytest.approx(rewards(run))
+
+
+def test_a_reward_within_an_upload_is_that_of_the_last_rounds_that_it_allows(tmp_path):
+    run = record(tmp_path)  # 1.5 MB a round
+    assert reward_within("a", 1.5)(run) == pytest.approx(0.2)
+    assert reward_within("a", 2.9)(run) == pytest.approx(0.2)
+    assert reward_within("a", 3.0)(run) == pytest.approx(0.25)
+    assert reward_within("a", 3.0, num_rounds=1)(run) == pytest.approx(0.3)
+    assert np.isnan(reward_within("a", 1.4)(run))
 
 
 def test_the_servers_weights_count_as_every_clients(tmp_path):
