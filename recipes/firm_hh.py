@@ -15,7 +15,7 @@ import os
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is pinned, and we know why
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -55,8 +55,10 @@ from firm.alignment import (
     take_device,
     write_model_card,
 )
+from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
 from firm.federation import (
     Adapter,
+    Client,
     Engine,
     LocalEngine,
     Processes,
@@ -119,7 +121,7 @@ class PartitionConfig:
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Clients that differ from the others in their objectives' reward models."""
+    """Clients that differ from the others in their objectives' reward models, or attack."""
 
     clients: list[int]
     """Their numbers, from 0."""
@@ -127,6 +129,8 @@ class GroupConfig:
     """Reward models in place of those of the same objectives (A.2.1)."""
     objectives: list[str] | None = None
     """Objectives that they serve; null: all. Not in the paper; FMOL's indicator matrix A."""
+    attack: AttackConfig | None = None
+    """What they do instead of their part; null: nothing, they are honest. Not in the paper."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,8 @@ class Config:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     """Who has which."""
     groups: dict[str, GroupConfig] = field(default_factory=dict)
-    """Clients with other reward models or fewer objectives, by a name of the group."""
+    """Clients with other reward models or fewer objectives, or attackers, by a name of the
+    group."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -217,6 +222,12 @@ class Config:
             raise ValueError(
                 f"processes_per_client must be at least 1, got {self.processes_per_client}."
             )
+        if self.strategy.robust.min_updates > self.num_clients:
+            raise ValueError(
+                f"strategy.robust.rule {self.strategy.robust.rule} with num_attackers "
+                f"{self.strategy.robust.num_attackers} needs num_clients of at least "
+                f"{self.strategy.robust.min_updates}, got {self.num_clients}."
+            )
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
         if self.policy.lora.freeze_a and self.strategy.lora_mean == "products":
@@ -238,91 +249,194 @@ def main(cfg: Config) -> Path | None:
     if cfg.plan:
         return _print_plan(cfg)
     processes = Processes.join(per_client=cfg.processes_per_client)
+    out = run_folder(cfg)
+    if processes.is_server:  # before minutes of loading
+        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=FREE_KEYS)
+    world = load(cfg, processes)
+    if processes.is_server:
+        calibrations = common_calibrations(world, cfg, out)
+        processes.broadcast({key: c.to_dict() for key, c in calibrations.items()})
+    else:
+        calibrations = as_calibrations(processes.broadcast())
+    progress = progress_of(cfg)
+    engine = engine_of(world, cfg, calibrations, on_event=progress.event)
+    if isinstance(engine, ProcessesEngine) and not processes.is_server:
+        engine.serve()
+        return out
+    return train(world, cfg, calibrations, engine, progress, out)
+
+
+# --- What a run is made of ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """All that is loaded, at the server and wherever clients are."""
+
+    trainer: MultiObjectivePPOTrainer
+    """The policy with one adapter, and how it is trained."""
+    judges: dict[str, RewardFn]
+    """Reward models: by objective, and those of groups by group/objective."""
+    metrics: dict[str, RewardFn]
+    """Further scores that are reported."""
+    prompts: list[Prompt]
+    """Those to train on."""
+    validation: list[str]
+    """Those that every round is measured on; at the server alone."""
+    test: list[str]
+    """Those that are held out to the end; at the server alone."""
+    fresh: Adapter
+    """The adapter that rewards are calibrated with."""
+    start: Adapter
+    """The adapter that training starts from."""
+    processes: Processes
+    """Those that work together here."""
+
+
+def load(cfg: Config, processes: Processes, *, measures: bool = True) -> World:
+    """Loads prompts, models and reward models in this process."""
     take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    settings, objectives = to_dict(cfg), tuple(cfg.rewards)
-    if processes.is_server:  # before minutes of loading
-        Run.check(out, settings, resume=cfg.resume, ignore=FREE_KEYS)
-    names = [f"client_{index}" for index in range(cfg.num_clients)]
-
-    # load
     check_context(
         cfg.policy,
         max_prompt_tokens=cfg.rollout.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens,
     )
     tokenizer = load_tokenizer(cfg.policy)
-    train = load_prompts(**asdict(cfg.data.train), tokenizer=tokenizer)
-    validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
-    test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
+    prompts = load_prompts(**asdict(cfg.data.train), tokenizer=tokenizer)
+    validation, test = [], []
+    if processes.is_server and measures:
+        validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
+        test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
     judges = {key: load_reward_model(c, key) for key, c in _reward_configs(cfg).items()}
-    rewards = {name: judges[name] for name in cfg.rewards}
-    metrics = {name: load_reward_model(c, name) for name, c in cfg.evaluation.metrics.items()}
     trainer = MultiObjectivePPOTrainer(
         cfg.ppo,
         rollout_config=cfg.rollout,
         prompt_format=cfg.policy.prompt,
         policy=load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter")),
         tokenizer=tokenizer,
-        reward_fns=rewards,
+        reward_fns={name: judges[name] for name in cfg.rewards},
         num_steps=max(1, cfg.rounds) * cfg.strategy.num_local_steps,
         team=processes.team(),
         use_cpu=cfg.policy.device == "cpu",
         seed=cfg.seed,
     )
-
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh
-    load_adapter_(trainer.adapter_parameters, fresh)  # what rewards are calibrated on
+    load_adapter_(trainer.adapter_parameters, fresh)
+    metrics = {
+        name: load_reward_model(config, name)
+        for name, config in cfg.evaluation.metrics.items()
+        if processes.is_server and measures
+    }
+    return World(trainer, judges, metrics, prompts, validation, test, fresh, start, processes)
 
-    # calibrate: the server fixes the maps from scores to rewards, for all
-    if processes.is_server:
-        calibrations = _calibrate(trainer, judges, train, cfg)  # tries every reward model, too
-        if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
-            frozen = _calibrations(checkpoint[1]["calibrations"])
-            check_same(frozen, calibrations)  # before the run is opened, which cuts its logs
-            calibrations = frozen
-        processes.broadcast({key: c.to_dict() for key, c in calibrations.items()})
-    else:
-        calibrations = _calibrations(processes.broadcast())
-    trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
 
-    # build
-    progress = Progress(
-        cfg.rounds, names, objectives, clients_per_round=cfg.strategy.clients_per_round
-    )
-    own_judges = _own_judges(cfg, judges, calibrations)
-    clients = [
-        AlignmentClient(
-            name,
-            shard,
-            trainer,
+def common_calibrations(world: World, cfg: Config, out: Path) -> dict[str, Calibration]:
+    """The server fixes the maps from scores to rewards, for all; of a run that goes on, its own."""
+    calibrations = _calibrate(world, cfg)  # tries every reward model, too
+    if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
+        frozen = as_calibrations(checkpoint[1]["calibrations"])
+        check_same(frozen, calibrations)  # before the run is opened, which cuts its logs
+        return frozen
+    return calibrations
+
+
+def client_names(cfg: Config) -> list[str]:
+    """All clients, in the order in which their updates are summed."""
+    return [f"client_{index}" for index in range(cfg.num_clients)]
+
+
+def clients_of(
+    world: World,
+    cfg: Config,
+    calibrations: Mapping[str, Calibration],
+    names: Sequence[str],
+    *,
+    prompts: Mapping[str, list[Prompt]] | None = None,
+    on_event: Callable[..., None] | None = None,
+) -> list[Client]:
+    """Builds the clients of these names, on their shards of the training prompts or on others."""
+    world.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
+    own_judges, attacks = _own_judges(cfg, world.judges, calibrations), _attacks(cfg)
+    shards = prompts or dict(zip(client_names(cfg), _partition(world.prompts, cfg), strict=True))
+    return [
+        as_attacker(
+            AlignmentClient(
+                name,
+                shards[name],
+                world.trainer,
+                seed=cfg.seed,
+                judges=own_judges.get(name),
+                on_event=on_event,
+            ),
+            attacks.get(name),
             seed=cfg.seed,
-            judges=own_judges.get(name),
-            on_event=progress.event,
         )
-        for name, shard in zip(names, _partition(train, cfg), strict=True)
-        if name in processes.hosted(names)
+        for name in names
     ]
-    engine = LocalEngine(clients, on_event=progress.event)
-    if processes.size > 1:
-        engine = ProcessesEngine(processes, names, engine, on_event=progress.event)
-        if not processes.is_server:
-            engine.serve()
-            return out
+
+
+def engine_of(
+    world: World,
+    cfg: Config,
+    calibrations: Mapping[str, Calibration],
+    *,
+    on_event: Callable[..., None] | None = None,
+) -> LocalEngine | ProcessesEngine:
+    """The engine of this process and of those that a launcher started beside it."""
+    names, processes = client_names(cfg), world.processes
+    own = processes.hosted(names)
+    clients = clients_of(world, cfg, calibrations, own, on_event=on_event)
+    local = LocalEngine(clients, on_event=on_event)
+    if processes.size == 1:
+        return local
+    return ProcessesEngine(processes, names, local, on_event=on_event)
+
+
+def run_folder(cfg: Config) -> Path:
+    """The run's directory."""
+    return cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def progress_of(cfg: Config) -> Progress:
+    """What the terminal shows."""
+    return Progress(
+        cfg.rounds,
+        client_names(cfg),
+        tuple(cfg.rewards),
+        clients_per_round=cfg.strategy.clients_per_round,
+    )
+
+
+# --- The server's part ----------------------------------------------------------------------------
+
+
+def train(
+    world: World,
+    cfg: Config,
+    calibrations: Mapping[str, Calibration],
+    engine: Engine,
+    progress: Progress,
+    out: Path,
+) -> Path:
+    """Trains, measures, writes and shows, wherever the engine's clients are."""
+    settings, objectives, names = to_dict(cfg), tuple(cfg.rewards), client_names(cfg)
+    trainer = world.trainer
+    trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
+    validation, test = world.validation, world.test
 
     def measure(prompts: list[str], split: str) -> Evaluation:
         load_adapter_(trainer.adapter_parameters, state.adapter)
         return evaluate(
             trainer.replies,
             prompts,
-            rewards,
+            {name: world.judges[name] for name in objectives},
             calibrations=trainer.calibrations or {},
             stream=RandomStream(cfg.seed, "evaluation", split),
-            extra_fns=metrics,
+            extra_fns=world.metrics,
             num_samples=cfg.evaluation.num_samples,
         )
 
@@ -362,15 +476,15 @@ def main(cfg: Config) -> Path | None:
                 tracker.log(row)
             tracker.log_samples(run.samples())
         else:
-            state = ServerState(fresh, objectives=objectives, seed=cfg.seed)
-            log(_run_row(cfg, names, trainer, calibrations, processes))
+            state = ServerState(world.fresh, objectives=objectives, seed=cfg.seed)
+            log(_run_row(cfg, names, world, calibrations))
             base = {"test": measure(test, "test")}
             if validation:
                 base["validation"] = measure(validation, "validation")
             for split, evaluation in base.items():
                 log(evaluation.row(round=0, split=split))
             log_samples(base["test"])
-            state = replace(state, adapter=start)
+            state = replace(state, adapter=world.start)
             save(base.get("validation"))
         write_report(run.path, final=False)
         progress.event("resumed", round=state.round)
@@ -475,6 +589,13 @@ def _check_groups(cfg: Config) -> None:
                 )
         if not config.clients or config.objectives == []:
             raise ValueError(f"{key} needs clients, and an objective for them, got none.")
+        attacked = config.attack.objective if config.attack else None
+        served = list(cfg.rewards) if config.objectives is None else config.objectives
+        if attacked is not None and attacked not in served:
+            raise ValueError(
+                f"{key}.attack.objective must be one that they serve ({', '.join(served)}), got "
+                f"{attacked!r}."
+            )
 
 
 def _reward_configs(cfg: Config) -> dict[str, RewardModelConfig]:
@@ -504,29 +625,36 @@ def _own_judges(
             {name: judges[key] for name, key in keys.items()},
             {name: calibrations[key] for name, key in keys.items()},
         )
+        own = attacked_judges(own, config.attack)
         found |= {f"client_{index}": own for index in config.clients}
     return found
 
 
-def _calibrate(
-    trainer: MultiObjectivePPOTrainer,
-    judges: Mapping[str, RewardFn],
-    prompts: list[Prompt],
-    cfg: Config,
-) -> dict[str, Calibration]:
+def _attacks(cfg: Config) -> dict[str, AttackConfig]:
+    """The attacks by client, of those who attack."""
+    return {
+        f"client_{index}": config.attack
+        for config in cfg.groups.values()
+        if config.attack
+        for index in config.clients
+    }
+
+
+def _calibrate(world: World, cfg: Config) -> dict[str, Calibration]:
     """The frozen maps from scores to rewards, from the base model's replies."""
     seed = cfg.evaluation.calibration_seed
-    texts = [prompt.text for prompt in prompts[: cfg.evaluation.num_calibration_prompts]]
+    texts = [prompt.text for prompt in world.prompts[: cfg.evaluation.num_calibration_prompts]]
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
-        replies = trainer.replies(texts)
-    scores = score(judges, texts, replies.completions)
+        replies = world.trainer.replies(texts)
+    scores = score(world.judges, texts, replies.completions)
     return {
         key: calibrate(config.normalization, row, name=key)
         for (key, config), row in zip(_reward_configs(cfg).items(), scores, strict=True)
     }
 
 
-def _calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
+def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
+    """The maps that ``Calibration.to_dict`` wrote."""
     return {name: Calibration.from_dict(values) for name, values in figures.items()}
 
 
@@ -556,29 +684,26 @@ def _checkpoint(
 
 
 def _run_row(
-    cfg: Config,
-    names: list[str],
-    trainer: MultiObjectivePPOTrainer,
-    calibrations: Mapping[str, Calibration],
-    processes: Processes,
+    cfg: Config, names: list[str], world: World, calibrations: Mapping[str, Calibration]
 ) -> dict[str, Any]:
     """The first row of metrics.jsonl: what the run is made of."""
+    processes, parameters = world.processes, world.trainer.adapter_parameters.values()
     return {
         "kind": "run",
         "objectives": list(cfg.rewards),
         "clients": names,
         "rounds": cfg.rounds,
         "calibration": {key: c.to_dict() for key, c in calibrations.items()},
-        "num_trainable": sum(p.numel() for p in trainer.adapter_parameters.values()),
+        "num_trainable": sum(p.numel() for p in parameters),
         "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
-        "adapter_bytes": sum(
-            p.numel() * p.element_size() for p in trainer.adapter_parameters.values()
-        ),
+        "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
 
 
 def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
     """What the user should know of the rounds so far and has not been told."""
+    if cfg.strategy.privacy is not None and not any(row["kind"] == "round" for row in rows):
+        return cfg.strategy.privacy.notes()
     if not isinstance(cfg.strategy, FirmConfig) or cfg.strategy.preference is not None:
         return []
     alarm = beta_alarm(rows, cfg.strategy.beta)

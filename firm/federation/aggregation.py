@@ -141,6 +141,15 @@ def update_matrix(start: Adapter, adapters: Sequence[Adapter]) -> torch.Tensor:
     return torch.stack([flat(adapter) - origin for adapter in adapters])
 
 
+def update_length(start: Adapter, adapter: Adapter) -> float:
+    """Returns the length ‖θ_c - θ_t‖ of an update, summed in float64."""
+    squares = (
+        (adapter[name].double() - parameter.double()).square().sum().item()
+        for name, parameter in start.items()
+    )
+    return sum(squares) ** 0.5
+
+
 def flat(adapter: Adapter) -> torch.Tensor:
     """Returns an adapter's parameters one after the other, float32 [d]."""
     return torch.cat([parameter.float().reshape(-1) for parameter in adapter.values()])

@@ -99,11 +99,12 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 
 
     Args:
         rows: Rows of the log so far, those of the round that just ended included. Of each client
-            row the entries "beta_effect", "gradient_norms" and "cosines" are read.
+            row the entries "beta_effect", "gradient_norms" and "cosines" are read; with privacy
+            there may be none.
         beta: β of the run.
         rounds: Rounds to wait for.
     """
-    clients = [row for row in rows if row.get("kind") == "client"]
+    clients = [row for row in rows if row.get("kind") == "client" and "beta_effect" in row]
     if beta == 0 or not clients or max(row["round"] for row in clients) != rounds:
         return None
     effect = median(value for row in clients for value in row["beta_effect"])

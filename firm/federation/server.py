@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from firm.federation.accounting import require_accountant
 from firm.federation.aggregation import Aggregation
 from firm.federation.client import Adapter, Failure, Reply, State, Update
 from firm.federation.diagnostics import (
@@ -18,6 +19,9 @@ from firm.federation.diagnostics import (
     weights_spread,
 )
 from firm.federation.lora import LoraMean
+from firm.federation.privacy import PrivacyConfig, breach
+from firm.federation.robust import RobustConfig
+from firm.federation.validity import invalidity
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,15 @@ class RoundConfig:
     lora_mean: LoraMean = "factors"
     """What of a LoRA layer is averaged: A and B apart, as adapters are in Algorithm 1 of FIRM, or
     their products B·A, which are then brought back to rank r. Products are not in the paper."""
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    """What the mean is taken of where some clients may attack. Not in the paper."""
 
+    privacy: PrivacyConfig | None = None
+    """Differential privacy of the clients; null: none. Not in the paper."""
+
+    sends_adapters_only: ClassVar[bool] = False
+    """Whether clients send nothing that trains the model but their adapters, which is all that
+    privacy covers."""
     averages: ClassVar[bool] = True
     """Whether the server's step is a mean of adapters, so that it may be one of products."""
 
@@ -136,6 +148,70 @@ class RoundConfig:
                 "lora_mean products is for the mean itself; server_learning_rate must be 1, got "
                 f"{self.server_learning_rate}."
             )
+        self._check_robust()
+        if self.privacy is not None:
+            self._check_privacy(self.privacy)
+
+    def _check_robust(self) -> None:
+        """Raises ``ValueError`` on a robust rule that does not go with the other keys."""
+        rule, least = self.robust.rule, self.robust.min_updates
+        if rule == "none":
+            return
+        if not self.averages:
+            raise ValueError(
+                "robust is for strategies that take the clients' mean (firm, fedavg, fedcmoo and "
+                f"fedcmoo_pref); {type(self).__name__} needs robust.rule none, got {rule}."
+            )
+        if self.aggregation != "uniform":
+            raise ValueError(
+                "a robust rule counts all alike, since clients tell their own number of examples; "
+                f"aggregation must be uniform with robust.rule {rule}, got {self.aggregation}."
+            )
+        if self.lora_mean == "products" and rule != "multi_krum":
+            raise ValueError(
+                "lora_mean products takes whole adapters, which of the robust rules only "
+                f"multi_krum leaves several of; set lora_mean to factors with robust.rule {rule}."
+            )
+        if self.clients_per_round is not None and self.clients_per_round < least:
+            raise ValueError(
+                f"robust.rule {rule} with num_attackers {self.robust.num_attackers} needs "
+                f"clients_per_round of at least {least}, got {self.clients_per_round}."
+            )
+
+    def _check_privacy(self, privacy: PrivacyConfig) -> None:
+        """Raises ``ValueError`` where ε would not hold of what is sent or done with it."""
+        if not self.sends_adapters_only:
+            raise ValueError(
+                "privacy covers the mean of adapters, and not the Jacobians, losses or updates by "
+                "objective that others send; it is for strategies firm and fedavg, got "
+                f"{type(self).__name__}."
+            )
+        if self.aggregation != "uniform":
+            raise ValueError(
+                "privacy needs clients that count alike, or one could change the mean by more than "
+                f"its share; aggregation must be uniform, got {self.aggregation}."
+            )
+        if self.lora_mean != "factors":
+            raise ValueError(
+                "privacy clips A and B, whose products have no such limit; lora_mean must be "
+                f"factors, got {self.lora_mean}."
+            )
+        if self.robust.rule != "none":
+            raise ValueError(
+                "privacy is accounted for the plain mean; robust.rule must be none, got "
+                f"{self.robust.rule}."
+            )
+        if self.max_update_norm is not None:
+            raise ValueError(
+                "privacy.clip_norm limits the updates already, and refusing one would tell of it; "
+                f"max_update_norm must be null, got {self.max_update_norm}."
+            )
+        if self.share_gram and privacy.statistics != "exact":
+            raise ValueError(
+                "share_gram sends exact Gram matrices; with privacy set it to false, or "
+                f"privacy.statistics to exact, got {privacy.statistics}."
+            )
+        require_accountant()
 
 
 class RoundFailed(RuntimeError):
@@ -158,7 +234,7 @@ def accept(
 
     Valid is, unless there is another check, an update of the adapter that was sent out: the same
     names, shapes and dtypes, all values finite, a positive number of examples, and within the norm
-    limit when there is one.
+    limit when there is one; clipped, where privacy asks clients for that alone.
 
     Args:
         replies: What came back.
@@ -168,58 +244,43 @@ def accept(
         check: What a reply must stand instead, where the content is no ``Update``.
 
     Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` are left; with every reason.
+        RoundFailed: When fewer than ``cfg.quorum`` are left, or than the robust rule needs; with
+            every reason.
     """
 
     def is_update(content: Any) -> str | None:
-        return invalidity(content, state.adapter, cfg.max_update_norm)
+        reason = invalidity(content, state.adapter, state.objectives, cfg.max_update_norm)
+        return reason or breach(content, state.adapter, cfg.privacy)
 
     accepted, all_failures = [], list(failures)
     for reply in replies:
-        if reason := (check or is_update)(reply.content):
+        if reason := _reason(check or is_update, reply.content):
             failure = Failure(reply.client, reason, reply.bytes_down, reply.bytes_up)
             all_failures.append(failure)
         else:
             accepted.append(reply)
-    if len(accepted) < cfg.quorum:
+    quorum = max(cfg.quorum, cfg.robust.min_updates)
+    if len(accepted) < quorum:
         reasons = "; ".join(f"{failure.client}: {failure.reason}" for failure in all_failures)
         causes = [failure.cause for failure in all_failures if failure.cause]
+        whose = ""
+        if quorum > cfg.quorum:
+            attackers = f"num_attackers {cfg.robust.num_attackers}"
+            whose = f" of robust.rule {cfg.robust.rule} with {attackers}"
         raise RoundFailed(
             f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
-            f"{state.round + 1}, quorum {cfg.quorum} ({reasons}); repair the cause, then resume "
-            f"from round {state.round}."
+            f"{state.round + 1}, quorum {quorum}{whose} ({reasons or 'no failures'}); repair the "
+            f"cause, then resume from round {state.round}."
         ) from (causes[0] if causes else None)
     return accepted, all_failures
 
 
-def invalidity(update: Any, adapter: Adapter, max_norm: float | None = None) -> str | None:
-    """Returns why the server must not average an update into this adapter; None if it may.
-
-    Args:
-        update: What a client sent; anything.
-        adapter: The adapter that it was sent, θ_t.
-        max_norm: Longest ‖θ_c - θ_t‖; None allows any.
-    """
-    if not isinstance(update, Update):
-        return f"the reply is no update but {type(update).__name__}"
-    if strangers := update.adapter.keys() ^ adapter.keys():
-        whose = "lacks" if min(strangers) in adapter else "has an unknown"
-        return f"the update {whose} parameter {min(strangers)!r}"
-    squares = 0.0
-    for name, sent in adapter.items():
-        value = update.adapter[name]
-        if value.shape != sent.shape:
-            return f"the update has shape {list(value.shape)} in {name!r}, not {list(sent.shape)}"
-        if value.dtype != sent.dtype:
-            return f"the update has dtype {value.dtype} in {name!r}, not {sent.dtype}"
-        if not value.isfinite().all():
-            return f"the update is not finite in {name!r}"
-        squares += (value.double() - sent.double()).square().sum().item()
-    if update.num_examples < 1:
-        return f"the update counts {update.num_examples} examples"
-    if max_norm is not None and squares**0.5 > max_norm:
-        return f"the update has norm {squares**0.5:.4g}, above max_update_norm {max_norm:g}"
-    return None
+def _reason(check: Check, content: Any) -> str | None:
+    """What a check says; of what it cannot even read, that."""
+    try:
+        return check(content)
+    except Exception as error:
+        return f"the reply is malformed ({type(error).__name__}: {error})"[:300]
 
 
 def round_metrics(

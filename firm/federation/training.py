@@ -16,6 +16,7 @@ import torch
 from firm.federation.aggregation import flat
 from firm.federation.client import Client, Gradients, State, Update
 from firm.federation.diagnostics import beta_effect, cosines, gradient_norms
+from firm.federation.privacy import PrivacyConfig, errors_kept_back, protected
 from firm.federation.sharing import (
     drawn_batches,
     served_objectives,
@@ -48,9 +49,19 @@ def local_training(client: Client, payload: State) -> Update:
             "options_by_client" (the weighting's options of clients that have their own),
             "proximal" (μ, for a local loss with + μ/2 ‖θ - θ_t‖²), "share_losses" (whether the
             losses at θ_t are sent along, as "start_losses"), "skipped_batches" (how many are drawn
-            and left before the first) and "factors" (what each objective's fixed weight is
-            multiplied by, shape [M]).
+            and left before the first), "factors" (what each objective's fixed weight is
+            multiplied by, shape [M]) and "privacy" (the fields of a ``PrivacyConfig``; what it
+            lets out, and no more, is returned).
     """
+    privacy = PrivacyConfig(**payload["privacy"]) if payload.get("privacy") else None
+    with errors_kept_back(privacy):
+        update = _trained(client, payload)
+    if privacy is None:
+        return update
+    return protected(update, payload["adapter"], privacy, payload["round"])
+
+
+def _trained(client: Client, payload: State) -> Update:
     client.load(payload["adapter"])
     shared = start_losses(client) if payload.get("share_losses") else {}
     weighted = getattr(client, "weighted_gradients", None)

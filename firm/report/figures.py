@@ -55,6 +55,12 @@ WOULD_SEND = {
     "FSMGDA": Key("FSMGDA would have sent up", "var(--client-4)", "dot", is_thin=True),
 }
 SERVER = Key("weights of the server", "var(--round-last)", "dash")
+VIEWS = {
+    "epsilon": Key("for those who see the models and know who took part", INK),
+    "epsilon_if_unknown": Key("the same, if who took part is secret", MUTED, "dash"),
+    "epsilon_server": Key("for the server", "var(--round-last)", "dot"),
+}
+"""What the row of a round tells of privacy: against whom, by its key."""
 
 
 def objective_color(record: Record, objective: str) -> str:
@@ -313,6 +319,33 @@ def cost_curves(record: Record) -> list[Panel]:
             Panel("seconds", "Seconds per round", seconds_figure),
         ]
     )
+
+
+def privacy_curves(record: Record) -> list[Panel]:
+    """Returns ε by round against each who may look on, and the share of clipped deltas."""
+    spent = [
+        curve(
+            [(row["round"], _of(row, "privacy", view)) for row in record.rounds],
+            key.label,
+            key.color,
+            dash=key.mark,
+        )
+        for view, key in VIEWS.items()
+    ]
+    clipped = [(row["round"], _of(row, "privacy", "clipped")) for row in record.rounds]
+    shares = rounds_figure([curve(clipped, "clipped", INK)], "share", tickformat="~%")
+    return nonempty(
+        [
+            Panel("epsilon", "ε so far", rounds_figure(spent, "ε", rangemode="tozero")),
+            Panel("clipped", "Clients whose update was clipped", shares),
+        ]
+    )
+
+
+def privacy_keys(record: Record) -> list[Key]:
+    """Returns the legend of ``privacy_curves``, of what the run tells alone."""
+    told = {view for row in record.rounds for view in row.get("privacy") or ()}
+    return [key for view, key in VIEWS.items() if view in told]
 
 
 def _client_lines(

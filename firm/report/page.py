@@ -31,6 +31,7 @@ ORDER = (
     "gradients",
     "training",
     "cost",
+    "privacy",
     "failures",
     "settings",
 )
@@ -179,8 +180,18 @@ def _facts(record: Record) -> dict[str, str]:
         "Seed": record.settings.get("seed"),
         "Commit": formats.commit(record.run["commit"]),
         "Started": formats.moment(record.run["started"]),
+        "Privacy": _guarantee(record),
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "")}
+
+
+def _guarantee(record: Record) -> str | None:
+    """The (ε, δ) of the clients so far, where there is any."""
+    spent = record.rounds[-1].get("privacy") if record.rounds else None
+    if not spent:
+        return None
+    epsilon = "∞" if spent["epsilon"] is None else formats.number(spent["epsilon"])
+    return f"ε {epsilon}, δ {spent['delta']:g} per client"
 
 
 def _summary(record: Record, comparison: Comparison | None) -> str:
@@ -341,5 +352,15 @@ def _sections(record: Record) -> list[Section]:
                 *stages,
                 Key("whole round", INK),
             ],
+        ),
+        Section(
+            "privacy",
+            "Privacy spent",
+            "ε of a client so far: how well those who know all but its data can tell whether it "
+            "is this client or another. Below 1 is strong, above 10 close to none. It holds for "
+            "the adapters and for noisy statistics, not for checkpoints, which hold the clients' "
+            "own states.",
+            figures.privacy_curves(record),
+            figures.privacy_keys(record),
         ),
     ]

@@ -122,6 +122,9 @@ class Progress:
         parts += [f"{name} {score:.3f}" for name, score in scores.items()]
         if means:
             parts.append("weights " + " ".join(f"{weight:.2f}" for weight in means))
+        if privacy := row.get("privacy"):
+            epsilon = privacy["epsilon"]
+            parts.append("ε ∞" if epsilon is None else f"ε {epsilon:.3g}")
         if failures := row.get("failures"):
             parts.append("failed: " + "; ".join(f"{f['client']} ({f['reason']})" for f in failures))
         if "seconds" in row:

@@ -118,6 +118,11 @@ def test_a_beta_that_matters_or_is_meant_to_do_nothing_raises_no_alarm():
     assert beta_alarm([{"kind": "round", "round": 3}], 0.01) is None
 
 
+def test_clients_that_keep_their_solves_to_themselves_raise_no_alarm():
+    rows = [{"kind": "client", "round": round, "num_steps": 2} for round in (1, 2, 3)]
+    assert beta_alarm(rows, 0.01) is None
+
+
 def test_disagreement_drift_by_hand():
     jacobians = [torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]])]
     weights = [torch.tensor([0.25, 0.75]), torch.tensor([0.75, 0.25])]

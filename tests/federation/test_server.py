@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from firm.federation import Failure, Reply, RoundFailed, ServerState, Update
-from firm.federation.server import RoundConfig, accept, invalidity, round_metrics
+from firm.federation.server import RoundConfig, accept, round_metrics
 from firm.federation.strategies import FedAvgConfig, FirmConfig
+from firm.federation.validity import invalidity
 
 
 def _reply(name, value, weights):
@@ -65,6 +66,43 @@ INVALID = {
         "the update has dtype torch.float16 in 'second', not torch.float32",
     ),
     "no examples": (_update(num_examples=0), "the update counts 0 examples"),
+    "too many examples": (
+        _update(num_examples=10**12),
+        "the update counts 1000000000000 examples",
+    ),
+    "an examples' count that is none": (
+        _update(num_examples="many"),
+        "the reply is malformed (TypeError: '<=' not supported between instances of 'int' and "
+        "'str')",
+    ),
+    "weights of another layout": (
+        _update(metrics={"weights": [[0.5, 0.5], [1.0]]}),
+        "the update's metrics have no usable 'weights'",
+    ),
+    "a weight that is not finite": (
+        _update(metrics={"weights": [[0.5, float("nan")]]}),
+        "the update's metrics have no usable 'weights'",
+    ),
+    "a Gram matrix that is none": (
+        _update(metrics={"weights": [[0.5, 0.5]], "gram": [[1.0, 0.0]]}),
+        "the update's metrics have no usable 'gram'",
+    ),
+    "a Gram matrix alone": (
+        _update(metrics={"gram": [[1.0, 0.0], [0.0, 1.0]]}),
+        "the update's metrics have a 'gram' without 'weights'",
+    ),
+    "the server's own key": (
+        _update(metrics={"client": "a"}),
+        "the update's metrics have the key 'client', which is not a client's to set",
+    ),
+    "seconds in words": (
+        _update(metrics={"seconds": {"rollout": "long"}}),
+        "the update's metrics have no usable 'seconds'",
+    ),
+    "metrics that are no numbers": (
+        _update(metrics={"extra": [torch.zeros(1)]}),
+        "the update's metrics hold something other than numbers and texts",
+    ),
     "far": (_update(adapter=_adapter(10.1)), "the update has norm 10.01, above max_update_norm 10"),
     "no update": ({"adapter": None}, "the reply is no update but dict"),
 }
@@ -95,7 +133,7 @@ def test_replies_other_than_updates_have_their_own_check(start):
 
 
 def test_any_length_of_update_is_accepted_without_a_limit(start):
-    assert invalidity(_update(adapter=_adapter(1e6)), start.adapter) is None
+    assert invalidity(_update(adapter=_adapter(1e6)), start.adapter, start.objectives) is None
 
 
 def test_a_round_below_its_quorum_raises_with_every_reason(start):

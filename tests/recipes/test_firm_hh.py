@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from firm.run import parse
-from recipes.firm_hh import Config, main
+from recipes.firm_hh import Config, _alarms, main
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
@@ -215,3 +215,13 @@ def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_
     base = rows_of(out, "evaluation")[0]
     assert base["end_share"] > 0.5  # replies end at the newline token
     assert base["length"] < 64
+
+
+def test_what_epsilon_does_not_cover_is_said_in_the_first_round_alone():
+    options = {"clip_norm": 1, "noise_multiplier": 0, "statistics": "exact"}
+    keys = [f"--strategy.privacy.{key}={value}" for key, value in options.items()]
+    cfg = parse(Config, ["--config", str(SMOKE), *keys])
+    assert _alarms(cfg, [{"kind": "client", "round": 1}]) == cfg.strategy.privacy.notes()
+    assert len(cfg.strategy.privacy.notes()) == 2
+    rows = [{"kind": "round", "round": 1}, {"kind": "client", "round": 2}]
+    assert _alarms(cfg, rows) == []

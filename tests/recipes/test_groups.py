@@ -44,6 +44,24 @@ def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
     assert all(weights != [1.0, 0.0] for weights in usual["weights"])
 
 
+def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_path):
+    groups = (
+        "{liar: {clients: [1], attack: {kind: reward_bias, bias: 1000, objective: brevity}},"
+        " far: {clients: [2], attack: {kind: sign_flip, scale: 100}}}"
+    )
+    robust = "{rule: norm_clipping, num_attackers: 1}"
+    arguments = ["--num_clients", 3, "--groups", groups, "--strategy.robust", robust]
+    out = run("--out", tmp_path / "run", *arguments)
+    honest, liar, far = rows_of(out, "client")
+    for name, is_attacked in (("brevity", True), ("positivity", False)):
+        assert (liar["reward_raw"][name] - honest["reward_raw"][name] > 900) == is_attacked
+    assert abs(far["reward_raw"]["brevity"] - honest["reward_raw"]["brevity"]) < 100
+    (row,) = rows_of(out, "round")
+    told = row["robust"]
+    assert told["clipped"] == ["client_2"]
+    assert told["lengths"]["client_2"] > 20 * told["clip_norm"]
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -53,6 +71,12 @@ def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
         ("{a: {clients: [0], objectives: []}}", r"groups\.a needs clients, and an objective"),
         ("{a: {clients: [0], objectives: [kindness]}}", "names the objective 'kindness'"),
         ("{a: {clients: [0], rewards: {kindness: {name: brevity}}}}", "there are brevity, posit"),
+        (
+            "{a: {clients: [0], objectives: [brevity],"
+            " attack: {kind: label_flip, objective: positivity}}}",
+            r"groups\.a\.attack\.objective must be one that they serve \(brevity\), got",
+        ),
+        ("{a: {clients: [0], attack: {kind: scaling}}}", "scaling by 1 is honest"),
     ],
 )
 def test_groups_that_fit_nobody_are_refused(groups, message):

@@ -276,6 +276,47 @@ def test_the_page_of_an_older_run_says_nothing_of_what_it_did_not_measure(make_r
         assert words not in old
 
 
+TOLD = ("kind", "round", "client", "num_examples", "num_steps", "bytes_up", "bytes_down")
+"""What a client's row holds where privacy lets no statistics out."""
+
+
+def _make_private(run_path: Path, **views: float | None) -> None:
+    path = run_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "client":
+            for key in row.keys() - set(TOLD):
+                del row[key]
+        if row["kind"] == "round":
+            del row["drift"], row["weights_spread"]
+            spent = {key: v and v * row["round"] ** 0.5 for key, v in views.items()}
+            row["privacy"] = {**spent, "delta": 1e-5}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_with_privacy_tells_epsilon_and_lacks_what_clients_kept(make_run):
+    run_path = make_run(num_done=4)
+    _make_private(run_path, epsilon=2.0, epsilon_server=7.0)
+    html = write(run_path)
+    assert "ε 4.00, δ 1e-05 per client" in Tags(html).text
+    drawn = figures_in(html)
+    lines = drawn["epsilon"]["figure"]["data"]
+    assert [line["y"][-1] for line in lines] == [4.0, 14.0]
+    keys = Tags(html[html.index('id="privacy"') :]).text
+    assert figures.VIEWS["epsilon_server"].label in keys
+    assert figures.VIEWS["epsilon_if_unknown"].label not in keys
+    assert not {"clipped", "drift", "weight-helpful", "kl_coefficient"} & set(drawn)
+
+
+def test_without_noise_epsilon_is_infinite_and_without_privacy_not_spoken_of(make_run):
+    run_path = make_run()
+    assert "Privacy" not in Tags(write(run_path)).text
+    _make_private(run_path, epsilon=None)
+    html = write(run_path)
+    assert "ε ∞, δ 1e-05 per client" in Tags(html).text
+    assert "epsilon" not in figures_in(html)
+
+
 def test_the_command_writes_the_final_page(make_run, capsys):
     run_path = make_run()
     main([str(run_path)])

@@ -58,6 +58,17 @@ def test_in_a_pipe_there_is_one_plain_line_per_round() -> None:
     assert note == "note: beta is inert"
 
 
+def test_a_round_with_privacy_tells_its_epsilon() -> None:
+    pipe = console(is_terminal=False)
+    with Progress(3, CLIENTS, OBJECTIVES, console=pipe) as progress:
+        for round, epsilon in enumerate((1.2345, 123.4, None), start=1):
+            train(progress, round)
+            row = {"round": round, "privacy": {"epsilon": epsilon, "delta": 1e-5}}
+            progress.event("round_finished", row=row)
+    told = [re.search(r"ε (\S+)", line) for line in text_of(pipe).splitlines()]
+    assert [found and found[1] for found in told] == ["1.23", "123", "∞"]
+
+
 def test_on_a_terminal_clients_stages_weights_and_rewards_are_shown() -> None:
     terminal = console(is_terminal=True)
     with Progress(4, CLIENTS, OBJECTIVES, console=terminal) as progress:

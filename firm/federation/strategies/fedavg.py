@@ -7,13 +7,14 @@ al. (2022), arXiv:2006.11489.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from firm.federation.aggregation import server_step, shares
 from firm.federation.client import State
 from firm.federation.engines.engine import Engine
+from firm.federation.robust import robust_updates
 from firm.federation.server import RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round, update_lengths, zero_updates
 from firm.solvers import fixed_weights
@@ -67,11 +68,24 @@ class FedAvgConfig(ScalarConfig):
     normalize_updates: bool = False
     """Whether every update is scaled to unit length first (FedAvg-n); a zero update stays zero."""
 
+    sends_adapters_only: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.lora_mean == "products" and (self.normalize_updates or self.decay < 1):
             raise ValueError(
                 "lora_mean products is for the mean itself; normalize_updates must be false and "
                 f"decay 1, got {self.normalize_updates} and {self.decay}."
+            )
+        if self.normalize_updates and self.robust.rule != "none":
+            raise ValueError(
+                "normalize_updates must be false with a robust rule, which sees to the updates' "
+                f"lengths itself, got robust.rule {self.robust.rule}; rule normalization has all "
+                "at their median length."
+            )
+        if self.normalize_updates and self.privacy is not None:
+            raise ValueError(
+                "normalize_updates must be false with privacy, which limits the updates' lengths "
+                "itself and has noise of that size."
             )
         super().__post_init__()
 
@@ -93,6 +107,7 @@ def fedavg(
     this_round = Round(state, clients, engine, cfg)
     replies = this_round.train(cfg.payload())
     updates = [reply.content for reply in replies]
+    updates, done = robust_updates(state.adapter, updates, cfg.robust)
     lengths = update_lengths(state.adapter, updates) if cfg.normalize_updates else None
     adapter = server_step(
         state.adapter,
@@ -102,4 +117,9 @@ def fedavg(
         lengths=lengths,
         lora_mean=cfg.lora_mean,
     )
-    return this_round.finish(adapter, replies, entries=zero_updates(replies, lengths))
+    return this_round.finish(
+        adapter,
+        replies,
+        entries={**done, **zero_updates(replies, lengths)},
+        learning_rate=cfg.learning_rate(state),
+    )

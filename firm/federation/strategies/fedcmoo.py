@@ -17,6 +17,7 @@ from firm.federation.aggregation import server_step
 from firm.federation.client import Reply, State
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
+from firm.federation.robust import robust_updates
 from firm.federation.sampling import sample_clients
 from firm.federation.server import Check, RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round, losses_invalidity
@@ -443,7 +444,9 @@ def _train(
     if estimate.num_skipped:
         payload["skipped_batches"] = estimate.num_skipped
     replies = this_round.train(payload, clients=estimate.clients)
-    adapters = [reply.content.adapter for reply in replies]
+    updates = [reply.content for reply in replies]
+    updates, done = robust_updates(state.adapter, updates, cfg.robust)
+    adapters = [update.adapter for update in updates]
     adapter = server_step(
         state.adapter,
         adapters,
@@ -457,7 +460,7 @@ def _train(
         replies,
         memory=memory,
         also=estimate.also,
-        entries={"weights": by_objective, **entries},
+        entries={"weights": by_objective, **entries, **done},
     )
 
 

@@ -5,12 +5,13 @@ Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment"
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from firm.federation.aggregation import aggregate, server_step
 from firm.federation.engines.engine import Engine
+from firm.federation.robust import robust_updates
 from firm.federation.server import RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round
 from firm.solvers import firm_weights, linear_constraints
@@ -44,6 +45,8 @@ class FirmConfig(RoundConfig):
     solve_per: Literal["minibatch", "batch"] = "minibatch"
     """Whether each minibatch has its own weights, or a batch's hold in all of its. Not in the
     paper."""
+
+    sends_adapters_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         num_objectives = 1 if self.preference is None else max(1, len(self.preference))
@@ -112,8 +115,10 @@ def firm(
         }
     )
 
-    # the server averages what came back whole, and steps towards it: θ_{t+1}
+    # the server averages what came back whole, or what a robust rule makes of it, and steps
+    # towards it: θ_{t+1}
     updates = [reply.content for reply in replies]
+    updates, done = robust_updates(state.adapter, updates, cfg.robust)
     mean = aggregate(updates, by=cfg.aggregation, lora_mean=cfg.lora_mean)
     adapter = server_step(state.adapter, [mean], [1.0], learning_rate=cfg.server_learning_rate)
-    return this_round.finish(adapter, replies)
+    return this_round.finish(adapter, replies, entries=done)

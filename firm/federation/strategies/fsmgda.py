@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal
 from firm.federation.aggregation import moved, server_step, update_matrix, weighted_mean
 from firm.federation.client import Adapter, Reply, State, Update
 from firm.federation.engines.engine import Engine
-from firm.federation.server import RoundConfig, ServerState, invalidity
+from firm.federation.server import RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round
+from firm.federation.validity import invalidity
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
@@ -125,7 +126,7 @@ def _invalidity(content: Any, state: ServerState, cfg: FsmgdaConfig) -> str | No
     if not 0 < content["num_shared"] <= size:
         return f"the reply counts {content['num_shared']} shared parameters of {size}"
     for name, adapter in updates.items():
-        update = Update("", adapter, content["num_examples"], {})
-        if reason := invalidity(update, state.adapter, cfg.max_update_norm):
+        update = Update("", adapter, content["num_examples"], content["metrics"])
+        if reason := invalidity(update, state.adapter, state.objectives, cfg.max_update_norm):
             return f"{reason}, for objective {name}"
     return None

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from typing import Any
 
 import torch
 
+from firm.federation.accounting import spend
+from firm.federation.aggregation import update_length
 from firm.federation.client import Adapter, Failure, Reply, State, Update
 from firm.federation.engines.engine import Engine
+from firm.federation.privacy import server_noised
 from firm.federation.randomness import derive_seed
 from firm.federation.sampling import sample_clients
 from firm.federation.server import (
@@ -17,9 +20,9 @@ from firm.federation.server import (
     RoundConfig,
     ServerState,
     accept,
-    invalidity,
     round_metrics,
 )
+from firm.federation.validity import invalidity
 from firm.solvers import fixed_weights
 
 
@@ -39,6 +42,7 @@ class Round:
         self._start = time.perf_counter()
         self._state, self._engine, self._cfg = state, engine, cfg
         self.number = state.round + 1
+        self._num_clients = len(clients)
         self.sampled = sample_clients(
             clients,
             seed=state.seed,
@@ -100,6 +104,7 @@ class Round:
                 "num_local_steps": self._cfg.num_local_steps,
                 "solve_per": "minibatch",
                 "share_gram": self._cfg.share_gram,
+                **({"privacy": asdict(self._cfg.privacy)} if self._cfg.privacy else {}),
                 **payload,
             },
             check=check,
@@ -113,10 +118,12 @@ class Round:
         memory: State | None = None,
         also: Sequence[str] = (),
         entries: State | None = None,
+        learning_rate: float | None = None,
     ) -> tuple[ServerState, dict[str, Any]]:
         """Returns the server's state after the round, and the round's rows for the log.
 
-        Bytes are those of all that was asked in the round.
+        Bytes are those of all that was asked in the round. With privacy the server's noise, where
+        it adds any, comes on top of the adapter, and the row's "privacy" is what ``spend`` tells.
 
         Args:
             adapter: θ_{t+1}.
@@ -124,7 +131,27 @@ class Round:
             memory: What the strategy carries on; as before when None.
             also: Clients without an update whose states count as after this round all the same.
             entries: What else the round's row holds, JSON-able.
+            learning_rate: η that the step was taken with; the configuration's by default.
         """
+        privacy = self._cfg.privacy
+        if privacy is not None:
+            adapter = server_noised(
+                adapter,
+                privacy,
+                num_updates=len(replies),
+                learning_rate=learning_rate or self._cfg.server_learning_rate,
+                round_number=self.number,
+            )
+            ledger, spent = spend(
+                privacy,
+                self._state.memory.get("privacy", {}),
+                [reply.content for reply in replies],
+                asked=self.sampled,
+                num_clients=self._num_clients,
+                has_regulars=bool(self._cfg.always),
+            )
+            memory = {**(self._state.memory if memory is None else memory), "privacy": ledger}
+            entries = {**(entries or {}), "privacy": spent}
         names = [reply.client for reply in replies]
         after = self._state.advance(adapter, [*names, *also], memory=memory)
         totals = [
@@ -135,19 +162,14 @@ class Round:
         rows = round_metrics(self._state, after, totals, self._failures, seconds=seconds)
         down, up = (sum(counts) for counts in zip(*self._bytes.values(), strict=True))
         rows["round"].update(bytes_down=down, bytes_up=up, **(entries or {}))
+        if privacy is not None and privacy.at == "server" and privacy.statistics != "exact":
+            del rows["round"]["drift"]  # of deltas without noise
         return after, rows
 
 
 def update_lengths(start: Adapter, updates: Sequence[Update]) -> list[float]:
     """Returns the lengths ‖θ_c - θ_t‖ of the updates, summed in float64."""
-    return [
-        sum(
-            (update.adapter[name].double() - parameter.double()).square().sum().item()
-            for name, parameter in start.items()
-        )
-        ** 0.5
-        for update in updates
-    ]
+    return [update_length(start, update.adapter) for update in updates]
 
 
 def zero_updates(replies: Sequence[Reply], lengths: Sequence[float] | None) -> dict[str, list[str]]:
@@ -165,7 +187,7 @@ def with_losses(state: ServerState, cfg: RoundConfig) -> Check:
     """Returns the check of updates that tell usable losses as well: M, finite, not negative."""
 
     def check(content: Any) -> str | None:
-        if reason := invalidity(content, state.adapter, cfg.max_update_norm):
+        if reason := invalidity(content, state.adapter, state.objectives, cfg.max_update_norm):
             return reason
         return losses_invalidity(content.metrics.get("start_losses"), state)
 

@@ -1,0 +1,130 @@
+"""Clients who attack an alignment: by what their reward models say, or by what they send.
+
+Rewards are attacked where scores arise, at the client's own judges: everything after it, from the
+client's metrics to its update, follows from rewards that are wrong. Updates are attacked by
+`firm.federation.attackers`; losses of other federations by `firm.fmoo.attacks`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any, Literal, get_args
+
+from firm.alignment.rewards import Calibration, Judges, RewardFn, score
+from firm.federation import Client
+from firm.federation.attackers import Attacker, UpdateAttack
+
+RewardAttack = Literal["reward_bias", "reward_scaling", "label_flip"]
+
+
+@dataclass(frozen=True)
+class AttackConfig:
+    """How a client attacks. Not in the paper."""
+
+    kind: UpdateAttack | RewardAttack
+    """sign_flip: the update times -scale. scaling: the update times scale. collusion: as long as
+    the update times scale, in a random direction that all such attackers share. reward_bias: raw
+    scores plus bias. reward_scaling: raw scores times scale. label_flip: rewards turned over,
+    1 - r, or -r where scores are not mapped to [0, 1]."""
+    scale: float = 1.0
+    """Factor s of the update (sign_flip, scaling, collusion) or of the raw scores
+    (reward_scaling)."""
+    bias: float = 0.0
+    """What reward_bias adds to the raw scores, in their own unit."""
+    objective: str | None = None
+    """Objective whose reward is attacked; null: all."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in (*get_args(UpdateAttack), *get_args(RewardAttack)):
+            kinds = ", ".join((*get_args(UpdateAttack), *get_args(RewardAttack)))
+            raise ValueError(f"kind must be one of {kinds}, got {self.kind!r}.")
+        if not (isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale must be positive and finite, got {self.scale}.")
+        if not isfinite(self.bias):
+            raise ValueError(f"bias must be finite, got {self.bias}.")
+        if (self.kind == "reward_bias") != (self.bias != 0):
+            raise ValueError(
+                "bias belongs to reward_bias, which needs one that is not 0, got "
+                f"{self.bias} with {self.kind}."
+            )
+        if self.kind in ("scaling", "reward_scaling") and self.scale == 1:
+            raise ValueError(f"{self.kind} by 1 is honest; give another scale.")
+        if self.kind in ("reward_bias", "label_flip") and self.scale != 1:
+            raise ValueError(f"{self.kind} has no scale, got {self.scale}.")
+        if self.objective is not None and not self.is_on_rewards:
+            raise ValueError(
+                "objective is for attacks on rewards, whereas an update is one for all, got "
+                f"{self.objective!r} with {self.kind}."
+            )
+
+    @property
+    def is_on_rewards(self) -> bool:
+        """Whether the reward models lie; else the update does."""
+        return self.kind in get_args(RewardAttack)
+
+
+def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Client:
+    """The client as the server meets it, an attacker if it attacks updates.
+
+    Args:
+        client: The client. One that attacks rewards has its judges from `attacked_judges`.
+        attack: Its attack; None for an honest client.
+        seed: The run's; colluders share it.
+    """
+    if attack is None or attack.is_on_rewards:
+        return client
+    kind: Any = attack.kind
+    return Attacker(client, kind, scale=attack.scale, seed=seed)
+
+
+def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
+    """The judges of a client that attacks rewards; as they are for every other.
+
+    Args:
+        judges: The honest ones. Their maps from scores to rewards stay: these are the server's.
+        attack: The attack; None for an honest client.
+    """
+    if attack is None or not attack.is_on_rewards:
+        return judges
+    maps = judges.calibrations or {}
+    fns = {
+        name: _attacked(fn, attack, maps.get(name)) if attack.objective in (None, name) else fn
+        for name, fn in judges.reward_fns.items()
+    }
+    return replace(judges, reward_fns=fns)
+
+
+class _AttackedReward:
+    """A reward function whose scores x are a x + b; what else it knows is that of the true one."""
+
+    def __init__(self, reward_fn: RewardFn, factor: float, shift: float) -> None:
+        self._reward_fn, self._factor, self._shift = reward_fn, factor, shift
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        name = getattr(self._reward_fn, "name", "attacked")
+        scores = score({name: self._reward_fn}, prompts, completions)[0]  # [B]
+        return (self._factor * scores.double() + self._shift).tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._reward_fn, name)
+
+
+def _attacked(
+    reward_fn: RewardFn, attack: AttackConfig, calibration: Calibration | None
+) -> RewardFn:
+    if attack.kind == "reward_bias":
+        return _AttackedReward(reward_fn, 1.0, attack.bias)
+    if attack.kind == "reward_scaling":
+        return _AttackedReward(reward_fn, attack.scale, 0.0)
+    return _AttackedReward(reward_fn, -1.0, _mirror(calibration))
+
+
+def _mirror(calibration: Calibration | None) -> float:
+    """The c for which c - x has the reward 1 - r where x has r, or -r without a map to [0, 1]."""
+    if calibration is None or calibration.method == "none":
+        return 0.0
+    if calibration.method == "sigmoid":
+        return 2 * calibration.mean
+    return calibration.low + calibration.high

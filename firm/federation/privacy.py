@@ -1,0 +1,293 @@
+"""Differential privacy of clients: what leaves one is clipped, and noise covers the rest.
+
+DP-FedAvg of McMahan et al. (2018), arXiv:1710.06963, on adapters. A client's whole contribution to
+a round is one vector, its delta θ_c - θ_t over all parameters together. It is clipped to a length
+before it leaves the client; Gaussian noise is added there, or by a server that is trusted to. What
+ε that gives, ``firm.federation.accounting`` computes.
+
+Noise is drawn from the operating system's entropy, byte for byte: a generator would narrow it to
+its seed, of which torch's on the CPU keeps 32 bits. So a run with noise is not repeated by its
+seed, and a round that is repeated after a stop has other noise. A fixed ``noise_seed`` restores
+both promises, for tests and replays: whoever knows it can subtract the noise.
+
+The theory has noise of real numbers. That of floating-point numbers, here float64 rounded to the
+adapter's type, can betray in its lowest bits what it was added to (Mironov 2012, "On Significance
+of the Least Significant Bits for Differential Privacy"); ε does not count that.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+
+from firm.federation.client import Adapter, ProcessLost, State, Update
+from firm.federation.randomness import derive_seed
+
+NoiseSource = Callable[[int], bytes]
+"""Returns as many random bytes as it is asked for."""
+
+ROUNDING = 1e-6
+"""Share by which a delta may be longer than the limit, so that no other machine's sum is refused;
+of 4.5e6 float64 squares two orders of summing differ by less than 1e-9."""
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """What a client's part in a round may tell of it. Not in the paper."""
+
+    clip_norm: float
+    """Longest delta ‖θ_c - θ_t‖ that leaves a client, S; a longer one is scaled down to it."""
+    noise_multiplier: float
+    """Standard deviation of the noise in multiples of S, z: in each coordinate of the sum of the
+    deltas, or of each one where clients add it. 0 only clips, which protects nobody."""
+    at: Literal["server", "client"] = "server"
+    """Who adds the noise: a trusted server to the sum, or each client to what it sends, which
+    protects it against the server too and costs far more accuracy."""
+    delta: float = 1e-5
+    """Probability δ that the guarantee leaves out; well below one over the number of clients."""
+    statistics: Literal["none", "noisy", "exact"] = "none"
+    """What of λ and the gradients' geometry leaves a client beside its adapter. none: nothing;
+    noisy: round means of λ and of the cosines, and whether the delta was clipped, with noise that ε
+    counts; exact: all figures as without privacy, which ε does not cover."""
+    noise_seed: int | None = None
+    """null draws noise from the operating system's entropy. A number makes runs repeatable bit for
+    bit, for tests and replays, and lets all who know it subtract the noise."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_norm < inf:
+            raise ValueError(f"clip_norm must be positive and finite, got {self.clip_norm}.")
+        if not 0 <= self.noise_multiplier < inf:
+            raise ValueError(
+                "noise_multiplier must be non-negative and finite, got "
+                f"{self.noise_multiplier}; 0 is no noise."
+            )
+        if self.at not in ("server", "client"):
+            raise ValueError(f"at must be server or client, got {self.at!r}.")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must be between 0 and 1, got {self.delta}.")
+        if self.statistics not in ("none", "noisy", "exact"):
+            raise ValueError(f"statistics must be none, noisy or exact, got {self.statistics!r}.")
+
+    def notes(self) -> list[str]:
+        """Returns what a user of these options has to know beside ε; nothing of the defaults."""
+        notes = []
+        if self.noise_multiplier == 0:
+            notes.append("privacy.noise_multiplier is 0: deltas are clipped, nobody is protected.")
+        if self.noise_seed is not None:
+            notes.append(
+                "privacy.noise_seed is set: ε holds only against those who do not know it, and "
+                "config.yaml has it."
+            )
+        if self.statistics == "exact":
+            notes.append(
+                "privacy.statistics is exact: ε covers the adapters alone; keep the log as secret "
+                "as the data."
+            )
+        return notes
+
+
+def noise_source(seed: int | None, *names: str | int) -> NoiseSource:
+    """Returns where noise comes from: the operating system, or a stream of these names.
+
+    Args:
+        seed: None for the operating system's entropy.
+        names: What draws, such as ("client_0", 3); only with a seed, as in ``derive_seed``.
+    """
+    if seed is None:
+        return os.urandom
+    return np.random.default_rng(derive_seed(seed, "privacy", *names)).bytes
+
+
+def gaussian(shape: Sequence[int], source: NoiseSource) -> torch.Tensor:
+    """Returns standard normal noise, float64 of this shape, by the inverse of its distribution.
+
+    Each number takes 52 bits, which reach 8.1 standard deviations.
+    """
+    count = int(np.prod(shape))
+    bits = np.frombuffer(source(8 * count), dtype=np.uint64) >> np.uint64(12)
+    uniform = (bits + 0.5) * 2.0**-52  # [count], never 0 or 1
+    return torch.from_numpy(ndtri(uniform)).reshape(tuple(shape))
+
+
+def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
+    """Returns the adapter plus N(0, std²) in each coordinate, in its own dtypes.
+
+    Without noise, at a ``std`` of 0, that is the adapter itself.
+    """
+    if std == 0:
+        return adapter
+    return {
+        name: (value.double() + std * gaussian(value.shape, source)).to(value.dtype)
+        for name, value in adapter.items()
+    }
+
+
+def delta_norm(adapter: Adapter, start: Adapter) -> float:
+    """Returns ‖θ_c - θ_t‖ over all parameters together, in float64."""
+    squares = [
+        (adapter[name].double() - value.double()).square().sum().item()
+        for name, value in start.items()
+    ]
+    return sum(squares) ** 0.5
+
+
+def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
+    """Returns θ_t + min(1, S / ‖θ_c - θ_t‖) (θ_c - θ_t), never further than S from θ_t.
+
+    A number that its type cannot hold goes to the neighbour towards θ_t, so that rounding makes no
+    delta longer.
+
+    Args:
+        adapter: θ_c; the same one comes back, bit for bit, when it is near enough.
+        start: θ_t.
+        clip_norm: S.
+
+    Raises:
+        ValueError: When the delta is not finite; it must not leave the client as it is.
+    """
+    norm = delta_norm(adapter, start)
+    if not isfinite(norm):
+        raise ValueError(f"the update's length is {norm}; nothing of it can be sent.")
+    if norm <= clip_norm:
+        return adapter
+    scale = clip_norm / norm * (1 - 1e-12)  # the sum of squares is rounded as well
+    result = {}
+    for name, origin in start.items():
+        delta = scale * (adapter[name].double() - origin.double())
+        value = (origin.double() + delta).to(origin.dtype)
+        is_beyond = (value.double() - origin.double()).abs() > delta.abs()
+        result[name] = torch.where(is_beyond, torch.nextafter(value, origin), value)
+    return result
+
+
+def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: int) -> Update:
+    """Returns what of an update may leave its client.
+
+    The adapter is clipped and, where clients do it, noised; of the metrics there remain those that
+    ``cfg.statistics`` lets out and the number of local steps, which the configuration sets. The
+    shard's size stays at home too: all count 1.
+
+    Args:
+        update: With the round's figures of the solves, lists of one entry per solve.
+        start: θ_t.
+        cfg: The limits.
+        round_number: The round.
+
+    Raises:
+        ValueError: When the delta is not finite.
+    """
+    norm = delta_norm(update.adapter, start)
+    adapter = clipped(update.adapter, start, cfg.clip_norm)
+    if cfg.at == "client":
+        source = noise_source(cfg.noise_seed, update.client, round_number)
+        adapter = noised(adapter, cfg.noise_multiplier * cfg.clip_norm, source)
+    is_clipped = float(norm > cfg.clip_norm)
+    if cfg.statistics == "exact":
+        metrics = {**update.metrics, "clipped": is_clipped, "update_norm": norm}
+        return replace(update, adapter=adapter, metrics=metrics)
+    metrics = {"num_steps": update.metrics["num_steps"]}
+    if cfg.statistics == "noisy":
+        source = noise_source(cfg.noise_seed, update.client, round_number, "statistics")
+        metrics |= _noisy_statistics(update.metrics, is_clipped, cfg.noise_multiplier, source)
+    return Update(update.client, adapter, 1, metrics)
+
+
+def statistics_radius(num_objectives: int) -> float:
+    """Returns half the largest distance of two clients' statistics, what S is to their deltas.
+
+    Two λ are at most √2 apart, the M(M-1)/2 cosines 2 each, and whether a delta was clipped 1.
+
+    >>> statistics_radius(2)  # half of √(2 + 4 + 1)
+    1.3228756555322954
+    """
+    num_pairs = num_objectives * (num_objectives - 1) // 2
+    return (2 + 4 * num_pairs + 1) ** 0.5 / 2
+
+
+def breach(update: Update, start: Adapter, cfg: PrivacyConfig | None) -> str | None:
+    """Returns why an update that should be clipped is not; None if it is, or carries noise."""
+    if cfg is None or cfg.at == "client":
+        return None
+    norm = delta_norm(update.adapter, start)
+    if norm <= cfg.clip_norm * (1 + ROUNDING):
+        return None
+    return f"the update has norm {norm:.4g}, above privacy.clip_norm {cfg.clip_norm:g}"
+
+
+@contextmanager
+def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
+    """Lets an error out of a client by its type alone, where there is privacy.
+
+    Its text may quote the client's data. In the client's own process it is the cause.
+    """
+    try:
+        yield
+    except ProcessLost:
+        raise
+    except Exception as error:
+        if cfg is None:
+            raise
+        raise RuntimeError(
+            f"{type(error).__name__} in the local training; with privacy its text stays with the "
+            "client, in its log at level DEBUG"
+        ) from error
+
+
+def server_noised(
+    adapter: Adapter,
+    cfg: PrivacyConfig | None,
+    *,
+    num_updates: int,
+    learning_rate: float,
+    round_number: int,
+) -> Adapter:
+    """Returns the server's next adapter with its noise, where the server adds it.
+
+    The sum of the clipped deltas gets N(0, (zS)²) in each coordinate; the step is η/n of the sum.
+
+    Args:
+        adapter: θ_t + η/n Σ Δ_c.
+        cfg: The limits.
+        num_updates: n.
+        learning_rate: η.
+        round_number: The round.
+    """
+    if cfg is None or cfg.at == "client":
+        return adapter
+    std = learning_rate * cfg.noise_multiplier * cfg.clip_norm / num_updates
+    return noised(adapter, std, noise_source(cfg.noise_seed, "server", round_number))
+
+
+def share_clipped(updates: Sequence[Update]) -> State:
+    """Returns {"clipped": mean of what clients tell of it}; nothing where they do not."""
+    told = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
+    return {"clipped": fmean(told)} if told else {}
+
+
+def _noisy_statistics(
+    metrics: dict[str, Any], is_clipped: float, multiplier: float, source: NoiseSource
+) -> dict[str, Any]:
+    """λ and cosines, means over the solves, and ``is_clipped``, in the layout of one solve.
+
+    The numbers may leave their ranges: cut back to them, their means over clients would be biased.
+    """
+    weights = np.mean(metrics["weights"], axis=0)  # [M]
+    num_pairs = len(weights) * (len(weights) - 1) // 2
+    # with weights that are given there is no solve, hence no cosine
+    cosines = np.mean(metrics["cosines"], axis=0) if metrics.get("cosines") else None
+    exact = np.concatenate([weights, np.zeros(num_pairs) if cosines is None else cosines, [0.0]])
+    exact[-1] = is_clipped
+    noise = gaussian(exact.shape, source).numpy()
+    told = (exact + multiplier * statistics_radius(len(weights)) * noise).tolist()
+    return {
+        "weights": [told[: len(weights)]],
+        **({} if cosines is None else {"cosines": [told[len(weights) : -1]]}),
+        "clipped": told[-1],
+    }

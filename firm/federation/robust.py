@@ -1,0 +1,364 @@
+"""Means that a few clients cannot move at will: what the server averages when some may attack.
+
+The rules take the updates of N clients, f of whom may send anything finite. Each says what it
+tolerates; none needs to know who attacks. Arithmetic is in float64.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+import torch
+
+from firm.federation.aggregation import moved, update_length
+from firm.federation.client import Adapter, State, Update
+
+Rule = Literal[
+    "none", "median", "trimmed_mean", "krum", "multi_krum", "norm_clipping", "normalization"
+]
+
+
+@dataclass(frozen=True)
+class RobustConfig:
+    """Which updates the mean is taken of: by default of all, as they are.
+
+    Not in the paper. What clients tell beside their updates is not covered: FedCMOO's weights come
+    of all Jacobians, an attacker's among them.
+    """
+
+    rule: Rule = "none"
+    """none: all updates. median, trimmed_mean: one that is merged coordinate by coordinate. krum,
+    multi_krum: the one, or the N - num_attackers, with the nearest neighbours. norm_clipping: all,
+    none longer than clip_norm. normalization: all, each with their median length."""
+    num_attackers: int = 0
+    """Clients among those of a round that may send anything, f; what trimmed_mean leaves out on
+    each side. A round needs 2f + 1 updates, 2f + 3 for krum and multi_krum."""
+    clip_norm: float | None = None
+    """Length ‖θ_c - θ_t‖ that norm_clipping clips to; null takes the median of the lengths."""
+
+    def __post_init__(self) -> None:
+        rules = ", ".join(("none", *_RULES))
+        if self.rule not in ("none", *_RULES):
+            raise ValueError(f"rule must be one of {rules}, got {self.rule!r}.")
+        if self.num_attackers < 0:
+            raise ValueError(f"num_attackers must not be negative, got {self.num_attackers}.")
+        if self.rule == "none" and self.num_attackers > 0:
+            raise ValueError(
+                f"num_attackers needs a rule that bears them, got {self.num_attackers} with rule "
+                "none."
+            )
+        if self.rule in ("trimmed_mean", "krum", "multi_krum") and self.num_attackers < 1:
+            raise ValueError(
+                f"rule {self.rule} needs num_attackers of at least 1, got {self.num_attackers}."
+            )
+        if self.clip_norm is not None and self.rule != "norm_clipping":
+            raise ValueError(
+                f"clip_norm belongs to rule norm_clipping, got {self.clip_norm} with {self.rule}."
+            )
+        if self.clip_norm is not None and not 0 < self.clip_norm < inf:
+            raise ValueError(
+                f"clip_norm must be positive and finite, got {self.clip_norm}; null takes the "
+                "median length."
+            )
+
+    @property
+    def min_updates(self) -> int:
+        """Fewest updates that the rule can be used on."""
+        return 2 * self.num_attackers + (3 if self.rule in ("krum", "multi_krum") else 1)
+
+
+def robust_updates(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+) -> tuple[list[Update], State]:
+    """Returns what the server takes the plain mean of in place of the updates, and what was done.
+
+    Coordinates, lengths and distances are those of the adapter's parameters as they are: of LoRA's
+    A and B, not of their products.
+
+    Args:
+        start: θ_t.
+        updates: At least ``cfg.min_updates``, all finite and with the start's names and shapes.
+        cfg: The rule.
+
+    Returns:
+        The updates that count, and an entry of the round's row, JSON-able: "robust" with "rule" and
+        who was "chosen", or "clipped", or how far from the result each was. Without a rule the
+        updates themselves and no entry; equal updates come back bit for bit, unless they are longer
+        than a ``clip_norm`` that was given.
+
+    Raises:
+        ValueError: When there are fewer updates than the rule needs.
+    """
+    if cfg.rule == "none":
+        return list(updates), {}
+    if len(updates) < cfg.min_updates:
+        raise ValueError(
+            f"{cfg.rule} needs {cfg.min_updates} updates for num_attackers {cfg.num_attackers}, "
+            f"got {len(updates)}."
+        )
+    found, done = _RULES[cfg.rule](start, updates, cfg)
+    return found, {"robust": {"rule": cfg.rule, **done}}
+
+
+def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the median of each coordinate, between the two middle values where N is even.
+
+    Yin et al. (2018), "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
+    arXiv:1803.01498, Definition 1. With f < N/2 attackers every coordinate stays within the range
+    of the honest ones. It is the same for any order of the rows, bit for bit.
+
+    Args:
+        rows: Updates or adapters, shape [N, ...], finite. Never changed.
+
+    Returns:
+        float64 [...].
+    """
+    ordered = rows.double().sort(dim=0).values
+    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
+
+
+def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:
+    """Returns the mean of each coordinate without its smallest and its largest values.
+
+    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values off each side. With
+    f ≤ b attackers every coordinate stays within the range of the honest ones. Values are summed
+    from the smallest up: any order of the rows gives the same, bit for bit.
+
+    Args:
+        rows: Updates or adapters, shape [N, ...], finite. Never changed.
+        num_trimmed: b, at least 0 and less than N/2.
+
+    Returns:
+        float64 [...].
+
+    Raises:
+        ValueError: When nothing would be left, or b is negative.
+    """
+    _check_trimmed(len(rows), num_trimmed)
+    ordered = rows.double().sort(dim=0).values
+    return _mean(ordered[num_trimmed : len(rows) - num_trimmed])
+
+
+def squared_distances(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the squared distances of all pairs of rows, [N, ...] to float64 [N, N].
+
+    Of differences, not of inner products, whose own difference has no digits left where rows are
+    close; takes N(N - 1)/2 passes over a row.
+    """
+    squares = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        for j in range(i):
+            difference = row.double() - rows[j].double()
+            squares[i, j] = squares[j, i] = difference.square().sum()
+    return squares
+
+
+def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
+    """Returns each update's score: the sum of its squared distances to its nearest others.
+
+    Blanchard et al. (2017), "Machine Learning with Adversaries: Byzantine Tolerant Gradient
+    Descent", NIPS 2017 (preprint arXiv:1703.02757): the N - f - 2 nearest others, so that an
+    update that looks honest has honest ones near. It tolerates f attackers where N ≥ 2f + 3.
+
+    Args:
+        squares: Squared distances of all pairs, shape [N, N].
+        num_attackers: f.
+
+    Returns:
+        float64 [N], non-negative.
+
+    Raises:
+        ValueError: When N < 2f + 3, or f is negative.
+    """
+    count = len(squares)
+    if num_attackers < 0 or count < 2 * num_attackers + 3:
+        raise ValueError(
+            f"Krum needs 2f + 3 updates for f = {num_attackers} attackers, f not negative, got "
+            f"{count}."
+        )
+    others = squares.double().clone().fill_diagonal_(inf)
+    return others.sort(dim=1).values[:, : count - num_attackers - 2].sum(dim=1)
+
+
+def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> list[int]:
+    """Returns which updates Krum chooses: those of the smallest scores, in the given order.
+
+    ``num_chosen`` 1 is Krum, more is Multi-Krum; of equal scores the first counts. Krum gives one
+    of the updates as it is, and the noise of one client with it.
+
+    Args:
+        squares: As for ``krum_scores``.
+        num_attackers: f; N ≥ 2f + 3.
+        num_chosen: m, from 1 to N. Multi-Krum's authors leave it open; ``robust_updates`` takes
+            N - f, as many as are honest.
+
+    Raises:
+        ValueError: When N < 2f + 3, or as many cannot be chosen.
+    """
+    scores = krum_scores(squares, num_attackers)
+    if not 1 <= num_chosen <= len(scores):
+        raise ValueError(f"num_chosen must be from 1 to {len(scores)}, got {num_chosen}.")
+    return sorted(scores.argsort(stable=True)[:num_chosen].tolist())
+
+
+def clip_factors(lengths: torch.Tensor, clip_norm: float | None = None) -> torch.Tensor:
+    """Returns what each update is multiplied by so that none is longer than a limit.
+
+    Norm clipping as Sun et al. (2019), "Can You Really Backdoor Federated Learning?",
+    arXiv:1911.07963, have it. An attacker turns the mean by no more than limit / N, but
+    f of them in one direction by f times that. The median of the lengths as the limit, which is not
+    in that paper, follows the honest updates as they grow shorter; it is one that lies between
+    honest lengths where N ≥ 2f + 1.
+
+    Args:
+        lengths: ‖u_c‖, shape [N], non-negative.
+        clip_norm: The limit; None takes the lengths' median.
+
+    Returns:
+        float64 [N], from 0 to 1; exactly 1 for updates within the limit.
+    """
+    lengths = lengths.double()
+    limit = coordinate_median(lengths) if clip_norm is None else lengths.new_tensor(clip_norm)
+    return torch.where(lengths > limit, limit / lengths, 1.0)
+
+
+def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:
+    """Returns what each update is multiplied by so that all have the median length.
+
+    FedMGDA+'s normalisation (Hu et al. 2022, arXiv:2006.11489, Algorithm 1), by which a client
+    counts by its direction alone. The common length is an addition: unit updates would ask for
+    another server learning rate, and would not shrink where training converges. An attacker turns
+    the mean by no more than an honest client does, and a short honest update is stretched.
+
+    Args:
+        lengths: ‖u_c‖, shape [N], non-negative.
+
+    Returns:
+        float64 [N], non-negative; exactly 1 where all lengths are equal. An update of length 0 has
+        no direction and stays 0.
+    """
+    lengths = lengths.double()
+    return torch.where(lengths > 0, coordinate_median(lengths) / lengths, 0.0)
+
+
+def _median(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+) -> tuple[list[Update], State]:
+    merged = {name: coordinate_median(rows) for name, rows in _stacks(start, updates)}
+    distances = [update_length(merged, update.adapter) for update in updates]
+    return [_as_update(merged, start)], {"distances": _by_client(updates, distances)}
+
+
+def _trimmed_mean(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+) -> tuple[list[Update], State]:
+    merged, trimmed = {}, torch.zeros(len(updates), dtype=torch.int64)
+    for name, rows in _stacks(start, updates):
+        merged[name] = trimmed_mean(rows, cfg.num_attackers)
+        order = rows.argsort(dim=0, stable=True)
+        outer = torch.cat([order[: cfg.num_attackers], order[-cfg.num_attackers :]])
+        trimmed += outer.flatten().bincount(minlength=len(updates))
+    size = sum(parameter.numel() for parameter in start.values())
+    return [_as_update(merged, start)], {
+        "trimmed": _by_client(updates, trimmed.tolist()),
+        "num_coordinates": size,
+    }
+
+
+def _krum(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+) -> tuple[list[Update], State]:
+    count = len(updates)
+    squares = torch.zeros(count, count, dtype=torch.float64)
+    for _, rows in _stacks(start, updates):
+        squares += squared_distances(rows)
+    num_chosen = 1 if cfg.rule == "krum" else count - cfg.num_attackers
+    chosen = [updates[i] for i in krum(squares, cfg.num_attackers, num_chosen=num_chosen)]
+    return chosen, {
+        "chosen": [update.client for update in chosen],
+        "scores": _by_client(updates, krum_scores(squares, cfg.num_attackers).tolist()),
+    }
+
+
+def _clip(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+) -> tuple[list[Update], State]:
+    lengths = _lengths(start, updates)
+    factors = clip_factors(lengths, cfg.clip_norm)
+    limit = coordinate_median(lengths).item() if cfg.clip_norm is None else cfg.clip_norm
+    clipped = [update.client for update, f in zip(updates, factors, strict=True) if f < 1]
+    return _scaled(start, updates, factors), {
+        "clip_norm": limit,
+        "clipped": clipped,
+        "lengths": _by_client(updates, lengths.tolist()),
+    }
+
+
+def _normalize(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+) -> tuple[list[Update], State]:
+    lengths = _lengths(start, updates)
+    return _scaled(start, updates, normalization_factors(lengths)), {
+        "length": coordinate_median(lengths).item(),
+        "lengths": _by_client(updates, lengths.tolist()),
+    }
+
+
+_RULES: dict[str, Callable[..., tuple[list[Update], State]]] = {
+    "median": _median,
+    "trimmed_mean": _trimmed_mean,
+    "krum": _krum,
+    "multi_krum": _krum,
+    "norm_clipping": _clip,
+    "normalization": _normalize,
+}
+
+
+def _stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each parameter of all adapters, float64 [N, ...]: one at a time, as all would not fit.
+
+    A rule that moves with its input is the same for θ_c as for θ_c - θ_t, with one rounding less.
+    """
+    for name in start:
+        yield name, torch.stack([update.adapter[name].double() for update in updates])
+
+
+def _lengths(start: Adapter, updates: Sequence[Update]) -> torch.Tensor:
+    """The lengths ‖θ_c - θ_t‖, float64 [N]."""
+    lengths = [update_length(start, update.adapter) for update in updates]
+    return torch.tensor(lengths, dtype=torch.float64)
+
+
+def _scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
+    """θ_t + a (θ_c - θ_t) for each; θ_c itself where a is 1."""
+    return [
+        update if factor == 1 else replace(update, adapter=moved(start, [update.adapter], [factor]))
+        for update, factor in zip(updates, factors.tolist(), strict=True)
+    ]
+
+
+def _as_update(merged: Adapter, start: Adapter) -> Update:
+    """One update in place of all, in the start's dtypes."""
+    adapter = {name: merged[name].to(parameter.dtype) for name, parameter in start.items()}
+    return Update("merged", adapter, 1, {})
+
+
+def _by_client(updates: Sequence[Update], values: Sequence[float]) -> dict[str, float]:
+    return {update.client: value for update, value in zip(updates, values, strict=True)}
+
+
+def _mean(rows: torch.Tensor) -> torch.Tensor:
+    """The mean over the rows, added up in their order, whatever torch's own order is."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row
+    return total / len(rows)
+
+
+def _check_trimmed(count: int, num_trimmed: int) -> None:
+    if not 0 <= 2 * num_trimmed < count:
+        raise ValueError(
+            f"num_trimmed must be at least 0 and less than half of the {count} rows, got "
+            f"{num_trimmed}."
+        )

@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
+from firm.alignment.rewards import Calibration, Judges
+from firm.federation.attackers import Attacker
+
+OBJECTIVES = ("length", "vowels")
+PROMPTS, REPLIES = ["x"] * 4, ["a", "bb", "ccc", "eeee"]
+MAPS = {
+    "length": Calibration("sigmoid", mean=2.0, scale=0.7),
+    "vowels": Calibration("minmax", low=0.0, high=4.0),
+}
+
+
+class Length:
+    """A reward model that counts what it scored."""
+
+    name, num_scored, num_truncated = "length", 0, 0
+
+    def __call__(self, prompts, completions, **kwargs):
+        self.num_scored += len(completions)
+        return [float(len(text)) for text in completions]
+
+
+async def vowels(prompts, completions, **kwargs):
+    return [sum(letter in "ae" for letter in text) for text in completions]
+
+
+def judges(calibrations=MAPS):
+    return Judges({"length": Length(), "vowels": vowels}, calibrations)
+
+
+def scores(attack, calibrations=MAPS):
+    """Raw scores and rewards, shape [2, 2, B]."""
+    attacked = attacked_judges(judges(calibrations), attack)
+    raw = attacked.raw_scores(OBJECTIVES, PROMPTS, REPLIES)
+    return torch.stack([raw, attacked.rewards(OBJECTIVES, raw)])
+
+
+@pytest.mark.parametrize("objective", [None, *OBJECTIVES])
+@pytest.mark.parametrize(
+    ("kind", "options", "attacked"),
+    [
+        ("reward_bias", {"bias": -0.5}, lambda raw: raw - 0.5),
+        ("reward_scaling", {"scale": 3.0}, lambda raw: raw * 3),
+    ],
+)
+def test_raw_scores_are_attacked_of_the_objectives_that_are_named(
+    kind, options, attacked, objective
+):
+    honest, lies = scores(None), scores(AttackConfig(kind, objective=objective, **options))
+    for j, name in enumerate(OBJECTIVES):
+        is_attacked = objective in (None, name)
+        assert (
+            lies[0, j].tolist()
+            == (attacked(honest[0, j]) if is_attacked else honest[0, j]).tolist()
+        )
+        assert torch.equal(lies[1, j], MAPS[name](lies[0, j]))
+
+
+@pytest.mark.parametrize("objective", [None, *OBJECTIVES])
+def test_flipped_labels_have_the_reward_one_minus_the_true_one(objective):
+    honest, lies = scores(None), scores(AttackConfig("label_flip", objective=objective))
+    for j, name in enumerate(OBJECTIVES):
+        expected = 1 - honest[1, j] if objective in (None, name) else honest[1, j]
+        torch.testing.assert_close(lies[1, j], expected)
+
+
+@pytest.mark.parametrize("calibrations", [None, {name: Calibration("none") for name in OBJECTIVES}])
+def test_flipped_scores_that_no_map_follows_are_negated(calibrations):
+    honest = scores(None, calibrations)
+    assert torch.equal(scores(AttackConfig("label_flip"), calibrations), -honest)
+
+
+def test_an_attacked_reward_model_goes_on_counting_for_the_true_one():
+    honest = judges()
+    lying = attacked_judges(honest, AttackConfig("label_flip"))
+    lying.raw_scores(OBJECTIVES, PROMPTS, REPLIES)
+    fn = lying.reward_fns["length"]
+    assert (fn.num_scored, fn.num_truncated, fn.name) == (4, 0, "length")
+    assert not hasattr(lying.reward_fns["vowels"], "num_truncated")
+    assert lying.calibrations is honest.calibrations
+
+
+def test_a_broken_reward_is_told_as_of_an_honest_client():
+    broken = Judges({"length": lambda **_: [1.0, float("nan"), 1.0, 1.0]})
+    attacked = attacked_judges(broken, AttackConfig("reward_scaling", scale=2.0))
+    with pytest.raises(ValueError, match="nan at index 1"):
+        attacked.raw_scores(OBJECTIVES[:1], PROMPTS, REPLIES)
+
+
+def test_an_attack_is_on_the_judges_or_on_the_client():
+    class Trained:
+        name, objectives, num_examples = "client_0", OBJECTIVES, 3
+
+    client, own = Trained(), judges()
+    for attack in (None, AttackConfig("label_flip"), AttackConfig("reward_bias", bias=1.0)):
+        assert as_attacker(client, attack, seed=0) is client
+    for attack in (None, AttackConfig("sign_flip"), AttackConfig("collusion", scale=2.0)):
+        assert attacked_judges(own, attack) is own
+    assert isinstance(as_attacker(client, AttackConfig("sign_flip"), seed=0), Attacker)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "noise"}, "kind must be one of sign_flip, .*, label_flip, got 'noise'"),
+        ({"kind": "sign_flip", "scale": -1.0}, "scale must be positive and finite, got -1.0"),
+        ({"kind": "reward_bias"}, "needs one that is not 0, got 0.0 with reward_bias"),
+        ({"kind": "reward_bias", "bias": float("nan")}, "bias must be finite, got nan"),
+        ({"kind": "sign_flip", "bias": 1.0}, "bias belongs to reward_bias"),
+        ({"kind": "scaling"}, "scaling by 1 is honest; give another scale"),
+        ({"kind": "reward_scaling"}, "reward_scaling by 1 is honest"),
+        ({"kind": "label_flip", "scale": 2.0}, "label_flip has no scale, got 2.0"),
+        ({"kind": "collusion", "objective": "length"}, "objective is for attacks on rewards"),
+    ],
+)
+def test_attacks_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttackConfig(**options)
