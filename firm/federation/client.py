@@ -129,3 +129,10 @@ class Failure:
 
 class ProcessLost(RuntimeError):
     """Another process of the run is gone; no client's fault, and the last checkpoint is whole."""
+
+
+def total_seconds(metrics: dict[str, Any]) -> float:
+    """Returns the time of all stages that a client's metrics tell of; 0 where they tell of none."""
+    seconds = metrics.get("seconds")
+    stages = seconds.values() if isinstance(seconds, dict) else ()
+    return sum(value for value in stages if isinstance(value, int | float))

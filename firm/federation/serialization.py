@@ -9,10 +9,23 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from firm.federation.client import Update
 
 _LENGTH_BYTES = 8
+
+_MALFORMED = (
+    SafetensorError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading bytes that are no message can raise on the way."""
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -70,8 +83,12 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if tag == "tuple":
         return tuple(decode(item, tensors) for item in content)
     if tag == "update":
-        return Update(**decode(content, tensors))
-    return float(content) if tag == "float" else tensors[content]
+        return _update(decode(content, tensors))
+    if tag == "float":
+        return float(content)
+    if tag == "tensor":
+        return tensors[content]
+    raise ValueError(f"unknown tag {tag!r}")
 
 
 def pack(message: Any) -> bytes:
@@ -86,7 +103,39 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """Returns the message that `pack` was given."""
-    end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")
-    tensors = safetensors.torch.load(packed[end:])
-    return decode(json.loads(packed[_LENGTH_BYTES:end]), tensors)
+    """Returns the message that `pack` was given.
+
+    Whatever the bytes are, this ends in a message or in one error. A tensor takes the bytes that
+    came for it and no more: safetensors checks names, types, shapes and offsets against the length
+    of what is there before it makes any of them.
+
+    Raises:
+        ValueError: The bytes are no message.
+    """
+    try:
+        end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")
+        if not _LENGTH_BYTES <= end <= len(packed):
+            raise ValueError(f"its text is said to end at byte {end}")
+        content = json.loads(packed[_LENGTH_BYTES:end])
+        return decode(content, safetensors.torch.load(packed[end:]))
+    except _MALFORMED as error:
+        raise ValueError(
+            f"{len(packed)} bytes are no message ({type(error).__name__}: {str(error)[:200]}); "
+            "they were damaged on the way, or are not from this program."
+        ) from error
+
+
+def _update(content: Any) -> Update:
+    update = Update(**content)
+    adapter, metrics = update.adapter, update.metrics
+    if not (
+        isinstance(update.client, str)
+        and isinstance(adapter, dict)
+        and all(isinstance(name, str) for name in adapter)
+        and all(isinstance(value, torch.Tensor) for value in adapter.values())
+        and isinstance(update.num_examples, int)
+        and not isinstance(update.num_examples, bool)
+        and isinstance(metrics, dict)
+    ):
+        raise TypeError("an update is a name, an adapter, a number of examples and metrics")
+    return update

@@ -3,5 +3,22 @@
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
+from firm.federation.engines.site import Site, SitePolicy
+from firm.federation.engines.sites import Channel, Lost, SitesEngine, SitesReturned
+from firm.federation.engines.states import ClientStates, MemoryStates
 
-__all__ = ["Engine", "LocalEngine", "Processes", "ProcessesEngine", "Team"]
+__all__ = [
+    "Channel",
+    "ClientStates",
+    "Engine",
+    "LocalEngine",
+    "Lost",
+    "MemoryStates",
+    "Processes",
+    "ProcessesEngine",
+    "Site",
+    "SitePolicy",
+    "SitesEngine",
+    "SitesReturned",
+    "Team",
+]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from firm.federation.client import Client, Failure, ProcessLost, Reply, State
+from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
 
@@ -30,6 +31,7 @@ class LocalEngine:
         num_workers: Threads that clients run on, each client on whichever is free; 1 runs them on
             the caller's own. Each computes with the number of threads that torch is set to when the
             first client runs; with several workers, one is best: ``torch.set_num_threads(1)``.
+        states: Where the clients' states are kept; in memory by default.
         on_event: Told of progress: ``on_event("client_started", client=..., round=...)`` and
             ``on_event("client_finished", client=..., round=..., seconds=..., reason=...,
             metrics=...)``, where the reason is None and the metrics are the update's unless the
@@ -44,6 +46,7 @@ class LocalEngine:
         clients: Sequence[Client],
         *,
         num_workers: int = 1,
+        states: ClientStates | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
         self._clients = {client.name: client for client in clients}
@@ -66,8 +69,9 @@ class LocalEngine:
             if num_workers > 1
             else None
         )
-        # the state after the last accepted round, and after the pending one, by round
-        self._states = {name: {0: client.state()} for name, client in self._clients.items()}
+        self._states = MemoryStates() if states is None else states
+        for name, client in self._clients.items():
+            self._states.write(name, 0, client.state())
 
     def map(
         self, task: str, clients: Sequence[str], payload: State
@@ -86,8 +90,8 @@ class LocalEngine:
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns {client: {"round": last accepted round, "state": its state then}}."""
         return {
-            name: {"round": accepted.get(name, 0), "state": self._accepted_state(name, accepted)}
-            for name in self._clients
+            name: {"round": round_number, "state": self._states.read(name, round_number)}
+            for name, round_number in ((name, accepted.get(name, 0)) for name in self._clients)
         }
 
     def restore_client_states(self, states: State) -> None:
@@ -101,7 +105,9 @@ class LocalEngine:
                 f"The checkpoint has the clients {sorted(states)}, this run has "
                 f"{sorted(self._clients)}; resume with the configuration that wrote it."
             )
-        self._states = {name: {saved["round"]: saved["state"]} for name, saved in states.items()}
+        for name, saved in states.items():
+            self._states.write(name, saved["round"], saved["state"])
+            self._states.forget(name, saved["round"])
 
     def close(self) -> None:
         """Ends the workers, once they are done."""
@@ -132,15 +138,15 @@ class LocalEngine:
     def _run(self, task: str, payload: State, num_bytes: int, name: str) -> Reply | Failure:
         run_task, client = TASKS[task], self._clients[name]
         accepted_round = payload["accepted"].get(name, 0)
-        accepted_state = self._accepted_state(name, payload["accepted"])
-        self._states[name] = {accepted_round: accepted_state}  # an older pending state was rejected
+        accepted_state = self._states.read(name, accepted_round)
+        self._states.forget(name, accepted_round)  # an older pending state was rejected
         message = {**payload, "accepted": accepted_round}
         bytes_down = num_bytes + len(str(accepted_round))
         try:
             client.restore(accepted_state)
             content = run_task(client, message)
             reply = Reply(name, content, bytes_down, len(pack(content)))
-            self._states[name][payload["round"]] = client.state()
+            self._states.write(name, payload["round"], client.state())
         except ProcessLost:
             raise
         except Exception as error:
@@ -148,12 +154,3 @@ class LocalEngine:
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
             return Failure(name, f"{type(error).__name__}: {error}", bytes_down, cause=error)
         return reply
-
-    def _accepted_state(self, name: str, accepted: Mapping[str, int]) -> State:
-        accepted_round = accepted.get(name, 0)
-        if accepted_round not in self._states[name]:
-            raise RuntimeError(
-                f"{name} has states of rounds {sorted(self._states[name])}, not of round "
-                f"{accepted_round}; restore its state from the checkpoint of the server's state."
-            )
-        return self._states[name][accepted_round]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from firm.federation.client import Failure, ProcessLost, Reply, State
+from firm.federation.client import Failure, ProcessLost, Reply, State, total_seconds
 from firm.federation.engines.local import LocalEngine
 from firm.federation.serialization import pack, unpack
 
@@ -341,7 +341,7 @@ class ProcessesEngine:
             "client_finished",
             client=outcome.client,
             round=round_number,
-            seconds=sum(metrics.get("seconds", {}).values()),
+            seconds=total_seconds(metrics),
             reason=outcome.reason if failed else None,
             metrics=metrics,
         )

@@ -1,0 +1,279 @@
+"""The server's side of a network: which site has which client, and what may come back from it."""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firm.federation.client import Failure, Reply, State, total_seconds
+from firm.federation.serialization import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A site from which no answer came, and why."""
+
+    reason: str
+
+
+class Channel(Protocol):
+    """Carries messages to sites, and their answers back."""
+
+    def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
+        """Returns what each site answered, or why it did not, for every site that was asked.
+
+        Args:
+            messages: By site; all are asked at the same time.
+            timeout: Seconds after which a site that has not answered is lost.
+        """
+        ...
+
+    def returned(self) -> list[str]:
+        """Returns the sites that can take part no more until the run is started again."""
+        ...
+
+    def close(self) -> None:
+        """Lets the sites go."""
+        ...
+
+
+class SitesReturned(RuntimeError):
+    """Sites that were away are back, and take part once the run goes on from its checkpoint."""
+
+
+class SitesEngine:
+    """Runs clients at their sites; implements ``Engine``.
+
+    Client states stay at their sites, which keep those of the last rounds on their own disks: what
+    a checkpoint of the server holds of them is the round alone. Nothing that a site sends is
+    trusted: an answer must be a message, the one that was asked for, and about the site's own
+    clients; the strategy then checks what it says, as with any engine.
+
+    A site that was silent once is met again before anything else is asked of it, with a short
+    patience, so that one that is away for long costs little time, and one whose process was started
+    again learns what it has to know.
+
+    Args:
+        channel: Carries the messages.
+        sites: Names of each site's clients.
+        clients: Names of all clients, in the order in which updates are summed.
+        timeout: Seconds that a site has for a task.
+        meeting_timeout: Seconds that a site has to say that it is ready, after it was lost.
+        on_event: Told of progress, as by ``LocalEngine``.
+
+    Raises:
+        ValueError: A client is at no site, or at two.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        sites: Mapping[str, Sequence[str]],
+        clients: Sequence[str],
+        *,
+        timeout: float,
+        meeting_timeout: float = 10.0,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        self._site_of = {name: site for site, names in sites.items() for name in names}
+        count = sum(len(names) for names in sites.values())
+        if count > len(self._site_of) or self._site_of.keys() != set(clients):
+            raise ValueError(
+                f"Every client needs one site, got the clients {list(clients)} and the sites "
+                f"{ {site: list(names) for site, names in sites.items()} }."
+            )
+        self._channel, self._clients = channel, list(clients)
+        self._timeout, self._meeting_timeout = timeout, meeting_timeout
+        self._on_event = on_event or (lambda name, **info: None)
+        self._numbers = itertools.count(1)
+        self._introduction: dict[str, Any] = {"do": "meet", "fingerprint": {}, "setup": {}}
+        self._lost: dict[str, str] = {}  # why, by site
+
+    def meet(self, fingerprint: Mapping[str, Any], setup: State) -> list[str]:
+        """Returns why the sites cannot begin: who is away, or differs, and in what; [] if they can.
+
+        Args:
+            fingerprint: What must be the same everywhere (program, configuration, models), by a
+                name that a person understands.
+            setup: What the sites build their clients from, beside what they have themselves.
+        """
+        self._introduction = {"do": "meet", "fingerprint": dict(fingerprint), "setup": setup}
+        sites = dict.fromkeys(self._site_of.values())
+        answers = self._meet(list(sites), timeout=self._timeout)
+        return [f"{site}: {problem}" for site, problem in answers.items() if problem]
+
+    def map(
+        self, task: str, clients: Sequence[str], payload: State
+    ) -> tuple[list[Reply], list[Failure]]:
+        """Returns the replies in the given order, and the failures; see ``Engine``.
+
+        Raises:
+            SitesReturned: The run has to be started again, for all sites to take part.
+        """
+        if back := self._channel.returned():
+            raise SitesReturned(
+                f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back; the run goes on with "
+                "all sites from its last checkpoint"
+            )
+        asked: dict[str, list[str]] = {}
+        for name in clients:
+            asked.setdefault(self._site_of[name], []).append(name)
+        outcomes: dict[str, Reply | Failure] = {}
+        for site in self._still_lost(asked):
+            for name in asked.pop(site):
+                outcomes[name] = Failure(name, f"its site {site} is away: {self._lost[site]}")
+        for names in asked.values():
+            for name in names:
+                self._on_event("client_started", client=name, round=payload["round"])
+        answers = self._ask(
+            {
+                site: {"do": "map", "task": task, "clients": names, "payload": _of(names, payload)}
+                for site, names in asked.items()
+            },
+            timeout=self._timeout,
+        )
+        for site, names in asked.items():
+            outcomes.update(_outcomes(site, names, answers[site]))
+        for name in clients:
+            self._tell(outcomes[name], payload["round"])
+        ordered = [outcomes[name] for name in clients]
+        replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
+        return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
+
+    def client_states(self, accepted: Mapping[str, int]) -> State:
+        """Returns {client: {"round": last accepted round}}; the states stay at their sites."""
+        return {name: {"round": accepted.get(name, 0)} for name in self._clients}
+
+    def restore_client_states(self, states: State) -> None:
+        """Makes sure that the clients are the ones that were saved; their sites have the states.
+
+        Raises:
+            ValueError: When they are not.
+        """
+        if states.keys() != set(self._clients):
+            raise ValueError(
+                f"The checkpoint has the clients {sorted(states)}, this run has "
+                f"{sorted(self._clients)}; resume with the configuration that wrote it."
+            )
+
+    def close(self) -> None:
+        """Lets the sites go."""
+        self._channel.close()
+
+    def _still_lost(self, asked: Mapping[str, Sequence[str]]) -> list[str]:
+        """The sites among those asked that were lost before and are not ready now."""
+        suspects = [site for site in asked if site in self._lost]
+        for site, problem in self._meet(suspects, timeout=self._meeting_timeout).items():
+            if problem is None:
+                logger.info("%s is back", site)
+                del self._lost[site]
+        return [site for site in suspects if site in self._lost]
+
+    def _meet(self, sites: Sequence[str], *, timeout: float) -> dict[str, str | None]:
+        """Why each of these sites is not ready; None if it is."""
+        answers = self._ask(dict.fromkeys(sites, self._introduction), timeout=timeout)
+        problems: dict[str, str | None] = {}
+        for site, answer in answers.items():
+            own = sorted(name for name, place in self._site_of.items() if place == site)
+            if isinstance(answer, Lost):
+                problems[site] = answer.reason
+            elif answer.get("problem"):
+                problems[site] = str(answer["problem"])
+            elif answer.get("clients") != own:
+                problems[site] = f"it has the clients {answer.get('clients')}, not {own}"
+            else:
+                problems[site] = None
+        return problems
+
+    def _ask(self, messages: Mapping[str, dict[str, Any]], *, timeout: float) -> dict[str, Any]:
+        """The sites' answers, unpacked, to messages with a number each; ``Lost`` otherwise."""
+        if not messages:
+            return {}
+        numbers = {site: next(self._numbers) for site in messages}
+        packed = {
+            site: pack({**message, "number": numbers[site]}) for site, message in messages.items()
+        }
+        found: dict[str, Any] = {}
+        for site, raw in self._channel.ask(packed, timeout=timeout).items():
+            if not isinstance(raw, Lost):
+                found[site] = _read(raw, numbers[site])
+                continue
+            found[site] = raw
+            if site not in self._lost:
+                self._lost[site] = raw.reason
+                logger.warning("%s is lost: %s", site, raw.reason)
+        return found
+
+    def _tell(self, outcome: Reply | Failure, round_number: int) -> None:
+        failed = isinstance(outcome, Failure)
+        metrics = {} if failed else getattr(outcome.content, "metrics", {})
+        self._on_event(
+            "client_finished",
+            client=outcome.client,
+            round=round_number,
+            seconds=total_seconds(metrics),
+            reason=outcome.reason if failed else None,
+            metrics=metrics,
+        )
+
+
+def _of(names: Sequence[str], payload: State) -> State:
+    """A payload with no word about clients of other sites."""
+    own = dict(payload)
+    for key in ("accepted", "options_by_client"):
+        if key in own:
+            own[key] = {name: value for name, value in own[key].items() if name in names}
+    return own
+
+
+def _read(raw: bytes, number: int) -> dict[str, Any]:
+    """A site's answer, with "problem" when it is none."""
+    try:
+        answer = unpack(raw)
+    except ValueError as error:
+        return {"problem": f"its answer cannot be read: {error}"}
+    if not isinstance(answer, dict):
+        return {"problem": f"its answer is no message but {type(answer).__name__}"}
+    if answer.get("number") != number:
+        return {
+            "problem": f"it answered message {answer.get('number')!r} instead of number {number}; "
+            "an answer to an earlier round counts for nothing"
+        }
+    return answer
+
+
+def _outcomes(site: str, names: Sequence[str], answer: Any) -> dict[str, Reply | Failure]:
+    """What an answer says of each client that its site was asked for."""
+    if isinstance(answer, Lost):
+        return {name: Failure(name, f"its site {site} is lost: {answer.reason}") for name in names}
+    if problem := answer.get("problem"):
+        return {name: Failure(name, f"at {site}: {problem}"[:500]) for name in names}
+    found: dict[str, Reply | Failure] = {}
+    for kind in (Reply, Failure):
+        key = "replies" if kind is Reply else "failures"
+        told = answer.get(key)
+        for fields in told if isinstance(told, list) else []:
+            outcome = _outcome(kind, fields)
+            if outcome is not None and outcome.client in names:
+                twice = outcome.client in found
+                found[outcome.client] = (
+                    Failure(outcome.client, f"{site} answered for it twice") if twice else outcome
+                )
+    silent = f"{site} said nothing of it"
+    return {name: found.get(name) or Failure(name, silent) for name in names}
+
+
+def _outcome(kind: type[Reply] | type[Failure], fields: Any) -> Reply | Failure | None:
+    """A reply or a failure of these fields; None if they are not one's."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("client"), str):
+        return None
+    counts = [fields.get("bytes_down"), fields.get("bytes_up")]
+    if not all(isinstance(count, int) and 0 <= count < 2**53 for count in counts):
+        return None
+    if kind is Failure:
+        reason = fields.get("reason")
+        return Failure(fields["client"], str(reason)[:500], *counts)
+    return Reply(fields["client"], fields.get("content"), *counts)
