@@ -1,0 +1,107 @@
+"""What an administrator does from afar: submit a run, watch it, stop it."""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from firm.network.controller import POLL, REASON, RESTART
+from firm.network.kits import ADMIN, EXECUTOR
+from firm.network.link import ATTACH_ID
+from firm.network.wire import TASK
+
+
+@contextmanager
+def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
+    """Gives a session with the server, as the administrator whose kit this is."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def submit(
+    opened: Session,
+    *,
+    name: str,
+    sites: list[str],
+    controller: str,
+    arguments: Mapping[str, Any],
+    heartbeat_interval: float,
+    heartbeat_timeout: float,
+) -> str:
+    """Submits a run and returns the job's identifier.
+
+    The job is configuration alone: which workflow runs at the server, with which arguments, and
+    that the sites' own processes are to be attached. It begins when all sites are connected.
+
+    Args:
+        opened: From ``session``.
+        name: Of the job.
+        sites: Names of its sites.
+        controller: Import path of the workflow's class, one that the server allows.
+        arguments: JSON-able arguments of it.
+        heartbeat_interval: Seconds between two signs of life of a site's process.
+        heartbeat_timeout: Seconds without one after which it counts as dead.
+    """
+    executor = {
+        "execution_mode": "attach",
+        "attach_id": ATTACH_ID,
+        "allow_reconnect": True,
+        "heartbeat_interval": heartbeat_interval,
+        "heartbeat_timeout": heartbeat_timeout,
+        "params_exchange_format": "raw",
+        "server_expected_format": "raw",
+    }
+    empty: dict[str, list] = {
+        "task_data_filters": [],
+        "task_result_filters": [],
+        "components": [],
+    }
+    files = {
+        "meta.json": {
+            "name": name,
+            "resource_spec": {},
+            "min_clients": len(sites),
+            "mandatory_clients": sites,
+            "deploy_map": {"server": ["server"], "site": sites},
+        },
+        "server/config/config_fed_server.json": {
+            "format_version": 2,
+            "server": {"task_request_interval": POLL},
+            "workflows": [{"id": "firm", "path": controller, "args": dict(arguments)}],
+            **empty,
+        },
+        "site/config/config_fed_client.json": {
+            "format_version": 2,
+            "executors": [{"tasks": [TASK], "executor": {"path": EXECUTOR, "args": executor}}],
+            **empty,
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / name
+        for path, content in files.items():
+            (job / path).parent.mkdir(parents=True, exist_ok=True)
+            (job / path).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        return opened.submit_job(str(job))
+
+
+def reason(opened: Session, job: str) -> tuple[str, bool]:
+    """Returns why a run ended early, as the server's log says, and whether to start it again.
+
+    The reason is empty when the log tells none.
+    """
+    lines = str(opened.get_job_logs(job, "server")).replace("\\n", "\n").splitlines()
+    for line in reversed(lines):
+        for mark in (REASON, RESTART):
+            if mark in line:
+                return line.split(mark, 1)[1].rstrip("'\"}, "), mark == RESTART
+    return "", False

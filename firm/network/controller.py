@@ -1,0 +1,145 @@
+"""The server's end of the wire: a FLARE workflow that asks its sites what a strategy asks."""
+
+import logging
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+from nvflare.app_common.workflows.model_controller import ModelController
+
+from firm.federation.engines import Lost, SitesReturned
+from firm.network.wire import TASK, from_model, to_model
+
+logger = logging.getLogger(__name__)
+
+POLL = 0.05
+"""Seconds between two looks at a task, here and, by the job's configuration, at the sites; FLARE's
+own half a second and two make up most of a short round."""
+
+REASON, RESTART = "the run ended early: ", "the run is to be started again: "
+"""What stands before the reason in the server's log."""
+
+_PROBLEMS = {
+    ReturnCode.EXECUTION_EXCEPTION: "its process has died, or does not answer its site",
+    ReturnCode.TASK_ABORTED: "the task was aborted there",
+}
+
+
+class Stopped(RuntimeError):
+    """Somebody stopped the job; what the last checkpoint holds is whole."""
+
+
+class SitesController(ModelController):
+    """Runs a program over the sites of a FLARE job; a subclass is the program."""
+
+    def __init__(self) -> None:
+        super().__init__(task_check_period=POLL, ignore_result_error=True)
+
+    @abstractmethod
+    def work(self, channel: "FlareChannel") -> None:
+        """Does everything; the job ends when it returns."""
+
+    def run(self) -> None:
+        """Is called by FLARE when the job starts."""
+        try:
+            self.work(FlareChannel(self))
+        except Stopped:
+            logger.info("the job was stopped")
+        except SitesReturned as error:
+            logger.info("%s%s", RESTART, error)
+            self.panic(str(error))
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            logger.exception("%s%s", REASON, reason)
+            self.panic(reason)
+
+
+class FlareChannel:
+    """Carries messages to the sites of a FLARE job; implements ``Channel``.
+
+    Args:
+        controller: The job's workflow.
+    """
+
+    def __init__(self, controller: SitesController) -> None:
+        self._controller = controller
+        self._tokens = self._present()  # of the connections that the job began with
+
+    def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
+        """Returns what each site answered, or why it did not; see ``Channel``.
+
+        Raises:
+            Stopped: Somebody stopped the job meanwhile.
+        """
+        found: dict[str, bytes | Lost] = {}
+        changed = threading.Condition()
+
+        def received(site: str, client_task: ClientTask, fl_ctx: FLContext) -> None:
+            answer, client_task.result = _read(client_task.result), None
+            with changed:
+                found.setdefault(site, answer)
+                changed.notify()
+
+        present = self._present()
+        tasks = {}
+        for site, message in messages.items():
+            if present.get(site) != self._tokens.get(site):
+                found[site] = Lost("it has left the job")
+                continue
+            tasks[site] = Task(
+                name=TASK,
+                data=FLModelUtils.to_shareable(to_model(message)),
+                timeout=math.ceil(timeout),
+                result_received_cb=partial(received, site),
+            )
+            self._controller.broadcast(
+                task=tasks[site], fl_ctx=self._context, targets=[site], min_responses=1
+            )
+        deadline = time.monotonic() + timeout
+        with changed:
+            while len(found) < len(messages) and time.monotonic() < deadline:
+                changed.wait(0.2)
+                if self._controller.abort_signal.triggered:
+                    raise Stopped
+            for site in messages.keys() - found.keys():
+                found[site] = Lost(f"no answer within {timeout:g} s")
+                self._controller.cancel_task(tasks[site], fl_ctx=self._context)
+        return {site: found[site] for site in messages}
+
+    def returned(self) -> list[str]:
+        """Returns the sites that have connected anew: FLARE gives them no part in a running job."""
+        present = self._present()
+        return [site for site in present if present[site] != self._tokens.get(site)]
+
+    def close(self) -> None:
+        """Lets the sites go; they hear of the job's end by FLARE."""
+
+    def _present(self) -> dict[str, str]:
+        """The connection of each site that is there."""
+        return {client.name: client.token for client in self._engine.get_clients()}
+
+    @property
+    def _context(self) -> Any:
+        return self._controller.fl_ctx
+
+    @property
+    def _engine(self) -> Any:
+        return self._controller.engine
+
+
+def _read(result: Any) -> bytes | Lost:
+    code = result.get_return_code()
+    if code != ReturnCode.OK:
+        return Lost(_PROBLEMS.get(code, f"FLARE says {code}"))
+    try:
+        return from_model(FLModelUtils.from_shareable(result))
+    except Exception as error:
+        return Lost(f"its answer cannot be read: {error}")

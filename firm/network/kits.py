@@ -1,0 +1,189 @@
+"""What each party of a network installs: keys, addresses, and what it allows.
+
+Kits are made by FLARE's own provisioning; what stands here is what our job needs of them and, above
+all, what it does not: no kit runs code that comes with a job, and no component but ours.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nvflare.lighter.impl.cert import CertBuilder
+from nvflare.lighter.impl.signature import SignatureBuilder
+from nvflare.lighter.impl.static_file import StaticFileBuilder
+from nvflare.lighter.impl.workspace import WorkspaceBuilder
+from nvflare.lighter.provision import prepare_project
+from nvflare.lighter.provisioner import Provisioner
+
+from firm.network.link import write_profile
+
+ADMIN = "admin@firm.org"
+"""Who submits runs."""
+
+EXECUTOR = "nvflare.app_common.executors.client_api_executor.ClientAPIExecutor"
+
+_ORGANISATION = "firm"
+
+
+def provision(
+    folder: Path, *, name: str, host: str, port: int, sites: list[str], valid_days: int = 360
+) -> dict[str, Path]:
+    """Makes one kit for each party, with certificates of one new authority.
+
+    Args:
+        folder: Where the kits go, each in a folder of its party's name; `authority` beside them
+            holds the key that signs, which no party needs.
+        name: Of the federation.
+        host: Name or address by which sites reach the server; it stands in its certificate.
+        port: The server's one port.
+        sites: Names of the sites.
+        valid_days: After which the certificates end.
+
+    Returns:
+        The kits by party: "server", "admin" and the sites.
+    """
+    participants: list[dict[str, Any]] = [
+        {
+            "name": host,
+            "type": "server",
+            "org": _ORGANISATION,
+            "fed_learn_port": port,
+            "admin_port": port,
+        },
+        *({"name": site, "type": "client", "org": _ORGANISATION} for site in sites),
+        {"name": ADMIN, "type": "admin", "org": _ORGANISATION, "role": "project_admin"},
+    ]
+    project = prepare_project(
+        {"api_version": 3, "name": name, "description": "", "participants": participants}
+    )
+    builders = [
+        WorkspaceBuilder(),
+        StaticFileBuilder(config_folder="config"),
+        CertBuilder(root_valid_days=valid_days),
+        SignatureBuilder(),
+    ]
+    draft = folder / ".draft"
+    with contextlib.redirect_stdout(io.StringIO()):
+        Provisioner(str(draft), builders).provision(project)
+    made = draft / name / "prod_00"
+    kits = {}
+    for party, theirs in {"server": host, "admin": ADMIN, **{site: site for site in sites}}.items():
+        kits[party] = folder / party
+        shutil.move(made / theirs, kits[party])
+        kits[party].chmod(0o700)
+    shutil.move(draft / name / "state", folder / "authority")
+    (folder / "authority").chmod(0o700)
+    shutil.rmtree(draft)
+    return kits
+
+
+def prepare_server(kit: Path, *, controller: str) -> None:
+    """Makes a server's kit ready where it lies: its storage, and the one workflow that may run.
+
+    Args:
+        kit: The server's kit.
+        controller: Import path of the workflow's class.
+    """
+    resources = _resources(kit, allowed=[controller])
+    storage = resources["snapshot_persistor"]["args"]["storage"]["args"]
+    storage["root_dir"] = str((kit / "snapshots").resolve())
+    for component in resources["components"]:
+        if component["id"] == "job_manager":
+            component["args"]["uri_root"] = str((kit / "jobs").resolve())
+    _write(kit / "local/resources.json", resources)
+    _deny_code(kit)
+
+
+def prepare_site(kit: Path, *, site: str) -> Path:
+    """Makes a site's kit ready where it lies, and returns the profile that its process attaches by.
+
+    Args:
+        kit: The site's kit.
+        site: Its name.
+    """
+    resources = _resources(kit, allowed=[EXECUTOR])
+    resources["allow_log_streaming"] = False  # logs may quote prompts
+    resources["components"] = [
+        component for component in resources["components"] if component["id"] != "site_log_streamer"
+    ]
+    _write(kit / "local/resources.json", resources)
+    _deny_code(kit)
+    place = (kit / "attach").resolve()
+    place.mkdir(mode=0o700, exist_ok=True)
+    listener = {
+        "scheme": "shared-file",
+        "resources": {"root_dir": str(place), "connection_security": "clear"},
+    }
+    _write(kit / "local/comm_config.json", {"client_api_attach": listener})
+    profile = kit / "local/attach_profile.json"
+    write_profile(profile, site=site, meeting_place=place)
+    return profile
+
+
+def server_address(kit: Path) -> tuple[str, int]:
+    """Returns host and port of the server that a kit belongs to.
+
+    Raises:
+        ValueError: The kit is not one, or would speak without certificates.
+    """
+    for name in ("fed_client.json", "fed_server.json", "fed_admin.json"):
+        path = kit / "startup" / name
+        if path.is_file():
+            break
+    else:
+        raise ValueError(
+            f"{kit} is no kit of a server, a site or an administrator; make them with "
+            "recipes/network.py provision."
+        )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if name == "fed_admin.json":
+        security, target = (
+            content["admin"],
+            f"{content['admin']['host']}:{content['admin']['port']}",
+        )
+    else:
+        server = content["servers"][0]
+        target = server["service"]["target"]
+        security = content["client"] if name == "fed_client.json" else server
+    if security.get("connection_security") != "mtls":
+        raise ValueError(
+            f"{path} asks for connection_security {security.get('connection_security')!r}; nothing "
+            "is sent without certificates on both sides, so it must be 'mtls'."
+        )
+    host, port = target.rsplit(":", 1)
+    return host, int(port)
+
+
+def _resources(kit: Path, *, allowed: list[str]) -> dict[str, Any]:
+    path = kit / "local/resources.json.default"
+    resources = json.loads(path.read_text(encoding="utf-8"))
+    resources["class_allow_list"] = allowed
+    resources["class_list_enforcement_mode"] = "enforce"
+    return resources
+
+
+def _deny_code(kit: Path) -> None:
+    """Lets nobody bring code along with a job, the administrator neither."""
+    path = kit / "local/authorization.json.default"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rights = [
+        "submit_job",
+        "clone_job",
+        "manage_job",
+        "download_job",
+        "get_job_log",
+        "view",
+        "operate",
+    ]
+    content["permissions"] = {
+        "project_admin": {**dict.fromkeys(rights, "any"), "shell_commands": "none", "byoc": "none"}
+    }
+    _write(kit / "local/authorization.json", content)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

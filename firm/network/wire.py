@@ -1,0 +1,28 @@
+"""How a message of ours travels in FLARE's: one array of bytes, named alike on both ends."""
+
+from typing import Any
+
+import numpy as np
+from nvflare.app_common.abstract.fl_model import FLModel
+
+TASK = "firm"
+"""The one task that a site's executor knows; what is to be done stands in the message."""
+
+_KEY = "message"
+
+
+def to_model(message: bytes) -> FLModel:
+    """Returns a packed message as FLARE carries it."""
+    return FLModel(params={_KEY: np.frombuffer(message, dtype=np.uint8)})
+
+
+def from_model(model: Any) -> bytes:
+    """Returns the packed message that came.
+
+    Raises:
+        ValueError: There is none in it.
+    """
+    content = (getattr(model, "params", None) or {}).get(_KEY)
+    if not isinstance(content, np.ndarray) or content.dtype != np.uint8:
+        raise ValueError(f"FLARE brought {type(content).__name__} instead of a message.")
+    return content.tobytes()
