@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types contract check bench figures docs clean
+.PHONY: help install demo network-demo test test-slow lint types contract check bench figures docs clean
 
 help: ## List the targets.
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(VENV)/.installed ## Make the virtual environment and install under constraints.txt.
 
@@ -21,6 +21,9 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 demo: install ## Align the miniature world to two objectives and write runs/<name>/report.html.
 	$(OFFLINE) $(LAUNCH) recipes/firm_hh.py
+
+network-demo: install ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
+	$(OFFLINE) $(BIN)/python recipes/network.py demo --config configs/network.yaml --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
 
 test: install ## Run the test suite (without network, within minutes).
 	$(OFFLINE) $(BIN)/python -m pytest -q -n 2 --dist loadfile

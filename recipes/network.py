@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hashlib
 import logging
+import re
 import signal
 import socket
 import sys
@@ -109,12 +110,13 @@ class FederationConfig:
 
     def __post_init__(self) -> None:
         clients = sorted(client for own in self.sites.values() for client in own)
-        count = firm_hh.Config.num_clients if not self.sites else len(clients)
-        if not self.sites or not all(self.sites.values()) or clients != list(range(count)):
+        if not self.sites or not all(self.sites.values()) or clients != list(range(len(clients))):
             raise ValueError(
                 "sites must give each of the clients 0, 1, ... to one site, and each site one, got "
                 f"{self.sites}."
             )
+        if odd := [name for name in self.sites if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name)]:
+            raise ValueError(f"a site's name must be letters, digits, '-' and '_', got {odd[0]!r}.")
         if strange := [name for name in self.sites if name in ("server", "admin", "authority")]:
             raise ValueError(f"a site cannot be called {strange[0]!r}; choose another name.")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout:

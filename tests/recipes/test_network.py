@@ -1,0 +1,414 @@
+"""The network recipe: what it refuses, what crosses, and that a real network changes nothing."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("nvflare", reason="the extra `network` is not installed")
+
+from firm.federation import LocalEngine, Processes, ServerState
+from firm.federation.engines import Site, SitePolicy, SitesEngine
+from firm.federation.serialization import unpack
+from firm.federation.strategies import STRATEGIES
+from firm.run import UserError, compose, to_dict
+from firm.run.directory import leaves
+from recipes import firm_hh, network
+
+ROOT = Path(__file__).parents[2]
+SITES = {"hospital": [0], "bank": [1], "university": [2]}
+OVERRIDES = {"num_clients": 3, "rounds": 4}
+
+
+def _federation(tmp_path, **changes):
+    fields = {
+        "sites": SITES,
+        "out": tmp_path / "federation",
+        "run": ROOT / "configs/smoke.yaml",
+        "overrides": OVERRIDES,
+        **changes,
+    }
+    return network.FederationConfig(**fields)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sites": {}}, "sites must give each of the clients"),
+        ({"sites": {"a": [0], "b": []}}, "sites must give each of the clients"),
+        ({"sites": {"a": [0], "b": [0]}}, "sites must give each of the clients"),
+        ({"sites": {"a": [0], "b": [2]}}, "sites must give each of the clients"),
+        ({"sites": {"server": [0]}}, "a site cannot be called 'server'"),
+        ({"sites": {"a b/c": [0]}}, "a site's name must be letters, digits, '-' and '_'"),
+        ({"heartbeat_interval": 30.0}, "heartbeat_timeout must be longer"),
+    ],
+)
+def test_a_federation_that_cannot_be_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _federation(tmp_path, **changes)
+
+
+def test_kits_for_another_number_of_clients_are_not_made(tmp_path):
+    with pytest.raises(UserError, match="the run has 2 clients, the sites 3"):
+        network.provision(_federation(tmp_path, overrides={}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kits_that_exist_are_not_touched(tmp_path):
+    cfg = _federation(tmp_path)
+    cfg.out.mkdir()
+    with pytest.raises(UserError, match="exists already; kits are made once"):
+        network.provision(cfg)
+    assert list(cfg.out.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory):
+    """The kits of a federation whose server does not run."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    cfg = _federation(tmp_path_factory.mktemp("kits"), port=port)
+    network.provision(cfg)
+    return cfg.out
+
+
+def test_a_server_that_does_not_run_is_told(kits):
+    for command in (network.submit, network.status, network.stop):
+        with pytest.raises(UserError, match=r"localhost:\d+ cannot be reached .*start the server"):
+            command(network.AdminConfig(kits / "admin"))
+
+
+def test_a_port_in_use_is_told_before_anything_is_written(kits):
+    port = network._federation(kits / "server").port
+    in_use = pytest.raises(UserError, match=f"port {port} is in use")
+    with socket.create_server(("", port)), in_use:
+        network.start_server(network.ServerConfig(kits / "server"))
+    assert not (kits / "server/server.yaml").exists()
+
+
+def test_a_folder_that_is_no_kit_is_told(tmp_path):
+    for command, config in (
+        (network.start_server, network.ServerConfig(tmp_path)),
+        (network.start_site, network.SiteConfig(tmp_path)),
+        (network.submit, network.AdminConfig(tmp_path)),
+    ):
+        with pytest.raises(UserError, match="is no kit; make kits with"):
+            command(config)
+
+
+def test_a_sites_own_key_that_does_not_exist_is_told_at_its_start(kits):
+    cfg = network.SiteConfig(kits / "hospital", overrides={"policy.pth": "x"})
+    with pytest.raises(UserError, match=r"policy\.pth"):
+        network.start_site(cfg)
+    assert not (kits / "hospital/site.yaml").exists()
+
+
+def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
+    with pytest.raises(SystemExit) as ended:
+        network.main(["sumbit"])
+    assert ended.value.code == 2
+    assert "recipes/network.py submit" in capsys.readouterr().out
+
+
+# --- What must be the same, and what crosses ------------------------------------------------------
+
+
+def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_own():
+    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    shared = {key for key, _ in leaves(to_dict(cfg)) if not network._is_own(key)}
+    for key in ("seed", "rounds", "ppo.batch_size", "strategy.beta", "policy.lora.r"):
+        assert key in shared
+    for key in ("data.train.source", "policy.path", "policy.device", "out", "num_threads"):
+        assert key not in shared
+    assert not any(key.endswith(".path") for key in shared)
+
+
+class _Wire:
+    """A network in memory that keeps all that crosses it."""
+
+    def __init__(self, sites):
+        self.sites, self.messages = sites, []
+
+    def ask(self, messages, *, timeout):
+        answers = {site: self.sites[site].answer(message) for site, message in messages.items()}
+        self.messages += [*messages.values(), *answers.values()]
+        return answers
+
+    def returned(self):
+        return []
+
+    def close(self):
+        self.sites = {}
+
+
+def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
+    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    world = firm_hh.load(cfg, Processes())
+    seen_texts, seen_scores = [], []
+    experience = world.trainer.experience
+
+    def overheard(rollouts, texts, *arguments, **options):
+        result = experience(rollouts, texts, *arguments, **options)
+        seen_texts.extend(texts)
+        seen_texts.extend(
+            world.trainer.processing_class.batch_decode(
+                rollouts.responses, skip_special_tokens=True
+            )
+        )
+        seen_scores.extend(result.raw_scores.flatten().tolist())
+        seen_scores.extend(result.scores.flatten().tolist())
+        return result
+
+    monkeypatch.setattr(world.trainer, "experience", overheard)
+    calibrations = firm_hh.common_calibrations(world, cfg, tmp_path / "run")
+    places = {site: [f"client_{index}" for index in own] for site, own in SITES.items()}
+    told = network.fingerprint(cfg, world)
+
+    def build(names):
+        return lambda setup: LocalEngine(
+            firm_hh.clients_of(world, cfg, firm_hh.as_calibrations(setup["calibrations"]), names)
+        )
+
+    wire = _Wire(
+        {
+            site: Site(build(names), names, fingerprint=told, policy=SitePolicy())
+            for site, names in places.items()
+        }
+    )
+    engine = SitesEngine(wire, places, firm_hh.client_names(cfg), timeout=60)
+    setup = {"calibrations": {key: c.to_dict() for key, c in calibrations.items()}}
+    assert engine.meet(told, setup) == []
+    state = ServerState(world.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
+    STRATEGIES["firm"](state, firm_hh.client_names(cfg), engine, cfg.strategy)
+
+    crossed = b"".join(wire.messages)
+    texts = {text.strip() for text in seen_texts if len(text.strip()) >= 6}
+    assert len(texts) > 10
+    assert not [text for text in texts if text.encode() in crossed]
+    assert not [p.text for p in world.prompts if p.text.strip().encode() in crossed]
+    numbers = {value for message in wire.messages for value in _numbers(unpack(message))}
+    scores = {score for score in seen_scores if score not in (0.0, 0.5, 1.0)}
+    assert len(scores) > 10
+    assert not scores & numbers
+    shapes = {tuple(value.shape) for m in wire.messages for value in _tensors(unpack(m))}
+    assert shapes == {tuple(value.shape) for value in world.start.values()}
+
+
+def _numbers(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if hasattr(value, "metrics"):
+        value = [value.metrics]
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in _numbers(item)]
+    return [value] if isinstance(value, float) else []
+
+
+def _tensors(value):
+    if hasattr(value, "adapter"):
+        value = value.adapter
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+# --- A real network -------------------------------------------------------------------------------
+
+
+class Party:
+    """A command of the recipe that runs in the background."""
+
+    def __init__(self, kit: Path, command: str, *arguments: str):
+        self.kit, self.command, self.arguments = kit, command, arguments
+        self.printed = kit / f"{command}.txt"
+
+    def __enter__(self):
+        with self.printed.open("ab") as output:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "recipes/network.py",
+                    self.command,
+                    "--kit",
+                    str(self.kit),
+                    *self.arguments,
+                ],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        return self
+
+    def __exit__(self, *exception):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+
+    def kill_tree(self):
+        """Ends the party and all that it started, without a word."""
+        for process in _descendants(self.process.pid):
+            os.kill(process, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    def find(self, word: str) -> int:
+        """The number of a process that the party started whose command has this word."""
+        for process in _descendants(self.process.pid):
+            command = Path(f"/proc/{process}/cmdline").read_bytes().decode().replace("\0", " ")
+            if word in command:
+                return process
+        raise AssertionError(f"{self.kit} runs nothing with {word}")
+
+
+def _descendants(parent: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, queue = [], [parent]
+    while queue:
+        own = children.get(queue.pop(), [])
+        found += own
+        queue += own
+    return found
+
+
+@pytest.fixture
+def running(tmp_path):
+    """Starts a server and its sites: ``running(overrides, **federation)``."""
+    with ExitStack() as stack:
+
+        def start(overrides=None, **changes):
+            with socket.socket() as probe:
+                probe.bind(("localhost", 0))
+                port = probe.getsockname()[1]
+            cfg = _federation(
+                tmp_path,
+                port=port,
+                overrides={**OVERRIDES, **(overrides or {})},
+                timeout=120,
+                meeting_timeout=40,
+                heartbeat_interval=1.0,
+                heartbeat_timeout=8.0,
+                **changes,
+            )
+            network.provision(cfg)
+            parties = {"server": stack.enter_context(Party(cfg.out / "server", "start-server"))}
+            for site in SITES:
+                parties[site] = stack.enter_context(Party(cfg.out / site, "start-site"))
+            _until(lambda: not network._reach("localhost", port))
+            parties["submit"] = stack.enter_context(Party(cfg.out / "admin", "submit"))
+            return cfg.out, parties
+
+        yield start
+
+
+def _until(condition, patience=240.0):
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for too long"
+        time.sleep(0.2)
+
+
+def _rows(folder: Path, kind: str) -> list[dict]:
+    path = folder / "server/runs/run/metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def _finished(folder: Path, parties) -> None:
+    code = parties["submit"].process.wait(600)
+    assert code == 0, parties["submit"].printed.read_text()
+    assert (folder / "server/runs/run/report.html").exists()
+
+
+def _adapter(folder: Path) -> bytes:
+    return (folder / "adapter/adapter_model.safetensors").read_bytes()
+
+
+def _alone(tmp_path, **overrides) -> Path:
+    """The same run in one process."""
+    settings = [*OVERRIDES.items(), *overrides.items(), ("out", tmp_path / "alone")]
+    return firm_hh.main(compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], settings))
+
+
+@pytest.mark.slow
+def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_path):
+    folder, parties = running()
+    _finished(folder, parties)
+    assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path))
+    assert all(len(row["clients"]) == 3 for row in _rows(folder, "round"))
+
+
+@pytest.mark.slow
+def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running):
+    folder, parties = running({"rounds": 8})
+    _until(lambda: len(_rows(folder, "round")) >= 2)
+    os.kill(parties["bank"].find("site-process"), signal.SIGKILL)
+    _finished(folder, parties)
+    rounds = [row["clients"] for row in _rows(folder, "round")]
+    assert len(rounds) == 8
+    assert rounds[-1] == ["client_0", "client_1", "client_2"]
+    reasons = [f["reason"] for row in _rows(folder, "round") for f in row["failures"]]
+    assert reasons
+    assert all("bank" in reason for reason in reasons)
+
+
+@pytest.mark.slow
+def test_a_site_that_is_gone_and_back_takes_part_again(running):
+    folder, parties = running({"rounds": 10})
+    _until(lambda: len(_rows(folder, "round")) >= 2)
+    parties["bank"].kill_tree()
+    _until(lambda: any(row["failures"] for row in _rows(folder, "round")))
+    with Party(folder / "bank", "start-site"):
+        _finished(folder, parties)
+    rounds = [row["clients"] for row in _rows(folder, "round")]
+    assert len(rounds) == 10
+    assert ["client_0", "client_2"] in rounds
+    assert rounds[-1] == ["client_0", "client_1", "client_2"]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(running, tmp_path):
+    folder, parties = running({"rounds": 6})
+    _until(lambda: len(_rows(folder, "round")) >= 2)
+    parties["server"].kill_tree()
+    with Party(folder / "server", "start-server"):
+        _finished(folder, parties)
+    assert [row["round"] for row in _rows(folder, "round")] == list(range(1, 7))
+    assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path, rounds=6))
+
+
+@pytest.mark.slow
+def test_a_site_with_another_configuration_is_named_at_both_ends(running):
+    folder, parties = running()
+    parties["submit"].__exit__()
+    parties["bank"].__exit__()
+    run = (folder / "bank/run.yaml").read_text()
+    (folder / "bank/run.yaml").write_text(run.replace("beta: 0.01", "beta: 0.5"))
+    with Party(folder / "bank", "start-site"), Party(folder / "admin", "submit") as submit:
+        assert submit.process.wait(300) == 2
+        told = "key strategy.beta is 0.5, the server's 0.01"
+        assert told in submit.printed.read_text()
+        assert told in (folder / "bank/output.txt").read_text()
