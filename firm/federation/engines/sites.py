@@ -270,10 +270,9 @@ def _outcome(kind: type[Reply] | type[Failure], fields: Any) -> Reply | Failure 
     """A reply or a failure of these fields; None if they are not one's."""
     if not isinstance(fields, dict) or not isinstance(fields.get("client"), str):
         return None
-    counts = [fields.get("bytes_down"), fields.get("bytes_up")]
-    if not all(isinstance(count, int) and 0 <= count < 2**53 for count in counts):
+    down, up = fields.get("bytes_down"), fields.get("bytes_up")
+    if not (isinstance(down, int) and isinstance(up, int) and min(down, up) >= 0):
         return None
     if kind is Failure:
-        reason = fields.get("reason")
-        return Failure(fields["client"], str(reason)[:500], *counts)
-    return Reply(fields["client"], fields.get("content"), *counts)
+        return Failure(fields["client"], str(fields.get("reason"))[:500], down, up)
+    return Reply(fields["client"], fields.get("content"), down, up)
