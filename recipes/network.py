@@ -101,7 +101,7 @@ class FederationConfig:
     """Keys of the run and their values, such as {rounds: 8}, laid over it."""
     timeout: int = 3600
     """Seconds that a site has for its part of a round."""
-    meeting_timeout: int = 60
+    meeting_timeout: int = 20
     """Seconds that a site which was lost has to come back, in each round."""
     heartbeat_interval: float = 5.0
     """Seconds between two signs of life of a site's process."""
@@ -560,7 +560,9 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
     job = None
     try:
         with console.session(cfg.kit) as opened:
-            job = console.submit(
+            job = console.running(opened, cfg.name)
+            known = "runs already" if job else "submitted"
+            job = job or console.submit(
                 opened,
                 name=cfg.name,
                 sites=list(federation.sites),
@@ -569,7 +571,7 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
                 heartbeat_interval=federation.heartbeat_interval,
                 heartbeat_timeout=federation.heartbeat_timeout,
             )
-            print(f"run {cfg.name}, job {job}", flush=True)
+            print(f"run {cfg.name} {known}, job {job}", flush=True)
             return cfg.follow and _follow(opened, job, list(federation.sites))
     except (SessionClosed, ConnectionError, NoConnection) as error:
         if job is None and not _reach(*_address(cfg.kit)):
@@ -584,27 +586,34 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
     Raises:
         UserError: It ended otherwise than well.
     """
-    told = ""
+    told, looks, idle = "", 0, set[str]()
     while True:
         state = str(opened.get_job_meta(job).get("status"))
         if state == "SUBMITTED":
             connected = {client.name for client in opened.get_system_info().client_info}
             away = [site for site in sites if site not in connected]
             state = f"waits for {', '.join(away)}" if away else "waits"
-        if state != told:
-            print(state.lower().replace(":", ": "), flush=True)
-            told = state
         if state.startswith("FINISHED"):
             break
+        if state != told:
+            print(state.lower(), flush=True)
+            told = state
+        looks += 1
+        if state == "RUNNING" and looks % 5 == 0:
+            # Seen twice: right after its start a job may not have reached a site yet.
+            idle, before = set(console.without_part(opened)), idle
+            if back := sorted(idle & before):
+                console.tell_returned(opened, job, back)
         time.sleep(1)
-    if "COMPLETED" in told:
+    if "COMPLETED" in state:
+        print("finished", flush=True)
         return False
     reason, again = console.reason(opened, job)
     if again:
         print(reason, flush=True)
         return True
     raise UserError(
-        f"the run has ended with {told.lower()}: "
+        f"the run has ended with {state.lower().removeprefix('finished:')}: "
         f"{reason or f'the reason stands in the log of the server, {OUTPUT}'}"
     )
 

@@ -9,9 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nvflare.fuel.flare_api.api_spec import (
+    InternalError,
+    JobNotRunning,
+    NoClientsAvailable,
+    NoReply,
+)
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
-from firm.network.controller import POLL, REASON, RESTART
+from firm.network.controller import POLL, REASON, RESTART, RETURNED
 from firm.network.kits import ADMIN, EXECUTOR
 from firm.network.link import ATTACH_ID
 from firm.network.wire import TASK
@@ -22,6 +29,7 @@ def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
     """Gives a session with the server, as the administrator whose kit this is."""
     with contextlib.redirect_stdout(io.StringIO()):
         opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
+    opened.set_timeout(3.0)  # that the server waits for a site which is gone
     try:
         yield opened
     finally:
@@ -94,14 +102,45 @@ def submit(
         return opened.submit_job(str(job))
 
 
+def running(opened: Session, name: str) -> str | None:
+    """Returns the job of this name that waits or runs; None if there is none."""
+    # A job that ran when the server was killed is listed as running ever after.
+    alive = {job.job_id for job in opened.get_system_info().job_info}
+    for job in opened.list_jobs():
+        if job["job_name"] == name and (job["status"] == "SUBMITTED" or job["job_id"] in alive):
+            return str(job["job_id"])
+    return None
+
+
+def without_part(opened: Session) -> list[str]:
+    """Returns the sites that are connected and have no part in the job that runs.
+
+    FLARE gives a job to the sites that are there when it begins; one that was away and is back
+    takes part once the run is started again.
+    """
+    try:
+        told = opened.get_client_job_status() or []
+    except NoClientsAvailable:
+        return []
+    return [
+        row[MetaKey.CLIENT_NAME] for row in told if row[MetaKey.STATUS] == MetaStatusValue.NO_JOBS
+    ]
+
+
+def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
+    """Tells a job of sites that are back, so that it ends before its next round."""
+    with contextlib.suppress(JobNotRunning, NoReply, InternalError):  # it has just ended
+        opened.do_app_command(job, RETURNED, {"sites": sites})
+
+
 def reason(opened: Session, job: str) -> tuple[str, bool]:
     """Returns why a run ended early, as the server's log says, and whether to start it again.
 
     The reason is empty when the log tells none.
     """
-    lines = str(opened.get_job_logs(job, "server")).replace("\\n", "\n").splitlines()
-    for line in reversed(lines):
+    logs = opened.get_job_logs(job, "server")["logs"]
+    for line in reversed("\n".join(map(str, logs.values())).splitlines()):
         for mark in (REASON, RESTART):
             if mark in line:
-                return line.split(mark, 1)[1].rstrip("'\"}, "), mark == RESTART
+                return line.split(mark, 1)[1].strip(), mark == RESTART
     return "", False

@@ -12,6 +12,7 @@ from typing import Any
 from nvflare.apis.controller_spec import ClientTask, Task
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
@@ -27,6 +28,13 @@ own half a second and two make up most of a short round."""
 REASON, RESTART = "the run ended early: ", "the run is to be started again: "
 """What stands before the reason in the server's log."""
 
+RETURNED = "firm.returned"
+"""The command by which an administrator tells a running job of sites that are back."""
+
+_LOOK, _PATIENCE = 2.0, 5.0
+"""Seconds between two looks at whether a site that owes an answer is there, and for one look."""
+
+_UNREACHABLE = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 _PROBLEMS = {
     ReturnCode.EXECUTION_EXCEPTION: "its process has died, or does not answer its site",
     ReturnCode.TASK_ABORTED: "the task was aborted there",
@@ -71,7 +79,8 @@ class FlareChannel:
 
     def __init__(self, controller: SitesController) -> None:
         self._controller = controller
-        self._tokens = self._present()  # of the connections that the job began with
+        self._returned: list[str] = []
+        self._engine.register_app_command(RETURNED, self._told_of_returned)
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
         """Returns what each site answered, or why it did not; see ``Channel``.
@@ -88,12 +97,8 @@ class FlareChannel:
                 found.setdefault(site, answer)
                 changed.notify()
 
-        present = self._present()
         tasks = {}
         for site, message in messages.items():
-            if present.get(site) != self._tokens.get(site):
-                found[site] = Lost("it has left the job")
-                continue
             tasks[site] = Task(
                 name=TASK,
                 data=FLModelUtils.to_shareable(to_model(message)),
@@ -104,27 +109,55 @@ class FlareChannel:
                 task=tasks[site], fl_ctx=self._context, targets=[site], min_responses=1
             )
         deadline = time.monotonic() + timeout
+        next_look = time.monotonic() + _LOOK
+        while time.monotonic() < deadline:
+            with changed:
+                waiting = [site for site in messages if site not in found]
+                if not waiting:
+                    break
+                changed.wait(min(0.2, deadline - time.monotonic()))
+            if self._controller.abort_signal.triggered:
+                raise Stopped
+            if time.monotonic() >= next_look:
+                gone = self._gone(waiting)
+                with changed:
+                    for site in gone:
+                        found.setdefault(site, Lost("it is not connected"))
+                next_look = time.monotonic() + _LOOK
         with changed:
-            while len(found) < len(messages) and time.monotonic() < deadline:
-                changed.wait(0.2)
-                if self._controller.abort_signal.triggered:
-                    raise Stopped
             for site in messages.keys() - found.keys():
                 found[site] = Lost(f"no answer within {timeout:g} s")
-                self._controller.cancel_task(tasks[site], fl_ctx=self._context)
-        return {site: found[site] for site in messages}
+            for site, answer in found.items():
+                if isinstance(answer, Lost):
+                    self._controller.cancel_task(tasks[site], fl_ctx=self._context)
+            return {site: found[site] for site in messages}
 
     def returned(self) -> list[str]:
-        """Returns the sites that have connected anew: FLARE gives them no part in a running job."""
-        present = self._present()
-        return [site for site in present if present[site] != self._tokens.get(site)]
+        """Returns the sites that are connected again: FLARE gives them no part in a running job."""
+        return list(self._returned)
 
     def close(self) -> None:
         """Lets the sites go; they hear of the job's end by FLARE."""
 
-    def _present(self) -> dict[str, str]:
-        """The connection of each site that is there."""
-        return {client.name: client.token for client in self._engine.get_clients()}
+    def _told_of_returned(self, topic: str, told: Any, fl_ctx: FLContext) -> dict[str, Any]:
+        self._returned = [str(site) for site in told["sites"]]
+        return {"returned": self._returned}  # FLARE takes an empty answer for none
+
+    def _gone(self, sites: list[str]) -> list[str]:
+        """Those of these sites where this job runs no more: the connection or the job has ended."""
+        replies = self._engine.send_aux_request(
+            targets=sites,
+            topic="firm.there",
+            request=Shareable(),
+            timeout=_PATIENCE,
+            fl_ctx=self._context,
+            optional=True,
+        )
+        return [
+            site
+            for site in sites
+            if site in replies and replies[site].get_return_code() in _UNREACHABLE
+        ]
 
     @property
     def _context(self) -> Any:

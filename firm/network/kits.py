@@ -178,6 +178,7 @@ def _deny_code(kit: Path) -> None:
         "get_job_log",
         "view",
         "operate",
+        "app_command",
     ]
     content["permissions"] = {
         "project_admin": {**dict.fromkeys(rights, "any"), "shell_commands": "none", "byoc": "none"}

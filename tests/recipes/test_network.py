@@ -200,7 +200,8 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
     assert not [text for text in texts if text.encode() in crossed]
     assert not [p.text for p in world.prompts if p.text.strip().encode() in crossed]
     numbers = {value for message in wire.messages for value in _numbers(unpack(message))}
-    scores = {score for score in seen_scores if score not in (0.0, 0.5, 1.0)}
+    # A share of a batch can be 5/8 as a score can; what is no such fraction is told apart.
+    scores = {score for score in seen_scores if score * 1024 % 1}
     assert len(scores) > 10
     assert not scores & numbers
     shapes = {tuple(value.shape) for m in wire.messages for value in _tensors(unpack(m))}
@@ -306,7 +307,7 @@ def running(tmp_path):
                 port=port,
                 overrides={**OVERRIDES, **(overrides or {})},
                 timeout=120,
-                meeting_timeout=40,
+                meeting_timeout=15,
                 heartbeat_interval=1.0,
                 heartbeat_timeout=8.0,
                 **changes,
@@ -377,14 +378,14 @@ def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running):
 
 @pytest.mark.slow
 def test_a_site_that_is_gone_and_back_takes_part_again(running):
-    folder, parties = running({"rounds": 10})
+    folder, parties = running({"rounds": 16})
     _until(lambda: len(_rows(folder, "round")) >= 2)
     parties["bank"].kill_tree()
     _until(lambda: any(row["failures"] for row in _rows(folder, "round")))
     with Party(folder / "bank", "start-site"):
         _finished(folder, parties)
     rounds = [row["clients"] for row in _rows(folder, "round")]
-    assert len(rounds) == 10
+    assert len(rounds) == 16
     assert ["client_0", "client_2"] in rounds
     assert rounds[-1] == ["client_0", "client_1", "client_2"]
 

@@ -91,6 +91,7 @@ class SitesEngine:
         self._numbers = itertools.count(1)
         self._introduction: dict[str, Any] = {"do": "meet", "fingerprint": {}, "setup": {}}
         self._lost: dict[str, str] = {}  # why, by site
+        self._first_round: int | None = None
 
     def meet(self, fingerprint: Mapping[str, Any], setup: State) -> list[str]:
         """Returns why the sites cannot begin: who is away, or differs, and in what; [] if they can.
@@ -113,7 +114,10 @@ class SitesEngine:
         Raises:
             SitesReturned: The run has to be started again, for all sites to take part.
         """
-        if back := self._channel.returned():
+        if self._first_round is None:
+            self._first_round = payload["round"]
+        # One round at least between two starts, or a site that comes and goes would stop the run.
+        if payload["round"] > self._first_round and (back := self._channel.returned()):
             raise SitesReturned(
                 f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back; the run goes on with "
                 "all sites from its last checkpoint"

@@ -243,8 +243,8 @@ def test_a_site_speaks_for_its_own_clients_alone(new_network, start):
 
 def test_a_site_that_needs_a_new_start_of_the_run_gets_one_between_rounds(new_network, start):
     engine, channel = new_network()
-    state, _ = _run(engine, start, 1)
     channel.back = ["bank"]
+    state, _ = _run(engine, start, 1)  # a start gives one round at least
     num_asked = len(channel.asked)
     with pytest.raises(SitesReturned, match="bank is back; the run goes on with all sites"):
         _run(engine, state, 1)
