@@ -30,6 +30,7 @@ from firm.network.daemons import Daemons, flare_command
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent
+CONTROLLER = "benchmarks.network_round.Rounds"
 LIMITS = {"one phase": 1.5, "two phases": 2.5}
 """Seconds that a round may cost."""
 
@@ -38,8 +39,8 @@ LIMITS = {"one phase": 1.5, "two phases": 2.5}
 class Config:
     """What is measured."""
 
-    num_sites: int = 2
-    """Sites."""
+    num_sites: int = 1
+    """Sites; all share this machine, so each adds its own work to a round."""
     megabytes: float = 18.0
     """Size of the payload, MB; 18 is the adapter of the paper's TinyLlama run."""
     num_rounds: int = 10
@@ -93,6 +94,17 @@ class Rounds(SitesController):
 def main(cfg: Config) -> None:
     """Measures and prints."""
     sites = [f"site_{index}" for index in range(cfg.num_sites)]
+    rows, _ = _run(cfg, sites, cfg.num_rounds)
+    counted, wire_bytes = _run(cfg, sites, 3, count_bytes=True)
+    _print_rounds(cfg, rows)
+    _print_bytes(cfg, counted, wire_bytes)
+    _print_processes(sites, rows)
+
+
+def _run(
+    cfg: Config, sites: list[str], num_rounds: int, *, count_bytes: bool = False
+) -> tuple[list[dict[str, Any]], int]:
+    """The rounds of a job, and the bytes that it sent, which takes time and so a job of its own."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         with socket.socket() as probe:
@@ -101,15 +113,15 @@ def main(cfg: Config) -> None:
         made = kits.provision(
             folder / "kits", name="benchmark", host="localhost", port=port, sites=sites
         )
-        kits.prepare_server(made["server"], controller="benchmarks.network_round.Rounds")
-        stack.enter_context(
-            _daemons(made["server"], {"server": flare_command("server", made["server"])})
-        )
+        kits.prepare_server(made["server"], controller=CONTROLLER)
+        server = flare_command("server", made["server"])
+        stack.enter_context(_daemons(made["server"], {"server": server}))
         _wait(port)
-        relay = Relay(port)
+        relay = Relay(port) if count_bytes else None
         for site in sites:
             profile = kits.prepare_site(made[site], site=site)
-            _redirect(made[site], port, relay.port)
+            if relay:
+                _redirect(made[site], port, relay.port)
             own = [sys.executable, __file__, "--site", str(profile)]
             connection = flare_command("client", made[site], site)
             stack.enter_context(_daemons(made[site], {"connection": connection, "process": own}))
@@ -118,12 +130,12 @@ def main(cfg: Config) -> None:
                 opened,
                 name="benchmark",
                 sites=sites,
-                controller="benchmarks.network_round.Rounds",
+                controller=CONTROLLER,
                 arguments={
                     "out": str(folder / "rows.json"),
                     "sites": sites,
                     "megabytes": cfg.megabytes,
-                    "num_rounds": cfg.num_rounds,
+                    "num_rounds": num_rounds,
                 },
                 heartbeat_interval=2.0,
                 heartbeat_timeout=20.0,
@@ -131,27 +143,33 @@ def main(cfg: Config) -> None:
             while not str(opened.get_job_meta(job).get("status")).startswith("FINISHED"):
                 time.sleep(1)
         rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-        _print(cfg, sites, rows, relay.num_bytes)
+        return rows, relay.num_bytes if relay else 0
 
 
-def _print(cfg: Config, sites: list[str], rows: list[dict[str, Any]], wire_bytes: int) -> None:
+def _print_rounds(cfg: Config, rows: list[dict[str, Any]]) -> None:
     table = []
     for kind, limit in LIMITS.items():
         own = [row["seconds"] for row in rows if row["kind"] == kind and row["round"] > 0]
         table.append([kind, f"{median(own):.2f}", f"{max(own):.2f}", f"{median(own) / limit:.2f}"])
     print_table(
-        f"{cfg.num_sites} sites, {cfg.megabytes:g} MB each way, mutual TLS on this machine, "
+        f"sites: {cfg.num_sites}, {cfg.megabytes:g} MB each way, mutual TLS on this machine, "
         f"{cfg.num_rounds - 1} rounds",
         ["round", "median s", "worst s", "of the limit"],
         table,
     )
-    payloads = sum(3 if row["kind"] == "two phases" else 2 for row in rows) * cfg.num_sites
+
+
+def _print_bytes(cfg: Config, rows: list[dict[str, Any]], wire_bytes: int) -> None:
+    payloads = cfg.num_sites * sum(3 if row["kind"] == "two phases" else 2 for row in rows)
     ledger = payloads * cfg.megabytes
     print_table(
         "The whole job, handshakes and signs of life included",
         ["ledger MB", "on the wire MB", "wire / ledger"],
         [[f"{ledger:.0f}", f"{wire_bytes / 1e6:.0f}", f"{wire_bytes / 1e6 / ledger:.3f}"]],
     )
+
+
+def _print_processes(sites: list[str], rows: list[dict[str, Any]]) -> None:
     processes = []
     for site in sites:
         told = [row["sites"][site] for row in rows]
