@@ -1,0 +1,431 @@
+"""What faults cost, engine by engine: seconds until they are noticed, and what is left of them.
+
+    python benchmarks/faults.py
+    python benchmarks/faults.py --engines '[local]'
+
+Three clients of configs/smoke.yaml, four rounds; in the second, client_1 misbehaves in one of many
+ways. The round has to go on without it and to name it, and the final adapter has to be that of a
+run in which it was merely not drawn, bit for bit. `local` has all clients in one process,
+`processes` two processes under torchrun, `nvflare` a server and three sites with mutual TLS.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from firm.federation import Adapter, Client, Engine, LocalEngine, Processes, ServerState
+from firm.federation.engines import ProcessesEngine, Site, SitePolicy, SitesEngine
+from firm.federation.serialization import pack, unpack
+from firm.federation.strategies import STRATEGIES
+from firm.network import console, kits, link
+from firm.network.controller import FlareChannel, SitesController
+from firm.network.daemons import Daemons, flare_command
+from firm.network.states import DiskStates
+from firm.run import compose, print_table, run_cli
+from recipes import firm_hh
+
+ROOT = Path(__file__).parent.parent
+CONTROLLER = "benchmarks.faults.Program"
+NUM_ROUNDS, FAULTY_ROUND, CULPRIT = 4, 2, "client_1"
+TIMEOUT, MEETING_TIMEOUT, HANG = 10.0, 30.0, 15.0  # seconds
+
+UPDATES: dict[str, Callable[[Adapter, str], Any]] = {
+    "NaN in the update": lambda adapter, name: adapter | {name: adapter[name] * torch.nan},
+    "infinity in the update": lambda adapter, name: adapter | {name: adapter[name] + torch.inf},
+    "a parameter is missing": lambda adapter, name: {k: adapter[k] for k in adapter if k != name},
+    "a parameter too many": lambda adapter, name: adapter | {"other": adapter[name]},
+    "another shape": lambda adapter, name: adapter | {name: adapter[name][:-1]},
+    "another dtype": lambda adapter, name: adapter | {name: adapter[name].double()},
+}
+COUNTS = {"0 examples": 0, "1e12 examples": 10**12}
+RAISES, HANGS, KILLED = "the client raises", "hangs past the time limit", "the process is killed"
+EARLIER, TWICE = "answers an earlier round", "answers twice"
+EVERYWHERE = (RAISES, *UPDATES, *COUNTS)
+FAULTS = {
+    "local": EVERYWHERE,
+    "processes": (*EVERYWHERE, KILLED),
+    "nvflare": (*EVERYWHERE, EARLIER, TWICE, HANGS, KILLED),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is tried."""
+
+    engines: list[Literal["local", "processes", "nvflare"]] = field(
+        default_factory=lambda: ["local", "processes", "nvflare"]
+    )
+    """Engines."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a fault."""
+
+    engine: str
+    fault: str
+    seconds: float
+    """Those of the faulty round beyond the fastest one, or until the run stopped."""
+    rounds: list[float]
+    """Seconds of each round."""
+    told: str
+    """What the run says, of whom."""
+    equal: bool | None
+    """Whether the adapter is that of a run without the culprit in the rounds that it missed; None
+    if the run stopped."""
+
+
+# --- A client that misbehaves ---------------------------------------------------------------------
+
+
+class FaultyClient:
+    """Does what another client does, but in one round.
+
+    Args:
+        client: The other.
+        fault: What happens then.
+        done: File that says it has happened, for a process that is started again.
+    """
+
+    def __init__(self, client: Client, fault: str, done: Path) -> None:
+        self._client, self._fault, self._done = client, fault, done
+        self._num_loads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples it claims."""
+        return COUNTS.get(self._fault, 0) if self._now(COUNTS) else self._client.num_examples
+
+    def load(self, adapter: Adapter) -> None:
+        """Begins a round."""
+        self._num_loads += 1
+        self._client.load(adapter)
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Steps, or does not."""
+        if self._now((RAISES,)):
+            raise ArithmeticError("the reward model has no memory left")
+        if self._now((HANGS, KILLED)) and not self._done.exists():
+            self._done.touch()
+            if self._fault == KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(HANG)
+        self._client.step(*arguments, **options)
+
+    def adapter(self) -> Any:
+        """What it sends."""
+        adapter = self._client.adapter()
+        return UPDATES[self._fault](adapter, min(adapter)) if self._now(UPDATES) else adapter
+
+    def _now(self, faults: Collection[str]) -> bool:
+        return self._num_loads == FAULTY_ROUND and self._fault in faults
+
+
+# --- A run ----------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Short runs of the smoke configuration.
+
+    Args:
+        processes: Those that work together here.
+        folder: For what must outlive a process.
+    """
+
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        self.cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], _OVERRIDES)
+        self.names, self.folder = firm_hh.client_names(self.cfg), folder
+        self.world = firm_hh.load(self.cfg, processes)
+        self._references: dict[str, str] = {}
+        self._calibrations = firm_hh.common_calibrations(self.world, self.cfg, folder)
+
+    def clients(self, names: Sequence[str], fault: str) -> list[Any]:
+        """The clients of these names, of which one may misbehave."""
+        clients = firm_hh.clients_of(self.world, self.cfg, self._calibrations, names)
+        done = self.folder / f"{fault.replace(' ', '_')}.done"
+        return [
+            FaultyClient(client, fault, done) if client.name == CULPRIT else client
+            for client in clients
+        ]
+
+    def go(self, engine: Engine, absent: Mapping[int, Collection[str]]) -> dict[str, Any]:
+        """A run without some clients in some rounds: its rounds, and a digest of its adapter."""
+        state = ServerState(
+            self.world.start, objectives=tuple(self.cfg.rewards), seed=self.cfg.seed
+        )
+        rounds = []
+        for number in range(1, NUM_ROUNDS + 1):
+            drawn = [name for name in self.names if name not in absent.get(number, ())]
+            start = time.perf_counter()
+            state, row = STRATEGIES[self.cfg.strategy.name](state, drawn, engine, self.cfg.strategy)
+            seconds = time.perf_counter() - start
+            rounds.append({"seconds": seconds, "failures": row["round"]["failures"]})
+        return {"rounds": rounds, "adapter": hashlib.sha256(pack(state.adapter)).hexdigest()}
+
+    def outcome(self, name: str, fault: str, engine: Engine) -> Outcome:
+        """Runs with a fault, and again without the culprit where it was missed."""
+        run = self.go(engine, {})
+        missed = {
+            number: {failure["client"] for failure in row["failures"]}
+            for number, row in enumerate(run["rounds"], 1)
+        }
+        seconds = [row["seconds"] for row in run["rounds"]]
+        usual = min(seconds[number - 1] for number, lost in missed.items() if not lost)
+        told = [f for row in run["rounds"] for f in row["failures"]]
+        return Outcome(
+            name,
+            fault,
+            max(0.0, seconds[FAULTY_ROUND - 1] - usual),
+            seconds,
+            f"{told[0]['client']}: {told[0]['reason']}" if told else "nothing",
+            self._reference(missed) == run["adapter"],
+        )
+
+    def _reference(self, missed: Mapping[int, Collection[str]]) -> str:
+        """The adapter of honest clients of which some are not drawn."""
+        key = json.dumps({number: sorted(lost) for number, lost in missed.items()})
+        if key not in self._references:
+            honest = LocalEngine(self.clients(self.names, ""))
+            self._references[key] = self.go(honest, missed)["adapter"]
+        return self._references[key]
+
+
+_MINIATURE = ROOT / "firm/miniature/checkpoints"
+_OVERRIDES: list[tuple[str, Any]] = [
+    ("num_clients", 3),
+    ("rounds", NUM_ROUNDS),
+    ("rollout.max_new_tokens", 8),
+    ("strategy.num_local_steps", 1),
+    ("policy.path", str(_MINIATURE / "policy")),  # FLARE runs jobs in folders of its own
+    *(
+        (f"data.{split}.source", str(_MINIATURE / f"prompts_{split}.jsonl"))
+        for split in ("train", "validation", "test")
+    ),
+]
+
+
+# --- One process, and two -------------------------------------------------------------------------
+
+
+def local(folder: Path) -> list[Outcome]:
+    """All clients in this process."""
+    runs = Runs(Processes(), folder)
+    return [
+        runs.outcome("local", fault, LocalEngine(runs.clients(runs.names, fault)))
+        for fault in FAULTS["local"]
+    ]
+
+
+def processes(folder: Path) -> list[Outcome]:
+    """Two processes under torchrun."""
+    out = folder / "outcomes.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run(
+        [sys.executable, *launcher, __file__, "--member", str(out)],
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,  # the last fault kills one of them
+    )
+    return [Outcome(**fields) for fields in json.loads(out.read_text(encoding="utf-8"))]
+
+
+def member(out: Path) -> None:
+    """One of the two processes."""
+    joined = Processes.join()
+    runs = Runs(joined, out.parent)
+    outcomes: list[Outcome] = []
+    for fault in FAULTS["processes"]:
+        own = LocalEngine(runs.clients(joined.hosted(runs.names), fault))
+        engine = ProcessesEngine(joined, runs.names, own)
+        if not joined.is_server:
+            engine.serve()
+            continue
+        start = time.perf_counter()
+        try:
+            outcomes.append(runs.outcome("processes", fault, engine))
+        except RuntimeError as error:
+            seconds = time.perf_counter() - start
+            told = f"the run stops: {error}"
+            outcomes.append(Outcome("processes", fault, seconds, [], told, None))
+        engine.close()
+    if joined.is_server:
+        out.write_text(json.dumps([vars(outcome) for outcome in outcomes]), encoding="utf-8")
+
+
+# --- Sites ----------------------------------------------------------------------------------------
+
+
+class Program(SitesController):
+    """Tries every fault over the sites of a job."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def work(self, channel: FlareChannel) -> None:
+        """Writes down what became of each fault."""
+        runs = Runs(Processes(), self._folder)
+        outcomes = []
+        for fault in FAULTS["nvflare"]:
+            engine = SitesEngine(
+                channel,
+                {f"site_{index}": [name] for index, name in enumerate(runs.names)},
+                runs.names,
+                timeout=TIMEOUT,
+                meeting_timeout=MEETING_TIMEOUT,
+            )
+            if problems := engine.meet({}, {"fault": fault}):
+                raise RuntimeError(f"{fault}: {problems}")
+            outcomes.append(vars(runs.outcome("nvflare", fault, engine)))
+        path = self._folder / "outcomes.json"
+        path.write_text(json.dumps(outcomes), encoding="utf-8")
+
+
+def site_process(profile: Path, client: str, folder: Path) -> None:
+    """Answers as a site, whose client does what the server says that it does."""
+    runs = Runs(Processes(), folder)
+    known: list[tuple[str, Site]] = []
+    answers: list[bytes] = []
+
+    def answer(packed: bytes) -> bytes:
+        message = unpack(packed)
+        if message["do"] == "meet" and (not known or known[0][0] != message["setup"]["fault"]):
+            known[:] = [(message["setup"]["fault"], new_site(message["setup"]["fault"]))]
+            answers.clear()
+        fault, site = known[0]
+        told = site.answer(packed)
+        if message["do"] == "map":
+            answers.append(told)
+            if client == CULPRIT and len(answers) == FAULTY_ROUND and fault in (EARLIER, TWICE):
+                told = answers[0] if fault == EARLIER else _twice(told)
+        return told
+
+    def new_site(fault: str) -> Site:
+        states = DiskStates(folder / "states" / fault.replace(" ", "_"))
+        return Site(
+            lambda setup: LocalEngine(runs.clients([client], fault), states=states),
+            [client],
+            fingerprint={},
+            policy=SitePolicy(),
+        )
+
+    link.serve(profile, answer)
+
+
+def _twice(packed: bytes) -> bytes:
+    message = unpack(packed)
+    return pack({**message, "replies": message["replies"] * 2})
+
+
+def nvflare(folder: Path) -> list[Outcome]:
+    """A server and three sites on this machine."""
+    with ExitStack() as stack:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        sites = {f"site_{index}": f"client_{index}" for index in range(3)}
+        made = kits.provision(
+            folder / "kits", name="faults", host="localhost", port=port, sites=list(sites)
+        )
+        kits.prepare_server(made["server"], controller=CONTROLLER)
+        daemons = [_daemons(made["server"], {"server": flare_command("server", made["server"])})]
+        for site, client in sites.items():
+            profile, own = kits.prepare_site(made[site], site=site), folder / site
+            own.mkdir()
+            command = [sys.executable, __file__, "--site", str(profile), client, str(own)]
+            connection = flare_command("client", made[site], site)
+            daemons.append(_daemons(made[site], {"connection": connection, "process": command}))
+        for each in daemons:
+            stack.enter_context(each)
+        _wait(port)
+        with console.session(made["admin"]) as opened:
+            job = console.submit(
+                opened,
+                name="faults",
+                sites=list(sites),
+                controller=CONTROLLER,
+                arguments={"folder": str(folder)},
+                heartbeat_interval=1.0,
+                heartbeat_timeout=8.0,
+            )
+            while not str(opened.get_job_meta(job).get("status")).startswith("FINISHED"):
+                for each in daemons:
+                    each.watch()
+                time.sleep(0.5)
+            if not (folder / "outcomes.json").exists():
+                raise RuntimeError(f"the job ended early: {console.reason(opened, job)[0]}")
+        told = json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
+        return [Outcome(**fields) for fields in told]
+
+
+def _daemons(kit: Path, commands: dict[str, list[str]]) -> Daemons:
+    return Daemons(commands, output=kit / "output.txt", environment=_environment())
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _wait(port: int) -> None:
+    for _ in range(300):
+        try:
+            socket.create_connection(("localhost", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError("the server did not start")
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+ENGINES = {"local": local, "processes": processes, "nvflare": nvflare}
+
+
+def outcomes_of(engine: str) -> list[Outcome]:
+    """What became of each fault that an engine can have."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ENGINES[engine](Path(folder))
+
+
+def main(cfg: Config) -> None:
+    """Tries all, and prints what became of them."""
+    torch.set_num_threads(1)
+    rows = []
+    for engine in cfg.engines:
+        for outcome in outcomes_of(engine):
+            adapter = {None: "–", True: "as without it", False: "ANOTHER"}[outcome.equal]
+            rounds = " ".join(f"{seconds:.1f}" for seconds in outcome.rounds) or "–"
+            told = outcome.told if len(outcome.told) < 60 else f"{outcome.told[:57]}..."
+            rows.append([engine, outcome.fault, f"{outcome.seconds:.1f}", rounds, told, adapter])
+    print_table(
+        "client_1 misbehaves in round 2 of 4",
+        ["engine", "fault", "noticed, s", "rounds, s", "what the run says", "final adapter"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--member"]:
+        member(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["--site"]:
+        site_process(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    else:
+        run_cli(main, Config, description=__doc__ or "")
