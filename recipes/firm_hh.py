@@ -142,6 +142,9 @@ class EvaluationConfig:
     calibration_seed: int | None = None
     """Seed of those replies; null takes the run's. Runs whose rewards are to be compared need the
     same maps, whatever their seeds."""
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    """Maps that were fixed beforehand, by objective, such as {helpful: {method: sigmoid, mean: 0.4,
+    scale: 1.1}}, as the first row of a run's metrics.jsonl has them; the others are measured."""
     num_validation_prompts: int = 64
     """Prompts per round; 0 leaves the rounds unmeasured."""
     num_test_prompts: int = 256
@@ -242,6 +245,7 @@ class Config:
             )
         self.strategy.check(list(self.rewards))
         _check_groups(self)
+        _check_calibrations(self)
 
 
 def main(cfg: Config) -> Path | None:
@@ -598,6 +602,21 @@ def _check_groups(cfg: Config) -> None:
             )
 
 
+def _check_calibrations(cfg: Config) -> None:
+    """Raises ``ValueError`` on fixed calibrations that no reward model has a use for."""
+    configs = _reward_configs(cfg)
+    for key, calibration in cfg.evaluation.calibrations.items():
+        if key not in configs:
+            raise ValueError(
+                f"evaluation.calibrations has {key!r}; there are {', '.join(configs)}."
+            )
+        if calibration.method != configs[key].normalization:
+            raise ValueError(
+                f"evaluation.calibrations.{key}.method must be the reward's normalization "
+                f"{configs[key].normalization!r}, got {calibration.method!r}."
+            )
+
+
 def _reward_configs(cfg: Config) -> dict[str, RewardModelConfig]:
     """All reward models: by objective, and those of groups by group/objective."""
     return {
@@ -641,14 +660,14 @@ def _attacks(cfg: Config) -> dict[str, AttackConfig]:
 
 
 def _calibrate(world: World, cfg: Config) -> dict[str, Calibration]:
-    """The frozen maps from scores to rewards, from the base model's replies."""
+    """The frozen maps from scores to rewards, fixed beforehand or from the base model's replies."""
     seed = cfg.evaluation.calibration_seed
     texts = [prompt.text for prompt in world.prompts[: cfg.evaluation.num_calibration_prompts]]
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
         replies = world.trainer.replies(texts)
     scores = score(world.judges, texts, replies.completions)
     return {
-        key: calibrate(config.normalization, row, name=key)
+        key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)
         for (key, config), row in zip(_reward_configs(cfg).items(), scores, strict=True)
     }
 

@@ -114,6 +114,13 @@ class Calibration:
     num_samples: int = 0
     """How many replies the figures come from."""
 
+    def __post_init__(self) -> None:
+        if not (self.scale > 0 and self.high > self.low):
+            raise ValueError(
+                f"a calibration's scale must be positive, and low below high, got scale "
+                f"{self.scale:g}, low {self.low:g} and high {self.high:g}."
+            )
+
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
         """Rewards of raw scores, same shape."""
         if self.method == "sigmoid":
@@ -156,20 +163,19 @@ def calibrate(method: Method, raw: torch.Tensor, *, name: str = "reward") -> Cal
     if num_samples < 2:
         raise ValueError(f"calibrating {name!r} takes at least 2 scores, got {num_samples}.")
     if method == "sigmoid":
-        mean, scale = raw.mean().item(), raw.std().item()
-        calibration = Calibration("sigmoid", mean=mean, scale=scale, num_samples=num_samples)
-        spread, what = scale, "standard deviation"
+        figures = {"mean": raw.mean().item(), "scale": raw.std().item()}
+        spread, what = figures["scale"], "standard deviation"
     else:
         quantiles = torch.tensor([LOW_QUANTILE, HIGH_QUANTILE], dtype=raw.dtype, device=raw.device)
         low, high = torch.quantile(raw, quantiles).tolist()
-        calibration = Calibration("minmax", low=low, high=high, num_samples=num_samples)
+        figures = {"low": low, "high": high}
         spread, what = high - low, "distance of the 5 % and 95 % quantiles"
     if not spread > math.ulp(1.0) * raw.abs().max().item():
         raise ValueError(
             f"the scores of {name!r} do not vary on {num_samples} calibration replies ({what} "
             f"{spread:.3g}): choose normalization 'none', use more replies, or repair the reward."
         )
-    return calibration
+    return Calibration(method, **figures, num_samples=num_samples)
 
 
 def check_same(

@@ -100,6 +100,18 @@ CASES = {
         ["--strategy.beta", "much"],
         ["strategy.beta must be float, got 'much'"],
     ),
+    "a calibration of no objective": (
+        ["--evaluation.calibrations", "{kindness: {method: sigmoid}}"],
+        ["evaluation.calibrations has 'kindness'; there are brevity, positivity"],
+    ),
+    "a calibration of another kind": (
+        ["--evaluation.calibrations", "{brevity: {method: minmax}}"],
+        ["calibrations.brevity.method must be the reward's normalization", "got 'minmax'"],
+    ),
+    "a calibration without a width": (
+        ["--evaluation.calibrations", "{brevity: {method: sigmoid, scale: 0}}"],
+        ["scale must be positive, and low below high, got scale 0"],
+    ),
     "a strategy that does not exist": (
         ["--strategy.name", "fedprox"],
         ["strategy.name must be one of firm, fedavg", "got 'fedprox'"],

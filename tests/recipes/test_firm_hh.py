@@ -178,6 +178,24 @@ def test_a_run_does_not_resume_under_another_reward(tmp_path, capsys):
     assert [path.read_bytes() for path in files] == before
 
 
+def test_a_calibration_that_was_fixed_beforehand_is_the_one_that_counts(tmp_path):
+    fixed = {"method": "sigmoid", "mean": 0.25, "scale": 2.0, "num_samples": 7}
+    out = tmp_path / "run"
+    done = recipe(
+        "--evaluation.calibrations",
+        json.dumps({"brevity": fixed}),
+        "--out",
+        out,
+        "--rounds",
+        "1",
+    )
+    assert done.returncode == 0, done.stderr
+    with (out / "metrics.jsonl").open() as rows:
+        first = json.loads(next(rows))
+    assert first["calibration"]["brevity"] == fixed
+    assert first["calibration"]["positivity"]["num_samples"] == 32
+
+
 def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
     for name in ("hh_tinyllama", "hh_llama32"):
         cfg = parse(Config, ["--config", str(ROOT / f"configs/{name}.yaml")])
