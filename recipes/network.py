@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid_partition
 from firm.federation.engines import Site, SitePolicy, SitesEngine
-from firm.network import console, kits, link
+from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import Daemons, flare_command
 from firm.network.states import DiskStates
@@ -219,7 +219,7 @@ def start_site(cfg: SiteConfig) -> None:
     """Runs a site until it is stopped: its connection to the server, and its own process."""
     host, port = _address(cfg.kit)
     daemons = _site(cfg)
-    _wait_for_server(host, port)
+    _wait_for_server(cfg.kit)
     print(f"{_site_name(cfg.kit)}: server {host}:{port}, log {cfg.kit / OUTPUT}", flush=True)
     _keep_running(daemons)
 
@@ -231,18 +231,17 @@ def submit(cfg: AdminConfig) -> None:
     is back, or a site is.
     """
     federation = _federation(cfg.kit)
-    host, port = _address(cfg.kit)
-    if problem := _reach(host, port):
-        raise UserError(_unreachable(host, port, problem))
+    if problem := _reach(cfg.kit):
+        raise UserError(_unreachable(cfg.kit, problem))
     while _one_job(cfg, federation):
-        _wait_for_server(host, port)
+        _wait_for_server(cfg.kit)
 
 
 def status(cfg: AdminConfig) -> None:
     """Prints who is connected and what runs."""
     federation = _federation(cfg.kit)
     host, port = _address(cfg.kit)
-    with _session(cfg.kit, host, port) as opened:
+    with _session(cfg.kit) as opened:
         info = opened.get_system_info()
         connected = {client.name for client in info.client_info}
         rows = [[s, "connected" if s in connected else "away"] for s in federation.sites]
@@ -254,13 +253,12 @@ def status(cfg: AdminConfig) -> None:
 
 def stop(cfg: AdminConfig) -> None:
     """Stops what runs; its last checkpoint stays, and `submit` goes on from it."""
-    host, port = _address(cfg.kit)
-    with _session(cfg.kit, host, port) as opened:
-        running = [job for job in opened.list_jobs() if not job["status"].startswith("FINISHED")]
-        for job in running:
-            opened.abort_job(job["job_id"])
-            print(f"{job['job_name']} stops")
-        if not running:
+    with _session(cfg.kit) as opened:
+        jobs = console.unfinished(opened)
+        for job, name in jobs.items():
+            opened.abort_job(job)
+            print(f"{name} stops")
+        if not jobs:
             print("nothing runs")
 
 
@@ -273,7 +271,7 @@ def demo(cfg: FederationConfig) -> None:
     provision(cfg)
     with ExitStack() as stack:
         stack.enter_context(_server(ServerConfig(cfg.out / "server")))
-        _wait_for_server("localhost", port)
+        _wait_for_server(cfg.out / "admin")
         for site in cfg.sites:
             stack.enter_context(_site(SiteConfig(cfg.out / site)))
         submit(AdminConfig(cfg.out / "admin"))
@@ -436,9 +434,12 @@ def _clients_by_site(federation: FederationConfig) -> dict[str, list[str]]:
 def _address(kit: Path) -> tuple[str, int]:
     _federation(kit)
     try:
-        return kits.server_address(kit)
+        address = kits.server_address(kit)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if problem := certificates.expiry(kit):
+        raise UserError(f"{problem}; ask whoever made the kits for new ones.")
+    return address
 
 
 def _server(cfg: ServerConfig) -> Daemons:
@@ -519,32 +520,41 @@ def _check_port(port: int) -> None:
             ) from error
 
 
-def _reach(host: str, port: int) -> str | None:
-    """Why the server cannot be reached; None if it can."""
+def _reach(kit: Path) -> str | None:
+    """Why the server of a site's or an administrator's kit cannot be reached; None if it can.
+
+    Raises:
+        UserError: It can, and server and kit do not accept each other.
+    """
+    host, port = _address(kit)
     try:
-        with socket.create_connection((host, port), timeout=5):
-            return None
+        problem = certificates.refusal(kit, host, port)
     except OSError as error:
         return error.strerror or str(error)
+    if problem:
+        raise UserError(f"{host}:{port}: {problem}; take the kit that was made with the server's.")
+    return None
 
 
-def _wait_for_server(host: str, port: int) -> None:
+def _wait_for_server(kit: Path) -> None:
     """Waits for the server, and says so."""
+    host, port = _address(kit)
     told = None
-    while problem := _reach(host, port):
+    while problem := _reach(kit):
         if problem != told:
             print(f"{host}:{port} cannot be reached ({problem}); trying again", flush=True)
             told = problem
         time.sleep(2)
 
 
-def _session(kit: Path, host: str, port: int) -> Any:
-    if problem := _reach(host, port):
-        raise UserError(_unreachable(host, port, problem))
+def _session(kit: Path) -> Any:
+    if problem := _reach(kit):
+        raise UserError(_unreachable(kit, problem))
     return console.session(kit)
 
 
-def _unreachable(host: str, port: int, problem: str) -> str:
+def _unreachable(kit: Path, problem: str) -> str:
+    host, port = _address(kit)
     return (
         f"{host}:{port} cannot be reached ({problem}); start the server with recipes/network.py "
         "start-server, or correct the way to it."
@@ -560,7 +570,8 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
     job = None
     try:
         with console.session(cfg.kit) as opened:
-            job = console.running(opened, cfg.name)
+            jobs = console.unfinished(opened)
+            job = next((job for job, name in jobs.items() if name == cfg.name), None)
             known = "runs already" if job else "submitted"
             job = job or console.submit(
                 opened,
@@ -574,7 +585,7 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
             print(f"run {cfg.name} {known}, job {job}", flush=True)
             return cfg.follow and _follow(opened, job, list(federation.sites))
     except (SessionClosed, ConnectionError, NoConnection) as error:
-        if job is None and not _reach(*_address(cfg.kit)):
+        if job is None and not _reach(cfg.kit):
             raise UserError(f"the server does not take the run: {error}") from error
         print("the server is lost; the run goes on when it is back", flush=True)
         return True

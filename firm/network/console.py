@@ -102,14 +102,15 @@ def submit(
         return opened.submit_job(str(job))
 
 
-def running(opened: Session, name: str) -> str | None:
-    """Returns the job of this name that waits or runs; None if there is none."""
+def unfinished(opened: Session) -> dict[str, str]:
+    """Returns the jobs that wait or run, and the name of each."""
     # A job that ran when the server was killed is listed as running ever after.
     alive = {job.job_id for job in opened.get_system_info().job_info}
-    for job in opened.list_jobs():
-        if job["job_name"] == name and (job["status"] == "SUBMITTED" or job["job_id"] in alive):
-            return str(job["job_id"])
-    return None
+    return {
+        job["job_id"]: job["job_name"]
+        for job in opened.list_jobs()
+        if job["status"] == "SUBMITTED" or job["job_id"] in alive
+    }
 
 
 def without_part(opened: Session) -> list[str]:

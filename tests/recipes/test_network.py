@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,35 @@ def test_a_port_in_use_is_told_before_anything_is_written(kits):
     with socket.create_server(("", port)), in_use:
         network.start_server(network.ServerConfig(kits / "server"))
     assert not (kits / "server/server.yaml").exists()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """A day on which no certificate of these kits holds any more."""
+    day = datetime.now(UTC) + timedelta(days=1000)
+    expiry = network.certificates.expiry
+    monkeypatch.setattr(network.certificates, "expiry", lambda kit: expiry(kit, now=day))
+
+
+def test_a_certificate_that_has_ended_is_told_before_anything_starts(kits, late):
+    for command, config in (
+        (network.start_server, network.ServerConfig(kits / "server")),
+        (network.start_site, network.SiteConfig(kits / "bank")),
+        (network.submit, network.AdminConfig(kits / "admin")),
+    ):
+        with pytest.raises(UserError, match=r"\.(crt|pem) is valid from .* ask whoever made"):
+            command(config)
+
+
+@pytest.mark.slow
+def test_a_server_of_another_federation_is_told(kits, tmp_path):
+    port = network._federation(kits / "server").port
+    other = _federation(tmp_path, port=port)
+    network.provision(other)
+    with Party(other.out / "server", "start-server"):
+        _until(lambda: not network._reach(other.out / "admin"))
+        with pytest.raises(UserError, match=r"certificate is not one of this kit's.*take the kit"):
+            network.submit(network.AdminConfig(kits / "admin"))
 
 
 def test_a_folder_that_is_no_kit_is_told(tmp_path):
@@ -316,7 +346,7 @@ def running(tmp_path):
             parties = {"server": stack.enter_context(Party(cfg.out / "server", "start-server"))}
             for site in SITES:
                 parties[site] = stack.enter_context(Party(cfg.out / site, "start-site"))
-            _until(lambda: not network._reach("localhost", port))
+            _until(lambda: not network._reach(cfg.out / "admin"))
             parties["submit"] = stack.enter_context(Party(cfg.out / "admin", "submit"))
             return cfg.out, parties
 

@@ -1,3 +1,4 @@
+import errno
 import random
 from collections.abc import Callable
 
@@ -249,6 +250,31 @@ def test_a_site_that_needs_a_new_start_of_the_run_gets_one_between_rounds(new_ne
     with pytest.raises(SitesReturned, match="bank is back; the run goes on with all sites"):
         _run(engine, state, 1)
     assert len(channel.asked) == num_asked
+
+
+class FullDisk(MemoryStates):
+    """States that cannot be written in one round."""
+
+    def write(self, client, round, state):
+        if round == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(client, round, state)
+
+
+def test_a_full_disk_at_a_site_costs_its_clients_the_round_and_is_told(
+    new_network, new_clients, start, same
+):
+    engine, _ = new_network(states={"hospital": MemoryStates(), "bank": FullDisk()})
+    state, rows = _run(engine, start)
+    reason = "OSError: [Errno 28] No space left on device"
+    assert rows[1]["failures"] == [
+        {"client": name, "reason": reason} for name in ("client_1", "client_2")
+    ]
+    assert rows[2]["failures"] == []
+    alone, local = start, LocalEngine(new_clients())
+    for drawn in (NAMES, ["client_0"], NAMES):
+        alone, _ = STRATEGIES["firm"](alone, drawn, local, FirmConfig())
+    assert same(state.adapter, alone.adapter)
 
 
 def test_too_few_sites_stop_the_run_and_are_named(new_network, start):

@@ -1,0 +1,61 @@
+"""Whether a kit's certificates hold, before anything else is tried with them."""
+
+import socket
+import ssl
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+
+_PATIENCE = 1.0
+"""Seconds in which a server says that it does not accept a certificate; it says nothing if it
+does."""
+
+
+def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
+    """Returns which certificate of a kit is not valid now; None if all are.
+
+    Args:
+        kit: Of a server, a site or an administrator.
+        now: The time; by default the present.
+    """
+    now = now or datetime.now(UTC)
+    for path in sorted([*(kit / "startup").glob("*.crt"), kit / "startup/rootCA.pem"]):
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not first <= now <= last:
+            return (
+                f"{path} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and today is {now:%F}"
+            )
+    return None
+
+
+def refusal(kit: Path, host: str, port: int) -> str | None:
+    """Returns why a server and a kit do not accept each other; None if they do.
+
+    Args:
+        kit: Of a site or an administrator.
+        host: Of the server, as its certificate has it.
+        port: Of the server.
+
+    Raises:
+        OSError: The server cannot be reached.
+    """
+    startup = kit / "startup"
+    context = ssl.create_default_context(cafile=startup / "rootCA.pem")
+    context.load_cert_chain(startup / "client.crt", startup / "client.key")
+    with socket.create_connection((host, port), timeout=5) as connection:
+        try:
+            with context.wrap_socket(connection, server_hostname=host) as secured:
+                secured.settimeout(_PATIENCE)
+                with suppress(TimeoutError):
+                    secured.recv(1)
+        except ssl.SSLCertVerificationError as error:
+            return f"the server's certificate is not one of this kit's ({error.verify_message})"
+        except ssl.SSLError as error:
+            told = str(error.reason or error).lower().replace("_", " ")
+            if "alert" in told:
+                return f"the server does not take this kit's certificate ({told})"
+            return f"what answers there does not speak TLS ({told})"
+    return None
