@@ -328,7 +328,7 @@ def running(tmp_path):
     """Starts a server and its sites: ``running(overrides, **federation)``."""
     with ExitStack() as stack:
 
-        def start(overrides=None, **changes):
+        def start(overrides=None, site_arguments=(), **changes):
             with socket.socket() as probe:
                 probe.bind(("localhost", 0))
                 port = probe.getsockname()[1]
@@ -344,8 +344,9 @@ def running(tmp_path):
             )
             network.provision(cfg)
             parties = {"server": stack.enter_context(Party(cfg.out / "server", "start-server"))}
-            for site in SITES:
-                parties[site] = stack.enter_context(Party(cfg.out / site, "start-site"))
+            for site in cfg.sites:
+                party = Party(cfg.out / site, "start-site", *site_arguments)
+                parties[site] = stack.enter_context(party)
             _until(lambda: not network._reach(cfg.out / "admin"))
             parties["submit"] = stack.enter_context(Party(cfg.out / "admin", "submit"))
             return cfg.out, parties
@@ -390,6 +391,15 @@ def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_pat
     _finished(folder, parties)
     assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path))
     assert all(len(row["clients"]) == 3 for row in _rows(folder, "round"))
+
+
+@pytest.mark.slow
+def test_a_site_of_two_processes_gives_the_same_adapter(running, tmp_path):
+    sites = {"hospital": [0, 2], "bank": [1]}
+    folder, parties = running({"rounds": 2}, ("--processes", "2"), sites=sites)
+    _finished(folder, parties)
+    assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path, rounds=2))
+    assert len(list((folder / "hospital/states").glob("*/process_*/client_*"))) == 2
 
 
 @pytest.mark.slow
