@@ -166,6 +166,21 @@ def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_o
     assert not any(key.endswith(".path") for key in shared)
 
 
+def test_another_base_model_is_noticed_and_another_adapter_is_not():
+    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    world = firm_hh.load(cfg, Processes(), measures=False)
+    before = network.fingerprint(cfg, world)
+    policy = world.trainer.policy_model
+    names = dict(policy.named_parameters())
+    with torch.no_grad():
+        next(value for name, value in names.items() if "lora_" in name).add_(1.0)
+    assert network.fingerprint(cfg, world) == before
+    with torch.no_grad():
+        names[min(name for name in names if "lora_" not in name)].view(-1)[-1:].add_(1e-3)
+    after = network.fingerprint(cfg, world)
+    assert [key for key in before if before[key] != after[key]] == ["base model"]
+
+
 class _Wire:
     """A network in memory that keeps all that crosses it."""
 
