@@ -34,7 +34,6 @@ RETURNED = "firm.returned"
 _LOOK, _PATIENCE = 2.0, 5.0
 """Seconds between two looks at whether a site that owes an answer is there, and for one look."""
 
-_UNREACHABLE = (ReturnCode.COMMUNICATION_ERROR, ReturnCode.TIMEOUT)
 _PROBLEMS = {
     ReturnCode.EXECUTION_EXCEPTION: "its process has died, or does not answer its site",
     ReturnCode.TASK_ABORTED: "the task was aborted there",
@@ -109,7 +108,7 @@ class FlareChannel:
                 task=tasks[site], fl_ctx=self._context, targets=[site], min_responses=1
             )
         deadline = time.monotonic() + timeout
-        next_look = time.monotonic() + _LOOK
+        next_look, missed = time.monotonic() + _LOOK, set[str]()
         while time.monotonic() < deadline:
             with changed:
                 waiting = [site for site in messages if site not in found]
@@ -119,9 +118,9 @@ class FlareChannel:
             if self._controller.abort_signal.triggered:
                 raise Stopped
             if time.monotonic() >= next_look:
-                gone = self._gone(waiting)
+                missed_before, missed = missed, self._missing(waiting)
                 with changed:
-                    for site in gone:
+                    for site in missed & missed_before:  # a connection may break and come back
                         found.setdefault(site, Lost("it is not connected"))
                 next_look = time.monotonic() + _LOOK
         with changed:
@@ -143,8 +142,8 @@ class FlareChannel:
         self._returned = [str(site) for site in told["sites"]]
         return {"returned": self._returned}  # FLARE takes an empty answer for none
 
-    def _gone(self, sites: list[str]) -> list[str]:
-        """Those of these sites where this job runs no more: the connection or the job has ended."""
+    def _missing(self, sites: list[str]) -> set[str]:
+        """Those of these sites to which there is no way: the connection or their job has ended."""
         replies = self._engine.send_aux_request(
             targets=sites,
             topic="firm.there",
@@ -153,11 +152,8 @@ class FlareChannel:
             fl_ctx=self._context,
             optional=True,
         )
-        return [
-            site
-            for site in sites
-            if site in replies and replies[site].get_return_code() in _UNREACHABLE
-        ]
+        gone = ReturnCode.COMMUNICATION_ERROR  # a site that is slow to say anything is not gone
+        return {site for site, reply in replies.items() if reply.get_return_code() == gone}
 
     @property
     def _context(self) -> Any:
