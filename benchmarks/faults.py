@@ -32,7 +32,7 @@ from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.network import console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command
+from firm.network.daemons import Daemons, flare_command, search_path, wait_for_port
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli
 from recipes import firm_hh
@@ -354,7 +354,7 @@ def nvflare(folder: Path) -> list[Outcome]:
             daemons.append(_daemons(made[site], {"connection": connection, "process": command}))
         for each in daemons:
             stack.enter_context(each)
-        _wait(port)
+        wait_for_port(port)
         with console.session(made["admin"]) as opened:
             job = console.submit(
                 opened,
@@ -380,18 +380,7 @@ def _daemons(kit: Path, commands: dict[str, list[str]]) -> Daemons:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def _wait(port: int) -> None:
-    for _ in range(300):
-        try:
-            socket.create_connection(("localhost", port), timeout=1).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError("the server did not start")
+    return {**os.environ, **search_path(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 # --- The table ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import torch
 from firm.federation.serialization import pack, unpack
 from firm.network import console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command
+from firm.network.daemons import Daemons, flare_command, search_path, wait_for_port
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent
@@ -116,7 +116,7 @@ def _run(
         kits.prepare_server(made["server"], controller=CONTROLLER)
         server = flare_command("server", made["server"])
         stack.enter_context(_daemons(made["server"], {"server": server}))
-        _wait(port)
+        wait_for_port(port)
         relay = Relay(port) if count_bytes else None
         for site in sites:
             profile = kits.prepare_site(made[site], site=site)
@@ -205,8 +205,7 @@ def serve(profile: Path) -> None:
 
 
 def _daemons(kit: Path, commands: dict[str, list[str]]) -> Daemons:
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    return Daemons(commands, output=kit / "output.txt", environment={"PYTHONPATH": path})
+    return Daemons(commands, output=kit / "output.txt", environment=search_path(ROOT))
 
 
 class Relay:
@@ -247,16 +246,6 @@ def _redirect(kit: Path, port: int, other: int) -> None:
     path = kit / "startup/fed_client.json"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(f":{port}", f":{other}"), encoding="utf-8")
-
-
-def _wait(port: int) -> None:
-    for _ in range(300):
-        try:
-            socket.create_connection(("localhost", port), timeout=1).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError("the server did not start")
 
 
 if __name__ == "__main__":

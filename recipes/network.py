@@ -41,7 +41,7 @@ from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid
 from firm.federation.engines import Site, SitePolicy, SitesEngine
 from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command
+from firm.network.daemons import Daemons, flare_command, search_path
 from firm.network.states import DiskStates
 from firm.run import Run, UserError, compose, print_table, run_cli, to_dict, to_yaml
 from firm.run.directory import leaves
@@ -486,10 +486,8 @@ def _command(party: str, kit: Path) -> str:
 
 def _daemons(kit: Path, commands: Mapping[str, list[str]]) -> Daemons:
     """The processes of a kit; relative paths of the run start from this process's folder."""
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    return Daemons(
-        commands, output=kit / OUTPUT, environment={"PYTHONPATH": path, _HERE: str(Path.cwd())}
-    )
+    environment = {**search_path(ROOT), _HERE: str(Path.cwd())}
+    return Daemons(commands, output=kit / OUTPUT, environment=environment)
 
 
 def _keep_running(daemons: Daemons) -> None:

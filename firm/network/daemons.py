@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,31 @@ def flare_command(role: Literal["server", "client"], kit: Path, site: str = "") 
         "org=firm",
         "config_folder=config",
     ]
+
+
+def search_path(*folders: Path) -> dict[str, str]:
+    """Returns variables by which another Python finds what this one does, and what lies in folders.
+
+    Args:
+        folders: To be searched first.
+    """
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *sys.path])}
+
+
+def wait_for_port(port: int, patience: float = 60.0) -> None:
+    """Waits until something on this machine listens at a port.
+
+    Raises:
+        TimeoutError: Nothing does within `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("localhost", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(f"nothing listens at port {port} after {patience:g} s.")
 
 
 @dataclass
