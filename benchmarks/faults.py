@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.network import console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command, search_path, wait_for_port
+from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli
 from recipes import firm_hh
@@ -337,9 +336,7 @@ def _twice(packed: bytes) -> bytes:
 def nvflare(folder: Path) -> list[Outcome]:
     """A server and three sites on this machine."""
     with ExitStack() as stack:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         sites = {f"site_{index}": f"client_{index}" for index in range(3)}
         made = kits.provision(
             folder / "kits", name="faults", host="localhost", port=port, sites=list(sites)

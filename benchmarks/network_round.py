@@ -26,7 +26,7 @@ import torch
 from firm.federation.serialization import pack, unpack
 from firm.network import console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command, search_path, wait_for_port
+from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent
@@ -107,9 +107,7 @@ def _run(
     """The rounds of a job, and the bytes that it sent, which takes time and so a job of its own."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         made = kits.provision(
             folder / "kits", name="benchmark", host="localhost", port=port, sites=sites
         )

@@ -41,7 +41,7 @@ from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid
 from firm.federation.engines import Site, SitePolicy, SitesEngine
 from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command, search_path
+from firm.network.daemons import Daemons, flare_command, free_port, search_path
 from firm.network.states import DiskStates
 from firm.run import Run, UserError, compose, print_table, run_cli, to_dict, to_yaml
 from firm.run.directory import leaves
@@ -264,10 +264,7 @@ def stop(cfg: AdminConfig) -> None:
 
 def demo(cfg: FederationConfig) -> None:
     """Does all of it on this machine: kits, a server, its sites, and a run to its end."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    cfg = replace(cfg, host="localhost", port=port)
+    cfg = replace(cfg, host="localhost", port=free_port())
     provision(cfg)
     with ExitStack() as stack:
         stack.enter_context(_server(ServerConfig(cfg.out / "server")))

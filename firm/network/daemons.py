@@ -53,6 +53,13 @@ def search_path(*folders: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *sys.path])}
 
 
+def free_port() -> int:
+    """Returns a port of this machine at which nothing listens just now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 def wait_for_port(port: int, patience: float = 60.0) -> None:
     """Waits until something on this machine listens at a port.
 

@@ -1,9 +1,9 @@
 """What a strategy may ask of any engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from firm.federation.client import Failure, Reply, State
+from firm.federation.client import Failure, Reply, State, total_seconds
 
 
 class Engine(Protocol):
@@ -39,3 +39,30 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends what the engine started; it is not used afterwards."""
         ...
+
+
+def tell_finished(
+    on_event: Callable[..., None],
+    outcome: Reply | Failure,
+    round_number: int,
+    *,
+    seconds: float | None = None,
+) -> None:
+    """Tells ``on_event`` that a client has finished, and how.
+
+    Args:
+        on_event: As of ``LocalEngine``.
+        outcome: What became of the client.
+        round_number: The round t.
+        seconds: That the client took; by default those that its metrics tell of.
+    """
+    failed = isinstance(outcome, Failure)
+    metrics = {} if failed else getattr(outcome.content, "metrics", {})
+    on_event(
+        "client_finished",
+        client=outcome.client,
+        round=round_number,
+        seconds=total_seconds(metrics) if seconds is None else seconds,
+        reason=outcome.reason if failed else None,
+        metrics=metrics,
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from firm.federation.client import Client, Failure, ProcessLost, Reply, State
+from firm.federation.engines.engine import tell_finished
 from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
@@ -120,15 +121,8 @@ class LocalEngine:
         self._tell("client_started", client=name, round=payload["round"])
         start = time.perf_counter()
         outcome = self._run(task, payload, num_bytes, name)
-        failed = isinstance(outcome, Failure)
-        self._tell(
-            "client_finished",
-            client=name,
-            round=payload["round"],
-            seconds=time.perf_counter() - start,
-            reason=outcome.reason if failed else None,
-            metrics={} if failed else getattr(outcome.content, "metrics", {}),
-        )
+        seconds = time.perf_counter() - start
+        tell_finished(self._tell, outcome, payload["round"], seconds=seconds)
         return outcome
 
     def _tell(self, event: str, **info: Any) -> None:

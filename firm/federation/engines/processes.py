@@ -19,7 +19,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from firm.federation.client import Failure, ProcessLost, Reply, State, total_seconds
+from firm.federation.client import Failure, ProcessLost, Reply, State
+from firm.federation.engines.engine import tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.serialization import pack, unpack
 
@@ -286,7 +287,7 @@ class ProcessesEngine:
                 *(Failure(**failure) for failure in answer["failures"]),
             ):
                 outcomes[outcome.client] = outcome
-                self._tell(outcome, payload["round"])
+                tell_finished(self._on_event, outcome, payload["round"])
         ordered = [outcomes[name] for name in clients]
         replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
@@ -333,18 +334,6 @@ class ProcessesEngine:
 
     def _others(self, asked: Mapping[int, Sequence[str]]) -> list[int]:
         return [rank for rank, names in asked.items() if rank and names]
-
-    def _tell(self, outcome: Reply | Failure, round_number: int) -> None:
-        failed = isinstance(outcome, Failure)
-        metrics = {} if failed else getattr(outcome.content, "metrics", {})
-        self._on_event(
-            "client_finished",
-            client=outcome.client,
-            round=round_number,
-            seconds=total_seconds(metrics),
-            reason=outcome.reason if failed else None,
-            metrics=metrics,
-        )
 
 
 def _interruptible(wait: Callable[[], Result]) -> Result:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from firm.federation.client import Failure, Reply, State, total_seconds
+from firm.federation.client import Failure, Reply, State
+from firm.federation.engines.engine import tell_finished
 from firm.federation.serialization import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class SitesEngine:
         for site, names in asked.items():
             outcomes.update(_outcomes(site, names, answers[site]))
         for name in clients:
-            self._tell(outcomes[name], payload["round"])
+            tell_finished(self._on_event, outcomes[name], payload["round"])
         ordered = [outcomes[name] for name in clients]
         replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
@@ -210,18 +211,6 @@ class SitesEngine:
                 self._lost[site] = raw.reason
                 logger.warning("%s is lost: %s", site, raw.reason)
         return found
-
-    def _tell(self, outcome: Reply | Failure, round_number: int) -> None:
-        failed = isinstance(outcome, Failure)
-        metrics = {} if failed else getattr(outcome.content, "metrics", {})
-        self._on_event(
-            "client_finished",
-            client=outcome.client,
-            round=round_number,
-            seconds=total_seconds(metrics),
-            reason=outcome.reason if failed else None,
-            metrics=metrics,
-        )
 
 
 def _of(names: Sequence[str], payload: State) -> State:
