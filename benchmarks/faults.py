@@ -54,8 +54,8 @@ RAISES, HANGS, KILLED = "the client raises", "hangs past the time limit", "the p
 EARLIER, TWICE = "answers an earlier round", "answers twice"
 EVERYWHERE = (RAISES, *UPDATES, *COUNTS)
 FAULTS = {
-    "local": EVERYWHERE,
-    "processes": (*EVERYWHERE, KILLED),
+    "local": (*EVERYWHERE, HANGS),
+    "processes": (*EVERYWHERE, HANGS, KILLED),
     "nvflare": (*EVERYWHERE, EARLIER, TWICE, HANGS, KILLED),
 }
 
@@ -226,7 +226,7 @@ def local(folder: Path) -> list[Outcome]:
     """All clients in this process."""
     runs = Runs(Processes(), folder)
     return [
-        runs.outcome("local", fault, LocalEngine(runs.clients(runs.names, fault)))
+        runs.outcome("local", fault, LocalEngine(runs.clients(runs.names, fault), timeout=TIMEOUT))
         for fault in FAULTS["local"]
     ]
 
@@ -251,7 +251,7 @@ def member(out: Path) -> None:
     runs = Runs(joined, out.parent)
     outcomes: list[Outcome] = []
     for fault in FAULTS["processes"]:
-        own = LocalEngine(runs.clients(joined.hosted(runs.names), fault))
+        own = LocalEngine(runs.clients(joined.hosted(runs.names), fault), timeout=TIMEOUT)
         engine = ProcessesEngine(joined, runs.names, own)
         if not joined.is_server:
             engine.serve()

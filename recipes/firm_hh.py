@@ -93,7 +93,7 @@ from reward_models import RewardModelConfig, load_reward_model
 ROOT = Path(__file__).parent.parent
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = ("resume", "out", "tracking", "plan")
+FREE_KEYS = ("resume", "out", "tracking", "plan", "client_timeout")
 """What may differ from the run's own configuration when it is resumed."""
 
 
@@ -185,6 +185,9 @@ class Config:
     """Adapter folders that the training starts from, and the share of each in their mean; none: a
     fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
     (arXiv:2306.04488). Not in the paper."""
+    client_timeout: float | None = None
+    """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
+    with several processes per client ends the run. null: as long as it takes."""
     rounds: int = 16
     """Communication rounds T (A.1: 16)."""
     num_clients: int = 8
@@ -225,6 +228,8 @@ class Config:
             raise ValueError(
                 f"processes_per_client must be at least 1, got {self.processes_per_client}."
             )
+        if self.client_timeout is not None and not self.client_timeout > 0:
+            raise ValueError(f"client_timeout must be positive, got {self.client_timeout:g}.")
         if self.strategy.robust.min_updates > self.num_clients:
             raise ValueError(
                 f"strategy.robust.rule {self.strategy.robust.rule} with num_attackers "
@@ -394,7 +399,12 @@ def engine_of(
     names, processes = client_names(cfg), world.processes
     own = processes.hosted(names)
     clients = clients_of(world, cfg, calibrations, own, on_event=on_event)
-    local = LocalEngine(clients, on_event=on_event)
+    local = LocalEngine(
+        clients,
+        timeout=cfg.client_timeout,
+        interrupt=processes.per_client == 1,
+        on_event=on_event,
+    )
     if processes.size == 1:
         return local
     return ProcessesEngine(processes, names, local, on_event=on_event)

@@ -62,6 +62,7 @@ _HERE = "FIRM_FOLDER"
 
 OWN_KEYS = (
     "checkpoints",
+    "client_timeout",
     "data",
     "evaluation",
     "name",
@@ -351,7 +352,12 @@ def site_process(kit: Path) -> None:
             }
         hosted = processes.hosted(names)
         clients = firm_hh.clients_of(world, cfg, calibrations, hosted, prompts=prompts)
-        local = LocalEngine(clients, states=DiskStates(states))
+        local = LocalEngine(
+            clients,
+            timeout=cfg.client_timeout,
+            interrupt=processes.per_client == 1,
+            states=DiskStates(states),
+        )
         return ProcessesEngine(processes, names, local) if processes.size > 1 else local
 
     if not processes.is_server:

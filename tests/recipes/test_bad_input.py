@@ -124,6 +124,10 @@ CASES = {
         ["--config", "FILES/twice.yaml"],
         ["twice.yaml: malformed YAML, line 2: key 'rounds' twice; correct it"],
     ),
+    "no time for a client": (
+        ["--client_timeout", "0"],
+        ["client_timeout must be positive, got 0"],
+    ),
     "a negative beta": (
         ["--strategy.beta", "-0.1"],
         ["strategy.beta must be non-negative, got -0.1"],

@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from firm.federation import RoundFailed
 from firm.run import parse
 from recipes.firm_hh import Config, _alarms, main
 
@@ -194,6 +195,11 @@ def test_a_calibration_that_was_fixed_beforehand_is_the_one_that_counts(tmp_path
         first = json.loads(next(rows))
     assert first["calibration"]["brevity"] == fixed
     assert first["calibration"]["positivity"]["num_samples"] == 32
+
+
+def test_clients_that_need_longer_than_they_have_are_left_out(tmp_path):
+    with pytest.raises(RoundFailed, match=r"TimeoutError: it has not finished within 0\.001 s"):
+        run("--out", tmp_path / "run", "--client_timeout", "0.001")
 
 
 def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():

@@ -14,6 +14,7 @@ import torch
 from firm.federation.client import Client, Failure, ProcessLost, Reply, State
 from firm.federation.engines.engine import tell_finished
 from firm.federation.engines.states import ClientStates, MemoryStates
+from firm.federation.engines.time_limit import GRACE, time_limit
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
 
@@ -32,6 +33,12 @@ class LocalEngine:
         num_workers: Threads that clients run on, each client on whichever is free; 1 runs them on
             the caller's own. Each computes with the number of threads that torch is set to when the
             first client runs; with several workers, one is best: ``torch.set_num_threads(1)``.
+        timeout: Seconds that a client has for a task; by default as long as it takes. It is
+            interrupted then (``time_limit``), which only the program's main thread can be: calls
+            come from there, and there is one worker.
+        interrupt: Whether a client may be interrupted; if not, its process ends. Of processes that
+            work as one on a client (``Team``) one must not give up alone: it would go on with the
+            next client while the others are still at this one.
         states: Where the clients' states are kept; in memory by default.
         on_event: Told of progress: ``on_event("client_started", client=..., round=...)`` and
             ``on_event("client_finished", client=..., round=..., seconds=..., reason=...,
@@ -39,7 +46,8 @@ class LocalEngine:
             client failed. Calls do not overlap.
 
     Raises:
-        ValueError: Clients with one name or different objectives, or no worker.
+        ValueError: Clients with one name or different objectives, no worker, or a limit that is not
+            positive or cannot be kept.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class LocalEngine:
         clients: Sequence[Client],
         *,
         num_workers: int = 1,
+        timeout: float | None = None,
+        interrupt: bool = True,
         states: ClientStates | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
@@ -62,6 +72,12 @@ class LocalEngine:
             )
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}.")
+        if timeout is not None and (num_workers > 1 or not timeout > 0):
+            raise ValueError(
+                f"timeout must be positive and needs num_workers=1, got {timeout:g} and "
+                f"{num_workers}."
+            )
+        self._timeout, self._interrupt = timeout, interrupt
         self._on_event = on_event or (lambda name, **info: None)
         self._event_lock = threading.Lock()
         # asked for its number of threads, a new thread takes over torch's; oneDNN never asks
@@ -80,7 +96,12 @@ class LocalEngine:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
         Any exception of a client is its failure; the traceback goes to the log at level DEBUG.
+
+        Raises:
+            RuntimeError: There is a time limit, and this is not the program's main thread.
         """
+        if self._timeout is not None and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("only the program's main thread can keep a time limit.")
         # the messages differ in one number alone, the last round that was accepted of a client
         num_bytes = len(pack({**payload, "accepted": 0})) - len("0")
         run = partial(self._run_and_tell, task, payload, num_bytes)
@@ -110,6 +131,10 @@ class LocalEngine:
             self._states.write(name, saved["round"], saved["state"])
             self._states.forget(name, saved["round"])
 
+    def patience(self, num_clients: int) -> float | None:
+        """Returns the seconds in which so many clients have ended for certain; None: no limit."""
+        return None if self._timeout is None else num_clients * (self._timeout + GRACE)
+
     def close(self) -> None:
         """Ends the workers, once they are done."""
         if self._pool:
@@ -137,12 +162,14 @@ class LocalEngine:
         message = {**payload, "accepted": accepted_round}
         bytes_down = num_bytes + len(str(accepted_round))
         try:
-            client.restore(accepted_state)
-            content = run_task(client, message)
+            with time_limit(self._timeout, name, interrupt=self._interrupt):
+                client.restore(accepted_state)
+                content = run_task(client, message)
+                state = client.state()
             reply = Reply(name, content, bytes_down, len(pack(content)))
-            self._states.write(name, payload["round"], client.state())
-        except ProcessLost:
-            raise
+            self._states.write(name, payload["round"], state)
+        except ProcessLost as error:
+            raise ProcessLost(f"while {name} worked: {error}") from error
         except Exception as error:
             logger.debug("%s failed in round %d", name, payload["round"], exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph

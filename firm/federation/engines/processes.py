@@ -6,10 +6,10 @@ serve it: they host clients, or work as one with the process that does.
 """
 
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from firm.federation.client import Failure, ProcessLost, Reply, State
 from firm.federation.engines.engine import tell_finished
 from firm.federation.engines.local import LocalEngine
+from firm.federation.engines.time_limit import GRACE
 from firm.federation.serialization import pack, unpack
 
 Result = TypeVar("Result")
@@ -121,18 +122,35 @@ class Processes:
         Raises:
             ProcessLost: It is gone.
         """
+        return self.expect(rank).result()
 
-        def wait() -> Any:
-            length = torch.zeros(1, dtype=torch.int64)
-            dist.recv(length, rank)
-            packed = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(packed, rank)
-            return unpack(packed.numpy().tobytes())
+    def expect(self, rank: int) -> Future[Any]:
+        """Begins to wait for the next message of another process, beside whatever comes after.
 
-        try:
-            return _interruptible(wait)
-        except RuntimeError as error:
-            raise _lost(rank, self.size) from error
+        A thread that waits inside a collective lets no signal through, and a process whose peer has
+        died would have to be killed without a word; one that waits for the result does.
+
+        Returns:
+            The message to be, or ``ProcessLost`` as soon as the other process is gone.
+        """
+        expected: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                length = torch.zeros(1, dtype=torch.int64)
+                dist.recv(length, rank)
+                packed = torch.empty(int(length), dtype=torch.uint8)
+                dist.recv(packed, rank)
+                expected.set_result(unpack(packed.numpy().tobytes()))
+            except RuntimeError as error:
+                lost = _lost(rank, self.size)
+                lost.__cause__ = error
+                expected.set_exception(lost)
+            except BaseException as error:
+                expected.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return expected
 
     def broadcast(self, message: Any = None) -> Any:
         """Returns the server's message to all processes, which give none themselves."""
@@ -271,23 +289,37 @@ class ProcessesEngine:
     def map(
         self, task: str, clients: Sequence[str], payload: State
     ) -> tuple[list[Reply], list[Failure]]:
-        """Returns the replies in the given order, and the failures; see ``Engine``."""
+        """Returns the replies in the given order, and the failures; see ``Engine``.
+
+        Raises:
+            ProcessLost: A process is gone, or hangs beyond its clients' limit; it names them.
+        """
         asked = {rank: self._hosted(rank, clients) for rank in range(self._processes.size)}
         for rank in self._others(asked):
             message = {"do": "map", "task": task, "clients": asked[rank], "payload": payload}
             self._processes.send(message, rank)
             for name in asked[rank] if self._processes.leads(rank) else ():
                 self._on_event("client_started", client=name, round=payload["round"])
-        replies, failures = self._local.map(task, asked[0], payload)
-        outcomes = {outcome.client: outcome for outcome in (*replies, *failures)}
-        for rank in filter(self._processes.leads, self._others(asked)):
-            answer = self._processes.receive(rank)
-            for outcome in (
-                *(Reply(**reply) for reply in answer["replies"]),
-                *(Failure(**failure) for failure in answer["failures"]),
-            ):
-                outcomes[outcome.client] = outcome
-                tell_finished(self._on_event, outcome, payload["round"])
+        # waited for from now on, to see which process is gone first
+        expected = {
+            rank: self._processes.expect(rank)
+            for rank in filter(self._processes.leads, self._others(asked))
+        }
+        try:
+            replies, failures = self._local.map(task, asked[0], payload)
+            outcomes = {outcome.client: outcome for outcome in (*replies, *failures)}
+            for rank in expected:
+                answer = self._answer(rank, asked[rank], expected[rank])
+                for outcome in (
+                    *(Reply(**reply) for reply in answer["replies"]),
+                    *(Failure(**failure) for failure in answer["failures"]),
+                ):
+                    outcomes[outcome.client] = outcome
+                    tell_finished(self._on_event, outcome, payload["round"])
+        except ProcessLost as error:
+            if culprit := self._culprit(expected, asked):
+                raise culprit from error
+            raise
         ordered = [outcomes[name] for name in clients]
         replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
@@ -328,6 +360,26 @@ class ProcessesEngine:
             except ProcessLost:
                 continue
 
+    def _answer(self, rank: int, clients: Sequence[str], expected: Future[Any]) -> Any:
+        patience = self._local.patience(len(clients))
+        try:
+            return expected.result(None if patience is None else patience + GRACE)
+        except TimeoutError as error:
+            raise ProcessLost(
+                f"process {rank} of the run's {self._processes.size} does not answer, which works "
+                f"on {', '.join(clients)}; end it, then resume from the last checkpoint."
+            ) from error
+
+    def _culprit(
+        self, expected: Mapping[int, Future[Any]], asked: Mapping[int, Sequence[str]]
+    ) -> ProcessLost | None:
+        """The loss of the process that is gone, by the names of its clients; None if none is."""
+        ended = wait(expected.values(), timeout=1, return_when=FIRST_EXCEPTION).done
+        for rank, each in expected.items():
+            if each in ended and isinstance(each.exception(), ProcessLost):
+                return _lost(rank, self._processes.size, asked[rank])
+        return None
+
     def _hosted(self, rank: int, clients: Sequence[str]) -> list[str]:
         hosted = self._processes.hosted_by(rank, self._clients)
         return [name for name in clients if name in hosted]
@@ -336,35 +388,11 @@ class ProcessesEngine:
         return [rank for rank, names in asked.items() if rank and names]
 
 
-def _interruptible(wait: Callable[[], Result]) -> Result:
-    """Returns what a blocking call gives, while signals are still attended to.
-
-    A thread that waits inside a collective lets no signal through, and a process whose peer has
-    died would have to be killed without a word.
-    """
-    outcome: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
-
-    def run() -> None:
-        try:
-            outcome.put((wait(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    while True:
-        try:
-            result, error = outcome.get(timeout=0.5)
-        except queue.Empty:
-            continue
-        if error:
-            raise error
-        return result
-
-
-def _lost(rank: int, size: int) -> ProcessLost:
+def _lost(rank: int, size: int, clients: Sequence[str] = ()) -> ProcessLost:
+    work = f", which worked on {', '.join(clients)}," if clients else ""
     return ProcessLost(
-        f"process {rank} of the run's {size} is gone, its own message stands above; "
-        "repair the cause, then resume from the last checkpoint."
+        f"process {rank} of the run's {size}{work} is gone; unless it was killed, its own message "
+        "stands above; repair the cause, then resume from the last checkpoint."
     )
 
 
