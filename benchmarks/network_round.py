@@ -66,8 +66,8 @@ class Rounds(SitesController):
         """Runs all rounds of both kinds."""
         payload = torch.zeros(self._size)
         rows = []
-        for kind in LIMITS:
-            for number in range(self._num_rounds):
+        for number in range(self._num_rounds):
+            for kind in LIMITS:
                 start = time.perf_counter()
                 if kind == "two phases":
                     self._ask(channel, {"payload": payload, "returns": False})
