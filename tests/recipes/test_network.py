@@ -418,6 +418,33 @@ def test_a_site_of_two_processes_gives_the_same_adapter(running, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(running, tmp_path):
+    sites = {"hospital": [0, 2], "bank": [1]}
+    team = ("--processes", "2", "--processes_per_client", "2")
+    folder, parties = running({"rounds": 2}, team, sites=sites)
+    _finished(folder, parties)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    settings = {
+        **OVERRIDES,
+        "rounds": 2,
+        "processes_per_client": 2,
+        "config": ROOT / "configs/smoke.yaml",
+        "out": tmp_path / "alone",
+    }
+    options = [f"--{key}={value}" for key, value in settings.items()]
+    alone = subprocess.run(
+        [sys.executable, *launcher, "recipes/firm_hh.py", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert _adapter(folder / "server/runs/run") == _adapter(tmp_path / "alone")
+    assert len(list((folder / "bank/states").glob("*/process_*/client_1"))) == 2
+
+
+@pytest.mark.slow
 def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running):
     folder, parties = running({"rounds": 8})
     _until(lambda: len(_rows(folder, "round")) >= 2)
