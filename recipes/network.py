@@ -459,6 +459,7 @@ def _server(cfg: ServerConfig) -> Daemons:
 def _site(cfg: SiteConfig) -> Daemons:
     """Makes a site ready to start."""
     _address(cfg.kit)
+    check_not_held(cfg.kit)
     site = _site_name(cfg.kit)
     _run_config(cfg.kit / "run.yaml", cfg.overrides)
     own = replace(cfg, kit=cfg.kit.resolve())

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import IO, Literal, Self
 
 from firm.run import UserError
+from firm.run.lock import hold, name_holders
 
 SOON, MANY = 20.0, 5
 """A process that ends within these seconds of its start has failed; after so many times in a row
@@ -87,9 +88,12 @@ class _Daemon:
 class Daemons:
     """Starts processes, starts those again that end, and ends them all, with what they started.
 
+    As long as one of them lives, nobody else starts any for the same folder, even if this process
+    was killed and left them behind.
+
     Args:
         commands: By a name that a person understands.
-        output: File that all that they print is added to.
+        output: File that all that they print is added to, in the folder that they are for.
         environment: Variables beside this process's own.
     """
 
@@ -104,11 +108,19 @@ class Daemons:
         self._environment = {**os.environ, **environment}
         self._daemons: dict[str, _Daemon] = {}
         self._file: IO[bytes] | None = None
+        self._lock = -1
 
     def __enter__(self) -> Self:
+        """Starts them.
+
+        Raises:
+            UserError: Some run for the same folder already; they are named.
+        """
+        self._lock = hold(self._output.parent)
         self._file = self._output.open("ab")
         for name, command in self._commands.items():
             self._daemons[name] = _Daemon(command, self._start(command), time.monotonic())
+        self._name_processes()
         return self
 
     def __exit__(
@@ -121,6 +133,7 @@ class Daemons:
             _end(daemon.process)
         if self._file:
             self._file.close()
+        os.close(self._lock)
 
     def process_id(self, name: str) -> int:
         """Returns the present process's number."""
@@ -144,6 +157,11 @@ class Daemons:
                     f"end of {self._output}."
                 )
             daemon.process, daemon.started = self._start(daemon.command), time.monotonic()
+            self._name_processes()
+
+    def _name_processes(self) -> None:
+        own = [daemon.process.pid for daemon in self._daemons.values()]
+        name_holders(self._lock, [os.getpid(), *own])
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -152,6 +170,7 @@ class Daemons:
             stdout=self._file,
             stderr=self._file,
             env=self._environment,
+            pass_fds=(self._lock,),
             start_new_session=True,
         )
 

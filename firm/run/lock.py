@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from firm.run.errors import UserError
@@ -36,12 +37,18 @@ def hold(folder: Path, *, shown: Path | None = None) -> int:
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _lock(descriptor, fcntl.LOCK_EX, shown or folder)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+        name_holders(descriptor, [os.getpid()])
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def name_holders(descriptor: int, processes: Sequence[int]) -> None:
+    """Says which processes have the descriptor, for whoever comes after."""
+    numbers = ", ".join(map(str, processes))
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{numbers} on {socket.gethostname()}".encode(), 0)
 
 
 def check_not_held(folder: Path) -> None:
@@ -62,7 +69,7 @@ def _lock(descriptor: int, kind: int, shown: Path) -> None:
     except BlockingIOError:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace")
         raise UserError(
-            f"the run directory {shown} is in use by process {holder or 'unknown'}; "
+            f"the directory {shown} is in use by process {holder or 'unknown'}; "
             "wait until it has ended, stop it, or choose another path."
         ) from None
     except OSError as error:

@@ -312,12 +312,12 @@ RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] =
     "another process writes to it": (
         another_process,
         ["--resume", "true"],
-        [f"the run directory RUN is in use by process {os.getpid()} on ", "wait until it has end"],
+        [f"the directory RUN is in use by process {os.getpid()} on ", "wait until it has end"],
     ),
     "another process writes to it, and nobody said resume": (
         another_process,
         [],
-        [f"the run directory RUN is in use by process {os.getpid()} on ", "choose another path"],
+        [f"the directory RUN is in use by process {os.getpid()} on ", "choose another path"],
     ),
     "it has another configuration": (
         nothing,

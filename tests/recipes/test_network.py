@@ -21,8 +21,10 @@ from firm.federation import LocalEngine, Processes, ServerState
 from firm.federation.engines import Site, SitePolicy, SitesEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
+from firm.network.daemons import free_port
 from firm.run import UserError, compose, to_dict
 from firm.run.directory import leaves
+from firm.run.lock import hold
 from recipes import firm_hh, network
 
 ROOT = Path(__file__).parents[2]
@@ -78,10 +80,7 @@ def test_kits_that_exist_are_not_touched(tmp_path):
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory):
     """The kits of a federation whose server does not run."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    cfg = _federation(tmp_path_factory.mktemp("kits"), port=port)
+    cfg = _federation(tmp_path_factory.mktemp("kits"), port=free_port())
     network.provision(cfg)
     return cfg.out
 
@@ -127,6 +126,16 @@ def test_a_server_of_another_federation_is_told(kits, tmp_path):
         _until(lambda: not network._reach(other.out / "admin"))
         with pytest.raises(UserError, match=r"certificate is not one of this kit's.*take the kit"):
             network.submit(network.AdminConfig(kits / "admin"))
+
+
+def test_a_site_that_runs_already_is_told_before_anything_is_written(kits):
+    descriptor = hold(kits / "bank")
+    try:
+        with pytest.raises(UserError, match=rf"bank is in use by process {os.getpid()} on "):
+            network.start_site(network.SiteConfig(kits / "bank"))
+    finally:
+        os.close(descriptor)
+    assert not (kits / "bank/site.yaml").exists()
 
 
 def test_a_folder_that_is_no_kit_is_told(tmp_path):
@@ -344,12 +353,9 @@ def running(tmp_path):
     with ExitStack() as stack:
 
         def start(overrides=None, site_arguments=(), **changes):
-            with socket.socket() as probe:
-                probe.bind(("localhost", 0))
-                port = probe.getsockname()[1]
             cfg = _federation(
                 tmp_path,
-                port=port,
+                port=free_port(),
                 overrides={**OVERRIDES, **(overrides or {})},
                 timeout=120,
                 meeting_timeout=15,

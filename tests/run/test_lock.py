@@ -79,7 +79,7 @@ def test_a_run_is_free_once_it_has_ended(tmp_path: Path) -> None:
 def test_of_two_that_create_the_same_run_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".a.draft").mkdir()
     descriptor = hold(tmp_path / ".a.draft")  # the other is halfway through
-    with pytest.raises(UserError, match=rf"the run directory {tmp_path}/a is in use by process"):
+    with pytest.raises(UserError, match=rf"the directory {tmp_path}/a is in use by process"):
         Run.create(tmp_path / "a", {})
     os.close(descriptor)  # it died
     Run.create(tmp_path / "a", {})
