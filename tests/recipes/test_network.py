@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
@@ -406,6 +407,25 @@ def _alone(tmp_path, **overrides) -> Path:
     return firm_hh.main(compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], settings))
 
 
+def _with_clients(rounds: list[list[str]], tmp_path) -> list[torch.Tensor]:
+    """The adapter of a run in one process that draws these clients, round by round."""
+    settings = [*OVERRIDES.items(), ("rounds", len(rounds))]
+    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], settings)
+    world = firm_hh.load(cfg, Processes())
+    calibrations = firm_hh.common_calibrations(world, cfg, tmp_path)
+    engine = LocalEngine(firm_hh.clients_of(world, cfg, calibrations, firm_hh.client_names(cfg)))
+    state = ServerState(world.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
+    for drawn in rounds:
+        state, _ = STRATEGIES["firm"](state, drawn, engine, cfg.strategy)
+    return [tensor for _, tensor in sorted(state.adapter.items())]
+
+
+def _same(run: Path, expected: list[torch.Tensor]) -> bool:
+    saved = load_file(run / "adapter/adapter_model.safetensors")
+    pairs = zip([tensor for _, tensor in sorted(saved.items())], expected, strict=True)
+    return all(torch.equal(mine, other) for mine, other in pairs)
+
+
 @pytest.mark.slow
 def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_path):
     folder, parties = running()
@@ -451,7 +471,7 @@ def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(run
 
 
 @pytest.mark.slow
-def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running):
+def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running, tmp_path):
     folder, parties = running({"rounds": 8})
     _until(lambda: len(_rows(folder, "round")) >= 2)
     os.kill(parties["bank"].find("site-process"), signal.SIGKILL)
@@ -462,10 +482,11 @@ def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running):
     reasons = [f["reason"] for row in _rows(folder, "round") for f in row["failures"]]
     assert reasons
     assert all("bank" in reason for reason in reasons)
+    assert _same(folder / "server/runs/run", _with_clients(rounds, tmp_path))
 
 
 @pytest.mark.slow
-def test_a_site_that_is_gone_and_back_takes_part_again(running):
+def test_a_site_that_is_gone_and_back_takes_part_again(running, tmp_path):
     folder, parties = running({"rounds": 16})
     _until(lambda: len(_rows(folder, "round")) >= 2)
     parties["bank"].kill_tree()
@@ -476,6 +497,7 @@ def test_a_site_that_is_gone_and_back_takes_part_again(running):
     assert len(rounds) == 16
     assert ["client_0", "client_2"] in rounds
     assert rounds[-1] == ["client_0", "client_1", "client_2"]
+    assert _same(folder / "server/runs/run", _with_clients(rounds, tmp_path))
 
 
 @pytest.mark.slow
