@@ -572,41 +572,29 @@ def _point_table(fronts: Mapping[str, Front]) -> Table:
     extras = dict.fromkeys(
         name for front in fronts.values() for point in front.points for name in point.scores
     )
-    rows = [
-        [
-            point.name,
-            method,
-            _shares(point.preference),
-            str(point.seed),
-            *(formats.measure(Measure(point.rewards[n], point.errors[n])) for n in objectives),
-            *(formats.number(point.scores.get(name)) for name in extras),
-            formats.number(point.kl),
-            point.collapse or "no",
-            _names(beaten[method, point.name]),
-        ]
-        for method, front in fronts.items()
-        for point in front.points
-    ]
     labels = ["parse rate" if n == "parse" else n.replace("true_", "true ", 1) for n in extras]
-    num_figures = len(objectives) + len(labels)
+    points = [(method, point) for method, front in fronts.items() for point in front.points]
+    columns = [("model", [point.name for _, point in points])]
+    if len(fronts) > 1:
+        columns.append(("method", [method for method, _ in points]))
+    columns.append(("preference", [_shares(point.preference) for _, point in points]))
+    for name in objectives:
+        measures = [Measure(point.rewards[name], point.errors[name]) for _, point in points]
+        columns.append((name, [formats.measure(measure) for measure in measures]))
+    for name, label in zip(extras, labels, strict=True):
+        columns.append((label, [formats.number(point.scores.get(name)) for _, point in points]))
+    columns.append(("KL", [formats.number(point.kl) for _, point in points]))
+    if any(point.collapse for _, point in points):
+        columns.append(("collapsed", [point.collapse or "no" for _, point in points]))
+    columns.append(("dominated by", [_names(beaten[method, p.name]) for method, p in points]))
     return Table(
         "Models",
         "On the test prompts: rewards in [0, 1] ± standard error over the prompts, raw scores "
         "beside them, KL from the base model in nats per reply. Dominated by models of any "
         "method.",
-        [
-            "model",
-            "method",
-            "preference",
-            "seed",
-            *objectives,
-            *labels,
-            "KL",
-            "collapsed",
-            "dominated by",
-        ],
-        rows,
-        words=frozenset({1, num_figures + 5}),
+        [label for label, _ in columns],
+        [list(row) for row in zip(*(cells for _, cells in columns), strict=True)],
+        words=frozenset({1, len(columns) - 1} if len(fronts) > 1 else {len(columns) - 1}),
     )
 
 
