@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,14 +28,16 @@ from firm.federation import Adapter, Client, Engine, LocalEngine, Processes, Ser
 from firm.federation.engines import ProcessesEngine, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
-from firm.network import console, kits, link
+from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
+from firm.network.daemons import search_path
+from firm.network.loopback import run_job
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli
 from recipes import firm_hh
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**search_path(ROOT), "OMP_NUM_THREADS": "1"}
 CONTROLLER = "benchmarks.faults.Program"
 NUM_ROUNDS, FAULTY_ROUND, CULPRIT = 4, 2, "client_1"
 TIMEOUT, MEETING_TIMEOUT, HANG = 10.0, 30.0, 15.0  # seconds
@@ -237,7 +238,7 @@ def processes(folder: Path) -> list[Outcome]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     subprocess.run(
         [sys.executable, *launcher, __file__, "--member", str(out)],
-        env=_environment(),
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=False,  # the last fault kills one of them
@@ -335,49 +336,27 @@ def _twice(packed: bytes) -> bytes:
 
 def nvflare(folder: Path) -> list[Outcome]:
     """A server and three sites on this machine."""
-    with ExitStack() as stack:
-        port = free_port()
-        sites = {f"site_{index}": f"client_{index}" for index in range(3)}
-        made = kits.provision(
-            folder / "kits", name="faults", host="localhost", port=port, sites=list(sites)
-        )
-        kits.prepare_server(made["server"], controller=CONTROLLER)
-        daemons = [_daemons(made["server"], {"server": flare_command("server", made["server"])})]
-        for site, client in sites.items():
-            profile, own = kits.prepare_site(made[site], site=site), folder / site
-            own.mkdir()
-            command = [sys.executable, __file__, "--site", str(profile), client, str(own)]
-            connection = flare_command("client", made[site], site)
-            daemons.append(_daemons(made[site], {"connection": connection, "process": command}))
-        for each in daemons:
-            stack.enter_context(each)
-        wait_for_port(port)
-        with console.session(made["admin"]) as opened:
-            job = console.submit(
-                opened,
-                name="faults",
-                sites=list(sites),
-                controller=CONTROLLER,
-                arguments={"folder": str(folder)},
-                heartbeat_interval=1.0,
-                heartbeat_timeout=8.0,
-            )
-            while not str(opened.get_job_meta(job).get("status")).startswith("FINISHED"):
-                for each in daemons:
-                    each.watch()
-                time.sleep(0.5)
-            if not (folder / "outcomes.json").exists():
-                raise RuntimeError(f"the job ended early: {console.reason(opened, job)[0]}")
-        told = json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
-        return [Outcome(**fields) for fields in told]
+    clients = {f"site_{index}": f"client_{index}" for index in range(3)}
 
+    def site_command(site: str, profile: Path) -> list[str]:
+        own = folder / site
+        own.mkdir()
+        return [sys.executable, __file__, "--site", str(profile), clients[site], str(own)]
 
-def _daemons(kit: Path, commands: dict[str, list[str]]) -> Daemons:
-    return Daemons(commands, output=kit / "output.txt", environment=_environment())
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, **search_path(ROOT), "OMP_NUM_THREADS": "1"}
+    reason = run_job(
+        folder / "kits",
+        name="faults",
+        controller=CONTROLLER,
+        arguments={"folder": str(folder)},
+        sites=list(clients),
+        site_command=site_command,
+        environment=ENVIRONMENT,
+        heartbeat_timeout=8.0,
+    )
+    if not (folder / "outcomes.json").exists():
+        raise RuntimeError(f"the job ended early: {reason}")
+    told = json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
+    return [Outcome(**fields) for fields in told]
 
 
 # --- The table ------------------------------------------------------------------------------------

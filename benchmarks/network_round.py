@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from firm.federation.serialization import pack, unpack
-from firm.network import console, kits, link
+from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
+from firm.network.daemons import search_path
+from firm.network.loopback import run_job
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent
@@ -105,43 +106,34 @@ def _run(
     cfg: Config, sites: list[str], num_rounds: int, *, count_bytes: bool = False
 ) -> tuple[list[dict[str, Any]], int]:
     """The rounds of a job, and the bytes that it sent, which takes time and so a job of its own."""
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        port = free_port()
-        made = kits.provision(
-            folder / "kits", name="benchmark", host="localhost", port=port, sites=sites
+        relays: list[Relay] = []
+
+        def reroute(port: int) -> int:
+            relays.append(Relay(port))
+            return relays[0].port
+
+        reason = run_job(
+            folder / "kits",
+            name="benchmark",
+            controller=CONTROLLER,
+            arguments={
+                "out": str(folder / "rows.json"),
+                "sites": sites,
+                "megabytes": cfg.megabytes,
+                "num_rounds": num_rounds,
+            },
+            sites=sites,
+            site_command=lambda _, profile: [sys.executable, __file__, "--site", str(profile)],
+            environment=search_path(ROOT),
+            heartbeat_timeout=20.0,
+            reroute=reroute if count_bytes else None,
         )
-        kits.prepare_server(made["server"], controller=CONTROLLER)
-        server = flare_command("server", made["server"])
-        stack.enter_context(_daemons(made["server"], {"server": server}))
-        wait_for_port(port)
-        relay = Relay(port) if count_bytes else None
-        for site in sites:
-            profile = kits.prepare_site(made[site], site=site)
-            if relay:
-                _redirect(made[site], port, relay.port)
-            own = [sys.executable, __file__, "--site", str(profile)]
-            connection = flare_command("client", made[site], site)
-            stack.enter_context(_daemons(made[site], {"connection": connection, "process": own}))
-        with console.session(made["admin"]) as opened:
-            job = console.submit(
-                opened,
-                name="benchmark",
-                sites=sites,
-                controller=CONTROLLER,
-                arguments={
-                    "out": str(folder / "rows.json"),
-                    "sites": sites,
-                    "megabytes": cfg.megabytes,
-                    "num_rounds": num_rounds,
-                },
-                heartbeat_interval=2.0,
-                heartbeat_timeout=20.0,
-            )
-            while not str(opened.get_job_meta(job).get("status")).startswith("FINISHED"):
-                time.sleep(1)
+        if not (folder / "rows.json").exists():
+            raise RuntimeError(f"the job ended early: {reason}")
         rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-        return rows, relay.num_bytes if relay else 0
+        return rows, sum(relay.num_bytes for relay in relays)
 
 
 def _print_rounds(cfg: Config, rows: list[dict[str, Any]]) -> None:
@@ -202,10 +194,6 @@ def serve(profile: Path) -> None:
     link.serve(profile, answer)
 
 
-def _daemons(kit: Path, commands: dict[str, list[str]]) -> Daemons:
-    return Daemons(commands, output=kit / "output.txt", environment=search_path(ROOT))
-
-
 class Relay:
     """Stands between the sites and the server, and counts what passes, as TLS made it.
 
@@ -237,13 +225,6 @@ class Relay:
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-
-
-def _redirect(kit: Path, port: int, other: int) -> None:
-    """Lets a site reach its server by another port."""
-    path = kit / "startup/fed_client.json"
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(f":{port}", f":{other}"), encoding="utf-8")
 
 
 if __name__ == "__main__":
