@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import save_file
 
 from firm.alignment import (
@@ -415,13 +416,14 @@ def run_folder(cfg: Config) -> Path:
     return cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def progress_of(cfg: Config) -> Progress:
-    """What the terminal shows."""
+def progress_of(cfg: Config, *, console: Console | None = None) -> Progress:
+    """What the terminal shows, or another console."""
     return Progress(
         cfg.rounds,
         client_names(cfg),
         tuple(cfg.rewards),
         clients_per_round=cfg.strategy.clients_per_round,
+        console=console,
     )
 
 

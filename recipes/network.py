@@ -35,13 +35,14 @@ from typing import Any
 
 import torch
 from nvflare.fuel.flare_api.api_spec import NoConnection, SessionClosed
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid_partition
 from firm.federation.engines import Site, SitePolicy, SitesEngine
 from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
-from firm.network.daemons import Daemons, flare_command, free_port, search_path
+from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
 from firm.network.states import DiskStates
 from firm.run import Run, UserError, compose, print_table, run_cli, to_dict, to_yaml
 from firm.run.directory import leaves
@@ -269,7 +270,7 @@ def demo(cfg: FederationConfig) -> None:
     provision(cfg)
     with ExitStack() as stack:
         stack.enter_context(_server(ServerConfig(cfg.out / "server")))
-        _wait_for_server(cfg.out / "admin")
+        wait_for_port(cfg.port)
         for site in cfg.sites:
             stack.enter_context(_site(SiteConfig(cfg.out / site)))
         submit(AdminConfig(cfg.out / "admin"))
@@ -299,7 +300,8 @@ class Federation(SitesController):
         Run.check(out, to_dict(cfg), resume=True, ignore=firm_hh.FREE_KEYS)
         world = firm_hh.load(cfg, Processes())
         calibrations = firm_hh.common_calibrations(world, cfg, out)
-        progress = firm_hh.progress_of(cfg)
+        shown = Console(file=channel.transcript, highlight=False)
+        progress = firm_hh.progress_of(cfg, console=shown)
         engine = SitesEngine(
             channel,
             _clients_by_site(federation),
@@ -599,7 +601,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
     Raises:
         UserError: It ended otherwise than well.
     """
-    told, looks, idle = "", 0, set[str]()
+    told, looks, num_lines, idle = "", 0, 0, set[str]()
     while True:
         state = str(opened.get_job_meta(job).get("status"))
         if state == "SUBMITTED":
@@ -611,6 +613,10 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
         if state != told:
             print(state.lower(), flush=True)
             told = state
+        if state == "RUNNING":
+            lines = console.said(opened, job, num_lines)
+            print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
+            num_lines += len(lines)
         looks += 1
         if state == "RUNNING" and looks % 5 == 0:
             # Seen twice: right after its start a job may not have reached a site yet.

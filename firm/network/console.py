@@ -18,7 +18,7 @@ from nvflare.fuel.flare_api.api_spec import (
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
-from firm.network.controller import POLL, REASON, RESTART, RETURNED
+from firm.network.controller import POLL, REASON, RESTART, RETURNED, SAID
 from firm.network.kits import ADMIN, EXECUTOR
 from firm.network.link import ATTACH_ID
 from firm.network.wire import TASK
@@ -126,6 +126,13 @@ def without_part(opened: Session) -> list[str]:
     return [
         row[MetaKey.CLIENT_NAME] for row in told if row[MetaKey.STATUS] == MetaStatusValue.NO_JOBS
     ]
+
+
+def said(opened: Session, job: str, num_heard: int) -> list[str]:
+    """Returns the lines that a running job has said after so many; none when it has just ended."""
+    with contextlib.suppress(JobNotRunning, NoReply, InternalError):
+        return opened.do_app_command(job, SAID, {"num_heard": num_heard})["lines"]
+    return []
 
 
 def tell_returned(opened: Session, job: str, sites: list[str]) -> None:

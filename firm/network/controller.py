@@ -1,13 +1,15 @@
 """The server's end of the wire: a FLARE workflow that asks its sites what a strategy asks."""
 
+import io
 import logging
 import math
+import sys
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from nvflare.apis.controller_spec import ClientTask, Task
 from nvflare.apis.fl_constant import ReturnCode
@@ -30,6 +32,8 @@ REASON, RESTART = "the run ended early: ", "the run is to be started again: "
 
 RETURNED = "firm.returned"
 """The command by which an administrator tells a running job of sites that are back."""
+SAID = "firm.said"
+"""The command by which an administrator hears what a running job has said so far."""
 
 _LOOK, _PATIENCE = 2.0, 5.0
 """Seconds between two looks at whether a site that owes an answer is there, and for one look."""
@@ -69,17 +73,48 @@ class SitesController(ModelController):
             self.panic(reason)
 
 
+class Transcript(io.StringIO):
+    """A file that passes on what is written to it, and keeps it.
+
+    Args:
+        file: Where everything goes.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__()
+        self._file = file
+
+    @property
+    def lines(self) -> list[str]:
+        """The whole ones so far."""
+        return self.getvalue().split("\n")[:-1]
+
+    def write(self, text: str, /) -> int:
+        """Writes, and returns the number of characters."""
+        self._file.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        """Hands on what waits."""
+        self._file.flush()
+
+
 class FlareChannel:
     """Carries messages to the sites of a FLARE job; implements ``Channel``.
 
     Args:
         controller: The job's workflow.
+
+    Attributes:
+        transcript: A file for what whoever follows the job is to read.
     """
 
     def __init__(self, controller: SitesController) -> None:
         self._controller = controller
         self._returned: list[str] = []
+        self.transcript = Transcript(sys.stdout)
         self._engine.register_app_command(RETURNED, self._told_of_returned)
+        self._engine.register_app_command(SAID, self._asked_what_was_said)
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
         """Returns what each site answered, or why it did not; see ``Channel``.
@@ -141,6 +176,11 @@ class FlareChannel:
     def _told_of_returned(self, topic: str, told: Any, fl_ctx: FLContext) -> dict[str, Any]:
         self._returned = [str(site) for site in told["sites"]]
         return {"returned": self._returned}  # FLARE takes an empty answer for none
+
+    def _asked_what_was_said(
+        self, topic: str, asked: dict[str, int], fl_ctx: FLContext
+    ) -> dict[str, Any]:
+        return {"lines": self.transcript.lines[asked["num_heard"] :]}
 
     def _missing(self, sites: list[str]) -> set[str]:
         """Those of these sites to which there is no way: the connection or their job has ended."""

@@ -432,6 +432,8 @@ def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_pat
     _finished(folder, parties)
     assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path))
     assert all(len(row["clients"]) == 3 for row in _rows(folder, "round"))
+    followed = parties["submit"].printed.read_text().splitlines()
+    assert [line for line in followed if line.startswith("round 2/4")]
 
 
 @pytest.mark.slow
