@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
-from firm.federation import LocalEngine, Processes, ServerState
+from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
 from firm.federation.engines import Site, SitePolicy, SitesEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
@@ -212,7 +212,7 @@ class _Wire:
 def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
     cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
     world = firm_hh.load(cfg, Processes())
-    seen_texts, seen_scores = [], []
+    seen_texts, seen_scores, fails = [], [], []
     experience = world.trainer.experience
 
     def overheard(rollouts, texts, *arguments, **options):
@@ -225,6 +225,8 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
         )
         seen_scores.extend(result.raw_scores.flatten().tolist())
         seen_scores.extend(result.scores.flatten().tolist())
+        if fails:
+            raise ValueError(f"cannot score {texts[0]} and {seen_texts[-1]}")
         return result
 
     monkeypatch.setattr(world.trainer, "experience", overheard)
@@ -247,13 +249,17 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
     setup = {"calibrations": {key: c.to_dict() for key, c in calibrations.items()}}
     assert engine.meet(told, setup) == []
     state = ServerState(world.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
-    STRATEGIES["firm"](state, firm_hh.client_names(cfg), engine, cfg.strategy)
+    state, _ = STRATEGIES["firm"](state, firm_hh.client_names(cfg), engine, cfg.strategy)
+    fails.append(True)
+    with pytest.raises(RoundFailed, match="ValueError; its site's log says more"):
+        STRATEGIES["firm"](state, firm_hh.client_names(cfg), engine, cfg.strategy)
 
     crossed = b"".join(wire.messages)
-    texts = {text.strip() for text in seen_texts if len(text.strip()) >= 6}
-    assert len(texts) > 10
-    assert not [text for text in texts if text.encode() in crossed]
-    assert not [p.text for p in world.prompts if p.text.strip().encode() in crossed]
+    seen_texts += [prompt.text for prompt in world.prompts]
+    lines = {line.strip() for text in seen_texts for line in text.splitlines()}
+    lines -= {"Human:", "Assistant:"}
+    assert len([line for line in lines if len(line) >= 6]) > 10
+    assert not [line for line in lines if len(line) >= 6 and line.encode() in crossed]
     numbers = {value for message in wire.messages for value in _numbers(unpack(message))}
     # A share of a batch can be 5/8 as a score can; what is no such fraction is told apart.
     scores = {score for score in seen_scores if score * 1024 % 1}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firm.federation.client import ProcessLost, Reply, State, Update
+from firm.federation.client import Failure, ProcessLost, Reply, State, Update
 from firm.federation.engines.engine import Engine
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
@@ -38,6 +38,10 @@ AGGREGATES = (
 """Metrics of local training: figures of a batch or a minibatch as a whole, none of one reply."""
 
 
+MACHINE_ERRORS = ("MemoryError", "OSError", "OutOfMemoryError", "TimeoutError")
+"""Kinds of errors that tell of the machine, and quote no data."""
+
+
 @dataclass(frozen=True)
 class SitePolicy:
     """What may leave a site beside the adapter."""
@@ -47,6 +51,10 @@ class SitePolicy:
     tasks: tuple[str, ...] = ("local_training",)
     """Tasks that the server may ask for. What another one sends (Jacobians, several updates) tells
     more of the data than an adapter does."""
+    reasons: bool = False
+    """Whether the server learns in full why a client failed. An error may quote the prompt or reply
+    that caused it; without this the server learns its kind (of a full disk, a lack of memory or
+    time in full), and the site's log has the rest."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.tasks if name not in TASKS]:
@@ -120,8 +128,17 @@ class Site:
             logger.error("%s failed: %s", failure.client, failure.reason)
         return {
             "replies": [vars(self._told(reply)) for reply in replies],
-            "failures": [{**vars(failure), "cause": None} for failure in failures],
+            "failures": [
+                {**vars(failure), "cause": None, "reason": self._reason(failure)}
+                for failure in failures
+            ],
         }
+
+    def _reason(self, failure: Failure) -> str:
+        kind = failure.reason.partition(":")[0]
+        if self._policy.reasons or kind in MACHINE_ERRORS:
+            return failure.reason
+        return f"{kind}; its site's log says more"
 
     def _told(self, reply: Reply) -> Reply:
         """A reply without what must not leave, and its size as it is."""

@@ -1,6 +1,7 @@
 import errno
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,9 +132,17 @@ def test_a_client_that_fails_is_as_if_it_had_not_been_drawn(new_network, new_cli
     state, rows = _run(new_network(client_1={"fails_in": (2,)})[0], start)
     alone, _ = _run(LocalEngine(new_clients(client_1={"fails_in": (2,)})), start)
     assert rows[1]["failures"] == [
-        {"client": "client_1", "reason": "ArithmeticError: the quadratic has no bottom"}
+        {"client": "client_1", "reason": "ArithmeticError; its site's log says more"}
     ]
     assert same(state.adapter, alone.adapter)
+
+
+def test_what_an_error_says_leaves_a_site_only_if_its_policy_lets_it(new_network, start):
+    engine, _ = new_network(policy=replace(POLICY, reasons=True), client_1={"fails_in": (2,)})
+    _, rows = _run(engine, start)
+    assert rows[1]["failures"] == [
+        {"client": "client_1", "reason": "ArithmeticError: the quadratic has no bottom"}
+    ]
 
 
 def test_a_site_that_is_away_costs_its_clients_a_round_each(new_network, start):
