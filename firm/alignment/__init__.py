@@ -5,6 +5,7 @@
 is worth on held-out prompts.
 """
 
+from firm.alignment.adapters import fill_adapter_, load_adapters, select_adapter
 from firm.alignment.client import AlignmentClient
 from firm.alignment.evaluation import (
     Comparison,
@@ -12,10 +13,7 @@ from firm.alignment.evaluation import (
     Replies,
     comparison_table,
     evaluate,
-    fill_adapter_,
-    load_adapters,
     sample_replies,
-    select_adapter,
 )
 from firm.alignment.model_card import write_model_card
 from firm.alignment.plan import Plan, make_plan

@@ -259,35 +259,6 @@ def series_panel(
     return Panel(name, title, figure)
 
 
-def attack_panel(
-    name: str,
-    title: str,
-    pairs: Sequence[tuple[AlgorithmRuns, AlgorithmRuns]],
-    value: Value,
-    *,
-    y_title: str,
-    **y_axis: Any,
-) -> Panel:
-    """Returns curves over the rounds, solid without an attack and dashed with it.
-
-    Args:
-        name: Of the panel.
-        title: Of the panel.
-        pairs: Each algorithm's runs without and with the attack.
-        value: The quantity.
-        y_title: Its name or unit.
-        y_axis: Further attributes of plotly's y-axis.
-    """
-    series = []
-    for runs in pairs:
-        for one, suffix, dash in zip(runs, ("", ", attacked"), ("solid", "dash"), strict=True):
-            found = series_of(one, value)
-            if found:
-                key = Key(f"{runs[0].name}{suffix}", runs[0].key.color, dash)
-                series.append(Series(key, found.xs, found.means, found.ses))
-    return series_panel(name, title, series, y_title=y_title, **y_axis)
-
-
 def _band(series: Series, least: float) -> Trace:
     """One standard error to both sides of the means, as a shape without outline.
 

@@ -9,16 +9,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from firm.alignment.adapters import load_adapters, select_adapter
 from firm.alignment.evaluation import (
     Evaluation,
     Replies,
     comparison_table,
     distinct,
     evaluate,
-    load_adapters,
     mean_and_error,
     sample_replies,
-    select_adapter,
 )
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
 from firm.alignment.prompts import PromptFormat

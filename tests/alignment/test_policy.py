@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import BloomConfig
 
-from firm.alignment.evaluation import load_adapters, select_adapter
+from firm.alignment.adapters import load_adapters, select_adapter
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,

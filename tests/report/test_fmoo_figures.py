@@ -16,7 +16,6 @@ from firm.report.fmoo_figures import (
     Outcome,
     Series,
     Users,
-    attack_panel,
     curves_panel,
     mean_of,
     of_objective,
@@ -79,7 +78,6 @@ def every_panel() -> list[Panel]:
     return [
         curves_panel("a", "A", [pair], LEFT, y_title="accuracy", tickformat="~%"),
         curves_panel("b", "B", [pair], LEFT, y_title="accuracy", over="megabytes"),
-        attack_panel("c", "C", [(pair, pair)], LEFT, y_title="accuracy"),
         points_panel("d", "D", [series([1, 5], [0.2, 0.3], ses=[0.1, 0.1])],
                      x_title="<b>K</b>", y_title="y"),
         points_panel("e", "E", [series([0, 5], [0.2, 0.3])], x_title="bias", y_title="y",
@@ -185,15 +183,6 @@ def test_algorithms_past_the_colours_are_told_apart_by_their_line():
     keys = [algorithm(color=color).key for color in range(24)]
     assert len({(key.color, key.mark) for key in keys}) == 24
     assert keys[0].mark == "solid"
-
-
-def test_attacked_runs_are_dashed_in_the_colour_of_the_others():
-    honest, attacked = algorithm(run([0.5])), algorithm(run([0.2]), name="other name")
-    panel = attack_panel("a", "A", [(honest, attacked)], LEFT, y_title="accuracy")
-    assert lines(panel) == {"FedCMOO": [(0, 0.5)], "FedCMOO, attacked": [(0, 0.2)]}
-    solid, dashed = (trace["line"] for trace in panel.figure["data"])
-    assert (solid["dash"], dashed["dash"]) == ("solid", "dash")
-    assert solid["color"] == dashed["color"]
 
 
 def test_points_carry_their_bars_and_what_the_pointer_shows():
