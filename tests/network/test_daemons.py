@@ -64,6 +64,8 @@ def test_a_process_that_ends_is_started_again_with_its_variables(tmp_path):
         for count in (1, 2, 3):
             _until(lambda count=count: output.read_text().count("own\n") == count)
             _watch_when_ended(daemons)
+            holders = f"{os.getpid()}, {daemons.process_id('process')} on "
+            assert (tmp_path / ".lock").read_text().startswith(holders)
 
 
 def test_a_process_that_fails_again_and_again_is_given_up(tmp_path):

@@ -133,7 +133,7 @@ def test_a_site_that_runs_already_is_told_before_anything_is_written(kits):
     descriptor = hold(kits / "bank")
     try:
         with pytest.raises(UserError, match=rf"bank is in use by process {os.getpid()} on "):
-            network.start_site(network.SiteConfig(kits / "bank"))
+            network._site(network.SiteConfig(kits / "bank"))
     finally:
         os.close(descriptor)
     assert not (kits / "bank/site.yaml").exists()
