@@ -38,3 +38,22 @@ def two_processes():
         return [(member, *member.communicate(timeout=120)) for member in members]
 
     return run
+
+
+@pytest.fixture
+def payload(start):
+    """What a round of local training sends: ``payload(round_number, accepted)``."""
+
+    def build(round_number, accepted):
+        return {
+            "round": round_number,
+            "accepted": accepted,
+            "adapter": start.adapter,
+            "num_local_steps": 2,
+            "weighting": "firm",
+            "weighting_options": {},
+            "solve_per": "minibatch",
+            "share_gram": False,
+        }
+
+    return build

@@ -15,19 +15,6 @@ from firm.federation.client import ProcessLost
 from firm.federation.serialization import pack
 
 
-def _payload(start, round_number, accepted):
-    return {
-        "round": round_number,
-        "accepted": accepted,
-        "adapter": start.adapter,
-        "num_local_steps": 2,
-        "weighting": "firm",
-        "weighting_options": {},
-        "solve_per": "minibatch",
-        "share_gram": False,
-    }
-
-
 @pytest.fixture
 def new_apart(new_client):
     """Builds a client that shares nothing with others, the global generators neither."""
@@ -52,18 +39,18 @@ def _adapters(replies):
     return [reply.content.adapter for reply in replies]
 
 
-def test_replies_come_in_the_order_that_was_asked(new_client, start):
+def test_replies_come_in_the_order_that_was_asked(new_client, payload):
     engine = LocalEngine([new_client(name) for name in "abc"])
-    replies, failures = engine.map("local_training", ["c", "a"], _payload(start, 1, {}))
+    replies, failures = engine.map("local_training", ["c", "a"], payload(1, {}))
     assert [reply.client for reply in replies] == ["c", "a"]
     assert [reply.content.client for reply in replies] == ["c", "a"]
     assert failures == []
 
 
-def test_an_accepted_round_moves_a_client_on(new_client, start, same):
+def test_an_accepted_round_moves_a_client_on(new_client, start, same, payload):
     engine = LocalEngine([new_client("a")])
-    first, _ = engine.map("local_training", ["a"], _payload(start, 1, {}))
-    second, _ = engine.map("local_training", ["a"], _payload(start, 2, {"a": 1}))
+    first, _ = engine.map("local_training", ["a"], payload(1, {}))
+    second, _ = engine.map("local_training", ["a"], payload(2, {"a": 1}))
     assert not same(_adapters(first), _adapters(second))  # other noise, other moments
     alone = new_client("a")
     for reply in (first, second):
@@ -76,22 +63,22 @@ def test_an_accepted_round_moves_a_client_on(new_client, start, same):
         assert same(reply[0].content.adapter, alone.adapter())
 
 
-def test_a_round_that_was_not_accepted_is_as_if_it_had_not_been(new_client, start, same):
+def test_a_round_that_was_not_accepted_is_as_if_it_had_not_been(new_client, payload, same):
     engine = LocalEngine([new_client("a")])
-    first, _ = engine.map("local_training", ["a"], _payload(start, 1, {}))
-    again, _ = engine.map("local_training", ["a"], _payload(start, 2, {}))
+    first, _ = engine.map("local_training", ["a"], payload(1, {}))
+    again, _ = engine.map("local_training", ["a"], payload(2, {}))
     assert same(_adapters(again), _adapters(first))
-    later, _ = engine.map("local_training", ["a"], _payload(start, 3, {"a": 2}))
-    rejected, _ = engine.map("local_training", ["a"], _payload(start, 4, {"a": 3}))
-    repeated, _ = engine.map("local_training", ["a"], _payload(start, 5, {"a": 3}))
+    later, _ = engine.map("local_training", ["a"], payload(3, {"a": 2}))
+    rejected, _ = engine.map("local_training", ["a"], payload(4, {"a": 3}))
+    repeated, _ = engine.map("local_training", ["a"], payload(5, {"a": 3}))
     assert same(_adapters(rejected), _adapters(repeated))
     assert not same(_adapters(later), _adapters(rejected))
 
 
-def test_a_failure_names_client_and_reason_and_spares_the_others(new_client, start, same, caplog):
+def test_a_failure_names_client_and_reason_and_spares_the_others(new_client, payload, same, caplog):
     engine = LocalEngine([new_client("a"), new_client("b", fails_in=(1,)), new_client("c")])
     with caplog.at_level(logging.DEBUG):
-        replies, failures = engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+        replies, failures = engine.map("local_training", ["a", "b", "c"], payload(1, {}))
     assert [reply.client for reply in replies] == ["a", "c"]
     assert [(failure.client, failure.reason) for failure in failures] == [
         ("b", "ArithmeticError: the quadratic has no bottom")
@@ -101,12 +88,12 @@ def test_a_failure_names_client_and_reason_and_spares_the_others(new_client, sta
     assert "b failed in round 1" in caplog.text
     assert "Traceback" in caplog.text
     untouched = LocalEngine([new_client("b")])
-    expected, _ = untouched.map("local_training", ["b"], _payload(start, 1, {}))
-    found, _ = engine.map("local_training", ["b"], _payload(start, 2, {}))
+    expected, _ = untouched.map("local_training", ["b"], payload(1, {}))
+    found, _ = engine.map("local_training", ["b"], payload(2, {}))
     assert same(_adapters(found), _adapters(expected))
 
 
-def test_a_failure_keeps_no_tensor_of_its_client_alive(new_client, start):
+def test_a_failure_keeps_no_tensor_of_its_client_alive(new_client, payload):
     class Activations(torch.Tensor):
         pass
 
@@ -118,35 +105,35 @@ def test_a_failure_keeps_no_tensor_of_its_client_alive(new_client, start):
         raise MemoryError
 
     client.step = step
-    _, failures = LocalEngine([client]).map("local_training", ["a"], _payload(start, 1, {}))
+    _, failures = LocalEngine([client]).map("local_training", ["a"], payload(1, {}))
     assert failures[0].reason.startswith("MemoryError")
     assert held[0]() is None
 
 
-def test_a_reply_that_cannot_travel_is_the_clients_failure(new_client, start):
+def test_a_reply_that_cannot_travel_is_the_clients_failure(new_client, payload):
     client = new_client("a")
     client.metrics = lambda: {"secret": object()}
-    _, failures = LocalEngine([client]).map("local_training", ["a"], _payload(start, 1, {}))
+    _, failures = LocalEngine([client]).map("local_training", ["a"], payload(1, {}))
     assert "['metrics']['secret'] is a object" in failures[0].reason
 
 
-def test_bytes_are_those_of_the_clients_own_message_and_of_its_reply(new_client, start):
+def test_bytes_are_those_of_the_clients_own_message_and_of_its_reply(new_client, payload):
     engine = LocalEngine([new_client("a"), new_client("b")])
-    replies, _ = engine.map("local_training", ["a", "b"], _payload(start, 1, {}))
+    replies, _ = engine.map("local_training", ["a", "b"], payload(1, {}))
     for reply in replies:
-        assert reply.bytes_down == len(pack({**_payload(start, 1, {}), "accepted": 0}))
+        assert reply.bytes_down == len(pack({**payload(1, {}), "accepted": 0}))
         assert reply.bytes_up == len(pack(reply.content))
 
 
-def test_bytes_down_count_every_digit_of_the_accepted_round(new_client, start):
+def test_bytes_down_count_every_digit_of_the_accepted_round(new_client, payload):
     engine = LocalEngine([new_client("a")])
-    engine.map("local_training", ["a"], _payload(start, 12, {}))
-    replies, _ = engine.map("local_training", ["a"], _payload(start, 13, {"a": 12}))
-    assert replies[0].bytes_down == len(pack({**_payload(start, 13, {}), "accepted": 12}))
+    engine.map("local_training", ["a"], payload(12, {}))
+    replies, _ = engine.map("local_training", ["a"], payload(13, {"a": 12}))
+    assert replies[0].bytes_down == len(pack({**payload(13, {}), "accepted": 12}))
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_workers_change_nothing(new_apart, start, same, num_workers):
+def test_workers_change_nothing(new_apart, payload, same, num_workers):
     names, rounds = list("abcde"), [(1, {}), (2, {}), (3, dict.fromkeys("abde", 2)), (4, {"c": 3})]
     seen = []
     for workers in (1, num_workers):
@@ -154,7 +141,7 @@ def test_workers_change_nothing(new_apart, start, same, num_workers):
         with closing(LocalEngine(clients, num_workers=workers)) as engine:
             for number, accepted in rounds[:3]:
                 replies, failures = engine.map(
-                    "local_training", names[::-1], _payload(start, number, accepted)
+                    "local_training", names[::-1], payload(number, accepted)
                 )
                 seen.append(
                     {
@@ -170,19 +157,19 @@ def test_workers_change_nothing(new_apart, start, same, num_workers):
     assert seen[1]["failures"] == [("c", "ArithmeticError: the quadratic has no bottom")]
 
 
-def test_a_free_worker_takes_the_next_client(new_apart, start):
+def test_a_free_worker_takes_the_next_client(new_apart, payload):
     first, last, done = new_apart("a"), new_apart("c"), threading.Event()
     load_first, load_last = first.load, last.load
     first.load = lambda adapter: load_first(adapter) if done.wait(20) else 1 / 0
     last.load = lambda adapter: (load_last(adapter), done.set())
     with closing(LocalEngine([first, new_apart("b"), last], num_workers=2)) as engine:
-        replies, failures = engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+        replies, failures = engine.map("local_training", ["a", "b", "c"], payload(1, {}))
     assert [reply.client for reply in replies] == ["a", "b", "c"]  # "a" waited for "c"
     assert failures == []
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_lost_process_is_no_clients_failure(new_apart, start, num_workers):
+def test_a_lost_process_is_no_clients_failure(new_apart, payload, num_workers):
     client = new_apart("b")
 
     def step(gradients, weights):
@@ -191,10 +178,10 @@ def test_a_lost_process_is_no_clients_failure(new_apart, start, num_workers):
     client.step = step
     engine = LocalEngine([new_apart("a"), client, new_apart("c")], num_workers=num_workers)
     with closing(engine), pytest.raises(ProcessLost, match="rank 1 is gone"):
-        engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+        engine.map("local_training", ["a", "b", "c"], payload(1, {}))
 
 
-def test_workers_tell_of_progress_one_at_a_time(new_apart, start):
+def test_workers_tell_of_progress_one_at_a_time(new_apart, payload):
     told, busy = [], threading.Lock()
 
     def on_event(name, **info):
@@ -206,12 +193,12 @@ def test_workers_tell_of_progress_one_at_a_time(new_apart, start):
     names = list("abcd")
     clients = [new_apart(name) for name in names]
     with closing(LocalEngine(clients, num_workers=4, on_event=on_event)) as engine:
-        engine.map("local_training", names, _payload(start, 1, {}))
+        engine.map("local_training", names, payload(1, {}))
     assert sorted(told) == [(f"client_{e}", n) for e in ("finished", "started") for n in names]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_a_worker_computes_with_the_threads_that_torch_is_set_to(new_apart, start):
+def test_a_worker_computes_with_the_threads_that_torch_is_set_to(new_apart, payload):
     assert torch.get_num_threads() == 1
     client, counts = new_apart("a"), []
     images, kernels, load = torch.rand(64, 3, 64, 64), torch.rand(64, 3, 3, 3), client.load
@@ -224,24 +211,24 @@ def test_a_worker_computes_with_the_threads_that_torch_is_set_to(new_apart, star
 
     client.load = convolve_and_load
     with closing(LocalEngine([client], num_workers=2)) as engine:
-        engine.map("local_training", ["a"], _payload(start, 1, {}))
+        engine.map("local_training", ["a"], payload(1, {}))
     assert counts[0] == counts[1]
 
 
-def test_closing_ends_the_workers(new_apart, start):
+def test_closing_ends_the_workers(new_apart, payload):
     before = set(threading.enumerate())
     engine = LocalEngine([new_apart(name) for name in "abc"], num_workers=3)
-    engine.map("local_training", ["a", "b", "c"], _payload(start, 1, {}))
+    engine.map("local_training", ["a", "b", "c"], payload(1, {}))
     assert set(threading.enumerate()) > before
     engine.close()
     assert set(threading.enumerate()) == before
 
 
-def test_one_worker_is_the_callers_own_thread(new_client, start):
+def test_one_worker_is_the_callers_own_thread(new_client, payload):
     client, threads = new_client("a"), []
     load = client.load
     client.load = lambda adapter: (load(adapter), threads.append(threading.current_thread()))
-    LocalEngine([client]).map("local_training", ["a"], _payload(start, 1, {}))
+    LocalEngine([client]).map("local_training", ["a"], payload(1, {}))
     assert threads == [threading.current_thread()]
 
 
@@ -250,49 +237,49 @@ def test_there_is_a_worker_at_least(new_client):
         LocalEngine([new_client("a")], num_workers=0)
 
 
-def test_restored_clients_continue_as_if_never_stopped(new_client, start, same):
+def test_restored_clients_continue_as_if_never_stopped(new_client, payload, same):
     def new_engine():
         return LocalEngine([new_client("a"), new_client("b")])
 
     engine = new_engine()
-    engine.map("local_training", ["a", "b"], _payload(start, 1, {}))
-    engine.map("local_training", ["a"], _payload(start, 2, {"a": 1, "b": 1}))
+    engine.map("local_training", ["a", "b"], payload(1, {}))
+    engine.map("local_training", ["a"], payload(2, {"a": 1, "b": 1}))
     accepted = {"a": 2, "b": 1}
     states = engine.client_states(accepted)
     assert {name: saved["round"] for name, saved in states.items()} == accepted
-    expected, _ = engine.map("local_training", ["a", "b"], _payload(start, 3, accepted))
+    expected, _ = engine.map("local_training", ["a", "b"], payload(3, accepted))
 
     resumed = new_engine()
     resumed.restore_client_states(states)
-    found, _ = resumed.map("local_training", ["a", "b"], _payload(start, 3, accepted))
+    found, _ = resumed.map("local_training", ["a", "b"], payload(3, accepted))
     assert same(_adapters(found), _adapters(expected))
     assert same(resumed.client_states({"a": 3, "b": 3}), engine.client_states({"a": 3, "b": 3}))
 
 
-def test_saved_states_do_not_change_when_the_clients_go_on(new_client, start, same):
+def test_saved_states_do_not_change_when_the_clients_go_on(new_client, payload, same):
     engine = LocalEngine([new_client("a")])
-    engine.map("local_training", ["a"], _payload(start, 1, {}))
+    engine.map("local_training", ["a"], payload(1, {}))
     states = engine.client_states({"a": 1})
-    expected, _ = engine.map("local_training", ["a"], _payload(start, 2, {"a": 1}))
+    expected, _ = engine.map("local_training", ["a"], payload(2, {"a": 1}))
     resumed = LocalEngine([new_client("a")])
     resumed.restore_client_states(states)
-    found, _ = resumed.map("local_training", ["a"], _payload(start, 2, {"a": 1}))
+    found, _ = resumed.map("local_training", ["a"], payload(2, {"a": 1}))
     assert same(_adapters(found), _adapters(expected))
 
 
-def test_states_of_other_clients_or_rounds_are_refused(new_client, start):
+def test_states_of_other_clients_or_rounds_are_refused(new_client, payload):
     engine = LocalEngine([new_client("a")])
     with pytest.raises(ValueError, match=r"has the clients \['b'\], this run has \['a'\]"):
         engine.restore_client_states({"b": {"round": 1, "state": {}}})
     with pytest.raises(RuntimeError, match=r"a has states of rounds \[0\], not of round 4"):
-        engine.map("local_training", ["a"], _payload(start, 5, {"a": 4}))
+        engine.map("local_training", ["a"], payload(5, {"a": 4}))
 
 
-def test_progress_is_told_of_every_client(new_client, start):
+def test_progress_is_told_of_every_client(new_client, payload):
     events = []
     clients = [new_client("a"), new_client("b", fails_in=(1,))]
     engine = LocalEngine(clients, on_event=lambda name, **info: events.append((name, info)))
-    engine.map("local_training", ["a", "b"], _payload(start, 1, {}))
+    engine.map("local_training", ["a", "b"], payload(1, {}))
     assert [(name, info["client"], info["round"]) for name, info in events] == [
         ("client_started", "a", 1),
         ("client_finished", "a", 1),
@@ -313,6 +300,6 @@ def test_clients_that_cannot_be_told_apart_or_disagree_are_refused(new_client):
         LocalEngine([new_client("a"), new_client("b", objectives=("right", "left"))])
 
 
-def test_an_unknown_task_is_an_error_of_the_caller(new_client, start):
+def test_an_unknown_task_is_an_error_of_the_caller(new_client, payload):
     with pytest.raises(KeyError, match="no_such_task"):
-        LocalEngine([new_client("a")]).map("no_such_task", ["a"], _payload(start, 1, {}))
+        LocalEngine([new_client("a")]).map("no_such_task", ["a"], payload(1, {}))

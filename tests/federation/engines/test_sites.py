@@ -428,26 +428,15 @@ def test_a_checkpoint_holds_rounds_and_no_states(new_network, start):
         engine.restore_client_states({"client_0": {"round": 2}})
 
 
-def test_a_site_that_lost_its_states_is_named_and_the_others_go_on(new_network, start):
+def test_a_site_that_lost_its_states_is_named_and_the_others_go_on(new_network, start, payload):
     engine, _ = new_network()
     state, _ = _run(engine, start, 2)
     fresh, _ = new_network()
-    payload = {"round": 3, "accepted": {"client_0": 2}, **_payload(state)}
-    replies, failures = fresh.map("local_training", NAMES, payload)
+    message = {**payload(3, {"client_0": 2}), "adapter": state.adapter, "num_local_steps": 1}
+    replies, failures = fresh.map("local_training", NAMES, message)
     assert [reply.client for reply in replies] == ["client_1", "client_2"]
     assert failures[0].client == "client_0"
     assert "states of rounds [0], not of round 2" in failures[0].reason
-
-
-def _payload(state):
-    return {
-        "adapter": state.adapter,
-        "num_local_steps": 1,
-        "weighting": "firm",
-        "weighting_options": {},
-        "solve_per": "minibatch",
-        "share_gram": False,
-    }
 
 
 def test_progress_is_told_as_by_one_process(new_network, new_clients, start):

@@ -70,30 +70,19 @@ except ProcessLost as error:
 """
 
 
-def _payload(start, round_number, accepted):
-    return {
-        "round": round_number,
-        "accepted": accepted,
-        "adapter": start.adapter,
-        "num_local_steps": 2,
-        "weighting": "firm",
-        "weighting_options": {},
-        "solve_per": "minibatch",
-        "share_gram": False,
-    }
-
-
-def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(new_client, start, same):
+def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(
+    new_client, payload, same
+):
     def states(hangs: bool):
         clients = [new_client(name) for name in "ab"]
         engine = LocalEngine(clients, timeout=0.3)
-        engine.map("local_training", ["a", "b"], _payload(start, 1, {}))
+        engine.map("local_training", ["a", "b"], payload(1, {}))
         if hangs:
             load = clients[0].load
             clients[0].load = lambda adapter: (load(adapter), time.sleep(60))
             began = time.perf_counter()
             replies, failures = engine.map(
-                "local_training", ["a", "b"], _payload(start, 2, {"a": 1, "b": 1})
+                "local_training", ["a", "b"], payload(2, {"a": 1, "b": 1})
             )
             assert time.perf_counter() - began < 30
             assert [reply.client for reply in replies] == ["b"]
@@ -102,8 +91,8 @@ def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(new_cl
             ]
             clients[0].load = load
         else:
-            engine.map("local_training", ["b"], _payload(start, 2, {"a": 1, "b": 1}))
-        replies, _ = engine.map("local_training", ["a", "b"], _payload(start, 3, {"a": 1, "b": 2}))
+            engine.map("local_training", ["b"], payload(2, {"a": 1, "b": 1}))
+        replies, _ = engine.map("local_training", ["a", "b"], payload(3, {"a": 1, "b": 2}))
         adapters = [reply.content.adapter for reply in replies]
         return adapters, engine.client_states({"a": 3, "b": 3})
 
@@ -153,12 +142,12 @@ def test_a_limit_that_cannot_be_kept_is_refused(new_client, options):
         LocalEngine([new_client("a")], **options)
 
 
-def test_a_limit_needs_the_main_thread(new_client, start):
+def test_a_limit_needs_the_main_thread(new_client, payload):
     engine, raised = LocalEngine([new_client("a")], timeout=1.0), []
 
     def run():
         try:
-            engine.map("local_training", ["a"], _payload(start, 1, {}))
+            engine.map("local_training", ["a"], payload(1, {}))
         except RuntimeError as error:
             raised.append(str(error))
 
