@@ -131,6 +131,10 @@ class ProcessLost(RuntimeError):
     """Another process of the run is gone; no client's fault, and the last checkpoint is whole."""
 
 
+class TeamLost(ProcessLost):
+    """It worked on the same client as this process."""
+
+
 def total_seconds(metrics: dict[str, Any]) -> float:
     """Returns the time of all stages that a client's metrics tell of; 0 where they tell of none."""
     seconds = metrics.get("seconds")

@@ -106,6 +106,7 @@ def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(recipe
     assert died.returncode != 0
     assert time.monotonic() - start < 60
     assert "resume from the last checkpoint" in died.stderr
+    assert "process 1 of the run's 2, which worked on client_1, is gone" in died.stderr
     assert "]: Traceback" not in died.stderr  # how torchrun's processes would show theirs
     resumed = recipe("dying", 2, *options, "--resume", "true")
     assert resumed.returncode == 0, resumed.stderr

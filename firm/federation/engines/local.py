@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from firm.federation.client import Client, Failure, ProcessLost, Reply, State
+from firm.federation.client import Client, Failure, ProcessLost, Reply, State, TeamLost
 from firm.federation.engines.engine import tell_finished
 from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.engines.time_limit import GRACE, time_limit
@@ -168,8 +168,10 @@ class LocalEngine:
                 state = client.state()
             reply = Reply(name, content, bytes_down, len(pack(content)))
             self._states.write(name, payload["round"], state)
-        except ProcessLost as error:
-            raise ProcessLost(f"while {name} worked: {error}") from error
+        except TeamLost as error:
+            raise TeamLost(f"{name}: {error}") from error
+        except ProcessLost:
+            raise
         except Exception as error:
             logger.debug("%s failed in round %d", name, payload["round"], exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph

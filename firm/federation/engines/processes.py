@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from firm.federation.client import Failure, ProcessLost, Reply, State
+from firm.federation.client import Failure, ProcessLost, Reply, State, TeamLost
 from firm.federation.engines.engine import tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
@@ -29,6 +29,10 @@ Result = TypeVar("Result")
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What a launcher tells a process of its place, beside its RANK."""
+
+_MOMENT = 0.2
+"""Seconds in which a process that was gone before shows that it is, and one that is told to end now
+does not yet."""
 
 _PATIENCE = timedelta(days=30)
 """A process may wait as long as a round takes; a peer that dies is noticed by its closed socket."""
@@ -41,6 +45,7 @@ class Processes:
         rank: This process's place, from 0, the server.
         size: How many there are.
         per_client: How many work as one on a client.
+        clients: Names of all clients once an engine knows them, to say whose process is gone.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, per_client: int = 1) -> None:
@@ -51,6 +56,7 @@ class Processes:
                 "--num_processes."
             )
         self.rank, self.size, self.per_client = rank, size, per_client
+        self.clients: Sequence[str] = ()
 
     @classmethod
     def join(cls, *, per_client: int = 1) -> "Processes":
@@ -73,7 +79,7 @@ class Processes:
             dist.init_process_group(
                 backend, rank=processes.rank, world_size=size, timeout=_PATIENCE
             )
-            signal.signal(signal.SIGTERM, _stopped)
+            signal.signal(signal.SIGTERM, processes._stopped)
         return processes
 
     @property
@@ -114,7 +120,7 @@ class Processes:
             dist.send(torch.tensor([len(packed)]), rank)
             dist.send(packed, rank)
         except RuntimeError as error:
-            raise _lost(rank, self.size) from error
+            raise self._lost(rank) from error
 
     def receive(self, rank: int) -> Any:
         """Returns the next message of another process, however long it takes.
@@ -143,7 +149,7 @@ class Processes:
                 dist.recv(packed, rank)
                 expected.set_result(unpack(packed.numpy().tobytes()))
             except RuntimeError as error:
-                lost = _lost(rank, self.size)
+                lost = self._lost(rank)
                 lost.__cause__ = error
                 expected.set_exception(lost)
             except BaseException as error:
@@ -151,6 +157,26 @@ class Processes:
 
         threading.Thread(target=run, daemon=True).start()
         return expected
+
+    def _lost(self, rank: int) -> ProcessLost:
+        hosted = self.hosted_by(rank, self.clients)
+        work = f", which worked on {', '.join(hosted)}," if hosted else ""
+        return ProcessLost(
+            f"process {rank} of the run's {self.size}{work} is gone; unless it was killed, its own "
+            "message stands above; repair the cause, then resume from the last checkpoint."
+        )
+
+    def _stopped(self, signum: int, frame: FrameType | None) -> NoReturn:
+        """The launcher ends all processes when one has ended, and the server looks which it was."""
+        if self.is_server:
+            others = [self.expect(rank) for rank in range(1, self.size)]
+            for other in wait(others, timeout=_MOMENT, return_when=FIRST_EXCEPTION).done:
+                if error := other.exception():
+                    raise error
+        raise ProcessLost(
+            "the launcher stopped this process, as another one of the run has ended; its own "
+            "message stands above; repair the cause, then resume from the last checkpoint."
+        )
 
     def broadcast(self, message: Any = None) -> Any:
         """Returns the server's message to all processes, which give none themselves."""
@@ -209,7 +235,7 @@ class Team:
         try:
             yield
         except RuntimeError as error:
-            raise ProcessLost(
+            raise TeamLost(
                 f"a process of the client's {self.size} is gone, its own message stands above; "
                 "repair the cause, then resume from the last checkpoint."
             ) from error
@@ -261,6 +287,7 @@ class ProcessesEngine:
         on_event: Callable[..., None] | None = None,
     ) -> None:
         self._processes, self._clients, self._local = processes, list(clients), local
+        processes.clients = self._clients
         self._on_event = on_event or (lambda name, **info: None)
 
     def serve(self) -> None:
@@ -300,26 +327,16 @@ class ProcessesEngine:
             self._processes.send(message, rank)
             for name in asked[rank] if self._processes.leads(rank) else ():
                 self._on_event("client_started", client=name, round=payload["round"])
-        # waited for from now on, to see which process is gone first
-        expected = {
-            rank: self._processes.expect(rank)
-            for rank in filter(self._processes.leads, self._others(asked))
-        }
-        try:
-            replies, failures = self._local.map(task, asked[0], payload)
-            outcomes = {outcome.client: outcome for outcome in (*replies, *failures)}
-            for rank in expected:
-                answer = self._answer(rank, asked[rank], expected[rank])
-                for outcome in (
-                    *(Reply(**reply) for reply in answer["replies"]),
-                    *(Failure(**failure) for failure in answer["failures"]),
-                ):
-                    outcomes[outcome.client] = outcome
-                    tell_finished(self._on_event, outcome, payload["round"])
-        except ProcessLost as error:
-            if culprit := self._culprit(expected, asked):
-                raise culprit from error
-            raise
+        replies, failures = self._local.map(task, asked[0], payload)
+        outcomes = {outcome.client: outcome for outcome in (*replies, *failures)}
+        for rank in filter(self._processes.leads, self._others(asked)):
+            answer = self._answer(rank, asked[rank])
+            for outcome in (
+                *(Reply(**reply) for reply in answer["replies"]),
+                *(Failure(**failure) for failure in answer["failures"]),
+            ):
+                outcomes[outcome.client] = outcome
+                tell_finished(self._on_event, outcome, payload["round"])
         ordered = [outcomes[name] for name in clients]
         replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
@@ -360,25 +377,15 @@ class ProcessesEngine:
             except ProcessLost:
                 continue
 
-    def _answer(self, rank: int, clients: Sequence[str], expected: Future[Any]) -> Any:
+    def _answer(self, rank: int, clients: Sequence[str]) -> Any:
         patience = self._local.patience(len(clients))
         try:
-            return expected.result(None if patience is None else patience + GRACE)
+            return self._processes.expect(rank).result(patience and patience + GRACE)
         except TimeoutError as error:
             raise ProcessLost(
                 f"process {rank} of the run's {self._processes.size} does not answer, which works "
                 f"on {', '.join(clients)}; end it, then resume from the last checkpoint."
             ) from error
-
-    def _culprit(
-        self, expected: Mapping[int, Future[Any]], asked: Mapping[int, Sequence[str]]
-    ) -> ProcessLost | None:
-        """The loss of the process that is gone, by the names of its clients; None if none is."""
-        ended = wait(expected.values(), timeout=1, return_when=FIRST_EXCEPTION).done
-        for rank, each in expected.items():
-            if each in ended and isinstance(each.exception(), ProcessLost):
-                return _lost(rank, self._processes.size, asked[rank])
-        return None
 
     def _hosted(self, rank: int, clients: Sequence[str]) -> list[str]:
         hosted = self._processes.hosted_by(rank, self._clients)
@@ -386,18 +393,3 @@ class ProcessesEngine:
 
     def _others(self, asked: Mapping[int, Sequence[str]]) -> list[int]:
         return [rank for rank, names in asked.items() if rank and names]
-
-
-def _lost(rank: int, size: int, clients: Sequence[str] = ()) -> ProcessLost:
-    work = f", which worked on {', '.join(clients)}," if clients else ""
-    return ProcessLost(
-        f"process {rank} of the run's {size}{work} is gone; unless it was killed, its own message "
-        "stands above; repair the cause, then resume from the last checkpoint."
-    )
-
-
-def _stopped(signum: int, frame: FrameType | None) -> NoReturn:
-    raise ProcessLost(
-        "the launcher stopped this process, as another one of the run has ended; its own message "
-        "stands above; repair the cause, then resume from the last checkpoint."
-    )

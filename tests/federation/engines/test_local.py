@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.client import ProcessLost
+from firm.federation.client import ProcessLost, TeamLost
 from firm.federation.serialization import pack
 
 
@@ -166,6 +166,17 @@ def test_a_free_worker_takes_the_next_client(new_apart, payload):
         replies, failures = engine.map("local_training", ["a", "b", "c"], payload(1, {}))
     assert [reply.client for reply in replies] == ["a", "b", "c"]  # "a" waited for "c"
     assert failures == []
+
+
+def test_a_process_lost_by_those_who_work_on_a_client_is_told_with_its_name(new_apart, payload):
+    client = new_apart("b")
+
+    def step(gradients, weights):
+        raise TeamLost("a process of the client's 2 is gone")
+
+    client.step = step
+    with pytest.raises(ProcessLost, match=r"^b: a process of the client's 2 is gone"):
+        LocalEngine([client]).map("local_training", ["b"], payload(1, {}))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

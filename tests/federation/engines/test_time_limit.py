@@ -62,8 +62,12 @@ local = LocalEngine([Client(name) for name in joined.hosted(names)])
 local.patience = lambda num_clients: 1.0  # whatever keeps the limit there does not
 engine = ProcessesEngine(joined, names, local)
 if not joined.is_server:
+    if how == "killed between rounds":
+        os.kill(os.getpid(), signal.SIGKILL)
     engine.serve()
 try:
+    if how == "killed between rounds":
+        engine.client_states({})
     engine.map("local_training", names, {"round": 1, "accepted": {}})
 except ProcessLost as error:
     print("lost:", error)
@@ -128,6 +132,10 @@ def test_what_cannot_be_interrupted_ends_its_process_with_a_line(program):
     ("how", "told"),
     [
         ("killed", "lost: process 1 of the run's 2, which worked on client_1, is gone; unless"),
+        (
+            "killed between rounds",
+            "lost: process 1 of the run's 2, which worked on client_1, is gone; unless",
+        ),
         ("frozen", "lost: process 1 of the run's 2 does not answer, which works on client_1; end"),
     ],
 )
