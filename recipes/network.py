@@ -450,6 +450,7 @@ def _address(kit: Path) -> tuple[str, int]:
 def _server(cfg: ServerConfig) -> Daemons:
     """Makes a server ready to start."""
     _, port = _address(cfg.kit)
+    check_not_held(cfg.kit)
     _check_port(port)
     _run_config(cfg.kit / "run.yaml", cfg.overrides)
     own = replace(cfg, kit=cfg.kit.resolve())

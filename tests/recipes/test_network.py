@@ -129,14 +129,23 @@ def test_a_server_of_another_federation_is_told(kits, tmp_path):
             network.submit(network.AdminConfig(kits / "admin"))
 
 
-def test_a_site_that_runs_already_is_told_before_anything_is_written(kits):
-    descriptor = hold(kits / "bank")
+@pytest.mark.parametrize(
+    ("party", "start", "config", "written"),
+    [
+        ("server", network._server, network.ServerConfig, "server.yaml"),
+        ("bank", network._site, network.SiteConfig, "site.yaml"),
+    ],
+)
+def test_a_party_that_runs_already_is_told_before_anything_is_written(
+    kits, party, start, config, written
+):
+    descriptor = hold(kits / party)
     try:
-        with pytest.raises(UserError, match=rf"bank is in use by process {os.getpid()} on "):
-            network._site(network.SiteConfig(kits / "bank"))
+        with pytest.raises(UserError, match=rf"{party} is in use by process {os.getpid()} on "):
+            start(config(kits / party))
     finally:
         os.close(descriptor)
-    assert not (kits / "bank/site.yaml").exists()
+    assert not (kits / party / written).exists()
 
 
 def test_a_folder_that_is_no_kit_is_told(tmp_path):
