@@ -1,0 +1,54 @@
+"""What came from outside, made safe to show on a terminal and to use as the name of a file.
+
+A site's reasons, the names in a stranger's files and those in a job's configuration pass through
+here once, where they enter the program.
+"""
+
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MAX_NAME = 64
+"""Longest name of a run, a site or a client that becomes part of a path."""
+
+
+def printable(text: object, *, max_length: int = 500) -> str:
+    """Returns a text in one line, without anything that a terminal would obey.
+
+    Control characters, line ends, bidirectional overrides and lone surrogates become escapes that
+    can be read; a long text is cut.
+
+    Args:
+        text: Anything; its ``str`` is taken, of which no more than is shown.
+        max_length: Most characters of the result.
+
+    >>> printable("done\\x1b[2J\\nround 9/9")
+    'done\\\\x1b[2J\\\\nround 9/9'
+    """
+    shown = str(text)[: max_length + 1]
+    escaped = "".join(
+        character if character.isprintable() else _escaped(character) for character in shown
+    )
+    return escaped if len(escaped) <= max_length else escaped[: max_length - 1] + "…"
+
+
+def _escaped(character: str) -> str:
+    return ascii(character)[1:-1]
+
+
+def check_name(name: str, what: str) -> str:
+    """Returns a name that may become part of a path, as it is.
+
+    Args:
+        name: One path component of letters, digits, '.', '_' and '-' that begins with a letter or
+            a digit, at most ``MAX_NAME`` characters.
+        what: What is named, for the message: "a run's name".
+
+    Raises:
+        ValueError: The name is something else, such as '../run'.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise ValueError(
+            f"{what} must be at most {MAX_NAME} letters, digits, '.', '_' and '-', and begin with "
+            f"a letter or a digit, got {printable(repr(name), max_length=80)}."
+        )
+    return name
