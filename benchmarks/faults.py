@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from firm.federation import Adapter, Client, Engine, LocalEngine, Processes, ServerState
-from firm.federation.engines import ProcessesEngine, Site, SitePolicy, SitesEngine
+from firm.federation.engines import Agreement, ProcessesEngine, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.network import link
@@ -323,6 +323,12 @@ def site_process(profile: Path, client: str, folder: Path) -> None:
             lambda setup: LocalEngine(runs.clients([client], fault), states=states),
             [client],
             fingerprint={},
+            agreement=Agreement(
+                runs.cfg.strategy,
+                objectives=list(runs.cfg.rewards),
+                num_rounds=NUM_ROUNDS,
+                clients=[client],
+            ),
             policy=SitePolicy(),
         )
 

@@ -26,9 +26,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 
-from firm.federation import Adapter, Engine, Failure, Reply, ServerState, State
+from firm.federation import Adapter, Engine, Failure, Reply, ServerState
 from firm.federation.aggregation import weighted_mean
 from firm.federation.lora import averaging_error, truncation_error
+from firm.federation.messages import Request
 from firm.federation.strategies import STRATEGIES, FirmConfig, firm
 from firm.run import parse, print_table
 from recipes.firm_hh import Config, main
@@ -67,11 +68,9 @@ class Watched:
         self._engine = engine
         self.adapters: list[Adapter] = []
 
-    def map(
-        self, task: str, clients: Sequence[str], payload: State
-    ) -> tuple[list[Reply], list[Failure]]:
+    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """As the engine does."""
-        replies, failures = self._engine.map(task, clients, payload)
+        replies, failures = self._engine.map(request, clients)
         self.adapters = [reply.content.adapter for reply in replies]
         return replies, failures
 

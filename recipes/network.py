@@ -39,7 +39,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid_partition
-from firm.federation.engines import Site, SitePolicy, SitesEngine
+from firm.federation.engines import Agreement, Ledger, Site, SitePolicy, SitesEngine
 from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "recipes.network.Federation"
 """The one workflow that a server of ours allows."""
 
+LEDGER = "ledger.jsonl"
+"""A site's record of its answers and refusals, in its kit."""
 OUTPUT = "output.txt"
 """What the processes of a kit print, in its folder."""
 
@@ -370,11 +372,22 @@ def site_process(kit: Path) -> None:
     engines: list[Engine] = []
 
     def build_all(setup: Mapping[str, Any]) -> Engine:
+        firm_hh.as_calibrations(setup["calibrations"])  # before the other processes are told
         processes.broadcast(setup)
         engines.append(build(setup))
         return engines[0]
 
-    answers = Site(build_all, names, fingerprint=told, policy=own.policy)
+    agreement = Agreement(
+        cfg.strategy, objectives=list(cfg.rewards), num_rounds=cfg.rounds, clients=names
+    )
+    answers = Site(
+        build_all,
+        names,
+        fingerprint=told,
+        agreement=agreement,
+        policy=own.policy,
+        ledger=Ledger(agreement, own.policy.budget, kit / LEDGER),
+    )
     link.serve(kit / "local/attach_profile.json", answers.answer)
     for engine in engines:
         engine.close()

@@ -15,7 +15,26 @@ from firm.alignment.prompts import Prompt, PromptStream
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.trainer import Experience, MultiObjectivePPOTrainer
 from firm.federation import Gradients, RandomStream
+from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
+
+_BY_OBJECTIVE = ByObjective(Optional(Number()))
+register_metrics(
+    reward_raw=_BY_OBJECTIVE,
+    reward_raw_std=_BY_OBJECTIVE,
+    reward=_BY_OBJECTIVE,
+    reward_length_correlation=_BY_OBJECTIVE,
+    reward_correlation=ByObjective(Optional(Number(-1.001, 1.001)), pairs=True),
+    reward_truncated_share=Named(Number(0, 1)),
+    policy_loss=_BY_OBJECTIVE,
+    value_loss=_BY_OBJECTIVE,
+    kl=Number(),
+    kl_coefficient=Number(),
+    response_length=Number(0),
+    end_share=Number(0, 1),
+    clip_fraction=Number(0, 1),
+    entropy=Number(),
+)
 
 
 @dataclass(frozen=True)
@@ -96,13 +115,14 @@ class AlignmentClient:
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._drawn: _Drawn | None = None
+        self._num_drawn = 0
         self._counts_before = self._counts()
 
     def load(self, adapter: Adapter) -> None:
         """Starts local training from `adapter`, with this client's learner in charge."""
         self._trainer.learner = self._learner
         self._trainer.seconds = defaultdict(float)
-        self._batches, self._minibatches = [], []
+        self._batches, self._minibatches, self._num_drawn = [], [], 0
         self._counts_before = self._counts()
         load_adapter_(self._trainer.adapter_parameters, adapter)
 
@@ -112,6 +132,7 @@ class AlignmentClient:
         start = sha256(pack([self.state(), self.adapter()])).digest()
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
+            self._num_drawn += 1
             if step > 1:
                 batch = self._draw()
             elif self._drawn is not None and self._drawn.start == start:
@@ -174,6 +195,11 @@ class AlignmentClient:
         """Takes over a state that `state()` gave."""
         self._learner.restore(state["learner"])
         self._restore_streams(state)
+
+    def skip_failed_batches(self) -> None:
+        """Leaves out the prompts of as many batches as were drawn since `load`."""
+        for _ in range(self._num_drawn):
+            self._prompts.draw(self._trainer.config.batch_size)
 
     def _streams(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -37,9 +37,17 @@ from firm.federation import (
     State,
     Update,
 )
+from firm.federation.messages import Answer, Request
 from firm.federation.serialization import pack
 from firm.federation.server import RoundConfig
+from firm.federation.sharing import (
+    CorrectionRequest,
+    GramCorrection,
+    JacobianRequest,
+    JacobianShare,
+)
 from firm.federation.strategies import STRATEGIES
+from firm.federation.training import LocalTraining, ObjectiveTraining, ObjectiveUpdates
 from firm.gradients import COMPRESSORS, message_to_dict
 
 EVALUATION_BATCH = 64
@@ -523,29 +531,26 @@ class _Listener:
         """Trainings of each in a round."""
         self.solves_by_clients = self.solves_on_server = self.takes_whole_batches = False
 
-    def map(
-        self, task: str, clients: Sequence[str], payload: State
-    ) -> tuple[list[Reply], list[Failure]]:
+    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         m = len(self._cfg.rewards)
-        told, content, num_adapters = None, None, 0
-        if task == "share_jacobian":
+        content, num_adapters = None, 0
+        if isinstance(request, CorrectionRequest):
+            content = GramCorrection(own_gram=torch.eye(m), correction=torch.eye(m))
+        elif isinstance(request, JacobianRequest):
             self.takes_whole_batches = self.solves_on_server = True
-            content = told = self._jacobian(payload)
-        elif task == "correct_gram":
-            content = {"own_gram": torch.eye(m), "correction": torch.eye(m)}
+            content = self._jacobian(request)
+        elif isinstance(request, LocalTraining):
+            self.num_clients, num_adapters = len(clients), 1
+            self.solves_by_clients = request.weighting == "firm"
+            self.takes_whole_batches |= self.solves_by_clients and request.solve_per == "batch"
         else:
-            self.num_clients = len(clients)
-            is_solved = payload.get("weighting") == "firm"
-            self.solves_by_clients = is_solved
-            self.takes_whole_batches |= is_solved and payload["solve_per"] == "batch"
-            num_adapters = 1
-            if task == "objective_training":
-                self.solves_on_server = True
-                self.num_trainings = num_adapters = m
-        sent = content or self._trained(task, clients[0])
-        up = len(pack(sent)) + num_adapters * self._adapter_bytes + self._missing(told)
-        down = len(pack({**payload, "accepted": 0})) + self._adapter_bytes
-        down += self._missing(payload.get("answer"))
+            self.num_clients, self.num_trainings = len(clients), m
+            self.solves_on_server, num_adapters = True, m
+        sent = content or self._trained(request, clients[0])
+        up = len(pack(sent)) + num_adapters * self._adapter_bytes
+        up += self._missing(content) if isinstance(content, JacobianShare) else 0
+        down = len(pack(request.of(clients[0]))) + self._adapter_bytes
+        down += self._missing(getattr(request, "broadcast", None))
         self.bytes_down += len(clients) * down
         self.bytes_up += len(clients) * up
         self.uploads = max(self.uploads, len(clients) * up)
@@ -553,24 +558,23 @@ class _Listener:
             return [], [Failure(name, "only planned") for name in clients]
         return [Reply(name, content, 0, 0) for name in clients], []
 
-    def _jacobian(self, payload: State) -> State:
+    def _jacobian(self, request: JacobianRequest) -> JacobianShare:
         """What a client tells of its gradients, with a Jacobian of few columns."""
         generator = torch.Generator().manual_seed(0)
-        m, name = len(self._cfg.rewards), payload["compressor"]
-        told = {
-            "served": list(range(m)),
-            **({"start_losses": [1 / 3] * m} if payload.get("share_losses") else {}),
-        }
-        rows = torch.randn(m, self._told, generator=generator)
-        if name is None:
-            return {"jacobian": rows, **told}
-        compressor: Any = COMPRESSORS[name]
-        message = compressor(int(payload["budget"] * self._told)).compress(
-            rows, generator=generator, shared_seed=payload["seed"]
+        m = len(self._cfg.rewards)
+        share = JacobianShare(
+            served=list(range(m)), start_losses=[1 / 3] * m if request.share_losses else None
         )
-        return {"message": message_to_dict(message), **told}
+        rows = torch.randn(m, self._told, generator=generator)
+        if request.compressor is None:
+            return replace(share, jacobian=rows)
+        compressor: Any = COMPRESSORS[request.compressor]
+        message = compressor(int(request.budget * self._told)).compress(
+            rows, generator=generator, shared_seed=request.seed
+        )
+        return replace(share, message=message_to_dict(message))
 
-    def _trained(self, task: str, client: str) -> State | Update:
+    def _trained(self, request: Request, client: str) -> Answer:
         """A reply to a training, with an adapter without entries."""
         m, digits = len(self._cfg.rewards), 1 / 3  # 18 digits, as most figures have
         by_objective = dict.fromkeys(self._cfg.rewards, digits)
@@ -579,12 +583,14 @@ class _Listener:
             **{f"figure of objectives {i}": by_objective for i in range(7)},
             **{f"figure {i:04d}": digits for i in range(30)},
         }
-        if task == "objective_training":
+        if isinstance(request, ObjectiveTraining):
             each = {**figures, "weights": [[1.0] * m] * _passes(self._cfg)}
-            return {
-                "updates": dict.fromkeys(self._cfg.rewards, self.adapter),
-                "metrics": {"by_objective": dict.fromkeys(self._cfg.rewards, each)},
-            }
+            return ObjectiveUpdates(
+                updates=dict.fromkeys(self._cfg.rewards, self.adapter),
+                num_examples=1000,
+                num_shared=1,
+                metrics={"by_objective": dict.fromkeys(self._cfg.rewards, each)},
+            )
         solve = {
             "weights": [digits] * m,
             "gradient_norms": [digits] * m,
@@ -613,6 +619,8 @@ class _Listener:
 def _tensor_bytes(content: Any) -> int:
     if isinstance(content, torch.Tensor):
         return content.nbytes
+    if isinstance(content, JacobianShare):
+        content = vars(content)
     entries = content.values() if isinstance(content, dict) else ()
     return sum(_tensor_bytes(entry) for entry in entries)
 

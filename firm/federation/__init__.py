@@ -13,9 +13,8 @@ from firm.federation.client import (
     ProcessLost,
     Reply,
     State,
-    Update,
 )
-from firm.federation.diagnostics import beta_alarm
+from firm.federation.diagnostics import beta_alarm, failure_alarms
 from firm.federation.engines import (
     Engine,
     LocalEngine,
@@ -23,6 +22,7 @@ from firm.federation.engines import (
     ProcessesEngine,
     Team,
 )
+from firm.federation.messages import Update
 from firm.federation.partition import dirichlet_partition, iid_partition
 from firm.federation.randomness import RandomStream, derive_seed
 from firm.federation.server import RoundFailed, ServerState
@@ -49,6 +49,7 @@ __all__ = [
     "beta_alarm",
     "derive_seed",
     "dirichlet_partition",
+    "failure_alarms",
     "iid_partition",
     "local_training",
 ]

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from math import inf, isfinite
 from typing import Any
 
-from firm.federation.client import State, Update
+from firm.federation.client import State
+from firm.federation.messages import Update
 from firm.federation.privacy import PrivacyConfig, share_clipped
 
 _SAMPLED_ORDERS = (1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 96, 128)
@@ -119,6 +120,24 @@ def spend(
         {"rounds": dict(counts), "sizes": sizes},
         {**entry, "delta": cfg.delta, **share_clipped(updates)},
     )
+
+
+def message_epsilon(cfg: PrivacyConfig, num_messages: int) -> float:
+    """Returns what the messages of one client have spent of ε at ``cfg.delta``.
+
+    It is that against whoever reads the messages, where the client adds the noise; where the server
+    does, against everybody else, if the server is honest. With exact statistics, which ε does not
+    cover, and without noise it is infinite.
+
+    Args:
+        cfg: The limits and the noise.
+        num_messages: How many updates the client has sent, whether or not they were accepted.
+    """
+    if cfg.statistics == "exact":
+        return inf if num_messages else 0.0
+    message = {cfg.noise_multiplier / 2: num_messages}
+    told = message if cfg.statistics == "noisy" else {}
+    return _compose(message, told, cfg.delta)
 
 
 def _models(cfg: PrivacyConfig, sizes: Sequence[int]) -> Counter[float]:

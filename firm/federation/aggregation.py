@@ -5,8 +5,9 @@ from typing import Literal
 
 import torch
 
-from firm.federation.client import Adapter, Update
+from firm.federation.client import Adapter
 from firm.federation.lora import LoraMean, product_mean
+from firm.federation.messages import Update
 
 Aggregation = Literal["uniform", "by_examples"]
 

@@ -47,6 +47,10 @@ class Client(Protocol):
 
     Everything that outlives a round (optimizer moments, critic, KL coefficient, generators,
     position in the shard) belongs to ``state``; the adapter itself comes from the server each time.
+
+    A client may have ``skip_failed_batches()``, which leaves out, from the present state on, as
+    many batches as were drawn since the last ``load``. Engines call it after a failure, once they
+    have restored the accepted state: a client that drew the same batch again would fail for ever.
     """
 
     name: str
@@ -90,41 +94,42 @@ class Client(Protocol):
         ...
 
     def metrics(self) -> dict[str, Any]:
-        """Returns JSON-able metrics of the local training since ``load``."""
+        """Returns JSON-able metrics of the local training since ``load``.
+
+        Those that are registered (``register_metrics``) reach the server.
+        """
         ...
 
 
 @dataclass(frozen=True)
-class Update:
-    """What a client sends after its local training."""
-
-    client: str
-    adapter: Adapter
-    num_examples: int
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Reply:
-    """What a client's task returned, and the serialized bytes that went each way."""
+    """What a client answered, and the serialized bytes that went each way."""
 
     client: str
     content: Any
-    """What the task returned: an ``Update`` from local training."""
+    """The answer, of the type that the request names, with every field checked."""
     bytes_down: int
     bytes_up: int
+    dropped: int = 0
+    """Unknown fields that were left out of the answer."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that did not finish its part of a round, or was rejected, and why."""
+    """A client that did not finish its part of a round, or was refused, and why."""
 
     client: str
     reason: str
     bytes_down: int = 0
     bytes_up: int = 0
+    is_refused: bool = False
+    """Whether an answer came that no honest client sends: it counts as one of the attackers that a
+    robust rule assumes."""
+    kind: str = field(default="", compare=False)
+    """Kind of the error and the machine's number for it, which quote no data; empty where there was
+    no error."""
     cause: BaseException | None = field(default=None, compare=False)
-    """What was raised, where that happened in this process; for tracebacks only."""
+    """What was raised, where that happened in this process."""
 
 
 class ProcessLost(RuntimeError):

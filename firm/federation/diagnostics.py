@@ -1,5 +1,6 @@
 """Numbers that tell how a round went: on one solve, and on the clients together."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import median
@@ -217,3 +218,33 @@ def drift(adapters: Sequence[Adapter], mean: Adapter, start: Adapter) -> float:
 def _distance(first: Adapter, second: Adapter) -> float:
     norms = [torch.linalg.vector_norm((first[name] - second[name]).double()) for name in first]
     return torch.stack(norms).norm().item()
+
+
+def failure_alarms(rows: Sequence[Mapping[str, Any]], *, rounds: int = 3) -> list[str]:
+    """Returns what to tell the user of clients that fail again and again.
+
+    A client is told of once its failures in a row are as many as given, counted over the rounds in
+    which it was asked, and again whenever their number has doubled.
+
+    Args:
+        rows: Rows of the log so far, that of the round that just ended last.
+        rounds: Failures in a row that are an alarm.
+    """
+    history = [row for row in rows if row.get("kind") == "round"]
+    if not history:
+        return []
+    alarms = []
+    for failure in history[-1]["failures"]:
+        streak = []
+        for row in reversed(history):
+            if failure["client"] in row["clients"]:
+                break
+            if any(other["client"] == failure["client"] for other in row["failures"]):
+                streak.append(row["round"])
+        doublings = len(streak) / rounds
+        if doublings >= 1 and doublings == 2 ** round(math.log2(doublings)):
+            alarms.append(
+                f"{failure['client']} has failed in {len(streak)} rounds in a row, from round "
+                f"{streak[-1]} to {streak[0]}: {failure['reason']}"
+            )
+    return alarms

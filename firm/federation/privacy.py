@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from scipy.special import ndtri
 
-from firm.federation.client import Adapter, ProcessLost, State, Update
+from firm.federation.client import Adapter, ProcessLost, State
+from firm.federation.messages import Update
 from firm.federation.randomness import derive_seed
 
 NoiseSource = Callable[[int], bytes]

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from firm.federation.aggregation import moved, update_length
-from firm.federation.client import Adapter, State, Update
+from firm.federation.client import Adapter, State
+from firm.federation.messages import Update
 
 Rule = Literal[
     "none", "median", "trimmed_mean", "krum", "multi_krum", "norm_clipping", "normalization"
@@ -64,12 +65,30 @@ class RobustConfig:
 
     @property
     def min_updates(self) -> int:
-        """Fewest updates that the rule can be used on."""
-        return 2 * self.num_attackers + (3 if self.rule in ("krum", "multi_krum") else 1)
+        """Fewest updates that the rule needs while all attackers are among them."""
+        return self.updates_needed(self.num_attackers)
+
+    def updates_needed(self, num_attackers: int) -> int:
+        """Returns the fewest updates that the rule needs with so many attackers among them.
+
+        Without an attacker left one is enough, for every rule.
+        """
+        if num_attackers == 0:
+            return 1
+        return 2 * num_attackers + (3 if self.rule in ("krum", "multi_krum") else 1)
+
+    def attackers_left(self, num_refused: int) -> int:
+        """Returns how many attackers can be among the updates that were accepted.
+
+        Whoever sends an answer that is refused is one of the f clients that were assumed to send
+        anything, so that f less as many are left. A client that fails or is silent is not counted:
+        an honest one may.
+        """
+        return max(0, self.num_attackers - num_refused)
 
 
 def robust_updates(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, *, num_refused: int = 0
 ) -> tuple[list[Update], State]:
     """Returns what the server takes the plain mean of in place of the updates, and what was done.
 
@@ -78,8 +97,11 @@ def robust_updates(
 
     Args:
         start: θ_t.
-        updates: At least ``cfg.min_updates``, all finite and with the start's names and shapes.
+        updates: As many as the rule needs with the attackers that are left, all finite and with
+            the start's names and shapes.
         cfg: The rule.
+        num_refused: Clients whose answers were refused; they count as attackers, who are not among
+            the updates.
 
     Returns:
         The updates that count, and an entry of the round's row, JSON-able: "robust" with "rule" and
@@ -92,13 +114,15 @@ def robust_updates(
     """
     if cfg.rule == "none":
         return list(updates), {}
-    if len(updates) < cfg.min_updates:
+    num_attackers = cfg.attackers_left(num_refused)
+    needed = cfg.updates_needed(num_attackers)
+    if len(updates) < needed:
         raise ValueError(
-            f"{cfg.rule} needs {cfg.min_updates} updates for num_attackers {cfg.num_attackers}, "
+            f"{cfg.rule} needs {needed} updates with {num_attackers} attackers left, "
             f"got {len(updates)}."
         )
-    found, done = _RULES[cfg.rule](start, updates, cfg)
-    return found, {"robust": {"rule": cfg.rule, **done}}
+    found, done = _RULES[cfg.rule](start, updates, cfg, num_attackers)
+    return found, {"robust": {"rule": cfg.rule, "num_attackers": num_attackers, **done}}
 
 
 def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
@@ -243,7 +267,7 @@ def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _median(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     merged = {name: coordinate_median(rows) for name, rows in _stacks(start, updates)}
     distances = [update_length(merged, update.adapter) for update in updates]
@@ -251,13 +275,13 @@ def _median(
 
 
 def _trimmed_mean(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     merged, trimmed = {}, torch.zeros(len(updates), dtype=torch.int64)
     for name, rows in _stacks(start, updates):
-        merged[name] = trimmed_mean(rows, cfg.num_attackers)
+        merged[name] = trimmed_mean(rows, num_attackers)
         order = rows.argsort(dim=0, stable=True)
-        outer = torch.cat([order[: cfg.num_attackers], order[-cfg.num_attackers :]])
+        outer = torch.cat([order[:num_attackers], order[len(order) - num_attackers :]])
         trimmed += outer.flatten().bincount(minlength=len(updates))
     size = sum(parameter.numel() for parameter in start.values())
     return [_as_update(merged, start)], {
@@ -267,22 +291,24 @@ def _trimmed_mean(
 
 
 def _krum(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     count = len(updates)
     squares = torch.zeros(count, count, dtype=torch.float64)
     for _, rows in _stacks(start, updates):
         squares += squared_distances(rows)
-    num_chosen = 1 if cfg.rule == "krum" else count - cfg.num_attackers
-    chosen = [updates[i] for i in krum(squares, cfg.num_attackers, num_chosen=num_chosen)]
+    if count < 3:  # no attacker is left among them, and nobody has two neighbours to compare
+        return list(updates), {"chosen": [update.client for update in updates]}
+    num_chosen = 1 if cfg.rule == "krum" else count - num_attackers
+    chosen = [updates[i] for i in krum(squares, num_attackers, num_chosen=num_chosen)]
     return chosen, {
         "chosen": [update.client for update in chosen],
-        "scores": _by_client(updates, krum_scores(squares, cfg.num_attackers).tolist()),
+        "scores": _by_client(updates, krum_scores(squares, num_attackers).tolist()),
     }
 
 
 def _clip(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     lengths = _lengths(start, updates)
     factors = clip_factors(lengths, cfg.clip_norm)
@@ -296,7 +322,7 @@ def _clip(
 
 
 def _normalize(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     lengths = _lengths(start, updates)
     return _scaled(start, updates, normalization_factors(lengths)), {

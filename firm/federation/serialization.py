@@ -5,15 +5,19 @@ Nothing is ever unpickled: what is read can hold numbers and texts, never code.
 
 import json
 import math
+from dataclasses import is_dataclass
 from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from firm.federation.client import Update
+from firm.federation.outside import printable
 
 _LENGTH_BYTES = 8
+MAX_TEXT_BYTES = 16 * 2**20
+"""Most bytes of the text of a message from another party; its tensors come on top."""
+_FLOATS = ("nan", "inf", "-inf")
 
 _MALFORMED = (
     SafetensorError,
@@ -32,7 +36,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Returns a value as JSON in which every object is a tag; its tensors are added to `tensors`.
 
     Args:
-        value: Nested dictionaries (keys: strings or integers), lists, tuples and updates of dense
+        value: Nested dictionaries (keys: strings or integers), lists, tuples and records of dense
             tensors, numbers, strings, bools and None.
         where: What the value is called in messages.
         tensors: Receives a copy of every tensor on the CPU, by the name that stands in its place.
@@ -61,34 +65,43 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         items = [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, Update):
-        return {"update": encode(vars(value), f"{where} of {value.client}", tensors)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return encode(vars(value), where, tensors)
     raise ValueError(
         f"{where} is a {type(value).__name__}; "
         "a state holds tensors, numbers, strings, bools, None, dictionaries, lists and tuples."
     )
 
 
-def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns what `encode` was given, bit for bit; subclasses come back as plain types."""
+def decode(value: Any, tensors: dict[str, torch.Tensor], *, only_text_keys: bool = False) -> Any:
+    """Returns what `encode` was given, bit for bit; records come back as dictionaries.
+
+    Args:
+        value: What `encode` returned.
+        tensors: What it added its tensors to.
+        only_text_keys: Whether dictionaries with integer keys are refused. Integers that collide
+            as keys make reading quadratic, and whoever chooses them can make them collide.
+    """
+
+    def read(value: Any) -> Any:
+        return decode(value, tensors, only_text_keys=only_text_keys)
+
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [read(item) for item in value]
     if not isinstance(value, dict):
         return value
     [(tag, content)] = value.items()
     if tag == "dict":
-        return {key: decode(item, tensors) for key, item in content.items()}
-    if tag == "items":
-        return {key: decode(item, tensors) for key, item in content}
+        return {key: read(item) for key, item in content.items()}
+    if tag == "items" and not only_text_keys:
+        return {key: read(item) for key, item in content}
     if tag == "tuple":
-        return tuple(decode(item, tensors) for item in content)
-    if tag == "update":
-        return _update(decode(content, tensors))
-    if tag == "float":
+        return tuple(read(item) for item in content)
+    if tag == "float" and content in _FLOATS:
         return float(content)
     if tag == "tensor":
         return tensors[content]
-    raise ValueError(f"unknown tag {tag!r}")
+    raise ValueError(f"unknown tag {str(tag)[:40]!r}")
 
 
 def pack(message: Any) -> bytes:
@@ -102,40 +115,34 @@ def pack(message: Any) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "big") + text + safetensors.torch.save(tensors)
 
 
-def unpack(packed: bytes) -> Any:
+def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:
     """Returns the message that `pack` was given.
 
-    Whatever the bytes are, this ends in a message or in one error. A tensor takes the bytes that
-    came for it and no more: safetensors checks names, types, shapes and offsets against the length
-    of what is there before it makes any of them.
+    Whatever the bytes are, this ends in a message or in one error, in a time that grows with their
+    number. A tensor takes the bytes that came for it and no more: safetensors checks names, types,
+    shapes and offsets against the length of what is there before it makes any of them.
+
+    Args:
+        packed: What came.
+        max_bytes: For messages of another party: more bytes than this are refused, and so are more
+            than ``MAX_TEXT_BYTES`` of text and dictionaries with integer keys. None for messages
+            between processes of one program.
 
     Raises:
         ValueError: The bytes are no message.
     """
     try:
         end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")
+        if max_bytes is not None and (len(packed) > max_bytes or end > MAX_TEXT_BYTES):
+            raise ValueError(f"more than {max_bytes} in all or {MAX_TEXT_BYTES} of text")
         if not _LENGTH_BYTES <= end <= len(packed):
             raise ValueError(f"its text is said to end at byte {end}")
         content = json.loads(packed[_LENGTH_BYTES:end])
-        return decode(content, safetensors.torch.load(packed[end:]))
+        tensors = safetensors.torch.load(packed[end:])
+        return decode(content, tensors, only_text_keys=max_bytes is not None)
     except _MALFORMED as error:
+        reason = printable(f"{type(error).__name__}: {error}", max_length=200)
         raise ValueError(
-            f"{len(packed)} bytes are no message ({type(error).__name__}: {str(error)[:200]}); "
-            "they were damaged on the way, or are not from this program."
+            f"{len(packed)} bytes are no message ({reason}); they were damaged on the way, or are "
+            "not from this program."
         ) from error
-
-
-def _update(content: Any) -> Update:
-    update = Update(**content)
-    adapter, metrics = update.adapter, update.metrics
-    if not (
-        isinstance(update.client, str)
-        and isinstance(adapter, dict)
-        and all(isinstance(name, str) for name in adapter)
-        and all(isinstance(value, torch.Tensor) for value in adapter.values())
-        and isinstance(update.num_examples, int)
-        and not isinstance(update.num_examples, bool)
-        and isinstance(metrics, dict)
-    ):
-        raise TypeError("an update is a name, an adapter, a number of examples and metrics")
-    return update

@@ -1,5 +1,6 @@
 """The server's side of a round: its state, what it accepts, and what it reports."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
@@ -10,7 +11,7 @@ import torch
 
 from firm.federation.accounting import require_accountant
 from firm.federation.aggregation import Aggregation
-from firm.federation.client import Adapter, Failure, Reply, State, Update
+from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.diagnostics import (
     disagreement_bound,
     drift,
@@ -19,9 +20,10 @@ from firm.federation.diagnostics import (
     weights_spread,
 )
 from firm.federation.lora import LoraMean
-from firm.federation.privacy import PrivacyConfig, breach
+from firm.federation.messages import Request, Update
+from firm.federation.outside import printable
+from firm.federation.privacy import PrivacyConfig, breach, delta_norm
 from firm.federation.robust import RobustConfig
-from firm.federation.validity import invalidity
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,14 @@ class RoundConfig:
         if self.privacy is not None:
             self._check_privacy(self.privacy)
 
+    def training(self) -> dict[str, Any]:
+        """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
+        return {
+            "num_local_steps": self.num_local_steps,
+            "share_gram": self.share_gram,
+            "privacy": self.privacy,
+        }
+
     def _check_robust(self) -> None:
         """Raises ``ValueError`` on a robust rule that does not go with the other keys."""
         rule, least = self.robust.rule, self.robust.min_updates
@@ -219,68 +229,102 @@ class RoundFailed(RuntimeError):
 
 
 Check = Callable[[Any], str | None]
-"""Returns why the content of a reply cannot be used; None if it can."""
+"""Returns why an answer cannot be used; None if it can."""
 
 
 def accept(
+    request: Request,
     replies: Sequence[Reply],
     failures: Sequence[Failure],
     *,
-    state: ServerState,
     cfg: RoundConfig,
     check: Check | None = None,
+    common: Callable[[Any], int] | None = None,
 ) -> tuple[list[Reply], list[Failure]]:
     """Returns the replies that are valid, and all failures, with the others among them.
 
-    Valid is, unless there is another check, an update of the adapter that was sent out: the same
-    names, shapes and dtypes, all values finite, a positive number of examples, and within the norm
-    limit when there is one; clipped, where privacy asks clients for that alone.
+    The engine has read every answer by its schema. Here it is held against the round: an update
+    must be within the norm limit when there is one, and clipped, where privacy asks clients for
+    that alone; a strategy checks what else it needs.
 
     Args:
+        request: What was asked.
         replies: What came back.
         failures: Of those from whom nothing came.
-        state: The server's state that the round began with.
         cfg: The round's quorum and norm limit.
-        check: What a reply must stand instead, where the content is no ``Update``.
+        check: What the strategy checks in an answer.
+        common: What all answers must have in common, such as the number of columns of a Jacobian;
+            those that differ from the most frequent value are refused.
 
     Raises:
         RoundFailed: When fewer than ``cfg.quorum`` are left, or than the robust rule needs; with
             every reason.
     """
-
-    def is_update(content: Any) -> str | None:
-        reason = invalidity(content, state.adapter, state.objectives, cfg.max_update_norm)
-        return reason or breach(content, state.adapter, cfg.privacy)
-
+    problems = [_problem(reply.content, request, cfg, check) for reply in replies]
+    if common is not None:
+        values = [
+            None if problem else common(reply.content)
+            for reply, problem in zip(replies, problems, strict=True)
+        ]
+        counts = Counter(value for value in values if value is not None)
+        usual = max(counts, key=lambda value: counts[value], default=None)
+        problems = [
+            problem or (f"its answer has {value}, the others' {usual}" if value != usual else None)
+            for problem, value in zip(problems, values, strict=True)
+        ]
     accepted, all_failures = [], list(failures)
-    for reply in replies:
-        if reason := _reason(check or is_update, reply.content):
-            failure = Failure(reply.client, reason, reply.bytes_down, reply.bytes_up)
+    for reply, problem in zip(replies, problems, strict=True):
+        if problem:
+            failure = Failure(
+                reply.client, problem, reply.bytes_down, reply.bytes_up, is_refused=True
+            )
             all_failures.append(failure)
         else:
             accepted.append(reply)
-    quorum = max(cfg.quorum, cfg.robust.min_updates)
+    num_attackers = cfg.robust.attackers_left(num_refused(all_failures))
+    quorum = max(cfg.quorum, cfg.robust.updates_needed(num_attackers))
     if len(accepted) < quorum:
         reasons = "; ".join(f"{failure.client}: {failure.reason}" for failure in all_failures)
         causes = [failure.cause for failure in all_failures if failure.cause]
         whose = ""
         if quorum > cfg.quorum:
-            attackers = f"num_attackers {cfg.robust.num_attackers}"
-            whose = f" of robust.rule {cfg.robust.rule} with {attackers}"
+            whose = f" of robust.rule {cfg.robust.rule} with {num_attackers} attackers left"
         raise RoundFailed(
             f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
-            f"{state.round + 1}, quorum {quorum}{whose} ({reasons or 'no failures'}); repair the "
-            f"cause, then resume from round {state.round}."
+            f"{request.round}, quorum {quorum}{whose} ({reasons or 'no failures'}); repair the "
+            f"cause, then resume from round {request.round - 1}."
         ) from (causes[0] if causes else None)
     return accepted, all_failures
 
 
-def _reason(check: Check, content: Any) -> str | None:
-    """What a check says; of what it cannot even read, that."""
+def num_refused(failures: Sequence[Failure]) -> int:
+    """Returns how many clients sent an answer that was refused."""
+    return len({failure.client for failure in failures if failure.is_refused})
+
+
+def _problem(content: Any, request: Request, cfg: RoundConfig, check: Check | None) -> str | None:
+    """Why an answer cannot be used in this round; None if it can."""
+    if not isinstance(content, request.answer):
+        return f"its answer is no {request.answer.__name__} but {type(content).__name__}"
     try:
-        return check(content)
-    except Exception as error:
-        return f"the reply is malformed ({type(error).__name__}: {error})"[:300]
+        if isinstance(content, Update):
+            if reason := too_long(content.adapter, request, cfg):
+                return reason
+            if reason := breach(content, request.adapter, cfg.privacy):
+                return reason
+        return check(content) if check else None
+    except Exception as error:  # whatever checking a hostile answer may raise is its sender's
+        return printable(f"its answer is refused: {type(error).__name__}: {error}")
+
+
+def too_long(adapter: Adapter, request: Request, cfg: RoundConfig) -> str | None:
+    """Returns why an adapter is too far from θ_t; None if it is near enough."""
+    if cfg.max_update_norm is None:
+        return None
+    norm = delta_norm(adapter, request.adapter)
+    if norm <= cfg.max_update_norm:
+        return None
+    return f"its update has norm {norm:.4g}, above max_update_norm {cfg.max_update_norm:g}"
 
 
 def round_metrics(
@@ -318,6 +362,7 @@ def round_metrics(
             "bytes_down": sum(item.bytes_down for item in [*replies, *failures]),
             "bytes_up": sum(item.bytes_up for item in [*replies, *failures]),
             **_spread(before.objectives, updates),
+            **_dropped(replies),
             "drift": drift([update.adapter for update in updates], after.adapter, before.adapter),
             "norm_ratio": ratio if isfinite(ratio) else None,
             **_gram_metrics([update for update in updates if "gram" in update.metrics]),
@@ -335,6 +380,12 @@ def round_metrics(
             for reply in replies
         ],
     }
+
+
+def _dropped(replies: Sequence[Reply]) -> dict[str, dict[str, int]]:
+    """How many unknown fields were left out of whose answers, where there were any."""
+    counts = {reply.client: reply.dropped for reply in replies if reply.dropped}
+    return {"dropped_fields": counts} if counts else {}
 
 
 def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, dict[str, float]]:

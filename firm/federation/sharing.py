@@ -4,13 +4,27 @@ The tasks are the clients' part of ApproxGramJacobian, Algorithms 3, 6 and 9 of 
 FedCMOO; the mathematics is that of ``firm.gradients``.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from firm.federation.client import Batch, Client, State
+from firm.federation.client import Adapter, Batch, Client
+from firm.federation.messages import Answer, Request
 from firm.federation.randomness import derive_seed
+from firm.federation.schema import (
+    Flag,
+    Invalid,
+    Items,
+    Matrix,
+    Number,
+    Optional,
+    PerObjective,
+    Reading,
+    Text,
+    shown,
+)
 from firm.federation.tasks import task
 from firm.gradients import (
     COMPRESSORS,
@@ -20,48 +34,121 @@ from firm.gradients import (
     two_way_reply,
 )
 
+SEED = Number(0, 2**64, is_integer=True)
+"""Of a random stream."""
 
-@task("share_jacobian")
-def share_jacobian(client: Client, payload: State) -> State:
+
+@dataclass(frozen=True)
+class _Compressed:
+    """A compressed Jacobian as a mapping; ``message_from_dict`` checks every field of it."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the mapping."""
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise Invalid(f"{path} must be a compressed Jacobian, got {shown(value)}")
+        size = sum(parameter.numel() for parameter in reading.adapter.values())
+        try:
+            count, width = message_from_dict(dict(value)).shape
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise Invalid(f"{path} cannot be read: {shown(str(error))}") from error
+        if count != len(reading.objectives) or not 1 <= width <= size:
+            raise Invalid(
+                f"{path} must be of {len(reading.objectives)} rows and at most {size} columns, got "
+                f"{count} and {width}"
+            )
+        return dict(value)
+
+
+@dataclass(frozen=True)
+class JacobianShare(Answer):
+    """A client's Jacobian, whole or compressed, and what goes with it."""
+
+    served: Annotated[list[int], Items(Number(0, 99, is_integer=True), 1, 100)]
+    """Indices of the objectives that the client serves."""
+    jacobian: Annotated[torch.Tensor | None, Optional(Matrix("d"))] = None
+    """float32 [M, d] over the shared parameters; None where it is compressed."""
+    message: Annotated[dict[str, Any] | None, Optional(_Compressed())] = None
+    """The compressed Jacobian (``message_to_dict``); None where it is whole."""
+    start_losses: Annotated[list[float] | None, Optional(PerObjective(Number()))] = None
+    """Losses at θ_t, shape [M]; None where they were not asked for."""
+
+    def check(self, reading: Reading) -> None:
+        """Checks that the objectives exist, and that there is one Jacobian."""
+        count = len(reading.objectives)
+        if len(set(self.served)) < len(self.served) or max(self.served) >= count:
+            raise Invalid(f"served must be some of the {count} objectives, got {self.served}")
+        if (self.jacobian is None) == (self.message is None):
+            raise Invalid("the message must have either a jacobian or a compressed one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JacobianRequest(Request):
+    """Asks for the Jacobian at θ_t."""
+
+    task: ClassVar[str] = "share_jacobian"
+    answer: ClassVar[type[Answer]] = JacobianShare
+
+    compressor: Annotated[str | None, Optional(Text(tuple(COMPRESSORS)))] = None
+    """How it is compressed; None sends it whole."""
+    budget: Annotated[float, Number(0, 1e6)] = 1.0
+    """Numbers of the upload, in multiples of the number of shared parameters."""
+    seed: Annotated[int, SEED] = 0
+    """Of the round."""
+    skipped_batches: Annotated[int, Number(0, 100, is_integer=True)] = 0
+    """Batches that are drawn and left before the one that is used."""
+    share_losses: Annotated[bool, Flag()] = False
+    """Whether the losses at θ_t are sent along."""
+
+
+@dataclass(frozen=True)
+class GramCorrection(Answer):
+    """A client's second upload of two-way communication."""
+
+    own_gram: Annotated[torch.Tensor, Matrix()]
+    """[M, M]."""
+    correction: Annotated[torch.Tensor, Matrix()]
+    """[M, M]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionRequest(JacobianRequest):
+    """Asks for what corrects the Gram matrix of compressed Jacobians."""
+
+    task: ClassVar[str] = "correct_gram"
+    answer: ClassVar[type[Answer]] = GramCorrection
+
+    broadcast: Annotated[dict[str, Any], _Compressed()]
+    """The server's message to all (``message_to_dict``)."""
+
+
+@task(JacobianRequest)
+def share_jacobian(client: Client, request: JacobianRequest) -> JacobianShare:
     """Returns a client's Jacobian at the server's adapter, compressed.
 
     It is that of the batch that the local training of the same round will draw first, because an
-    engine returns a client to its accepted state before every task.
-
-    Args:
-        client: Who computes it; its gradients of objectives that it does not serve are zero.
-        payload: "adapter"; "compressor", a name in ``COMPRESSORS`` or None for the Jacobian itself;
-            "budget", the upload in multiples of the number of shared parameters; "seed", of the
-            round; optional "skipped_batches" and "share_losses".
-
-    Returns:
-        "message" (see ``message_to_dict``) or "jacobian" (float32 [M, d]); "served"; with
-        "share_losses" also "start_losses".
+    engine returns a client to its accepted state before every task. Gradients of objectives that
+    the client does not serve are zero.
     """
-    rows = _rows(client, payload)
-    losses = start_losses(client) if payload.get("share_losses") else {}
+    rows = _rows(client, request)
+    losses = start_losses(client) if request.share_losses else None
     served = list(served_objectives(client))
-    if payload["compressor"] is None:
-        return {"jacobian": rows, "served": served, **losses}
-    content = message_to_dict(_message(client, rows, payload))
-    return {"message": content, "served": served, **losses}
+    if request.compressor is None:
+        return JacobianShare(served=served, jacobian=rows, start_losses=losses)
+    content = message_to_dict(_message(client, rows, request))
+    return JacobianShare(served=served, message=content, start_losses=losses)
 
 
-@task("correct_gram")
-def correct_gram(client: Client, payload: State) -> State:
+@task(CorrectionRequest)
+def correct_gram(client: Client, request: CorrectionRequest) -> GramCorrection:
     """Returns a client's second upload of two-way communication: two [M, M] matrices.
 
     The client repeats what it did for ``share_jacobian``, which is deterministic, so that nothing
     has to be kept between the tasks.
-
-    Args:
-        client: Who computes them.
-        payload: That of "share_jacobian", and "answer", the server's message.
     """
-    rows = _rows(client, payload)
-    answer = message_from_dict(payload["answer"])
-    reply = two_way_reply(rows, _message(client, rows, payload), answer)
-    return {"own_gram": reply.own_gram, "correction": reply.correction}
+    rows = _rows(client, request)
+    broadcast = message_from_dict(request.broadcast)
+    reply = two_way_reply(rows, _message(client, rows, request), broadcast)
+    return GramCorrection(own_gram=reply.own_gram, correction=reply.correction)
 
 
 def served_objectives(client: Client) -> tuple[int, ...]:
@@ -79,15 +166,15 @@ def served_objectives(client: Client) -> tuple[int, ...]:
     return served
 
 
-def shared_columns(client: Client, adapter: State) -> slice:
+def shared_columns(client: Client, adapter: Adapter) -> slice:
     """Returns the Jacobian's columns that all objectives share; all unless the client says."""
     size = sum(parameter.numel() for parameter in adapter.values())
     start, stop, _ = getattr(client, "shared", slice(None)).indices(size)
     return slice(start, stop)
 
 
-def start_losses(client: Client) -> State:
-    """Returns the client's losses at the loaded adapter, {"start_losses": [M numbers]}.
+def start_losses(client: Client) -> list[float]:
+    """Returns the client's losses at the loaded adapter, shape [M].
 
     Raises:
         ValueError: When the client cannot tell its losses.
@@ -98,35 +185,40 @@ def start_losses(client: Client) -> State:
             f"This strategy reads losses, and {client.name} has no method losses(); choose "
             "another strategy or add it."
         )
-    return {"start_losses": [float(loss) for loss in losses()]}
+    return [float(loss) for loss in losses()]
 
 
-def drawn_batches(client: Client, payload: State, *, count: int) -> Iterator[Batch]:
-    """Yields some batches, after the payload's "skipped_batches", drawn and not used."""
-    num_skipped = payload.get("skipped_batches", 0)
-    for index, batch in enumerate(client.batches(num_skipped + count)):
-        if index >= num_skipped:
+def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
+    """Yields some batches, after others that are drawn and not used.
+
+    Args:
+        client: Whose batches.
+        count: How many are used.
+        skipped: How many are drawn before them.
+    """
+    for index, batch in enumerate(client.batches(skipped + count)):
+        if index >= skipped:
             yield batch
 
 
-def _rows(client: Client, payload: State) -> torch.Tensor:
+def _rows(client: Client, request: JacobianRequest) -> torch.Tensor:
     """The Jacobian's shared columns, float32 [M, d] on the CPU."""
-    client.load(payload["adapter"])
-    (batch,) = drawn_batches(client, payload, count=1)
+    client.load(request.adapter)
+    (batch,) = drawn_batches(client, 1, skipped=request.skipped_batches)
     jacobian = client.gradients(batch.whole).jacobian
-    columns = shared_columns(client, payload["adapter"])
+    columns = shared_columns(client, request.adapter)
     return jacobian[:, columns].float().cpu()
 
 
-def _message(client: Client, rows: torch.Tensor, payload: State) -> Message:
-    budget = int(payload["budget"] * rows.size(1))
-    if budget < 1:
+def _message(client: Client, rows: torch.Tensor, request: JacobianRequest) -> Message:
+    budget = int(request.budget * rows.size(1))
+    if request.compressor is None or budget < 1:
         raise ValueError(
-            f"an upload budget of {payload['budget']} leaves no number to send of "
+            f"an upload budget of {request.budget} leaves no number to send of "
             f"{rows.size(1)} shared parameters; raise it."
         )
-    compressor: Any = COMPRESSORS[payload["compressor"]]
-    seed = derive_seed(payload["seed"], client.name, payload.get("skipped_batches", 0))
+    compressor: Any = COMPRESSORS[request.compressor]
+    seed = derive_seed(request.seed, client.name, request.skipped_batches)
     return compressor(budget).compress(
-        rows, generator=torch.Generator().manual_seed(seed), shared_seed=payload["seed"]
+        rows, generator=torch.Generator().manual_seed(seed), shared_seed=request.seed
     )

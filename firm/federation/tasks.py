@@ -1,27 +1,39 @@
 """What an engine can ask of a client, by name: the name travels, never code."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from firm.federation.client import Client, State
+from firm.federation.client import Client
+from firm.federation.messages import Answer, Request
 
-Task = Callable[[Client, State], Any]
-"""Does a client's part: (client, payload) to the content of its reply."""
+Function = TypeVar("Function", bound=Callable[[Client, Any], Answer])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A client's part, and the type of the message that asks for it."""
+
+    function: Callable[[Client, Any], Answer]
+    """From a client and the request to the answer."""
+    request: type[Request]
+    """What the server sends."""
+
 
 TASKS: dict[str, Task] = {}
 
 
-def task(name: str) -> Callable[[Task], Task]:
-    """Returns a decorator that registers a task under a name, once.
+def task(request: type[Request]) -> Callable[[Function], Function]:
+    """Returns a decorator that registers a task under the name of its request, once.
 
     Raises:
         ValueError: When the name is taken.
     """
 
-    def register(function: Task) -> Task:
-        if name in TASKS:
-            raise ValueError(f"A task named {name!r} exists already; choose another name.")
-        TASKS[name] = function
+    def register(function: Function) -> Function:
+        if request.task in TASKS:
+            raise ValueError(f"A task named {request.task!r} exists already; choose another name.")
+        TASKS[request.task] = Task(function, request)
         return function
 
     return register

@@ -7,16 +7,40 @@ al. 2023, arXiv:2310.09866).
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from firm.federation.aggregation import flat
-from firm.federation.client import Client, Gradients, State, Update
+from firm.federation.client import Adapter, Client, Gradients
 from firm.federation.diagnostics import beta_effect, cosines, gradient_norms
+from firm.federation.messages import (
+    COUNT,
+    MAX_EXAMPLES,
+    MAX_ROUND,
+    Answer,
+    Request,
+    Update,
+)
 from firm.federation.privacy import PrivacyConfig, errors_kept_back, protected
+from firm.federation.schema import (
+    ByObjective,
+    Fields,
+    Flag,
+    Invalid,
+    Items,
+    Metrics,
+    Named,
+    Number,
+    Optional,
+    Parameters,
+    PerObjective,
+    Reading,
+    Text,
+    register_metrics,
+)
 from firm.federation.sharing import (
     drawn_batches,
     served_objectives,
@@ -30,9 +54,143 @@ from firm.solvers import firm_weights, fixed_weights
 WEIGHTINGS = {"firm": firm_weights, "fixed": fixed_weights}
 """Functions from a Gram matrix [M, M] and options to weights [M], by the name that travels."""
 
+NUM_STEPS = Number(1, MAX_ROUND, is_integer=True)
+"""K."""
+_OPTIONS = Fields(
+    {
+        "beta": Number(0),
+        "preference": Optional(Items(Number(0))),
+        "preference_strength": Number(0),
+        "normalize": Flag(),
+        "norm_power": Number(),
+        "solver": Text(("exact", "cvxpy")),
+        "constraints": Items(Items(Number())),
+        "weights": Optional(PerObjective(Number(0))),
+    }
+)
+"""Options of the weightings; each function checks its own."""
 
-@task("local_training")
-def local_training(client: Client, payload: State) -> Update:
+
+@dataclass(frozen=True)
+class _Privacy:
+    """The fields of a ``PrivacyConfig``."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> PrivacyConfig:
+        """Returns the configuration."""
+        if isinstance(value, PrivacyConfig):
+            return value
+        fields = Fields(
+            {
+                "clip_norm": Number(0),
+                "noise_multiplier": Number(0),
+                "at": Text(("server", "client")),
+                "delta": Number(0, 1),
+                "statistics": Text(("none", "noisy", "exact")),
+                "noise_seed": Optional(Number(-(2**63), 2**64, is_integer=True)),
+            },
+            required=("clip_norm", "noise_multiplier"),
+        ).read(value, path, reading)
+        try:
+            return PrivacyConfig(**fields)
+        except ValueError as error:
+            raise Invalid(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining(Request):
+    """Asks for an update after K local steps from the server's adapter."""
+
+    task: ClassVar[str] = "local_training"
+    answer: ClassVar[type[Answer]] = Update
+
+    num_local_steps: Annotated[int, NUM_STEPS]
+    """Local steps K."""
+    weighting: Annotated[str, Text(tuple(WEIGHTINGS))]
+    """How weights are found, a name in ``WEIGHTINGS``."""
+    weighting_options: Annotated[dict[str, Any], _OPTIONS] = field(default_factory=dict)
+    """Arguments of that function."""
+    options_by_client: Annotated[dict[str, dict[str, Any]], Named(_OPTIONS)] = field(
+        default_factory=dict
+    )
+    """Arguments of clients that have their own."""
+    solve_per: Annotated[Literal["minibatch", "batch"], Text(("minibatch", "batch"))] = "minibatch"
+    """Whether each minibatch has its own weights; or the whole batch's gradients give them once,
+    and they hold for all its minibatches."""
+    share_gram: Annotated[bool, Flag()] = False
+    """Whether the mean of the solves' Gram matrices is sent along, as "gram"."""
+    share_losses: Annotated[bool, Flag()] = False
+    """Whether the losses at θ_t are sent along, as "start_losses"."""
+    proximal: Annotated[float, Number(0)] = 0.0
+    """μ, for a local loss with + μ/2 ‖θ - θ_t‖²."""
+    skipped_batches: Annotated[int, Number(0, 100, is_integer=True)] = 0
+    """Batches that are drawn and left before the first one that is used."""
+    factors: Annotated[list[float] | None, Optional(PerObjective(Number(0)))] = None
+    """What each objective's fixed weight is multiplied by, shape [M]."""
+    privacy: Annotated[PrivacyConfig | None, Optional(_Privacy())] = None
+    """What may leave the client."""
+
+    def of(self, *clients: str) -> "LocalTraining":
+        """Returns the request as it goes to some clients."""
+        options = self.options_by_client
+        own = {name: options[name] for name in clients if name in options}
+        return replace(super().of(*clients), options_by_client=own)
+
+    def to_network(self, *clients: str) -> "LocalTraining":
+        """Returns the request without a seed of the noise, which is each site's own."""
+        own = self.of(*clients)
+        privacy = own.privacy and replace(own.privacy, noise_seed=None)
+        return replace(own, privacy=privacy)
+
+
+@dataclass(frozen=True)
+class ObjectiveUpdates(Answer):
+    """One update per objective that a client serves."""
+
+    updates: Annotated[dict[str, Adapter], ByObjective(Parameters())]
+    """θ_{s,c} by objective; at least one."""
+    num_examples: Annotated[int, Number(1, MAX_EXAMPLES, is_integer=True)]
+    """Size of the client's shard."""
+    num_shared: Annotated[int, COUNT]
+    """How many parameters, the first ones, all objectives share."""
+    metrics: Annotated[dict[str, Any], Metrics()]
+    """Those of each training under "by_objective"."""
+
+    def check(self, reading: Reading) -> None:
+        """Checks that there are updates, and not more shared parameters than there are."""
+        size = sum(parameter.numel() for parameter in reading.adapter.values())
+        if not self.updates:
+            raise Invalid(f"updates are of none of {', '.join(reading.objectives)}")
+        if not 0 < self.num_shared <= size:
+            raise Invalid(f"num_shared must be from 1 to {size}, got {self.num_shared}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveTraining(Request):
+    """Asks for one update per objective, each trained from the server's adapter alone."""
+
+    task: ClassVar[str] = "objective_training"
+    answer: ClassVar[type[Answer]] = ObjectiveUpdates
+
+    num_local_steps: Annotated[int, NUM_STEPS]
+    """Local steps K of each training."""
+
+
+@dataclass(frozen=True)
+class _OwnMetrics:
+    """Metrics of one training among several; theirs have no trainings of their own."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the registered metrics."""
+        if isinstance(value, dict) and "by_objective" in value:
+            raise Invalid(f"{path} must have no trainings of its own")
+        return Metrics().read(value, path, reading)
+
+
+register_metrics(by_objective=ByObjective(_OwnMetrics()))
+
+
+@task(LocalTraining)
+def local_training(client: Client, request: LocalTraining) -> Update:
     """Returns a client's update after K local steps from the server's adapter.
 
     In each local step the client draws a batch and passes over its minibatches; in each pass the
@@ -40,42 +198,29 @@ def local_training(client: Client, payload: State) -> Update:
     weights need no Gram matrix, and a client with ``weighted_gradients`` no Jacobian either. A
     client that serves some of the objectives finds the weights of these alone.
 
-    Args:
-        client: Who trains.
-        payload: "adapter", "num_local_steps" (K), "weighting" (a name in ``WEIGHTINGS``),
-            "weighting_options", and "solve_per": "minibatch", or "batch" for weights that come
-            from the whole batch's gradients once and hold for all its minibatches; "share_gram":
-            whether the mean of the solves' Gram matrices is sent along, as "gram". Optional:
-            "options_by_client" (the weighting's options of clients that have their own),
-            "proximal" (μ, for a local loss with + μ/2 ‖θ - θ_t‖²), "share_losses" (whether the
-            losses at θ_t are sent along, as "start_losses"), "skipped_batches" (how many are drawn
-            and left before the first), "factors" (what each objective's fixed weight is
-            multiplied by, shape [M]) and "privacy" (the fields of a ``PrivacyConfig``; what it
-            lets out, and no more, is returned).
+    With privacy the update is what ``protected`` lets out, and no more.
     """
-    privacy = PrivacyConfig(**payload["privacy"]) if payload.get("privacy") else None
-    with errors_kept_back(privacy):
-        update = _trained(client, payload)
-    if privacy is None:
+    with errors_kept_back(request.privacy):
+        update = _trained(client, request)
+    if request.privacy is None:
         return update
-    return protected(update, payload["adapter"], privacy, payload["round"])
+    return protected(update, request.adapter, request.privacy, request.round)
 
 
-def _trained(client: Client, payload: State) -> Update:
-    client.load(payload["adapter"])
-    shared = start_losses(client) if payload.get("share_losses") else {}
+def _trained(client: Client, request: LocalTraining) -> Update:
+    client.load(request.adapter)
+    shared = {"start_losses": start_losses(client)} if request.share_losses else {}
     weighted = getattr(client, "weighted_gradients", None)
-    factors = payload.get("factors")
-    is_direct = payload["weighting"] == "fixed" and not payload["share_gram"]
-    if factors is not None or (is_direct and weighted is not None):
-        metrics = _train_on_sum(client, payload)
+    is_direct = request.weighting == "fixed" and not request.share_gram
+    if request.factors is not None or (is_direct and weighted is not None):
+        metrics = _train_on_sum(client, request)
     else:
-        metrics = _train_on_solves(client, payload)
+        metrics = _train_on_solves(client, request)
     return Update(client.name, client.adapter(), client.num_examples, {**metrics, **shared})
 
 
-@task("objective_training")
-def objective_training(client: Client, payload: State) -> State:
+@task(ObjectiveTraining)
+def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveUpdates:
     """Returns one update per objective that the client serves, each trained from θ_t alone.
 
     All start from the same state of the client, so that they see the same batches: the sample
@@ -84,11 +229,7 @@ def objective_training(client: Client, payload: State) -> State:
 
     Args:
         client: Who trains; serves the objectives in its attribute ``served``, or all.
-        payload: "adapter" and "num_local_steps" (K).
-
-    Returns:
-        "updates": adapter by objective; "num_examples"; "num_shared": how many parameters, the
-        first ones, all objectives share; "metrics", those of each training under "by_objective".
+        request: θ_t and K.
 
     Raises:
         ValueError: When the client serves no objective.
@@ -99,71 +240,72 @@ def objective_training(client: Client, payload: State) -> State:
     for objective in served:
         name = client.objectives[objective]
         client.restore(start)
-        client.load(payload["adapter"])
+        client.load(request.adapter)
         weights = [float(other == objective) for other in range(len(client.objectives))]
-        metrics[name] = _train_on_sum(
-            client, {**payload, "weighting_options": {"weights": weights}}
+        alone = LocalTraining(
+            **vars(request), weighting="fixed", weighting_options={"weights": weights}
         )
+        metrics[name] = _train_on_sum(client, alone)
         updates[name] = client.adapter()
-    return {
-        "updates": updates,
-        "num_examples": client.num_examples,
-        "num_shared": shared_columns(client, payload["adapter"]).stop,
-        "metrics": {
+    return ObjectiveUpdates(
+        updates=updates,
+        num_examples=client.num_examples,
+        num_shared=shared_columns(client, request.adapter).stop,
+        metrics={
             **_own_losses(metrics),
             "by_objective": metrics,
             "num_steps": sum(each["num_steps"] for each in metrics.values()),
         },
-    }
+    )
 
 
-def _train_on_solves(client: Client, payload: State) -> dict[str, Any]:
+def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
-    options = payload.get("options_by_client", {}).get(client.name, payload["weighting_options"])
-    find = partial(WEIGHTINGS[payload["weighting"]], **options)
+    options = request.options_by_client.get(client.name, request.weighting_options)
+    find = partial(WEIGHTINGS[request.weighting], **options)
     served = list(served_objectives(client))
-    if payload["weighting"] == "firm" and len(served) < len(client.objectives):
+    if request.weighting == "firm" and len(served) < len(client.objectives):
         find = partial(_served_weights, served, options)
     num_steps, solves = 0, []
     weights = torch.empty(0)
-    for batch in drawn_batches(client, payload, count=payload["num_local_steps"]):
+    for batch in drawn_batches(client, request.num_local_steps, skipped=request.skipped_batches):
         num_steps += 1
-        if payload["solve_per"] == "batch":
+        if request.solve_per == "batch":
             weights, solve = _solve(client.gradients(batch.whole).jacobian, find)
             solves.append(solve)
         for minibatch in batch.minibatches():
             gradients = client.gradients(minibatch)
-            if payload["solve_per"] == "minibatch":
+            if request.solve_per == "minibatch":
                 weights, solve = _solve(gradients.jacobian, find)
                 solves.append(solve)
-            client.step(_pulled_back(gradients, client, payload), weights)
+            client.step(_pulled_back(gradients, client, request), weights)
     metrics = client.metrics()
     seconds = {stage: sum(solve.pop(stage) for solve in solves) for stage in ("gram", "solve")}
     gram = torch.stack([solve.pop("gram_matrix") for solve in solves]).mean(dim=0)
     return {
         **metrics,
-        **({"gram": gram.tolist()} if payload["share_gram"] else {}),
+        **({"gram": gram.tolist()} if request.share_gram else {}),
         **{key: [solve[key] for solve in solves] for key in solves[0]},
         "num_steps": num_steps,
         "seconds": {**metrics.get("seconds", {}), **seconds},
     }
 
 
-def _train_on_sum(client: Client, payload: State) -> dict[str, Any]:
+def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Returns the metrics of K steps on a weighted sum of the objectives that is known before."""
     count = len(client.objectives)
     weights = fixed_weights(
-        torch.eye(count, dtype=torch.float64), weights=payload["weighting_options"]["weights"]
+        torch.eye(count, dtype=torch.float64), weights=request.weighting_options["weights"]
     )
-    factors = torch.tensor(payload.get("factors") or [1.0] * count, dtype=torch.float64)
+    factors = torch.tensor(request.factors or [1.0] * count, dtype=torch.float64)
     sum_gradients = getattr(client, "weighted_gradients", None) or _combined(client)
     num_steps, num_passes = 0, 0
-    for batch in drawn_batches(client, payload, count=payload["num_local_steps"]):
+    for batch in drawn_batches(client, request.num_local_steps, skipped=request.skipped_batches):
         num_steps += 1
         for minibatch in batch.minibatches():
             num_passes += 1
             gradients = sum_gradients(minibatch, weights * factors)
-            client.step(_pulled_back(gradients, client, payload), torch.ones(1))
+            client.step(_pulled_back(gradients, client, request), torch.ones(1))
     return {
         **client.metrics(),
         "weights": [weights.tolist()] * num_passes,
@@ -181,12 +323,11 @@ def _combined(client: Client) -> Callable[[Any, torch.Tensor], Gradients]:
     return weighted_gradients
 
 
-def _pulled_back(gradients: Gradients, client: Client, payload: State) -> Gradients:
+def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:
     """Returns the gradients with the proximal term's, μ(θ - θ_t), added to every row."""
-    strength = payload.get("proximal", 0.0)
-    if strength == 0:
+    if request.proximal == 0:
         return gradients
-    pull = strength * (flat(client.adapter()) - flat(payload["adapter"]))
+    pull = request.proximal * (flat(client.adapter()) - flat(request.adapter))
     rows = gradients.jacobian
     return replace(gradients, jacobian=rows + pull.to(rows))
 
@@ -201,7 +342,7 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"losses": losses} if losses else {}
 
 
-def _served_weights(served: list[int], options: State, gram: torch.Tensor) -> torch.Tensor:
+def _served_weights(served: list[int], options: dict[str, Any], gram: torch.Tensor) -> torch.Tensor:
     """FIRM's weights [M] of the served objectives' own problem, 0 for the others.
 
     A zero gradient is the shortest of all: left in, its objective would get all the weight.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from firm.federation import Adapter, Gradients, State, derive_seed
+from firm.federation.schema import ByObjective, Items, Number, register_metrics
 from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
@@ -17,6 +18,8 @@ from firm.gradients import jacobian
 
 EVALUATION_BATCH = 2048
 """Samples per forward pass without gradients."""
+
+register_metrics(losses=ByObjective(Items(Number())))
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ class SupervisedClient:
                 f"got {self.served}."
             )
         self._workspace, self._indices = workspace, indices
-        self._seed, self._num_batches = seed, 0
+        self._seed, self._num_batches, self._num_drawn = seed, 0, 0
         self._attack = attack or AttackConfig()
         self._order: tuple[int, torch.Tensor] | None = None
         self._memo: tuple[int, torch.Tensor, Gradients] | None = None
@@ -261,6 +264,7 @@ class SupervisedClient:
                 foreach=True,
             )
         self._losses: list[list[float]] = []
+        self._num_drawn = 0
 
     def batches(self, num_steps: int) -> Iterator[SampleBatch]:
         """Yields one batch per local step."""
@@ -274,6 +278,7 @@ class SupervisedClient:
                 self._order = epoch, torch.randperm(self.num_examples, generator=generator)
             chosen = self._order[1][place * size : (place + 1) * size]
             self._num_batches += 1
+            self._num_drawn += 1
             yield SampleBatch(number, self._indices[chosen])
 
     def gradients(self, minibatch: SampleBatch) -> Gradients:
@@ -336,6 +341,10 @@ class SupervisedClient:
     def restore(self, state: State) -> None:
         """Returns to a state that ``state`` gave."""
         self._num_batches = state["num_batches"]
+
+    def skip_failed_batches(self) -> None:
+        """Leaves out as many batches as were drawn since ``load``."""
+        self._num_batches += self._num_drawn
 
     def metrics(self) -> dict[str, Any]:
         """Returns the losses of every local step, by objective."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from firm.federation import Adapter, Engine, Failure, Reply, ServerState, State, Update
 from firm.federation.aggregation import moved
+from firm.federation.messages import Request
 
 Strategy = Callable[..., tuple[ServerState, dict[str, Any]]]
 """One of ``firm.federation.strategies.STRATEGIES``."""
@@ -48,7 +49,7 @@ def local_models(
 def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Adapter:
     if isinstance(content, Update):
         return content.adapter
-    updates = content["updates"]
+    updates = content.updates
     return moved(state.adapter, list(updates.values()), [weights[name] for name in updates])
 
 
@@ -59,10 +60,8 @@ class _Recorder:
         self._engine = engine
         self.replies: list[Reply] = []
 
-    def map(
-        self, task: str, clients: Sequence[str], payload: State
-    ) -> tuple[list[Reply], list[Failure]]:
-        self.replies, failures = self._engine.map(task, clients, payload)
+    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
+        self.replies, failures = self._engine.map(request, clients)
         return self.replies, failures
 
     def client_states(self, accepted: Mapping[str, int]) -> State:

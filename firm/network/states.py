@@ -27,7 +27,7 @@ class DiskStates:
     def read(self, client: str, round: int) -> State:
         """Returns a client's state after a round."""
         if round not in self._rounds(client):
-            raise RuntimeError(missing_state(client, round, self._rounds(client)))
+            raise missing_state(client, round, self._rounds(client))
         return load_state(self._path(client, round))
 
     def write(self, client: str, round: int, state: State) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from firm.federation import Adapter, Gradients, State, derive_seed
+from firm.federation.schema import Items, Number, PerObjective, register_metrics
 from firm.gradients import combine
 from firm.solvers import smoothed_weights
 from firm.theory.critic import CRITICS, CriticConfig, Transitions, sample_chain, td_errors
@@ -17,6 +18,12 @@ from firm.theory.mdp import Mdp
 
 PARAMETER = "theta"
 """Name of the adapter's only tensor: the policy's logits, shape [d], float64."""
+
+register_metrics(
+    theta=Items(Items(Number())),
+    jacobian=Items(PerObjective(Items(Number()))),
+    smoothed_weights=Items(PerObjective(Number(0, 1.001))),
+)
 
 
 @dataclass(frozen=True)

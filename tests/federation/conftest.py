@@ -7,10 +7,22 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from firm.federation import Adapter, Gradients, LocalEngine, RandomStream, ServerState, State
+from firm.federation import (
+    Adapter,
+    Failure,
+    Gradients,
+    LocalEngine,
+    RandomStream,
+    Reply,
+    ServerState,
+    State,
+)
+from firm.federation.engines.engine import checked_reply
+from firm.federation.schema import Items, Number, PerObjective, register_metrics
 from firm.gradients import combine, jacobian
 
 OBJECTIVES = ("left", "right")
+register_metrics(step_losses=Items(PerObjective(Number())))
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,13 @@ class QuadraticClient:
         self._optimizer = optimizer(self._parameters.values(), lr=lr)
         self._stream = RandomStream(7, "client", stream_name or name)
         self._num_loads, self._fails_in, self._diverges_in = 0, fails_in, diverges_in
-        self._num_batches = 0
+        self._num_batches = self._num_drawn = 0
         self.served = tuple(range(len(objectives))) if served is None else served
         self._scale, self._bias = scale, bias
 
     def load(self, adapter: Adapter) -> None:
         self._num_loads += 1
+        self._num_drawn = 0
         self._losses: list[list[float]] = []
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -81,6 +94,7 @@ class QuadraticClient:
     def batches(self, num_steps: int) -> Iterator[QuadraticBatch]:
         for _ in range(num_steps):
             self._num_batches += 1
+            self._num_drawn += 1
             with self._stream:
                 noise = self._noise * torch.randn(self._num_minibatches, 3)
             yield QuadraticBatch(noise)
@@ -127,8 +141,11 @@ class QuadraticClient:
         self._stream.restore(state["stream"])
         self._num_batches = state["num_batches"]
 
+    def skip_failed_batches(self) -> None:
+        list(self.batches(self._num_drawn))
+
     def metrics(self) -> dict:
-        return {"losses": self._losses, "seconds": {"step": 0.0}}
+        return {"step_losses": self._losses, "seconds": {"step": 0.0}}
 
 
 class SummingClient(QuadraticClient):
@@ -142,6 +159,40 @@ class SummingClient(QuadraticClient):
         losses = self._losses_at(minibatch)
         row = jacobian((weights.float() @ losses)[None], self._parameters.values())
         return Gradients(row, losses.detach())
+
+
+class MeddledEngine(LocalEngine):
+    """Changes one client's answers to one task on their way, before they are read.
+
+    Args:
+        clients: The clients.
+        task: Name of the task.
+        culprit: Whose answers.
+        change: From an answer's fields to what arrives in place of them.
+    """
+
+    def __init__(self, clients, task, culprit, change):
+        super().__init__(clients)
+        self._task, self._culprit, self._change = task, culprit, change
+
+    def map(self, request, clients):
+        replies, failures = super().map(request, clients)
+        read = [
+            checked_reply(request, reply.client, self._change(dict(vars(reply.content))), 10, 10)
+            if (request.task, reply.client) == (self._task, self._culprit)
+            else reply
+            for reply in replies
+        ]
+        return (
+            [each for each in read if isinstance(each, Reply)],
+            failures + [each for each in read if isinstance(each, Failure)],
+        )
+
+
+@pytest.fixture
+def meddled_engine():
+    """Builds a ``MeddledEngine``: ``meddled_engine(clients, task, culprit, change)``."""
+    return MeddledEngine
 
 
 TARGETS = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])

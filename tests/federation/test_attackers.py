@@ -20,14 +20,14 @@ from firm.federation.strategies import (
     firm,
     fsmgda,
 )
-from firm.federation.tasks import TASKS
+from firm.federation.training import LocalTraining, local_training
 
-FIRM = {"weighting": "firm", "weighting_options": {"beta": 0.1}, "solve_per": "minibatch"}
-PAYLOAD = {"num_local_steps": 2, "share_gram": False, **FIRM}
+FIRM = {"weighting": "firm", "weighting_options": {"beta": 0.1}}
 
 
-def _update(client, start, **payload):
-    return TASKS["local_training"](client, {**PAYLOAD, "adapter": start, **payload})
+def _update(client, start, **changes):
+    fields = {"round": 1, "objectives": client.objectives, "num_local_steps": 2, **FIRM}
+    return local_training(client, LocalTraining(adapter=start, **{**fields, **changes}))
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("sign_flip", 3.0), ("sign_flip", 1), ("scaling", 4)])

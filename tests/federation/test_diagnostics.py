@@ -11,6 +11,7 @@ from firm.federation.diagnostics import (
     disagreement_bound,
     disagreement_drift,
     drift,
+    failure_alarms,
     gradient_norms,
     norm_ratio,
     weights_spread,
@@ -164,3 +165,27 @@ def test_norm_ratio_by_hand():
     assert norm_ratio([2.0, 0.0]) == float("inf")
     assert norm_ratio([0.0, 0.0]) == 1
     assert norm_ratio([1.5]) == 1
+
+
+def _round(number, clients, failed=()):
+    failures = [{"client": name, "reason": "ValueError"} for name in failed]
+    return {"kind": "round", "round": number, "clients": list(clients), "failures": failures}
+
+
+def test_a_client_that_fails_in_rounds_in_a_row_is_told_once_and_when_their_number_doubles():
+    rows, told = [], {}
+    for number in range(1, 15):
+        rows += [{"kind": "client", "round": number}, _round(number, "b", failed="a")]
+        told[number] = failure_alarms(rows)
+    assert [number for number, alarms in told.items() if alarms] == [3, 6, 12]
+    assert told[6] == ["a has failed in 6 rounds in a row, from round 1 to 6: ValueError"]
+
+
+def test_rounds_without_the_client_count_for_nothing_and_one_success_ends_the_row():
+    rows = [_round(1, "b", "a"), _round(2, "b"), _round(3, "b", "a"), _round(4, "b", "a")]
+    assert failure_alarms(rows) == [
+        "a has failed in 3 rounds in a row, from round 1 to 4: ValueError"
+    ]
+    rows = [_round(1, "b", "a"), _round(2, "b", "a"), _round(3, "ab"), _round(4, "b", "a")]
+    assert failure_alarms(rows) == []
+    assert failure_alarms([]) == []

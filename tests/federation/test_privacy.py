@@ -34,6 +34,7 @@ from firm.federation.strategies import (
     fedavg,
     firm,
 )
+from firm.federation.training import LocalTraining
 
 SEEDED = PrivacyConfig(clip_norm=0.05, noise_multiplier=1.0, noise_seed=3)
 STRATEGIES = {"firm": (firm, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}
@@ -101,10 +102,16 @@ def test_the_server_refuses_a_delta_that_was_not_clipped(start):
 
     good, bad = reply("a", 0.02), reply("b", 0.2)
     cfg = FirmConfig(privacy=replace(SEEDED, clip_norm=0.1))
-    kept, failures = accept([good, bad], [], state=start, cfg=cfg)
+    request = LocalTraining(
+        round=1,
+        objectives=start.objectives,
+        adapter=start.adapter,
+        **cfg.local_training(start.objectives),
+    )
+    kept, failures = accept(request, [good, bad], [], cfg=cfg)
     assert kept == [good]
     reason = "the update has norm 0.3464, above privacy.clip_norm 0.1"
-    assert failures == [Failure("b", reason, 100, 70)]
+    assert failures == [Failure("b", reason, 100, 70, is_refused=True)]
     # noise that the client added may be of any length
     assert breach(bad.content, start.adapter, replace(SEEDED, at="client")) is None
 
@@ -154,10 +161,9 @@ def test_no_noise_is_no_change():
 class StandingEngine:
     """An engine whose clients train and get nowhere."""
 
-    def map(self, task, clients, payload):
-        privacy = PrivacyConfig(**payload["privacy"])
-        updates = [Update(name, payload["adapter"], 10, {"num_steps": 1}) for name in clients]
-        sent = [protected(u, payload["adapter"], privacy, payload["round"]) for u in updates]
+    def map(self, request, clients):
+        updates = [Update(name, request.adapter, 10, {"num_steps": 1}) for name in clients]
+        sent = [protected(u, request.adapter, request.privacy, request.round) for u in updates]
         return [Reply(update.client, update, 0, 0) for update in sent], []
 
 
@@ -222,8 +228,8 @@ def test_with_a_noise_seed_a_run_repeats_and_resumes_bit_for_bit(
 class RecordingEngine(LocalEngine):
     """A local engine that keeps what came over the wire."""
 
-    def map(self, task, clients, payload):
-        replies, failures = super().map(task, clients, payload)
+    def map(self, request, clients):
+        replies, failures = super().map(request, clients)
         self.wire = [pack(reply.content) for reply in replies]
         self.contents = [reply.content for reply in replies]
         return replies, failures
@@ -231,7 +237,9 @@ class RecordingEngine(LocalEngine):
 
 def _numbers(update):
     """The exact figures of a client's round, each in full."""
-    figures = [update.metrics[key] for key in ("weights", "gradient_norms", "cosines", "losses")]
+    figures = [
+        update.metrics[key] for key in ("weights", "gradient_norms", "cosines", "step_losses")
+    ]
     text = json.dumps(figures).replace("[", " ").replace("]", " ").replace(",", " ")
     return {number for number in text.split() if len(number) > 8}
 
@@ -272,7 +280,7 @@ def test_exact_statistics_are_those_without_privacy_and_help_to_choose_the_limit
     privacy = replace(SEEDED, statistics="exact")
     firm(start, ["a"], private, FirmConfig(share_gram=True, privacy=privacy))
     raw, sent = plain.contents[0], private.contents[0]
-    for key in ("weights", "gradient_norms", "cosines", "gram", "losses"):
+    for key in ("weights", "gradient_norms", "cosines", "gram", "step_losses"):
         assert sent.metrics[key] == raw.metrics[key]
     norms = sent.metrics["update_norm"], delta_norm(raw.adapter, start.adapter)
     assert norms[0] == norms[1] > privacy.clip_norm

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import trim_mean
 
-from firm.federation import RoundFailed, Update
+from firm.federation import LocalEngine, RoundFailed, Update
 from firm.federation.aggregation import aggregate, update_length
 from firm.federation.attackers import Attacker
 from firm.federation.robust import (
@@ -248,7 +248,7 @@ def test_factors_are_one_at_the_limit_and_never_stretch_a_clipped_update():
         (lambda: krum(torch.ones(6, 6), 1, num_chosen=7), "num_chosen must be from 1 to 6, got 7"),
         (
             lambda: robust_updates(_start(), [], RobustConfig("median")),
-            "median needs 1 updates for num_attackers 0, got 0",
+            "median needs 1 updates with 0 attackers left, got 0",
         ),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_round_with_too_few_updates_for_the_rule_fails_and_changes_nothing(
     clients = [new_client(f"c{i}", fails_in=(1,) if i == 3 else ()) for i in range(7)]
     before = start.to_state()
     message = (
-        r"^6 clients finished round 1, quorum 7 of robust\.rule krum with num_attackers 2 \(c3"
+        r"^6 clients finished round 1, quorum 7 of robust\.rule krum with 2 attackers left \(c3"
     )
     with pytest.raises(RoundFailed, match=message):
         run_rounds(firm, clients, start, FirmConfig(robust=RobustConfig("krum", 2)))
@@ -372,6 +372,68 @@ def test_an_update_that_is_not_finite_never_reaches_the_rule(new_client, start, 
     cfg = FirmConfig(robust=RobustConfig("median", 1))
     state, rows = run_rounds(firm, clients, start, cfg)
     (failure,) = rows[0]["round"]["failures"]
-    assert failure == {"client": "c1", "reason": "the update is not finite in 'second'"}
+    assert failure == {
+        "client": "c1",
+        "reason": "its answer is refused: adapter.second is not finite",
+    }
     assert set(rows[0]["round"]["robust"]["distances"]) == {"c0", "c2", "c3"}
     assert all(value.isfinite().all() for value in state.adapter.values())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_refused", [0, 1, 2, 3])
+def test_refused_attackers_count_against_those_that_are_assumed(
+    rule, num_refused, new_client, start
+):
+    """Of eight clients with two attackers, six honest ones suffice once both were refused."""
+    names = [f"c{i}" for i in range(8)]
+    refused = names[1 : 1 + num_refused]
+    clients = [new_client(name) for name in names]
+    for client in clients:
+        if client.name in refused:
+            client.adapter = lambda: {"first": torch.tensor([torch.nan])}
+    cfg = FirmConfig(robust=RobustConfig(rule, 2))
+    state, rows = firm(start, names, LocalEngine(clients), cfg)
+    assert set(state.accepted) == set(names) - set(refused)
+    assert rows["round"]["robust"]["num_attackers"] == max(0, 2 - num_refused)
+    if rule == "multi_krum":  # so many of those who are left are taken for honest
+        count = len(names) - num_refused - max(0, 2 - num_refused)
+        assert len(rows["round"]["robust"]["chosen"]) == count
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clients_that_only_fail_are_not_taken_for_attackers(rule, new_client, start):
+    names = [f"c{i}" for i in range(8)]
+    clients = [new_client(name, fails_in=(1,) if i < 5 else ()) for i, name in enumerate(names)]
+    cfg = FirmConfig(robust=RobustConfig(rule, 2))
+    with pytest.raises(RoundFailed, match=r"3 clients finished round 1, quorum [57] of"):
+        firm(start, names, LocalEngine(clients), cfg)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_of_refused_answers_alone_fails(rule, new_client, start):
+    names = [f"c{i}" for i in range(7)]
+    clients = [new_client(name) for name in names]
+    for client in clients:
+        client.adapter = dict
+    with pytest.raises(RoundFailed, match="no clients finished round 1, quorum 1"):
+        firm(start, names, LocalEngine(clients), FirmConfig(robust=RobustConfig(rule, 2)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_without_attackers_left_any_number_of_updates_will_do(rule, count):
+    start = _start()
+    updates = [_attacked(start, f"c{i}", 2.0) for i in range(count)]
+    found, entry = robust_updates(start, updates, RobustConfig(rule, 2), num_refused=2)
+    assert entry["robust"]["num_attackers"] == 0
+    assert all((parameter == 2.0).all() for one in found for parameter in one.adapter.values())
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_equal_scores_choose_in_the_order_of_the_clients(rule):
+    start = _start()
+    updates = [_attacked(start, f"c{i}", 2.0) for i in range(7)]
+    found, _ = robust_updates(start, updates, RobustConfig(rule, 2))
+    count = 1 if rule == "krum" else 5
+    assert [update.client for update in found] == [f"c{i}" for i in range(count)]

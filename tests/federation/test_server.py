@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from firm.federation import Failure, Reply, RoundFailed, ServerState, Update
+from firm.federation.engines.engine import checked_reply
 from firm.federation.server import RoundConfig, accept, round_metrics
 from firm.federation.strategies import FedAvgConfig, FirmConfig
-from firm.federation.validity import invalidity
+from firm.federation.training import LocalTraining
 
 
 def _reply(name, value, weights):
@@ -45,95 +46,136 @@ def _update(**changes):
     return Update(**{**fields, **changes})
 
 
+def _request(start):
+    fields = {"round": 1, "objectives": start.objectives, "adapter": start.adapter}
+    return LocalTraining(**fields, num_local_steps=1, weighting="firm")
+
+
 def _adapter(value):
     return {"first": torch.tensor([value, 0.0]), "second": torch.tensor([0.0])}
 
 
 INVALID = {
-    "nan": (_update(adapter=_adapter(float("nan"))), "the update is not finite in 'first'"),
-    "infinite": (_update(adapter=_adapter(float("inf"))), "the update is not finite in 'first'"),
-    "lacking": (_update(adapter={"first": torch.zeros(2)}), "the update lacks parameter 'second'"),
+    "nan": (_update(adapter=_adapter(float("nan"))), "adapter.first is not finite"),
+    "infinite": (_update(adapter=_adapter(float("inf"))), "adapter.first is not finite"),
+    "enormous": (_update(adapter=_adapter(1e20)), "adapter.first has entries beyond 1e+18"),
+    "lacking": (
+        _update(adapter={"first": torch.zeros(2)}),
+        "adapter lacks the parameter 'second'",
+    ),
     "unknown": (
         _update(adapter={**_adapter(1.0), "third": torch.zeros(1)}),
-        "the update has an unknown parameter 'third'",
+        "adapter has the unknown parameter 'third'",
     ),
     "shape": (
         _update(adapter={**_adapter(1.0), "second": torch.zeros(2)}),
-        "the update has shape [2] in 'second', not [1]",
+        "adapter.second must have shape [1], got [2]",
     ),
     "dtype": (
         _update(adapter={**_adapter(1.0), "second": torch.zeros(1).half()}),
-        "the update has dtype torch.float16 in 'second', not torch.float32",
+        "adapter.second must be torch.float32, got torch.float16",
     ),
-    "no examples": (_update(num_examples=0), "the update counts 0 examples"),
-    "too many examples": (
-        _update(num_examples=10**12),
-        "the update counts 1000000000000 examples",
+    "no examples": (
+        _update(num_examples=0),
+        "num_examples must be an integer from 1 to 1e+09, got 0",
     ),
+    "too many examples": (_update(num_examples=10**400), "num_examples must be an integer from 1"),
     "an examples' count that is none": (
         _update(num_examples="many"),
-        "the reply is malformed (TypeError: '<=' not supported between instances of 'int' and "
-        "'str')",
+        "num_examples must be an integer, got 'many'",
     ),
+    "another client's": (_update(client="a"), "client must be the one that was asked"),
     "weights of another layout": (
         _update(metrics={"weights": [[0.5, 0.5], [1.0]]}),
-        "the update's metrics have no usable 'weights'",
+        "metrics.weights[1] must have from 2 to 2 items, got 1",
     ),
     "a weight that is not finite": (
         _update(metrics={"weights": [[0.5, float("nan")]]}),
-        "the update's metrics have no usable 'weights'",
+        "metrics.weights[0][1] must be a finite number from -1e+36 to 1e+36, got nan",
     ),
     "a Gram matrix that is none": (
         _update(metrics={"weights": [[0.5, 0.5]], "gram": [[1.0, 0.0]]}),
-        "the update's metrics have no usable 'gram'",
+        "metrics.gram must have from 2 to 2 items, got 1",
+    ),
+    "an asymmetric Gram matrix": (
+        _update(metrics={"weights": [[0.5, 0.5]], "gram": [[1.0, 0.5], [0.0, 1.0]]}),
+        "metrics.gram is no Gram matrix in its entries 0 and 1",
+    ),
+    "a Gram matrix of no gradients": (
+        _update(metrics={"weights": [[0.5, 0.5]], "gram": [[1.0, 3.0], [3.0, 1.0]]}),
+        "metrics.gram is no Gram matrix in its entries 0 and 1",
     ),
     "a Gram matrix alone": (
         _update(metrics={"gram": [[1.0, 0.0], [0.0, 1.0]]}),
-        "the update's metrics have a 'gram' without 'weights'",
-    ),
-    "the server's own key": (
-        _update(metrics={"client": "a"}),
-        "the update's metrics have the key 'client', which is not a client's to set",
+        "metrics has a gram without weights",
     ),
     "seconds in words": (
         _update(metrics={"seconds": {"rollout": "long"}}),
-        "the update's metrics have no usable 'seconds'",
+        "metrics.seconds.rollout must be a finite number, got 'long'",
     ),
-    "metrics that are no numbers": (
-        _update(metrics={"extra": [torch.zeros(1)]}),
-        "the update's metrics hold something other than numbers and texts",
-    ),
-    "far": (_update(adapter=_adapter(10.1)), "the update has norm 10.01, above max_update_norm 10"),
-    "no update": ({"adapter": None}, "the reply is no update but dict"),
+    "metrics that are none": (_update(metrics=3), "metrics must be a mapping, got 3"),
+    "no update": (3, "the message must be of type Update, got 3"),
 }
 
 
 @pytest.mark.parametrize("case", INVALID)
-def test_an_invalid_update_becomes_a_failure_with_its_client_and_the_reason(start, case):
+def test_an_invalid_answer_becomes_a_failure_with_its_client_and_the_reason(start, case):
     content, reason = INVALID[case]
-    good, bad = _reply("a", 1.0, [[0.5, 0.5]]), Reply("b", content, 100, 70)
+    failure = checked_reply(_request(start), "b", content, 100, 70)
+    assert isinstance(failure, Failure)
+    assert failure.reason.startswith(f"its answer is refused: {reason}")
+    assert failure.is_refused
+    assert (failure.client, failure.bytes_down, failure.bytes_up) == ("b", 100, 70)
+
+
+def test_unknown_fields_and_metrics_are_left_out_and_counted(start):
+    fields = {**vars(_update(metrics={"client": "a", "mine": [torch.zeros(1)]})), "mood": "good"}
+    reply = checked_reply(_request(start), "b", fields, 100, 70)
+    assert isinstance(reply, Reply)
+    assert reply.content.metrics == {}
+    assert reply.dropped == 3
+
+
+def test_an_update_beyond_the_norm_limit_is_refused(start):
+    good, far = _reply("a", 1.0, [[0.5, 0.5]]), Reply("b", _update(adapter=_adapter(10.1)), 100, 70)
     lost = Failure("c", "TimeoutError: too late", 100)
     cfg = RoundConfig(max_update_norm=10.0)
-    replies, failures = accept([good, bad], [lost], state=start, cfg=cfg)
+    replies, failures = accept(_request(start), [good, far], [lost], cfg=cfg)
     assert replies == [good]
-    assert failures == [lost, Failure("b", reason, 100, 70)]
+    reason = "its update has norm 10.01, above max_update_norm 10"
+    assert failures == [lost, Failure("b", reason, 100, 70, is_refused=True)]
+    accept(_request(start), [far], [], cfg=RoundConfig())  # any length without a limit
 
 
-def test_replies_other_than_updates_have_their_own_check(start):
-    replies = [Reply(name, {"number": number}, 100, 70) for name, number in (("a", 1), ("b", 2))]
+def test_what_no_engine_has_read_is_no_answer(start):
+    replies = [Reply("a", vars(_update()), 100, 70), _reply("b", 1.0, [[0.5, 0.5]])]
+    accepted, failures = accept(_request(start), replies, [], cfg=RoundConfig())
+    assert [reply.client for reply in accepted] == ["b"]
+    assert failures[0].reason == "its answer is no Update but dict"
+
+
+def test_a_strategy_checks_what_it_needs_and_a_check_that_raises_refuses(start):
+    replies = [_reply(name, 1.0, [[0.5, 0.5]]) for name in "abc"]
+
+    def check(update):
+        return {"a": None, "b": "the name is b"}[update.client]
+
+    accepted, failures = accept(_request(start), replies, [], cfg=RoundConfig(), check=check)
+    assert [reply.client for reply in accepted] == ["a"]
+    assert [failure.reason for failure in failures] == [
+        "the name is b",
+        "its answer is refused: KeyError: 'c'",
+    ]
+
+
+def test_answers_that_differ_from_most_in_what_all_must_share_are_refused(start):
+    replies = [_reply(name, 1.0, [[0.5, 0.5]]) for name in "abc"]
+    widths = {"a": 4, "b": 7, "c": 4}
     accepted, failures = accept(
-        replies,
-        [],
-        state=start,
-        cfg=RoundConfig(),
-        check=lambda content: "the number is even" if content["number"] % 2 == 0 else None,
+        _request(start), replies, [], cfg=RoundConfig(), common=lambda u: widths[u.client]
     )
-    assert accepted == replies[:1]
-    assert failures == [Failure("b", "the number is even", 100, 70)]
-
-
-def test_any_length_of_update_is_accepted_without_a_limit(start):
-    assert invalidity(_update(adapter=_adapter(1e6)), start.adapter, start.objectives) is None
+    assert [reply.client for reply in accepted] == ["a", "c"]
+    assert failures[0].reason == "its answer has 7, the others' 4"
 
 
 def test_a_round_below_its_quorum_raises_with_every_reason(start):
@@ -141,13 +183,13 @@ def test_a_round_below_its_quorum_raises_with_every_reason(start):
     failures = [Failure("b", "ValueError: no prompts", cause=cause), Failure("c", "KeyError: 1")]
     message = r"no clients finished round 1, quorum 1 \(b: ValueError: no prompts; c: KeyError: 1\)"
     with pytest.raises(RoundFailed, match=message) as raised:
-        accept([], failures, state=start, cfg=RoundConfig())
+        accept(_request(start), [], failures, cfg=RoundConfig())
     assert raised.value.__cause__ is cause
 
     good, cfg = _reply("a", 1.0, [[0.5, 0.5]]), RoundConfig(quorum=2)
     with pytest.raises(RoundFailed, match=r"^1 client finished round 1, quorum 2 \(b: .*resume"):
-        accept([good], failures, state=start, cfg=cfg)
-    accept([good, good], failures, state=start, cfg=cfg)
+        accept(_request(start), [good], failures, cfg=cfg)
+    accept(_request(start), [good, good], failures, cfg=cfg)
 
 
 def test_the_rows_of_a_round_say_who_took_part_and_how_they_differ(start):

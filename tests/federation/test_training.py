@@ -1,28 +1,26 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from firm.federation import local_training
-from firm.federation.training import objective_training
+from firm.federation.training import LocalTraining, ObjectiveTraining, objective_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
+OBJECTIVES = ("left", "right")
 
-def _payload(start, **changes):
-    return {
-        "adapter": start.adapter,
-        "num_local_steps": 3,
-        "weighting": "firm",
-        "weighting_options": {"beta": 0.1},
-        "solve_per": "minibatch",
-        "share_gram": False,
-        **changes,
-    }
+
+def _request(start, **changes):
+    fields = {"num_local_steps": 3, "weighting": "firm", "weighting_options": {"beta": 0.1}}
+    return LocalTraining(
+        round=1, objectives=OBJECTIVES, adapter=start.adapter, **{**fields, **changes}
+    )
 
 
 def test_training_equals_the_loop_by_hand_bit_for_bit(new_client, start, same):
-    update = local_training(new_client(), _payload(start))
+    update = local_training(new_client(), _request(start))
 
     client = new_client()
     client.load(start.adapter)
@@ -40,7 +38,7 @@ def test_training_equals_the_loop_by_hand_bit_for_bit(new_client, start, same):
 def test_weights_per_batch_come_from_the_whole_batch_and_hold_in_its_minibatches(
     new_client, start, same
 ):
-    update = local_training(new_client(), _payload(start, solve_per="batch"))
+    update = local_training(new_client(), _request(start, solve_per="batch"))
 
     client = new_client()
     client.load(start.adapter)
@@ -61,11 +59,11 @@ def test_metrics_tell_of_every_solve_beside_what_the_client_tells(
     objectives = ("a", "b", "c")
     targets = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]])
     client = new_client(targets=targets, objectives=objectives, num_examples=5)
-    update = local_training(client, _payload(start, solve_per=solve_per))
+    update = local_training(client, _request(start, solve_per=solve_per))
     metrics = update.metrics
     assert (update.client, update.num_examples) == ("client_0", 5)
     assert metrics["num_steps"] == 3
-    assert len(metrics["losses"]) == 6
+    assert len(metrics["step_losses"]) == 6
     for key, width in (("weights", 3), ("gradient_norms", 3), ("cosines", 3)):
         assert [len(row) for row in metrics[key]] == [width] * num_solves
     assert len(metrics["beta_effect"]) == num_solves
@@ -77,7 +75,7 @@ def test_metrics_tell_of_every_solve_beside_what_the_client_tells(
 
 def test_logged_norms_and_cosines_are_the_gradients_own(new_client, start):
     client = new_client(noise=0.0, num_minibatches=1)
-    update = local_training(client, _payload(start, num_local_steps=1))
+    update = local_training(client, _request(start, num_local_steps=1))
     point = torch.tensor([0.1, 0.2, 0.3])
     left, right = point - torch.tensor([1.0, 0.0, 2.0]), point - torch.tensor([0.0, 3.0, 1.0])
     assert update.metrics["gradient_norms"][0] == pytest.approx(
@@ -102,20 +100,20 @@ def test_batches_are_drawn_by_the_model_after_the_step_before(new_client, start)
         step(gradients, weights)
 
     client.batches, client.step = batches, recorded_step
-    local_training(client, _payload(start, num_local_steps=2))
+    local_training(client, _request(start, num_local_steps=2))
     assert events == ["batch", "step", "step", "batch", "step", "step"]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_training_before_its_step(new_client, start):
     client = new_client(targets=torch.tensor([[1.0, 0.0, 0.0], [0.0, math.nan, 0.0]]))
     with pytest.raises(ValueError, match="loss of objective 1 is not finite"):
-        local_training(client, _payload(start))
+        local_training(client, _request(start))
     assert torch.equal(client.adapter()["first"], start.adapter["first"])
 
 
 def test_a_client_sends_its_mean_gram_only_when_asked(new_client, start):
-    assert "gram" not in local_training(new_client(), _payload(start)).metrics
-    update = local_training(new_client(), _payload(start, num_local_steps=1, share_gram=True))
+    assert "gram" not in local_training(new_client(), _request(start)).metrics
+    update = local_training(new_client(), _request(start, num_local_steps=1, share_gram=True))
     client = new_client()
     client.load(start.adapter)
     (batch,) = client.batches(1)
@@ -131,30 +129,30 @@ def test_a_client_sends_its_mean_gram_only_when_asked(new_client, start):
 
 def _fixed(start, weights, **changes):
     options = {"weighting": "fixed", "weighting_options": {"weights": weights}}
-    return _payload(start, **{**options, **changes})
+    return _request(start, **{**options, **changes})
 
 
 def test_a_proximal_term_pulls_back_to_the_start_by_hand(new_plain_client, origin):
     client = new_plain_client("a", [[4.0, 0.0, 0.0], [4.0, 0.0, 0.0]], lr=0.5)
-    payload = _fixed(origin, (1.0, 1.0), num_local_steps=2, proximal=0.5)
+    request = _fixed(origin, (1.0, 1.0), num_local_steps=2, proximal=0.5)
     # from 0 to 2; there the gradient is 2 - 4 = -2, and the pull 0.5 * 2 = 1: 2 + 0.5 = 2.5
-    assert local_training(client, payload).adapter["first"].tolist() == [2.5, 0.0]
-    assert local_training(client, {**payload, "proximal": 0.0}).adapter["first"][0] == 3.0
+    assert local_training(client, request).adapter["first"].tolist() == [2.5, 0.0]
+    assert local_training(client, replace(request, proximal=0.0)).adapter["first"][0] == 3.0
 
 
 def test_losses_are_those_at_the_servers_model(new_client, start):
     client = new_client()
-    update = local_training(client, _payload(start, share_losses=True))
+    update = local_training(client, _request(start, share_losses=True))
     client.load(start.adapter)
     assert update.metrics["start_losses"] == client.losses().tolist()
-    assert "start_losses" not in local_training(client, _payload(start)).metrics
+    assert "start_losses" not in local_training(client, _request(start)).metrics
 
 
 def test_a_client_that_cannot_tell_its_losses_says_so(new_client, start):
     client = new_client()
     client.losses = None
     with pytest.raises(ValueError, match="client_0 has no method losses"):
-        local_training(client, _payload(start, share_losses=True))
+        local_training(client, _request(start, share_losses=True))
 
 
 def test_skipped_batches_are_drawn_and_not_used(new_client, start, same):
@@ -183,31 +181,37 @@ def test_fixed_weights_take_one_pass_where_a_client_offers_it(new_plain_client, 
 @pytest.mark.parametrize("sums", [False, True])
 def test_factors_multiply_the_fixed_weights_after_they_are_scaled(new_plain_client, origin, sums):
     client = new_plain_client("a", [[4.0, 0.0, 0.0], [0.0, 4.0, 0.0]], sums=sums, lr=1.0)
-    payload = _fixed(origin, (3.0, 1.0), num_local_steps=1, factors=[0.5, 2.0])
+    request = _fixed(origin, (3.0, 1.0), num_local_steps=1, factors=[0.5, 2.0])
     # 4 * 0.75 * 0.5 and 4 * 0.25 * 2
-    assert local_training(client, payload).adapter["first"].tolist() == [1.5, 2.0]
+    assert local_training(client, request).adapter["first"].tolist() == [1.5, 2.0]
+
+
+def _alone(start, num_local_steps):
+    return ObjectiveTraining(
+        round=1, objectives=OBJECTIVES, adapter=start.adapter, num_local_steps=num_local_steps
+    )
 
 
 def test_each_objective_is_trained_alone_from_the_same_state(new_client, start, same):
     client = new_client()
-    content = objective_training(client, {"adapter": start.adapter, "num_local_steps": 2})
+    content = objective_training(client, _alone(start, num_local_steps=2))
     for index, name in enumerate(("left", "right")):
         alone = new_client()
         weights = [float(index == 0), float(index == 1)]
         update = local_training(alone, _fixed(start, weights, num_local_steps=2))
-        assert same(content["updates"][name], update.adapter)
+        assert same(content.updates[name], update.adapter)
     assert client.state()["num_batches"] == 2
-    assert content["num_shared"] == 3
-    assert content["metrics"]["num_steps"] == 4
+    assert content.num_shared == 3
+    assert content.metrics["num_steps"] == 4
 
 
 def test_only_served_objectives_are_trained(new_client, start):
-    payload = {"adapter": start.adapter, "num_local_steps": 1}
-    assert list(objective_training(new_client(served=(1,)), payload)["updates"]) == ["right"]
+    request = _alone(start, num_local_steps=1)
+    assert list(objective_training(new_client(served=(1,)), request).updates) == ["right"]
     with pytest.raises(ValueError, match=r"client_0 must serve some .* 0 to 1, got \(\)"):
-        objective_training(new_client(served=()), payload)
+        objective_training(new_client(served=()), request)
     with pytest.raises(ValueError, match=r"got \(2,\)"):
-        objective_training(new_client(served=(2,)), payload)
+        objective_training(new_client(served=(2,)), request)
 
 
 @pytest.mark.parametrize(
@@ -221,29 +225,19 @@ def test_only_served_objectives_are_trained(new_client, start):
 def test_a_client_finds_the_weights_of_the_objectives_that_it_serves_alone(
     new_client, start, options
 ):
-    payload = _payload(start, weighting_options=options)
-    assert payload["weighting"] == "firm"
-    update = local_training(new_client(served=(1,)), payload)
-    alone = local_training(
-        new_client(served=(1,)),
-        {**payload, "weighting": "fixed", "weighting_options": {"weights": [0, 1]}},
-    )
+    update = local_training(new_client(served=(1,)), _request(start, weighting_options=options))
+    alone = local_training(new_client(served=(1,)), _fixed(start, [0, 1]))
     assert all(weights == [0, 1] for weights in update.metrics["weights"])
     for name, parameter in update.adapter.items():
         assert torch.equal(parameter, alone.adapter[name])
 
 
 def test_a_preference_of_a_clients_own_takes_the_place_of_the_one_for_all(new_client, start):
-    payload = _payload(start)
-    own = {**payload["weighting_options"], "preference": [0.9, 0.1]}
-    for_all = local_training(new_client(), {**payload, "weighting_options": own})
-    by_client = {"options_by_client": {new_client().name: own}}
-    assert (
-        local_training(new_client(), {**payload, **by_client}).metrics["weights"]
-        == (for_all.metrics["weights"])
-    )
-    others = {"options_by_client": {"somebody else": own}}
-    assert (
-        local_training(new_client(), {**payload, **others}).metrics["weights"]
-        == (local_training(new_client(), payload).metrics["weights"])
-    )
+    own = {"beta": 0.1, "preference": [0.9, 0.1]}
+
+    def weights(**changes):
+        return local_training(new_client(), _request(start, **changes)).metrics["weights"]
+
+    for_all = weights(weighting_options=own)
+    assert weights(options_by_client={new_client().name: own}) == for_all
+    assert weights(options_by_client={"somebody else": own}) == weights() != for_all

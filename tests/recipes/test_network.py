@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
-from firm.federation.engines import Site, SitePolicy, SitesEngine
+from firm.federation.engines import Agreement, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
 from firm.network.daemons import free_port
@@ -250,7 +250,18 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
 
     wire = _Wire(
         {
-            site: Site(build(names), names, fingerprint=told, policy=SitePolicy())
+            site: Site(
+                build(names),
+                names,
+                fingerprint=told,
+                agreement=Agreement(
+                    cfg.strategy,
+                    objectives=list(cfg.rewards),
+                    num_rounds=cfg.rounds,
+                    clients=names,
+                ),
+                policy=SitePolicy(),
+            )
             for site, names in places.items()
         }
     )

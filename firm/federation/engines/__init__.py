@@ -1,5 +1,6 @@
 """Engines: where clients run. A strategy asks, an engine carries and counts the bytes."""
 
+from firm.federation.engines.agreement import Agreement, Budget, Ledger
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
@@ -8,9 +9,12 @@ from firm.federation.engines.sites import Channel, Lost, SitesEngine, SitesRetur
 from firm.federation.engines.states import ClientStates, MemoryStates
 
 __all__ = [
+    "Agreement",
+    "Budget",
     "Channel",
     "ClientStates",
     "Engine",
+    "Ledger",
     "LocalEngine",
     "Lost",
     "MemoryStates",

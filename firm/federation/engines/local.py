@@ -12,13 +12,22 @@ from typing import Any
 import torch
 
 from firm.federation.client import Client, Failure, ProcessLost, Reply, State, TeamLost
-from firm.federation.engines.engine import tell_finished
+from firm.federation.engines.engine import (
+    RequestSizes,
+    checked_reply,
+    error_kind,
+    tell_finished,
+)
 from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.engines.time_limit import GRACE, time_limit
+from firm.federation.messages import Request
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
 
 logger = logging.getLogger(__name__)
+
+MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
+"""What tells of the machine, and not of the batch that it was met at; a passed time limit aside."""
 
 
 class LocalEngine:
@@ -90,21 +99,19 @@ class LocalEngine:
         for name, client in self._clients.items():
             self._states.write(name, 0, client.state())
 
-    def map(
-        self, task: str, clients: Sequence[str], payload: State
-    ) -> tuple[list[Reply], list[Failure]]:
+    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
         Any exception of a client is its failure; the traceback goes to the log at level DEBUG.
+        Unless the machine is to blame (no memory, a full disk), the batches that the client had
+        drawn are left out of its state from then on, so that it does not meet them again.
 
         Raises:
             RuntimeError: There is a time limit, and this is not the program's main thread.
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the program's main thread can keep a time limit.")
-        # the messages differ in one number alone, the last round that was accepted of a client
-        num_bytes = len(pack({**payload, "accepted": 0})) - len("0")
-        run = partial(self._run_and_tell, task, payload, num_bytes)
+        run = partial(self._run_and_tell, request, RequestSizes(request))
         outcomes = list(self._pool.map(run, clients) if self._pool else map(run, clients))
         replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in outcomes if isinstance(outcome, Failure)]
@@ -140,40 +147,54 @@ class LocalEngine:
         if self._pool:
             self._pool.shutdown()
 
-    def _run_and_tell(
-        self, task: str, payload: State, num_bytes: int, name: str
-    ) -> Reply | Failure:
-        self._tell("client_started", client=name, round=payload["round"])
+    def _run_and_tell(self, request: Request, sizes: RequestSizes, name: str) -> Reply | Failure:
+        self._tell("client_started", client=name, round=request.round)
         start = time.perf_counter()
-        outcome = self._run(task, payload, num_bytes, name)
+        outcome = self._run(request, sizes, name)
         seconds = time.perf_counter() - start
-        tell_finished(self._tell, outcome, payload["round"], seconds=seconds)
+        tell_finished(self._tell, outcome, request.round, seconds=seconds)
         return outcome
 
     def _tell(self, event: str, **info: Any) -> None:
         with self._event_lock:
             self._on_event(event, **info)
 
-    def _run(self, task: str, payload: State, num_bytes: int, name: str) -> Reply | Failure:
-        run_task, client = TASKS[task], self._clients[name]
-        accepted_round = payload["accepted"].get(name, 0)
+    def _run(self, request: Request, sizes: RequestSizes, name: str) -> Reply | Failure:
+        client, accepted_round = self._clients[name], request.accepted.get(name, 0)
         accepted_state = self._states.read(name, accepted_round)
         self._states.forget(name, accepted_round)  # an older pending state was rejected
-        message = {**payload, "accepted": accepted_round}
-        bytes_down = num_bytes + len(str(accepted_round))
+        bytes_down = sizes.of(name)
         try:
             with time_limit(self._timeout, name, interrupt=self._interrupt):
                 client.restore(accepted_state)
-                content = run_task(client, message)
+                content = TASKS[request.task].function(client, request.of(name))
                 state = client.state()
-            reply = Reply(name, content, bytes_down, len(pack(content)))
-            self._states.write(name, payload["round"], state)
+            outcome = checked_reply(request, name, content, bytes_down, len(pack(content)))
+            if isinstance(outcome, Reply):
+                self._states.write(name, request.round, state)
+                return outcome
         except TeamLost as error:
             raise TeamLost(f"{name}: {error}") from error
         except ProcessLost:
             raise
         except Exception as error:
-            logger.debug("%s failed in round %d", name, payload["round"], exc_info=True)
+            logger.debug("%s failed in round %d", name, request.round, exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
-            return Failure(name, f"{type(error).__name__}: {error}", bytes_down, cause=error)
-        return reply
+            reason, kind = f"{type(error).__name__}: {error}", error_kind(error)
+            outcome = Failure(name, reason, bytes_down, kind=kind, cause=error)
+            if isinstance(error, MACHINE_ERRORS) and not isinstance(error, TimeoutError):
+                return outcome
+        self._leave_out_failed_batches(client, accepted_round, accepted_state)
+        return outcome
+
+    def _leave_out_failed_batches(self, client: Client, round: int, state: State) -> None:
+        """Moves a client's accepted state past the batches that the failed task had drawn."""
+        skip: Callable[[], None] | None = getattr(client, "skip_failed_batches", None)
+        if skip is None:
+            return
+        try:
+            client.restore(state)
+            skip()
+            self._states.write(client.name, round, client.state())
+        except Exception:
+            logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)

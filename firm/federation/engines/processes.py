@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from firm.federation.client import Failure, ProcessLost, Reply, State, TeamLost
-from firm.federation.engines.engine import tell_finished
+from firm.federation.engines.engine import checked_reply, tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
+from firm.federation.messages import Request
 from firm.federation.serialization import pack, unpack
+from firm.federation.tasks import TASKS
 
 Result = TypeVar("Result")
 
@@ -299,9 +301,8 @@ class ProcessesEngine:
         while (message := self._processes.receive(0))["do"] != "stop":
             answer: Any = None
             if message["do"] == "map":
-                replies, failures = self._local.map(
-                    message["task"], message["clients"], message["payload"]
-                )
+                request = TASKS[message["task"]].request(**message["request"])
+                replies, failures = self._local.map(request, message["clients"])
                 answer = {
                     "replies": [vars(reply) for reply in replies],
                     "failures": [{**vars(failure), "cause": None} for failure in failures],
@@ -313,9 +314,7 @@ class ProcessesEngine:
             if answer is not None and self._processes.leads(self._processes.rank):
                 self._processes.send(answer, 0)
 
-    def map(
-        self, task: str, clients: Sequence[str], payload: State
-    ) -> tuple[list[Reply], list[Failure]]:
+    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
         Raises:
@@ -323,20 +322,20 @@ class ProcessesEngine:
         """
         asked = {rank: self._hosted(rank, clients) for rank in range(self._processes.size)}
         for rank in self._others(asked):
-            message = {"do": "map", "task": task, "clients": asked[rank], "payload": payload}
-            self._processes.send(message, rank)
+            message = {"do": "map", "task": request.task, "clients": asked[rank]}
+            self._processes.send({**message, "request": request}, rank)
             for name in asked[rank] if self._processes.leads(rank) else ():
-                self._on_event("client_started", client=name, round=payload["round"])
-        replies, failures = self._local.map(task, asked[0], payload)
+                self._on_event("client_started", client=name, round=request.round)
+        replies, failures = self._local.map(request, asked[0])
         outcomes = {outcome.client: outcome for outcome in (*replies, *failures)}
         for rank in filter(self._processes.leads, self._others(asked)):
             answer = self._answer(rank, asked[rank])
             for outcome in (
-                *(Reply(**reply) for reply in answer["replies"]),
+                *(_reply(request, reply) for reply in answer["replies"]),
                 *(Failure(**failure) for failure in answer["failures"]),
             ):
                 outcomes[outcome.client] = outcome
-                tell_finished(self._on_event, outcome, payload["round"])
+                tell_finished(self._on_event, outcome, request.round)
         ordered = [outcomes[name] for name in clients]
         replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
@@ -393,3 +392,10 @@ class ProcessesEngine:
 
     def _others(self, asked: Mapping[int, Sequence[str]]) -> list[int]:
         return [rank for rank, names in asked.items() if rank and names]
+
+
+def _reply(request: Request, fields: dict[str, Any]) -> Reply | Failure:
+    """A reply as another process of this program has read it, in its types again."""
+    sizes = fields["bytes_down"], fields["bytes_up"]
+    reply = checked_reply(request, fields["client"], fields["content"], *sizes)
+    return replace(reply, dropped=fields["dropped"]) if isinstance(reply, Reply) else reply

@@ -1,78 +1,66 @@
-"""A site's side of a network: its clients, and what may leave it."""
+"""A site's side of a network: its clients, what it does for a server, and what may leave it."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from firm.federation.client import Failure, ProcessLost, Reply, State, Update
-from firm.federation.engines.engine import Engine
+from firm.federation.client import Failure, ProcessLost, Reply, State
+from firm.federation.engines.agreement import Agreement, Budget, Ledger, Refused
+from firm.federation.engines.engine import Engine, error_kind
+from firm.federation.engines.states import StateMissing
+from firm.federation.messages import Answer
+from firm.federation.outside import printable
+from firm.federation.schema import METRICS, Invalid, Items, Reading, Schema, Text, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
-AGGREGATES = (
-    "beta_effect",
-    "clip_fraction",
-    "cosines",
-    "end_share",
-    "entropy",
-    "gradient_norms",
-    "gram",
-    "kl",
-    "kl_coefficient",
-    "num_steps",
-    "policy_loss",
-    "response_length",
-    "reward",
-    "reward_correlation",
-    "reward_length_correlation",
-    "reward_raw",
-    "reward_raw_std",
-    "reward_truncated_share",
-    "seconds",
-    "value_loss",
-    "weights",
-)
-"""Metrics of local training: figures of a batch or a minibatch as a whole, none of one reply."""
-
-
-MACHINE_ERRORS = ("MemoryError", "OSError", "OutOfMemoryError", "TimeoutError")
-"""Kinds of errors that tell of the machine, and quote no data."""
+MAX_BYTES = 4 * 2**30
+"""Most bytes of a server's message."""
 
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """What may leave a site beside the adapter."""
+    """What a site lets out beside the adapter, and how often."""
 
-    metrics: tuple[str, ...] = AGGREGATES
-    """Names of the metrics that may; an empty list lets none out."""
+    metrics: tuple[str, ...] | None = None
+    """Names of the metrics that may leave: figures of a batch or a minibatch as a whole, none of
+    one reply. null: all that are registered; an empty list: none."""
     tasks: tuple[str, ...] = ("local_training",)
     """Tasks that the server may ask for. What another one sends (Jacobians, several updates) tells
     more of the data than an adapter does."""
     reasons: bool = False
     """Whether the server learns in full why a client failed. An error may quote the prompt or reply
-    that caused it; without this the server learns its kind (of a full disk, a lack of memory or
-    time in full), and the site's log has the rest."""
+    that caused it; without this the server learns the kind of error and the machine's error number,
+    and the site's log has the rest."""
+    budget: Budget = field(default_factory=Budget)
+    """Where the site stops."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ValueError(f"tasks must be among {', '.join(sorted(TASKS))}, got {unknown}.")
+        if unknown := [name for name in self.metrics or () if name not in METRICS]:
+            raise ValueError(f"metrics must be among {', '.join(sorted(METRICS))}, got {unknown}.")
 
 
 class Site:
     """Answers the server's messages for the clients of a site.
 
-    Whatever arrives, an answer goes back, and nothing but it: tasks that the policy names, of the
-    site's own clients, with the metrics that the policy lets out.
+    A message is a request, and the site decides: it carries out tasks that its policy names, for
+    its own clients, as they were agreed, within its budget; and what goes back is what the policy
+    lets out. Whatever arrives, an answer goes back.
 
     Args:
         build: From what the server tells at the first meeting to the engine that runs the clients,
-            in this process or in several that work together.
+            in this process or in several that work together. What it raises is told by its kind.
         clients: Their names.
         fingerprint: What must be the same at the server, as of ``SitesEngine.meet``.
+        agreement: What the site does for the server.
         policy: What may leave.
+        ledger: The site's own record; in memory by default.
     """
 
     def __init__(
@@ -81,84 +69,110 @@ class Site:
         clients: Sequence[str],
         *,
         fingerprint: Mapping[str, Any],
+        agreement: Agreement,
         policy: SitePolicy,
+        ledger: Ledger | None = None,
     ) -> None:
         self._build, self._clients = build, sorted(clients)
         self._engine: Engine | None = None
         self._fingerprint, self._policy = dict(fingerprint), policy
+        self._agreement = agreement
+        self.ledger = Ledger(agreement, policy.budget) if ledger is None else ledger
 
     def answer(self, packed: bytes) -> bytes:
         """Returns the packed answer to a packed message."""
         number = None
         try:
-            message = unpack(packed)
-            number = message["number"]
+            message = unpack(packed, max_bytes=MAX_BYTES)
+            if isinstance(message, dict):
+                number = message.get("number")
+                number = number if isinstance(number, int) else None
             answer = self._answer(message)
         except ProcessLost:
             raise
         except Exception as error:
-            logger.exception("a message of the server was refused")
-            answer = {"problem": f"{type(error).__name__}: {error}"}
+            is_own = isinstance(error, Refused | Invalid | StateMissing)  # which quote no data
+            reason = printable(error) if is_own else error_kind(error)
+            logger.error("refused: %s", printable(f"{type(error).__name__}: {error}"))
+            logger.debug("the message was refused here", exc_info=True)
+            with suppress(OSError):  # a full disk, which the log has told of
+                self.ledger.refused(reason)
+            answer = {"problem": reason}
         return pack({**answer, "number": number})
 
-    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        what = message["do"]
+    def _answer(self, message: Any) -> dict[str, Any]:
+        what = message.get("do") if isinstance(message, dict) else None
         if what == "meet":
-            if problem := differences(message["fingerprint"], self._fingerprint):
-                logger.error("this site cannot take part: %s", problem)
-                return {"problem": problem}
-            self._engine = self._engine or self._build(message["setup"])
-            return {"clients": self._clients}
+            return self._meet(message)
         if what != "map":
-            raise ValueError(f"a site cannot {what!r}; it can meet and map")
-        return self._map(message["task"], message["clients"], message["payload"])
+            raise Refused(f"a site can meet and map, not {shown(what)}")
+        return self._map(message)
 
-    def _map(self, task: str, clients: Sequence[str], payload: State) -> dict[str, Any]:
+    def _meet(self, message: dict[str, Any]) -> dict[str, Any]:
+        fingerprint, setup = message.get("fingerprint"), message.get("setup")
+        if not isinstance(fingerprint, dict) or not isinstance(setup, dict):
+            raise Refused("a meeting needs a fingerprint and a setup")
+        if problem := differences(fingerprint, self._fingerprint):
+            logger.error("this site cannot take part: %s", problem)
+            return {"problem": problem}
+        self._engine = self._engine or self._build(setup)
+        return {"clients": self._clients}
+
+    def _map(self, message: dict[str, Any]) -> dict[str, Any]:
+        task = _ASKED["task"].read(message.get("task"), "task", _NOTHING)
+        clients = _ASKED["clients"].read(message.get("clients"), "clients", _NOTHING)
         if task not in self._policy.tasks:
-            raise PermissionError(
+            raise Refused(
                 f"this site's policy does not allow the task {task!r}, only "
                 f"{', '.join(self._policy.tasks)}"
             )
         if strangers := sorted(set(clients) - set(self._clients)):
-            raise ValueError(f"{strangers[0]} is no client of this site")
+            raise Refused(f"{strangers[0]} is no client of this site")
+        if len(set(clients)) < len(clients):
+            raise Refused("a client is asked twice")
         if self._engine is None:
-            raise RuntimeError("this site has not met the server yet")
-        replies, failures = self._engine.map(task, clients, payload)
+            raise Refused("this site has not met the server yet")
+        request = self._agreement.request(task, message.get("request"))
+        self.ledger.check(clients, task)
+        replies, failures = self._engine.map(request, clients)
+        for reply in replies:
+            self.ledger.answered(request.round, reply.client, task)
         for failure in failures:
-            logger.error("%s failed: %s", failure.client, failure.reason)
+            logger.error("%s failed: %s", failure.client, printable(failure.reason))
         return {
-            "replies": [vars(self._told(reply)) for reply in replies],
+            "replies": [
+                {"client": reply.client, "content": self._told(reply)} for reply in replies
+            ],
             "failures": [
-                {**vars(failure), "cause": None, "reason": self._reason(failure)}
-                for failure in failures
+                {"client": failure.client, "reason": self._reason(failure)} for failure in failures
             ],
         }
 
     def _reason(self, failure: Failure) -> str:
-        kind = failure.reason.partition(":")[0]
-        if self._policy.reasons or kind in MACHINE_ERRORS:
-            return failure.reason
-        return f"{kind}; its site's log says more"
+        if self._policy.reasons:
+            return printable(failure.reason)
+        return f"{failure.kind or 'its answer was refused'}; its site's log says more"
 
-    def _told(self, reply: Reply) -> Reply:
-        """A reply without what must not leave, and its size as it is."""
+    def _told(self, reply: Reply) -> Answer:
+        """An answer without what must not leave."""
         content = reply.content
-        if isinstance(content, Update):
-            content = replace(content, metrics=self._allowed(content.metrics))
-        elif isinstance(content, dict) and isinstance(content.get("metrics"), dict):
-            content = {**content, "metrics": self._allowed(content["metrics"])}
-        return replace(reply, content=content, bytes_up=len(pack(content)))
+        allowed = self._policy.metrics
+        if allowed is None or not hasattr(content, "metrics"):
+            return content
+        kept = {key: value for key, value in content.metrics.items() if key in allowed}
+        return replace(content, metrics=kept)
 
-    def _allowed(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in metrics.items() if key in self._policy.metrics}
+
+_NOTHING = Reading((), {})
+_ASKED: dict[str, Schema] = {"task": Text(), "clients": Items(Text(), 1, 1000)}
 
 
 def differences(server: Mapping[str, Any], site: Mapping[str, Any]) -> str:
     """Returns in what two fingerprints differ, in words; empty when they are the same."""
     names: Collection[str] = [*server, *(name for name in site if name not in server)]
     told = [
-        f"its {name} is {site.get(name)!r}, the server's {server.get(name)!r}"
+        f"its {printable(name)} is {shown(site.get(name))}, the server's {shown(server.get(name))}"
         for name in names
         if server.get(name) != site.get(name)
     ]
-    return "; ".join(told)
+    return printable("; ".join(told), max_length=2000)

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from firm.federation.client import Failure, Reply, State
-from firm.federation.engines.engine import tell_finished
+from firm.federation.engines.engine import RequestSizes, checked_reply, tell_finished
+from firm.federation.messages import Request
+from firm.federation.outside import printable
+from firm.federation.schema import shown
 from firm.federation.serialization import pack, unpack
 
 logger = logging.getLogger(__name__)
+
+_SMALL = 16 * 2**20
+"""Bytes of an answer without its tensors, at most."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +113,16 @@ class SitesEngine:
         answers = self._meet(list(sites), timeout=self._timeout)
         return [f"{site}: {problem}" for site, problem in answers.items() if problem]
 
-    def map(
-        self, task: str, clients: Sequence[str], payload: State
-    ) -> tuple[list[Reply], list[Failure]]:
+    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
         Raises:
             SitesReturned: The run has to be started again, for all sites to take part.
         """
         if self._first_round is None:
-            self._first_round = payload["round"]
+            self._first_round = request.round
         # One round at least between two starts, or a site that comes and goes would stop the run.
-        if payload["round"] > self._first_round and (back := self._channel.returned()):
+        if request.round > self._first_round and (back := self._channel.returned()):
             raise SitesReturned(
                 f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back; the run goes on with "
                 "all sites from its last checkpoint"
@@ -132,18 +136,25 @@ class SitesEngine:
                 outcomes[name] = Failure(name, f"its site {site} is away: {self._lost[site]}")
         for names in asked.values():
             for name in names:
-                self._on_event("client_started", client=name, round=payload["round"])
+                self._on_event("client_started", client=name, round=request.round)
+        sizes = RequestSizes(request)
         answers = self._ask(
             {
-                site: {"do": "map", "task": task, "clients": names, "payload": _of(names, payload)}
+                site: {
+                    "do": "map",
+                    "task": request.task,
+                    "clients": names,
+                    "request": request.to_network(*names),
+                }
                 for site, names in asked.items()
             },
             timeout=self._timeout,
+            max_bytes={site: len(names) * _most_bytes(request) for site, names in asked.items()},
         )
         for site, names in asked.items():
-            outcomes.update(_outcomes(site, names, answers[site]))
+            outcomes.update(_outcomes(site, names, answers[site], request, sizes))
         for name in clients:
-            tell_finished(self._on_event, outcomes[name], payload["round"])
+            tell_finished(self._on_event, outcomes[name], request.round)
         ordered = [outcomes[name] for name in clients]
         replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
         return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
@@ -179,21 +190,28 @@ class SitesEngine:
 
     def _meet(self, sites: Sequence[str], *, timeout: float) -> dict[str, str | None]:
         """Why each of these sites is not ready; None if it is."""
-        answers = self._ask(dict.fromkeys(sites, self._introduction), timeout=timeout)
+        messages = dict.fromkeys(sites, self._introduction)
+        answers = self._ask(messages, timeout=timeout, max_bytes=dict.fromkeys(sites, _SMALL))
         problems: dict[str, str | None] = {}
         for site, answer in answers.items():
             own = sorted(name for name, place in self._site_of.items() if place == site)
             if isinstance(answer, Lost):
                 problems[site] = answer.reason
             elif answer.get("problem"):
-                problems[site] = str(answer["problem"])
+                problems[site] = printable(answer["problem"], max_length=2000)
             elif answer.get("clients") != own:
-                problems[site] = f"it has the clients {answer.get('clients')}, not {own}"
+                problems[site] = f"it has the clients {shown(answer.get('clients'))}, not {own}"
             else:
                 problems[site] = None
         return problems
 
-    def _ask(self, messages: Mapping[str, dict[str, Any]], *, timeout: float) -> dict[str, Any]:
+    def _ask(
+        self,
+        messages: Mapping[str, dict[str, Any]],
+        *,
+        timeout: float,
+        max_bytes: Mapping[str, int],
+    ) -> dict[str, Any]:
         """The sites' answers, unpacked, to messages with a number each; ``Lost`` otherwise."""
         if not messages:
             return {}
@@ -204,68 +222,63 @@ class SitesEngine:
         found: dict[str, Any] = {}
         for site, raw in self._channel.ask(packed, timeout=timeout).items():
             if not isinstance(raw, Lost):
-                found[site] = _read(raw, numbers[site])
+                found[site] = _read(raw, numbers[site], max_bytes[site])
                 continue
-            found[site] = raw
+            found[site] = raw = Lost(printable(raw.reason))
             if site not in self._lost:
                 self._lost[site] = raw.reason
                 logger.warning("%s is lost: %s", site, raw.reason)
         return found
 
 
-def _of(names: Sequence[str], payload: State) -> State:
-    """A payload with no word about clients of other sites."""
-    own = dict(payload)
-    for key in ("accepted", "options_by_client"):
-        if key in own:
-            own[key] = {name: value for name, value in own[key].items() if name in names}
-    return own
+def _most_bytes(request: Request) -> int:
+    """More bytes than an honest client's answer has: a Jacobian or one adapter per objective."""
+    size = sum(parameter.numel() for parameter in request.adapter.values())
+    return _SMALL + 16 * (len(request.objectives) + 1) * size
 
 
-def _read(raw: bytes, number: int) -> dict[str, Any]:
+def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
     """A site's answer, with "problem" when it is none."""
     try:
-        answer = unpack(raw)
+        answer = unpack(raw, max_bytes=max_bytes)
     except ValueError as error:
         return {"problem": f"its answer cannot be read: {error}"}
     if not isinstance(answer, dict):
         return {"problem": f"its answer is no message but {type(answer).__name__}"}
     if answer.get("number") != number:
         return {
-            "problem": f"it answered message {answer.get('number')!r} instead of number {number}; "
-            "an answer to an earlier round counts for nothing"
+            "problem": f"it answered message {shown(answer.get('number'))} instead of number "
+            f"{number}; an answer to an earlier round counts for nothing"
         }
     return answer
 
 
-def _outcomes(site: str, names: Sequence[str], answer: Any) -> dict[str, Reply | Failure]:
+def _outcomes(
+    site: str, names: Sequence[str], answer: Any, request: Request, sizes: RequestSizes
+) -> dict[str, Reply | Failure]:
     """What an answer says of each client that its site was asked for."""
     if isinstance(answer, Lost):
         return {name: Failure(name, f"its site {site} is lost: {answer.reason}") for name in names}
     if problem := answer.get("problem"):
-        return {name: Failure(name, f"at {site}: {problem}"[:500]) for name in names}
+        reason = printable(f"at {site}: {problem}")
+        return {name: Failure(name, reason, sizes.of(name)) for name in names}
     found: dict[str, Reply | Failure] = {}
-    for kind in (Reply, Failure):
-        key = "replies" if kind is Reply else "failures"
+    for key in ("replies", "failures"):
         told = answer.get(key)
         for fields in told if isinstance(told, list) else []:
-            outcome = _outcome(kind, fields)
-            if outcome is not None and outcome.client in names:
-                twice = outcome.client in found
-                found[outcome.client] = (
-                    Failure(outcome.client, f"{site} answered for it twice") if twice else outcome
-                )
+            name = fields.get("client") if isinstance(fields, dict) else None
+            if not isinstance(name, str) or name not in names:
+                continue
+            if name in found:
+                found[name] = Failure(name, f"{site} answered for it twice", is_refused=True)
+            elif key == "failures":
+                found[name] = Failure(name, printable(fields.get("reason")), sizes.of(name))
+            else:
+                found[name] = _reply(request, name, fields.get("content"), sizes.of(name))
     silent = f"{site} said nothing of it"
     return {name: found.get(name) or Failure(name, silent) for name in names}
 
 
-def _outcome(kind: type[Reply] | type[Failure], fields: Any) -> Reply | Failure | None:
-    """A reply or a failure of these fields; None if they are not one's."""
-    if not isinstance(fields, dict) or not isinstance(fields.get("client"), str):
-        return None
-    down, up = fields.get("bytes_down"), fields.get("bytes_up")
-    if not (isinstance(down, int) and isinstance(up, int) and min(down, up) >= 0):
-        return None
-    if kind is Failure:
-        return Failure(fields["client"], str(fields.get("reason"))[:500], down, up)
-    return Reply(fields["client"], fields.get("content"), down, up)
+def _reply(request: Request, name: str, content: Any, bytes_down: int) -> Reply | Failure:
+    """A reply, whose bytes the server counts itself."""
+    return checked_reply(request, name, content, bytes_down, len(pack(content)))

@@ -5,6 +5,10 @@ from typing import Protocol
 from firm.federation.client import State
 
 
+class StateMissing(RuntimeError):
+    """A client's state is not there; the text names rounds, and quotes no data."""
+
+
 class ClientStates(Protocol):
     """Keeps each client's states by the round that they are after."""
 
@@ -12,7 +16,7 @@ class ClientStates(Protocol):
         """Returns a client's state after a round.
 
         Raises:
-            RuntimeError: It is not there; says which are.
+            StateMissing: It is not there; says which are.
         """
         ...
 
@@ -42,7 +46,7 @@ class MemoryStates:
         """Returns a client's state after a round."""
         states = self._states.get(client, {})
         if round not in states:
-            raise RuntimeError(missing_state(client, round, sorted(states)))
+            raise missing_state(client, round, sorted(states))
         return states[round]
 
     def write(self, client: str, round: int, state: State) -> None:
@@ -54,9 +58,9 @@ class MemoryStates:
         self._states[client] = {accepted: self._states[client][accepted]}
 
 
-def missing_state(client: str, round: int, kept: list[int]) -> str:
-    """Returns what to say of a state that is not there."""
-    return (
+def missing_state(client: str, round: int, kept: list[int]) -> StateMissing:
+    """Returns the error of a state that is not there."""
+    return StateMissing(
         f"{client} has states of rounds {kept}, not of round {round}; restore its state from the "
         "checkpoint of the server's state."
     )

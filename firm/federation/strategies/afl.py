@@ -15,7 +15,7 @@ from firm.federation.aggregation import moved, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
-from firm.federation.strategies.rounds import Round, losses_of, with_losses
+from firm.federation.strategies.rounds import Round, losses_of, update_losses_problem
 from firm.solvers import project_to_simplex
 
 
@@ -32,6 +32,7 @@ class AflConfig(ScalarConfig):
     last one; training goes on from the last all the same."""
 
     averages: ClassVar[bool] = False
+    reads_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.weights_learning_rate < inf:
@@ -75,7 +76,7 @@ def afl(
     state = replace(state, adapter=state.memory.get("iterate", model))
     this_round = Round(state, clients, engine, cfg)
     replies = this_round.train(
-        {**cfg.payload(), "share_losses": True}, check=with_losses(state, cfg)
+        cfg.local_training(), check=lambda update: update_losses_problem(update, state.objectives)
     )
     updates = [reply.content for reply in replies]
     names = [reply.client for reply in replies]

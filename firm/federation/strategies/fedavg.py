@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from firm.federation.aggregation import server_step, shares
-from firm.federation.client import State
 from firm.federation.engines.engine import Engine
-from firm.federation.robust import robust_updates
+from firm.federation.messages import Request
 from firm.federation.server import RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round, update_lengths, zero_updates
+from firm.federation.training import LocalTraining
 from firm.solvers import fixed_weights
 
 
@@ -32,6 +32,9 @@ class ScalarConfig(RoundConfig):
     """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ has β = D^(100/T)
     for a decay by D in T rounds: 0.891 for a tenth in 2000."""
 
+    reads_losses: ClassVar[bool] = False
+    """Whether clients send their losses at θ_t, from which the server weighs them."""
+
     def __post_init__(self) -> None:
         fixed_weights(np.eye(max(1, len(self.weights or ()))), weights=self.weights)
         if not 0 <= self.proximal < np.inf:
@@ -46,13 +49,19 @@ class ScalarConfig(RoundConfig):
         """Raises ``ValueError`` on weights that do not fit these objectives."""
         fixed_weights(np.eye(len(objectives)), weights=self.weights)
 
-    def payload(self) -> State:
-        """Returns what "local_training" reads of it."""
+    def local_training(self) -> dict[str, Any]:
+        """Returns the fields of the ``LocalTraining`` that every round asks for."""
         return {
+            **self.training(),
             "weighting": "fixed",
             "weighting_options": {"weights": self.weights},
-            **({"proximal": self.proximal} if self.proximal > 0 else {}),
+            "proximal": self.proximal,
+            "share_losses": self.reads_losses,
         }
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns what a round asks of clients; see ``Agreement``."""
+        return {LocalTraining: self.local_training()}
 
     def learning_rate(self, state: ServerState) -> float:
         """Returns η · decay^⌊t/100⌋ with t the rounds finished: 100 rounds for every value."""
@@ -105,9 +114,8 @@ def fedavg(
         RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
     """
     this_round = Round(state, clients, engine, cfg)
-    replies = this_round.train(cfg.payload())
-    updates = [reply.content for reply in replies]
-    updates, done = robust_updates(state.adapter, updates, cfg.robust)
+    replies = this_round.train(cfg.local_training())
+    updates, done = this_round.robust(replies)
     lengths = update_lengths(state.adapter, updates) if cfg.normalize_updates else None
     adapter = server_step(
         state.adapter,

@@ -4,11 +4,11 @@ Askin et al. (2024), "Federated Communication-Efficient Multi-Objective Optimiza
 arXiv:2410.16398: Algorithms 1 to 3 and 6, 7 and 8 with preferences, 9 and 10 as in the theory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,11 +17,13 @@ from firm.federation.aggregation import server_step
 from firm.federation.client import Reply, State
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
-from firm.federation.robust import robust_updates
+from firm.federation.messages import DECIDED_BY_SERVER, Request
 from firm.federation.sampling import sample_clients
-from firm.federation.server import Check, RoundConfig, ServerState
-from firm.federation.strategies.rounds import Round, losses_invalidity
+from firm.federation.server import RoundConfig, ServerState
+from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
+from firm.federation.strategies.rounds import Round, losses_problem
 from firm.federation.strategies.upgrad import upgrad_weights
+from firm.federation.training import LocalTraining
 from firm.gradients import (
     COMPRESSORS,
     Message,
@@ -59,6 +61,9 @@ class GramConfig(RoundConfig):
     """How Jacobians travel; the paper's is low_rank, none sends them whole."""
     upload_budget: float = 1.0
     """Numbers that a Jacobian's message may take, in multiples of the shared parameters' number."""
+    communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
+    """Whether the Gram matrix comes of one upload (Algorithm 3), is corrected after the server's
+    answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
 
     def __post_init__(self) -> None:
         if self.compressor != "none" and self.compressor not in COMPRESSORS:
@@ -77,13 +82,33 @@ class GramConfig(RoundConfig):
             )
         super().__post_init__()
 
-    def phase(self, this_round: Round) -> State:
-        """Returns what "share_jacobian" reads of it."""
+    reads_losses: ClassVar[bool] = False
+    """Whether clients send their losses at θ_t with their Jacobians."""
+
+    def jacobians(self) -> dict[str, Any]:
+        """Returns the fields of a ``JacobianRequest`` that the configuration decides."""
         return {
             "compressor": None if self.compressor == "none" else self.compressor,
             "budget": self.upload_budget,
-            "seed": this_round.seed("jacobians"),
+            "share_losses": self.reads_losses,
         }
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns what a round asks of clients; see ``Agreement``."""
+        is_two_sample = self.communication == "two_sample"
+        jacobians = {**self.jacobians(), "seed": DECIDED_BY_SERVER}
+        training = {
+            **self.training(),
+            "weighting": "fixed",
+            "weighting_options": DECIDED_BY_SERVER,
+            "factors": DECIDED_BY_SERVER,
+            "skipped_batches": 2 if is_two_sample else 0,
+        }
+        skipped = {"skipped_batches": DECIDED_BY_SERVER} if is_two_sample else {}
+        asked = {LocalTraining: training, JacobianRequest: {**jacobians, **skipped}}
+        if self.communication == "two_way":
+            asked[CorrectionRequest] = {**jacobians, "broadcast": DECIDED_BY_SERVER}
+        return asked
 
 
 @dataclass(frozen=True)
@@ -92,9 +117,6 @@ class FedCmooConfig(GramConfig):
 
     name: Literal["fedcmoo"] = "fedcmoo"
     """The strategy."""
-    communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
-    """Whether the Gram matrix comes of one upload (Algorithm 3), is corrected after the server's
-    answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
     gram_clients: int | None = None
     """Clients in each of the two samples, n'; null takes as many as train."""
     solver: Literal["steps", "exact", "upgrad"] = "steps"
@@ -166,6 +188,8 @@ class FedCmooPrefConfig(GramConfig):
     min_weight: float | None = None
     """Least weight of an objective; null takes 1/(5M), the paper's practical improvement, and 0
     follows the preference alone."""
+
+    reads_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,7 +283,7 @@ def fedcmoo_pref(
             are finite and not negative.
     """
     this_round = Round(state, clients, engine, cfg)
-    estimate = _gram(this_round, state, cfg, share_losses=True)
+    estimate = _gram(this_round, state, cfg)
     losses = [
         fmean(row[j] for row, served in estimate.losses if j in served) for j in estimate.active
     ]
@@ -302,35 +326,27 @@ class _Estimate:
 
 
 def _gram(
-    this_round: Round,
-    state: ServerState,
-    cfg: FedCmooConfig | FedCmooPrefConfig,
-    *,
-    share_losses: bool = False,
+    this_round: Round, state: ServerState, cfg: FedCmooConfig | FedCmooPrefConfig
 ) -> _Estimate:
     """ApproxGramJacobian, Algorithms 3 and 6."""
-    payload = {**cfg.phase(this_round), "share_losses": share_losses}
-    replies = this_round.ask(
-        "share_jacobian", this_round.sampled, payload, check=_check_jacobian(state, cfg, payload)
-    )
+    fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians")}
+    replies = _jacobians(this_round, this_round.sampled, fields, state, cfg)
     if cfg.communication == "two_way":
         messages = {reply.client: _message(reply) for reply in replies}
         answer = broadcast(
             list(messages.values()),
             _compressor(cfg, next(iter(messages.values()))),
-            generator=torch.Generator().manual_seed(payload["seed"]),
+            generator=torch.Generator().manual_seed(fields["seed"]),
         )
+        correction = {**fields, "broadcast": message_to_dict(answer)}
         corrections = this_round.ask(
-            "correct_gram",
-            list(messages),
-            {**payload, "answer": message_to_dict(answer)},
-            check=lambda content: _correction_invalidity(content, len(state.objectives)),
+            this_round.request(CorrectionRequest, correction), list(messages)
         )
         kept = {correction.client for correction in corrections}
         replies = [reply for reply in replies if reply.client in kept]
         gram = two_way_gram(
             [messages[reply.client] for reply in replies],
-            [TwoWayReply(**correction.content) for correction in corrections],
+            [TwoWayReply(**vars(correction.content)) for correction in corrections],
         )
     elif cfg.compressor == "none":
         gram = gram_matrix(_mean_jacobian(replies))
@@ -338,7 +354,7 @@ def _gram(
         gram = one_way_gram([_message(reply) for reply in replies])
 
     # averages over those that serve an objective, where the formulas take all clients
-    served = [reply.content["served"] for reply in replies]
+    served = [reply.content.served for reply in replies]
     counts = [sum(j in one for one in served) for j in range(len(state.objectives))]
     factors = [len(replies) / count if count else 0.0 for count in counts]
     active = [j for j, count in enumerate(counts) if count]
@@ -348,9 +364,9 @@ def _gram(
         factors,
         [reply.client for reply in replies],
         losses=tuple(
-            (reply.content["start_losses"], reply.content["served"])
+            (reply.content.start_losses, reply.content.served)
             for reply in replies
-            if share_losses
+            if cfg.reads_losses
         ),
     )
 
@@ -368,10 +384,13 @@ def _two_sample_gram(
             count=cfg.gram_clients or cfg.clients_per_round,
             always=cfg.always,
         )
-        payload = {**cfg.phase(this_round), "skipped_batches": index}
-        check = _check_jacobian(state, cfg, payload)
+        fields = {
+            **cfg.jacobians(),
+            "seed": this_round.seed("jacobians"),
+            "skipped_batches": index,
+        }
         samples.append(sample)
-        replies.append(this_round.ask("share_jacobian", sample, payload, check=check))
+        replies.append(_jacobians(this_round, sample, fields, state, cfg))
     if cfg.compressor == "none":
         gram = inner_products(_mean_jacobian(replies[0]), _mean_jacobian(replies[1]))
     else:
@@ -437,15 +456,16 @@ def _train(
     memory: State | None = None,
 ) -> tuple[ServerState, dict[str, Any]]:
     """Phase 2 of Algorithms 1, 7 and 10, with weights that the task divides by their sum."""
-    payload: State = {"weighting": "fixed", "weighting_options": {"weights": weights}}
     factors = [scale * factor for factor in estimate.factors]
-    if set(factors) != {1.0}:
-        payload["factors"] = factors
-    if estimate.num_skipped:
-        payload["skipped_batches"] = estimate.num_skipped
-    replies = this_round.train(payload, clients=estimate.clients)
-    updates = [reply.content for reply in replies]
-    updates, done = robust_updates(state.adapter, updates, cfg.robust)
+    fields = {
+        **cfg.training(),
+        "weighting": "fixed",
+        "weighting_options": {"weights": weights},
+        "factors": None if set(factors) == {1.0} else factors,
+        "skipped_batches": estimate.num_skipped,
+    }
+    replies = this_round.train(fields, clients=estimate.clients)
+    updates, done = this_round.robust(replies)
     adapters = [update.adapter for update in updates]
     adapter = server_step(
         state.adapter,
@@ -465,12 +485,12 @@ def _train(
 
 
 def _mean_jacobian(replies: Sequence[Reply]) -> torch.Tensor:
-    rows = torch.stack([reply.content["jacobian"] for reply in replies])
+    rows = torch.stack([reply.content.jacobian for reply in replies])
     return rows.double().mean(dim=0)
 
 
 def _message(reply: Reply) -> Message:
-    return message_from_dict(reply.content["message"])
+    return message_from_dict(reply.content.message)
 
 
 def _compressor(cfg: GramConfig, message: Message) -> Any:
@@ -491,55 +511,33 @@ def _check_communication(cfg: FedCmooConfig | FedCmooPrefConfig) -> None:
         )
 
 
-def _check_jacobian(state: ServerState, cfg: GramConfig, payload: State) -> Check:
-    """Returns the check of replies to "share_jacobian"."""
-    num_objectives = len(state.objectives)
+def _jacobians(
+    this_round: Round,
+    clients: Sequence[str],
+    fields: Mapping[str, Any],
+    state: ServerState,
+    cfg: GramConfig,
+) -> list[Reply]:
+    """The clients' valid Jacobians, of as many columns each."""
+    request = this_round.request(JacobianRequest, fields)
+    is_two_sample = cfg.communication == "two_sample"
 
-    def check(content: Any) -> str | None:
-        if not isinstance(content, dict):
-            return f"the reply holds no Jacobian but {type(content).__name__}"
-        served = content.get("served")
-        if (
-            not isinstance(served, list)
-            or not served
-            or not set(served) <= set(range(num_objectives))
-        ):
-            return f"the reply serves {served}, none of {num_objectives} objectives"
-        if "skipped_batches" in payload and len(served) < num_objectives:
+    def check(content: JacobianShare) -> str | None:
+        if is_two_sample and len(content.served) < len(state.objectives):
             return "communication two_sample is for clients that serve all objectives"
-        if cfg.compressor == "none":
-            jacobian = content.get("jacobian")
-            if not isinstance(jacobian, torch.Tensor) or jacobian.ndim != 2:
-                return "the reply holds no Jacobian"
-            if not jacobian.isfinite().all():
-                return "the Jacobian is not finite"
-            count = len(jacobian)
-        else:
-            try:
-                message = message_from_dict(content.get("message", {}))
-            except ValueError as error:
-                return f"the message cannot be read: {error}"
-            if content["message"]["kind"] != cfg.compressor:
-                return f"the message is of kind {content['message']['kind']}, not {cfg.compressor}"
-            if getattr(message, "shared_seed", payload["seed"]) != payload["seed"]:
-                return "the message is of another round's seed"
-            count = message.shape[0]
-        if count != num_objectives:
-            return f"the Jacobian has {count} rows, not {num_objectives}"
-        if payload.get("share_losses"):
-            return losses_invalidity(content.get("start_losses"), state)
-        return None
+        if content.message is None:
+            if cfg.compressor != "none":
+                return f"its Jacobian is not compressed by {cfg.compressor}"
+        elif content.message["kind"] != cfg.compressor:
+            return f"its Jacobian is compressed by {content.message['kind']}, not {cfg.compressor}"
+        elif content.message.get("shared_seed", request.seed) != request.seed:
+            return "its Jacobian is compressed with another round's seed"
+        return losses_problem(content.start_losses, state.objectives) if cfg.reads_losses else None
 
-    return check
+    return this_round.ask(request, clients, check=check, common=_num_columns)
 
 
-def _correction_invalidity(content: Any, num_objectives: int) -> str | None:
-    """Why the server must not use a reply to "correct_gram"; None if it may."""
-    if not isinstance(content, dict) or set(content) != {"own_gram", "correction"}:
-        return "the reply holds no own_gram and correction"
-    for name, matrix in content.items():
-        if not isinstance(matrix, torch.Tensor) or matrix.shape != (num_objectives,) * 2:
-            return f"{name} is no matrix of {num_objectives} objectives"
-        if not matrix.isfinite().all():
-            return f"{name} is not finite"
-    return None
+def _num_columns(content: JacobianShare) -> int:
+    if content.jacobian is not None:
+        return content.jacobian.size(1)
+    return message_from_dict(content.message or {}).shape[1]

@@ -63,7 +63,7 @@ def fedmgda(
     this_round = Round(state, clients, engine, cfg)
 
     # every client trains on its own and sends g_i = θ_t - θ_i, which is normalised
-    replies = this_round.train(cfg.payload())
+    replies = this_round.train(cfg.local_training())
     updates = [reply.content for reply in replies]
     adapters = [update.adapter for update in updates]
     lengths = update_lengths(state.adapter, updates) if cfg.normalize_updates else None

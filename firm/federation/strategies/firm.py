@@ -11,9 +11,10 @@ import numpy as np
 
 from firm.federation.aggregation import aggregate, server_step
 from firm.federation.engines.engine import Engine
-from firm.federation.robust import robust_updates
+from firm.federation.messages import Request
 from firm.federation.server import RoundConfig, ServerState
 from firm.federation.strategies.rounds import Round
+from firm.federation.training import LocalTraining
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.firm import Solver
 
@@ -84,6 +85,23 @@ class FirmConfig(RoundConfig):
             else linear_constraints(self.constraints, objectives),
         }
 
+    def local_training(self, objectives: Sequence[str]) -> dict[str, Any]:
+        """Returns the fields of the ``LocalTraining`` that every round asks for."""
+        return {
+            **self.training(),
+            "weighting": "firm",
+            "weighting_options": self.weighting_options(objectives),
+            "options_by_client": {
+                name: self.of_client(name).weighting_options(objectives)
+                for name in self.preferences
+            },
+            "solve_per": self.solve_per,
+        }
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns what a round asks of clients; see ``Agreement``."""
+        return {LocalTraining: self.local_training(objectives)}
+
 
 def firm(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FirmConfig
@@ -103,22 +121,11 @@ def firm(
 
     # the server sends the adapter θ_t to the clients of this round, and each of them takes K local
     # steps along its own consensus direction λᵀJ
-    replies = this_round.train(
-        {
-            "weighting": "firm",
-            "weighting_options": cfg.weighting_options(state.objectives),
-            "options_by_client": {
-                name: cfg.of_client(name).weighting_options(state.objectives)
-                for name in cfg.preferences
-            },
-            "solve_per": cfg.solve_per,
-        }
-    )
+    replies = this_round.train(cfg.local_training(state.objectives))
 
     # the server averages what came back whole, or what a robust rule makes of it, and steps
     # towards it: θ_{t+1}
-    updates = [reply.content for reply in replies]
-    updates, done = robust_updates(state.adapter, updates, cfg.robust)
+    updates, done = this_round.robust(replies)
     mean = aggregate(updates, by=cfg.aggregation, lora_mean=cfg.lora_mean)
     adapter = server_step(state.adapter, [mean], [1.0], learning_rate=cfg.server_learning_rate)
     return this_round.finish(adapter, replies, entries=done)

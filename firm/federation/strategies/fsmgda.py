@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from firm.federation.aggregation import moved, server_step, update_matrix, weighted_mean
-from firm.federation.client import Adapter, Reply, State, Update
+from firm.federation.client import Adapter, Reply
 from firm.federation.engines.engine import Engine
-from firm.federation.server import RoundConfig, ServerState
+from firm.federation.messages import Request, Update
+from firm.federation.server import RoundConfig, ServerState, too_long
 from firm.federation.strategies.rounds import Round
-from firm.federation.validity import invalidity
+from firm.federation.training import ObjectiveTraining, ObjectiveUpdates
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
@@ -46,6 +47,10 @@ class FsmgdaConfig(RoundConfig):
     def check(self, objectives: Sequence[str]) -> None:
         """Does nothing: any objectives will do."""
 
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns what a round asks of clients; see ``Agreement``."""
+        return {ObjectiveTraining: {"num_local_steps": self.num_local_steps}}
+
 
 def fsmgda(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FsmgdaConfig
@@ -67,11 +72,14 @@ def fsmgda(
     this_round = Round(state, clients, engine, cfg)
 
     # every client trains once for each of its objectives, always from θ_t, and sends Δ_{s,i}
+    request = this_round.request(ObjectiveTraining, {"num_local_steps": cfg.num_local_steps})
+
+    def check(content: ObjectiveUpdates) -> str | None:
+        reasons = (too_long(adapter, request, cfg) for adapter in content.updates.values())
+        return next(filter(None, reasons), None)
+
     replies = this_round.ask(
-        "objective_training",
-        this_round.sampled,
-        {"num_local_steps": cfg.num_local_steps},
-        check=lambda content: _invalidity(content, state, cfg),
+        request, this_round.sampled, check=check, common=lambda content: content.num_shared
     )
 
     # Δ_s is the mean over R_s, the clients that serve s
@@ -79,13 +87,13 @@ def fsmgda(
     means = {
         name: _mean_update(name, contents, cfg)
         for name in state.objectives
-        if any(name in content["updates"] for content in contents)
+        if any(name in content.updates for content in contents)
     }
 
     # λ* = argmin ‖Σ λ_s Δ_s‖² over the simplex
     rows = update_matrix(state.adapter, list(means.values()))
     if cfg.gram_columns == "shared":
-        rows = rows[:, : contents[0]["num_shared"]]
+        rows = rows[:, : contents[0].num_shared]
     found = min_norm_weights(gram_matrix(rows)).tolist()
     weights = dict.fromkeys(state.objectives, 0.0) | dict(zip(means, found, strict=True))
 
@@ -97,36 +105,19 @@ def fsmgda(
     return this_round.finish(adapter, seen, entries={"weights": weights})
 
 
-def _mean_update(name: str, contents: Sequence[State], cfg: RoundConfig) -> Adapter:
-    serving = [content for content in contents if name in content["updates"]]
+def _mean_update(name: str, contents: Sequence[ObjectiveUpdates], cfg: RoundConfig) -> Adapter:
+    serving = [content for content in contents if name in content.updates]
     uniform = cfg.aggregation == "uniform"
-    counts = [1 if uniform else content["num_examples"] for content in serving]
-    return weighted_mean([content["updates"][name] for content in serving], counts)
+    counts = [1 if uniform else content.num_examples for content in serving]
+    return weighted_mean([content.updates[name] for content in serving], counts)
 
 
 def _as_update(reply: Reply, state: ServerState, weights: dict[str, float]) -> Reply:
     """The reply with one update, that of its objectives under the server's weights."""
     content = reply.content
-    names = list(content["updates"])
+    names = list(content.updates)
     adapter = moved(
-        state.adapter, list(content["updates"].values()), [weights[name] for name in names]
+        state.adapter, list(content.updates.values()), [weights[name] for name in names]
     )
-    update = Update(reply.client, adapter, content["num_examples"], content["metrics"])
+    update = Update(reply.client, adapter, content.num_examples, content.metrics)
     return replace(reply, content=update)
-
-
-def _invalidity(content: Any, state: ServerState, cfg: FsmgdaConfig) -> str | None:
-    """Why the server must not use a reply to "objective_training"; None if it may."""
-    if not isinstance(content, dict) or not isinstance(content.get("updates"), dict):
-        return f"the reply holds no updates by objective but {type(content).__name__}"
-    updates = content["updates"]
-    if not updates or not set(updates) <= set(state.objectives):
-        return f"the reply is on {sorted(updates)}, not on any of {', '.join(state.objectives)}"
-    size = sum(parameter.numel() for parameter in state.adapter.values())
-    if not 0 < content["num_shared"] <= size:
-        return f"the reply counts {content['num_shared']} shared parameters of {size}"
-    for name, adapter in updates.items():
-        update = Update("", adapter, content["num_examples"], content["metrics"])
-        if reason := invalidity(update, state.adapter, state.objectives, cfg.max_update_norm):
-            return f"{reason}, for objective {name}"
-    return None

@@ -16,7 +16,7 @@ from firm.federation.strategies.rounds import (
     Round,
     losses_of,
     update_lengths,
-    with_losses,
+    update_losses_problem,
     zero_updates,
 )
 
@@ -40,6 +40,7 @@ class QFedAvgConfig(ScalarConfig):
     q. A zero update stays zero."""
 
     averages: ClassVar[bool] = False
+    reads_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.q < inf:
@@ -81,7 +82,7 @@ def qfedavg(
     """
     this_round = Round(state, clients, engine, cfg)
     replies = this_round.train(
-        {**cfg.payload(), "share_losses": True}, check=with_losses(state, cfg)
+        cfg.local_training(), check=lambda update: update_losses_problem(update, state.objectives)
     )
     updates = [reply.content for reply in replies]
     losses = [max(loss, MIN_LOSS) for loss in losses_of(updates, cfg.weights)]

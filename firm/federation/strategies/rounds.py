@@ -1,29 +1,33 @@
 """What every strategy's round does alike: draw clients, ask them, keep what is valid, report."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from math import inf
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from firm.federation.accounting import spend
 from firm.federation.aggregation import update_length
-from firm.federation.client import Adapter, Failure, Reply, State, Update
+from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
+from firm.federation.messages import Request, Update
 from firm.federation.privacy import server_noised
 from firm.federation.randomness import derive_seed
+from firm.federation.robust import robust_updates
 from firm.federation.sampling import sample_clients
 from firm.federation.server import (
     Check,
     RoundConfig,
     ServerState,
     accept,
+    num_refused,
     round_metrics,
 )
-from firm.federation.validity import invalidity
+from firm.federation.training import LocalTraining
 from firm.solvers import fixed_weights
+
+RequestType = TypeVar("RequestType", bound=Request)
 
 
 class Round:
@@ -57,57 +61,81 @@ class Round:
         """Returns a seed that all clients of this round share, and no other round does."""
         return derive_seed(self._state.seed, purpose, self.number)
 
+    def request(self, kind: type[RequestType], fields: Mapping[str, Any]) -> RequestType:
+        """Returns a request of this round: what a task reads, with θ_t and the accepted rounds.
+
+        Args:
+            kind: Type of the request.
+            fields: What the task reads beside.
+        """
+        state = self._state
+        return kind(
+            round=self.number,
+            objectives=state.objectives,
+            adapter=state.adapter,
+            accepted=state.accepted,
+            **fields,
+        )
+
     def ask(
-        self, task: str, clients: Sequence[str], payload: State, *, check: Check | None = None
+        self,
+        request: Request,
+        clients: Sequence[str],
+        *,
+        check: Check | None = None,
+        common: Callable[[Any], int] | None = None,
     ) -> list[Reply]:
         """Returns the valid replies of these clients, in order; the others become failures.
 
-        The payload goes out with the round, the accepted rounds and the adapter θ_t.
-
         Args:
-            task: Name of a registered task.
+            request: What they are asked.
             clients: Whom to ask.
-            payload: What the task reads beside.
-            check: What a reply must stand; by default that of an ``Update`` of the adapter.
+            check: What the strategy checks in an answer.
+            common: What all answers must have in common; see ``accept``.
 
         Raises:
             RoundFailed: When fewer than the quorum replied.
         """
-        state = self._state
-        envelope = {"round": self.number, "accepted": state.accepted, "adapter": state.adapter}
-        replies, failures = self._engine.map(task, clients, {**envelope, **payload})
+        replies, failures = self._engine.map(request, clients)
         for item in [*replies, *failures]:
             count = self._bytes.setdefault(item.client, [0, 0])
             count[0] += item.bytes_down
             count[1] += item.bytes_up
-        replies, failures = accept(
-            replies, [*self._failures, *failures], state=state, cfg=self._cfg, check=check
+        replies, self._failures = accept(
+            request,
+            replies,
+            [*self._failures, *failures],
+            cfg=self._cfg,
+            check=check,
+            common=common,
         )
-        self._failures = failures
         return replies
 
     def train(
-        self, payload: State, *, clients: Sequence[str] | None = None, check: Check | None = None
+        self,
+        fields: Mapping[str, Any],
+        *,
+        clients: Sequence[str] | None = None,
+        check: Check | None = None,
     ) -> list[Reply]:
         """Returns the valid replies of "local_training"; see ``ask``.
 
         Args:
-            payload: "weighting", "weighting_options" and whatever else differs from one solve per
-                minibatch.
+            fields: Those of ``LocalTraining`` that ``RoundConfig.training`` gave, and what the
+                server decided in this round.
             clients: Whom to ask; the sampled ones by default.
             check: As in ``ask``.
         """
-        return self.ask(
-            "local_training",
-            self.sampled if clients is None else clients,
-            {
-                "num_local_steps": self._cfg.num_local_steps,
-                "solve_per": "minibatch",
-                "share_gram": self._cfg.share_gram,
-                **({"privacy": asdict(self._cfg.privacy)} if self._cfg.privacy else {}),
-                **payload,
-            },
-            check=check,
+        asked = self.sampled if clients is None else clients
+        return self.ask(self.request(LocalTraining, fields), asked, check=check)
+
+    def robust(self, replies: Sequence[Reply]) -> tuple[list[Update], State]:
+        """Returns what the mean is taken of, and the row's entry; see ``robust_updates``."""
+        return robust_updates(
+            self._state.adapter,
+            [reply.content for reply in replies],
+            self._cfg.robust,
+            num_refused=num_refused(self._failures),
         )
 
     def finish(
@@ -183,25 +211,24 @@ def zero_updates(replies: Sequence[Reply], lengths: Sequence[float] | None) -> d
     return {"zero_updates": names} if names else {}
 
 
-def with_losses(state: ServerState, cfg: RoundConfig) -> Check:
-    """Returns the check of updates that tell usable losses as well: M, finite, not negative."""
+def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:
+    """Returns why these cannot be a client's losses at θ_t; None if they can.
 
-    def check(content: Any) -> str | None:
-        if reason := invalidity(content, state.adapter, state.objectives, cfg.max_update_norm):
-            return reason
-        return losses_invalidity(content.metrics.get("start_losses"), state)
-
-    return check
-
-
-def losses_invalidity(losses: Any, state: ServerState) -> str | None:
-    """Returns why these cannot be a client's losses at θ_t; None if they can."""
-    if not isinstance(losses, list | tuple) or len(losses) != len(state.objectives):
-        return f"the reply has no loss for each of {', '.join(state.objectives)}"
-    for name, loss in zip(state.objectives, losses, strict=True):
-        if not 0 <= loss < inf:
-            return f"the loss of {name} is {loss}, not finite and non-negative"
+    Args:
+        losses: What it told, shape [M].
+        objectives: Their names.
+    """
+    if losses is None:
+        return f"its answer has no loss for each of {', '.join(objectives)}"
+    for name, loss in zip(objectives, losses, strict=True):
+        if loss < 0:
+            return f"its loss of {name} is {loss:g}, and must not be negative"
     return None
+
+
+def update_losses_problem(update: Update, objectives: Sequence[str]) -> str | None:
+    """Returns why an update's losses at θ_t cannot be used; None if they can."""
+    return losses_problem(update.metrics.get("start_losses"), objectives)
 
 
 def losses_of(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:

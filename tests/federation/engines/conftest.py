@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from firm.federation.training import LocalTraining
+
 
 @pytest.fixture(scope="session")
 def two_processes():
@@ -41,19 +43,17 @@ def two_processes():
 
 
 @pytest.fixture
-def payload(start):
-    """What a round of local training sends: ``payload(round_number, accepted)``."""
+def request_of(start):
+    """What a round of local training sends: ``request_of(round_number, accepted)``."""
 
     def build(round_number, accepted):
-        return {
-            "round": round_number,
-            "accepted": accepted,
-            "adapter": start.adapter,
-            "num_local_steps": 2,
-            "weighting": "firm",
-            "weighting_options": {},
-            "solve_per": "minibatch",
-            "share_gram": False,
-        }
+        return LocalTraining(
+            round=round_number,
+            objectives=start.objectives,
+            adapter=start.adapter,
+            accepted=accepted,
+            num_local_steps=2,
+            weighting="firm",
+        )
 
     return build

@@ -8,6 +8,7 @@ import torch
 
 from firm.federation import LocalEngine, RoundFailed
 from firm.federation.engines import (
+    Agreement,
     Lost,
     MemoryStates,
     Site,
@@ -52,6 +53,10 @@ class MemoryChannel:
         self.sites = {}
 
 
+def _agreement(names, cfg=None):
+    return Agreement(cfg or FirmConfig(), objectives=("left", "right"), num_rounds=9, clients=names)
+
+
 @pytest.fixture
 def new_clients(new_client):
     """Builds the federation's clients: ``new_clients(client_0={"fails_in": (2,)})``."""
@@ -71,7 +76,13 @@ def new_network(new_clients):
     """Builds an engine over a network in memory, and its channel."""
 
     def build(
-        policy=POLICY, states=None, places=PLACES, fingerprint=FINGERPRINT, meets=True, **options
+        policy=POLICY,
+        states=None,
+        places=PLACES,
+        fingerprint=FINGERPRINT,
+        meets=True,
+        cfg=None,
+        **options,
     ):
         clients = {client.name: client for client in new_clients(**options)}
         sites = {
@@ -81,6 +92,7 @@ def new_network(new_clients):
                 ),
                 names,
                 fingerprint=fingerprint,
+                agreement=_agreement(names, cfg),
                 policy=policy,
             )
             for site, names in PLACES.items()
@@ -114,7 +126,7 @@ def test_a_network_gives_the_adapter_of_one_process(new_network, new_clients, st
 
 def test_a_round_of_two_phases_needs_nothing_more(new_network, new_clients, start, same):
     cfg = FedCmooConfig(communication="one_way", solver="exact", compressor="none")
-    over_network, _ = _run(new_network()[0], start, strategy="fedcmoo", cfg=cfg)
+    over_network, _ = _run(new_network(cfg=cfg)[0], start, strategy="fedcmoo", cfg=cfg)
     alone, _ = _run(LocalEngine(new_clients()), start, strategy="fedcmoo", cfg=cfg)
     assert same(over_network.adapter, alone.adapter)
 
@@ -215,15 +227,6 @@ def test_a_site_that_lost_an_answer_goes_on_as_if_it_had_not_been_drawn(
             lambda answer: pack({**unpack(answer), "replies": [*unpack(answer)["replies"]] * 2}),
             "answered for it twice",
         ),
-        (
-            lambda answer: pack(
-                {
-                    **unpack(answer),
-                    "replies": [{**unpack(answer)["replies"][0], "bytes_up": -5}],
-                }
-            ),
-            "said nothing of it",
-        ),
     ],
 )
 def test_an_answer_that_is_none_is_its_clients_failure(new_network, start, spoil, reason):
@@ -275,7 +278,7 @@ def test_a_full_disk_at_a_site_costs_its_clients_the_round_and_is_told(
 ):
     engine, _ = new_network(states={"hospital": MemoryStates(), "bank": FullDisk()})
     state, rows = _run(engine, start)
-    reason = "OSError: [Errno 28] No space left on device"
+    reason = "OSError 28 (No space left on device); its site's log says more"
     assert rows[1]["failures"] == [
         {"client": name, "reason": reason} for name in ("client_1", "client_2")
     ]
@@ -294,8 +297,8 @@ def test_too_few_sites_stop_the_run_and_are_named(new_network, start):
 
 
 def test_a_site_hears_nothing_of_other_sites_clients(new_network, start):
-    engine, channel = new_network()
     cfg = FirmConfig(preferences={"client_0": (0.9, 0.1), "client_2": (0.2, 0.8)})
+    engine, channel = new_network(cfg=cfg)
     _run(engine, start, 2, cfg=cfg)
     for site, message in channel.asked:
         others = [name for name in NAMES if name not in PLACES[site]]
@@ -307,8 +310,7 @@ def test_only_what_the_policy_names_leaves_a_site(new_network, start):
     _run(engine, start, 1)
     for _, answer in channel.answered:
         for reply in unpack(answer)["replies"]:
-            assert reply["content"].metrics.keys() == {"cosines"}
-            assert reply["bytes_up"] == len(pack(reply["content"]))
+            assert reply["content"]["metrics"].keys() == {"cosines"}
 
 
 def test_no_metric_may_leave_and_the_run_goes_on(new_network, new_clients, start, same):
@@ -323,9 +325,11 @@ def test_a_task_that_the_policy_does_not_name_is_refused(new_network, start):
         _run(engine, start, 1, strategy="fedcmoo", cfg=FedCmooConfig(communication="one_way"))
 
 
-def test_a_policy_names_tasks_that_exist():
+def test_a_policy_names_tasks_and_metrics_that_exist():
     with pytest.raises(ValueError, match=r"tasks must be among .*local_training.* got \['copy'\]"):
         SitePolicy(tasks=("copy",))
+    with pytest.raises(ValueError, match=r"metrics must be among .*weights.* got \['prompts'\]"):
+        SitePolicy(metrics=("prompts",))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,7 @@ def test_a_policy_names_tasks_that_exist():
         pack({"do": "map"}),
         pack({"do": "run", "number": 1}),
         pack({"do": "map", "number": 1, "task": "local_training", "clients": ["client_9"]}),
-        pack({"do": "map", "number": 1, "task": "os.system", "clients": [], "payload": {}}),
+        pack({"do": "map", "number": 1, "task": "os.system", "clients": [], "request": {}}),
         pack([]),
     ],
 )
@@ -364,7 +368,8 @@ def test_clients_are_built_from_what_the_server_tells(new_clients):
         told.append(setup)
         return LocalEngine(new_clients()[:1])
 
-    site = Site(build, NAMES[:1], fingerprint=FINGERPRINT, policy=POLICY)
+    agreement = _agreement(NAMES[:1])
+    site = Site(build, NAMES[:1], fingerprint=FINGERPRINT, agreement=agreement, policy=POLICY)
     engine = SitesEngine(MemoryChannel({"a": site}), {"a": NAMES[:1]}, NAMES[:1], timeout=1.0)
     setup = {"calibrations": {"helpful": {"mean": 0.5}}}
     assert engine.meet(FINGERPRINT, setup) == []
@@ -428,12 +433,16 @@ def test_a_checkpoint_holds_rounds_and_no_states(new_network, start):
         engine.restore_client_states({"client_0": {"round": 2}})
 
 
-def test_a_site_that_lost_its_states_is_named_and_the_others_go_on(new_network, start, payload):
+def test_a_site_that_lost_its_states_is_named_and_the_others_go_on(new_network, start, request_of):
     engine, _ = new_network()
     state, _ = _run(engine, start, 2)
     fresh, _ = new_network()
-    message = {**payload(3, {"client_0": 2}), "adapter": state.adapter, "num_local_steps": 1}
-    replies, failures = fresh.map("local_training", NAMES, message)
+    request = replace(
+        request_of(3, {"client_0": 2}),
+        adapter=state.adapter,
+        **FirmConfig().local_training(state.objectives),
+    )
+    replies, failures = fresh.map(request, NAMES)
     assert [reply.client for reply in replies] == ["client_1", "client_2"]
     assert failures[0].client == "client_0"
     assert "states of rounds [0], not of round 2" in failures[0].reason
@@ -474,7 +483,7 @@ def test_ten_thousand_damaged_answers_spoil_no_round(new_network, start):
     assert num_accepted > 100
     assert num_accepted + len(reasons) == 10_000
     assert sum("cannot be read" in reason for reason in reasons) > 5_000
-    assert any("the update" in reason for reason in reasons)
+    assert any("its answer is refused: adapter" in reason for reason in reasons)
 
 
 def _damaged(whole: bytes, rng: random.Random) -> bytes:

@@ -37,6 +37,7 @@ import os, signal, sys, time
 from firm.federation import LocalEngine, Processes, ProcessesEngine
 from firm.federation.client import ProcessLost
 from firm.federation.engines import processes
+from firm.federation.training import LocalTraining
 
 how, processes.GRACE = sys.argv[1], 0.1
 
@@ -68,26 +69,25 @@ if not joined.is_server:
 try:
     if how == "killed between rounds":
         engine.client_states({})
-    engine.map("local_training", names, {"round": 1, "accepted": {}})
+    fields = {"round": 1, "objectives": ("a",), "adapter": {}, "num_local_steps": 1}
+    engine.map(LocalTraining(**fields, weighting="firm"), names)
 except ProcessLost as error:
     print("lost:", error)
 """
 
 
 def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(
-    new_client, payload, same
+    new_client, request_of, same
 ):
     def states(hangs: bool):
         clients = [new_client(name) for name in "ab"]
         engine = LocalEngine(clients, timeout=0.3)
-        engine.map("local_training", ["a", "b"], payload(1, {}))
+        engine.map(request_of(1, {}), ["a", "b"])
         if hangs:
             load = clients[0].load
             clients[0].load = lambda adapter: (load(adapter), time.sleep(60))
             began = time.perf_counter()
-            replies, failures = engine.map(
-                "local_training", ["a", "b"], payload(2, {"a": 1, "b": 1})
-            )
+            replies, failures = engine.map(request_of(2, {"a": 1, "b": 1}), ["a", "b"])
             assert time.perf_counter() - began < 30
             assert [reply.client for reply in replies] == ["b"]
             assert [(failure.client, failure.reason) for failure in failures] == [
@@ -95,8 +95,8 @@ def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(
             ]
             clients[0].load = load
         else:
-            engine.map("local_training", ["b"], payload(2, {"a": 1, "b": 1}))
-        replies, _ = engine.map("local_training", ["a", "b"], payload(3, {"a": 1, "b": 2}))
+            engine.map(request_of(2, {"a": 1, "b": 1}), ["b"])
+        replies, _ = engine.map(request_of(3, {"a": 1, "b": 2}), ["a", "b"])
         adapters = [reply.content.adapter for reply in replies]
         return adapters, engine.client_states({"a": 3, "b": 3})
 
@@ -150,12 +150,12 @@ def test_a_limit_that_cannot_be_kept_is_refused(new_client, options):
         LocalEngine([new_client("a")], **options)
 
 
-def test_a_limit_needs_the_main_thread(new_client, payload):
+def test_a_limit_needs_the_main_thread(new_client, request_of):
     engine, raised = LocalEngine([new_client("a")], timeout=1.0), []
 
     def run():
         try:
-            engine.map("local_training", ["a"], payload(1, {}))
+            engine.map(request_of(1, {}), ["a"])
         except RuntimeError as error:
             raised.append(str(error))
 

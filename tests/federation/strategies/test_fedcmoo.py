@@ -303,9 +303,9 @@ def test_named_clients_are_in_every_sample_of_the_theory(new_client, start):
     asked = []
 
     class Listener(LocalEngine):
-        def map(self, task, clients, payload):
+        def map(self, request, clients):
             asked.append(clients)
-            return super().map(task, clients, payload)
+            return super().map(request, clients)
 
     cfg = replace(THEORY, clients_per_round=2, gram_clients=2, always=("c",))
     state, engine = start, Listener(_clients(new_client))
@@ -431,23 +431,31 @@ def _other_kind(content):
 
 
 BROKEN = {
-    "no dictionary": (EXACT, lambda content: 3, "holds no Jacobian but int"),
-    "served": (EXACT, lambda content: {**content, "served": [7]}, "serves [7], none of 2"),
+    "no dictionary": (EXACT, lambda content: 3, "the message must be of type JacobianShare, got 3"),
+    "served": (
+        EXACT,
+        lambda content: {**content, "served": [7]},
+        "served must be some of the 2",
+    ),
     "rows": (
         EXACT,
         lambda content: {**content, "jacobian": torch.zeros(3, 3)},
-        "has 3 rows, not 2",
+        "jacobian must be a matrix of 2 rows, got a tensor of shape [3, 3]",
     ),
     "nan": (
         EXACT,
         lambda content: {**content, "jacobian": content["jacobian"] * float("nan")},
-        "the Jacobian is not finite",
+        "jacobian is not finite",
     ),
-    "nothing": (EXACT, lambda content: {**content, "jacobian": None}, "holds no Jacobian"),
+    "nothing": (
+        EXACT,
+        lambda content: {**content, "jacobian": None},
+        "either a jacobian or",
+    ),
     "fields": (
         FedCmooConfig(communication="one_way", upload_budget=BUDGET),
         _other_kind,
-        "the message cannot be read",
+        "message cannot be read",
     ),
     "seed": (
         replace(EXACT, compressor="count_sketch", upload_budget=BUDGET),
@@ -458,17 +466,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_message_is_a_failure_with_its_reason(new_client, start, case):
+def test_a_broken_message_is_a_failure_with_its_reason(new_client, start, meddled_engine, case):
     cfg, change, reason = BROKEN[case]
 
-    class Meddler(LocalEngine):
-        def map(self, task, clients, payload):
-            replies, failures = super().map(task, clients, payload)
-            if task == "share_jacobian":
-                replies[-1] = replace(replies[-1], content=change(replies[-1].content))
-            return replies, failures
-
-    engine = Meddler(_clients(new_client, "ab"))
+    engine = meddled_engine(_clients(new_client, "ab"), "share_jacobian", "b", change)
     state, rows = fedcmoo(start, ["a", "b"], engine, cfg)
     (failure,) = rows["round"]["failures"]
     assert failure["client"] == "b"
@@ -476,16 +477,11 @@ def test_a_broken_message_is_a_failure_with_its_reason(new_client, start, case):
     assert state.accepted == {"a": 1}
 
 
-@pytest.mark.parametrize("change", [{"correction": torch.zeros(3, 3)}, {"more": 1}])
-def test_a_broken_correction_is_a_failure(new_client, start, change):
-    class Meddler(LocalEngine):
-        def map(self, task, clients, payload):
-            replies, failures = super().map(task, clients, payload)
-            if task == "correct_gram":
-                replies[0] = replace(replies[0], content={**replies[0].content, **change})
-            return replies, failures
-
-    engine = Meddler(_clients(new_client, "ab"))
+@pytest.mark.parametrize("change", [{"correction": torch.zeros(3, 3)}, {"own_gram": None}])
+def test_a_broken_correction_is_a_failure(new_client, start, meddled_engine, change):
+    engine = meddled_engine(
+        _clients(new_client, "ab"), "correct_gram", "a", lambda content: {**content, **change}
+    )
     state, _ = fedcmoo(start, ["a", "b"], engine, FedCmooConfig(upload_budget=BUDGET))
     assert state.accepted == {"b": 1}
 

@@ -84,7 +84,7 @@ def test_epsilon_zero_is_fedavg_to_the_last_bit_of_double_precision():
     adapters = torch.randn(7, 500, generator=generator, dtype=torch.float64)
 
     class Echo(LocalEngine):
-        def map(self, task, clients, payload):
+        def map(self, request, clients):
             updates = [Update(n, {"all": a}, 3, {}) for n, a in zip(names, adapters, strict=True)]
             return [Reply(update.client, update, 0, 0) for update in updates], []
 

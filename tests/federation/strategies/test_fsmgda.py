@@ -163,7 +163,7 @@ def test_a_failing_client_is_as_if_not_sampled(new_client, start, run_rounds, sa
     assert same(vars(state), vars(without))
     failures = {failure["client"]: failure["reason"] for failure in rows[0]["round"]["failures"]}
     assert failures["b"] == "ArithmeticError: the quadratic has no bottom"
-    assert failures["d"] == "the update is not finite in 'second', for objective right"
+    assert failures["d"] == "its answer is refused: updates.right.second is not finite"
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(new_client, start, run_rounds, same):
@@ -182,27 +182,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(new_client, start, run_rounds
 
 
 BROKEN = {
-    "no dictionary": (lambda content: 3, "holds no updates by objective but int"),
-    "no updates": (lambda content: {}, "holds no updates by objective but dict"),
+    "no dictionary": (lambda content: 3, "the message must be of type ObjectiveUpdates, got 3"),
+    "no updates": (lambda content: {}, "the message lacks the field 'updates'"),
     "a stranger": (
         lambda content: {**content, "updates": {"up": content["updates"]["left"]}},
-        "is on ['up'], not on any of left, right",
+        "updates has 'up', which is none of left, right",
     ),
-    "nothing": (lambda content: {**content, "updates": {}}, "is on [], not on any"),
-    "columns": (lambda content: {**content, "num_shared": 4}, "counts 4 shared parameters of 3"),
+    "nothing": (lambda content: {**content, "updates": {}}, "updates are of none of left, right"),
+    "columns": (
+        lambda content: {**content, "num_shared": 4},
+        "num_shared must be from 1 to 3",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_reply_is_a_failure_with_its_reason(new_client, start, case):
+def test_a_broken_reply_is_a_failure_with_its_reason(new_client, start, meddled_engine, case):
     change, reason = BROKEN[case]
 
-    class Meddler(LocalEngine):
-        def map(self, task, clients, payload):
-            replies, _ = super().map(task, clients, payload)
-            return [*replies[:-1], replace(replies[-1], content=change(replies[-1].content))], []
-
-    engine = Meddler([new_client("a"), new_client("b")])
+    clients = [new_client("a"), new_client("b")]
+    engine = meddled_engine(clients, "objective_training", "b", change)
     _, rows = fsmgda(start, ["a", "b"], engine, FsmgdaConfig())
     (failure,) = rows["round"]["failures"]
     assert failure["client"] == "b"

@@ -1,0 +1,250 @@
+"""What a site has agreed to do for a server, whatever the server asks.
+
+A site has the configuration of the run itself. From it follows every field of every request that a
+server of that run can send, but those that the algorithm has the server decide. So a request is not
+an order: it is held against the agreement, a difference refuses it, and what is carried out has the
+site's own values.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import inf
+from pathlib import Path
+from typing import Any, Protocol
+
+from firm.federation.accounting import message_epsilon
+from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
+from firm.federation.privacy import PrivacyConfig
+from firm.federation.schema import Model, Reading, shown
+from firm.federation.tasks import TASKS
+
+
+class Refused(PermissionError):
+    """A site does not do what it was asked; the text is its own and quotes no data."""
+
+
+class StrategyConfig(Protocol):
+    """The configuration of a strategy, as far as it says what is asked of clients."""
+
+    @property
+    def privacy(self) -> PrivacyConfig | None:
+        """What may leave a client."""
+        ...
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns the fields of every request of a round beside ``ENVELOPE``, by its type.
+
+        A field that is not among them has its default, and one whose value is
+        ``DECIDED_BY_SERVER`` is the server's to decide in each round.
+        """
+        ...
+
+
+class Agreement:
+    """What a site does for a server.
+
+    Args:
+        strategy: The run's strategy, as the site has it.
+        objectives: Names of the run's objectives, in order.
+        num_rounds: Rounds of the run.
+        clients: The site's own clients.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyConfig,
+        *,
+        objectives: Sequence[str],
+        num_rounds: int,
+        clients: Sequence[str],
+    ) -> None:
+        self.privacy, self.num_rounds = strategy.privacy, num_rounds
+        self._objectives, self._clients = tuple(objectives), tuple(clients)
+        self._fields = {
+            kind.task: _with_defaults(kind, agreed)
+            for kind, agreed in strategy.requests(self._objectives).items()
+        }
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks that the strategy asks for."""
+        return tuple(self._fields)
+
+    def request(self, task: str, content: Any) -> Request:
+        """Returns the request as the site carries it out.
+
+        Args:
+            task: Name of the task that was asked for.
+            content: The request's fields as they arrived; anything.
+
+        Raises:
+            Refused: It asks for what was not agreed.
+            Invalid: It is no request.
+        """
+        if task not in self._fields:
+            raise Refused(f"the task {shown(task)} is not part of the agreed run")
+        kind = TASKS[task].request
+        adapter = content.get("adapter") if isinstance(content, Mapping) else None
+        reading = Reading(self._objectives, adapter={})
+        reading.adapter = Model().read(adapter, "adapter", reading)
+        request = kind.read(content, reading)
+        if tuple(request.objectives) != self._objectives:
+            raise Refused(f"objectives must be {', '.join(self._objectives)}, as agreed")
+        if request.round > self.num_rounds:
+            raise Refused(f"round {request.round} is beyond the agreed {self.num_rounds} rounds")
+        decided = {}
+        for name, own in self._fields[task].items():
+            if own is not DECIDED_BY_SERVER:
+                asked = getattr(request, name)
+                if difference := _difference(name, self._told(name, own), self._told(name, asked)):
+                    raise Refused(difference)
+                decided[name] = own
+        return replace(request, objectives=self._objectives, **decided)
+
+    def _told(self, name: str, value: Any) -> Any:
+        """What a message says of a field: of clients the own ones, and never the noise's seed."""
+        if name == "options_by_client":
+            return {client: value[client] for client in self._clients if client in value}
+        own = self.privacy
+        if name == "privacy" and value is own and own is not None:
+            return replace(own, noise_seed=None)
+        return value
+
+
+def _difference(path: str, own: Any, asked: Any) -> str | None:
+    """In what a request differs from what was agreed, in words; None if it does not."""
+    if isinstance(own, PrivacyConfig) and isinstance(asked, PrivacyConfig):
+        own, asked = asdict(own), asdict(asked)
+    if isinstance(own, Mapping) and isinstance(asked, Mapping) and own.keys() == asked.keys():
+        differences = (_difference(f"{path}.{name}", own[name], asked[name]) for name in own)
+        return next(filter(None, differences), None)
+    if _plain(own) == _plain(asked):
+        return None
+    return f"{path} must be {shown(_plain(own))}, as agreed, got {shown(_plain(asked))}"
+
+
+def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, Any]:
+    """The agreed value of every field of a request beside the envelope."""
+    defaults = {
+        each.name: each.default_factory() if callable(each.default_factory) else each.default
+        for each in fields(kind)
+        if each.name not in ENVELOPE
+    }
+    return {**defaults, **agreed}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have it, so that lists and tuples compare alike."""
+    if isinstance(value, PrivacyConfig):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Where a site stops, whatever the run goes on with."""
+
+    max_answers: int | None = None
+    """Most answers of each client to each task, over all runs of the kit; null: no limit of their
+    number."""
+    max_epsilon: float | None = None
+    """Most that a client's messages may spend of ε, where the client adds noise; null: what twice
+    the agreed rounds spend."""
+
+    def __post_init__(self) -> None:
+        if self.max_answers is not None and self.max_answers < 1:
+            raise ValueError(f"max_answers must be at least 1, got {self.max_answers}.")
+        if self.max_epsilon is not None and not 0 < self.max_epsilon < inf:
+            raise ValueError(
+                f"max_epsilon must be positive and finite, got {self.max_epsilon}; null takes what "
+                "twice the agreed rounds spend."
+            )
+
+
+class Ledger:
+    """A site's own record of its answers and refusals, and of the ε that the answers have spent.
+
+    It is written before an answer leaves. A file of JSON lines keeps it over restarts.
+
+    Args:
+        agreement: What the site does.
+        budget: Where it stops.
+        path: The file; None keeps the record in memory.
+    """
+
+    def __init__(self, agreement: Agreement, budget: Budget, path: Path | None = None) -> None:
+        self._privacy, self._budget, self._path = agreement.privacy, budget, path
+        self.answers: Counter[tuple[str, str]] = Counter()
+        """Answers by client and task."""
+        self.num_refusals = 0
+        """Requests that were refused."""
+        for row in _rows(path):
+            if row["kind"] == "refusal":
+                self.num_refusals += 1
+            else:
+                self.answers[row["client"], row["task"]] += 1
+        limit = budget.max_epsilon
+        if limit is None and self._privacy is not None:
+            limit = message_epsilon(self._privacy, 2 * agreement.num_rounds)
+        self._max_epsilon = inf if limit is None else limit
+
+    def epsilon(self, client: str, *, more: int = 0) -> float:
+        """Returns what a client's answers have spent, against whoever reads its messages.
+
+        Args:
+            client: Its name.
+            more: Answers that are to come.
+        """
+        if self._privacy is None:
+            return inf
+        count = sum(n for (name, _), n in self.answers.items() if name == client)
+        return message_epsilon(self._privacy, count + more)
+
+    def check(self, clients: Sequence[str], task: str) -> None:
+        """Checks that one more answer of these clients is within the budget.
+
+        Raises:
+            Refused: It is not.
+        """
+        most = self._budget.max_answers
+        for client in clients:
+            if most is not None and self.answers[client, task] >= most:
+                raise Refused(f"the budget of {most} answers of {client} to {task} is spent")
+            if self._privacy is not None and self.epsilon(client, more=1) > self._max_epsilon:
+                raise Refused(f"the budget of ε {self._max_epsilon:.4g} of {client} is spent")
+
+    def answered(self, round: int, client: str, task: str) -> None:
+        """Records an answer, before it leaves."""
+        self.answers[client, task] += 1
+        epsilon = self.epsilon(client)
+        spent = {} if epsilon == inf else {"epsilon": epsilon}
+        self._write(kind="answer", round=round, client=client, task=task, **spent)
+
+    def refused(self, reason: str) -> None:
+        """Records a refusal."""
+        self.num_refusals += 1
+        self._write(kind="refusal", reason=reason)
+
+    def _write(self, **row: Any) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": round(time.time()), **row}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _rows(path: Path | None) -> list[dict[str, Any]]:
+    """The rows so far; a last line that was cut off counts for nothing."""
+    if path is None or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]

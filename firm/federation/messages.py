@@ -1,0 +1,147 @@
+"""Messages: one frozen dataclass for what each task asks of a client, and one for its answer.
+
+Every field carries its schema, by which a message is read when it arrives, whatever engine brought
+it. A request that differs from its schema is refused, and so is a field that nobody knows; of an
+answer the unknown metrics are left out and counted, so that a newer client can serve an older
+server.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
+
+from firm.federation.client import Adapter
+from firm.federation.outside import printable
+from firm.federation.schema import (
+    Fields,
+    Invalid,
+    Items,
+    Metrics,
+    Model,
+    Named,
+    Number,
+    Parameters,
+    Reading,
+    Schema,
+    Text,
+    shown,
+)
+
+MAX_ROUND = 10**9
+"""More rounds than any run has."""
+MAX_EXAMPLES = 10**9
+"""More examples than any client has."""
+OBJECTIVES = Items(Text(), 1, 100)
+COUNT = Number(0, MAX_ROUND, is_integer=True)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What travels between a server and a client; each field's annotation has its schema."""
+
+    @classmethod
+    @cache
+    def schemas(cls) -> dict[str, Schema]:
+        """Returns the schema of each field."""
+        hints = get_type_hints(cls, include_extras=True)
+        return {each.name: hints[each.name].__metadata__[0] for each in fields(cls)}
+
+    @classmethod
+    def read(cls, content: Any, reading: Reading) -> Self:
+        """Returns the message that arrived, with every field checked.
+
+        Args:
+            content: A message of this type, from the same process, or a mapping of its fields.
+            reading: What it is read against; ``reading.dropped`` receives what was left out.
+
+        Raises:
+            Invalid: A field is missing, unknown, or not what its schema says.
+        """
+        values = vars(content) if isinstance(content, cls) else content
+        if not isinstance(values, Mapping):
+            raise Invalid(f"the message must be of type {cls.__name__}, got {shown(content)}")
+        required = [
+            each.name
+            for each in fields(cls)
+            if each.default is MISSING and each.default_factory is MISSING
+        ]
+        message = cls(**Fields(cls.schemas(), tuple(required)).read(values, "", reading))
+        message.check(reading)
+        return message
+
+    def check(self, reading: Reading) -> None:
+        """Checks what concerns several fields.
+
+        Raises:
+            Invalid: They do not go together.
+        """
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """What a client answers; unknown fields are left out and counted."""
+
+    @classmethod
+    def read(cls, content: Any, reading: Reading) -> Self:
+        """Returns the answer that arrived; see ``Message``."""
+        if isinstance(content, Mapping):
+            strangers = [name for name in content if name not in cls.schemas()]
+            reading.dropped.extend(printable(name, max_length=40) for name in strangers)
+            content = {name: content[name] for name in content if name in cls.schemas()}
+        return super().read(content, reading)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Message):
+    """What a server asks of clients; to each client goes what concerns it alone.
+
+    Attributes:
+        task: Name of the registered task that carries it out; no code travels.
+        answer: Type of the answer.
+    """
+
+    task: ClassVar[str]
+    answer: ClassVar[type[Answer]]
+
+    round: Annotated[int, Number(1, MAX_ROUND, is_integer=True)]
+    """The round that is being run, from 1."""
+    objectives: Annotated[tuple[str, ...], OBJECTIVES]
+    """Names of the M objectives, in order."""
+    adapter: Annotated[Adapter, Model()]
+    """θ_t."""
+    accepted: Annotated[dict[str, int], Named(COUNT)] = field(default_factory=dict)
+    """The last round whose update was accepted, by client; clients without one are absent."""
+
+    def of(self, *clients: str) -> Self:
+        """Returns the request as it goes to some clients, without a word about the others."""
+        accepted = {name: self.accepted[name] for name in clients if name in self.accepted}
+        return replace(self, accepted=accepted)
+
+    def to_network(self, *clients: str) -> Self:
+        """Returns the request as it leaves this program for some clients at their sites."""
+        return self.of(*clients)
+
+    def reading(self) -> Reading:
+        """Returns what an answer is read against."""
+        return Reading(self.objectives, self.adapter)
+
+
+ENVELOPE = ("round", "objectives", "adapter", "accepted")
+"""Fields of every request that the server sets anew for each round."""
+
+DECIDED_BY_SERVER = "decided by the server"
+"""Stands in place of a field that a strategy's server decides in each round."""
+
+
+@dataclass(frozen=True)
+class Update(Answer):
+    """What a client sends after its local training."""
+
+    client: Annotated[str, Text()]
+    adapter: Annotated[Adapter, Parameters()]
+    """θ_c."""
+    num_examples: Annotated[int, Number(1, MAX_EXAMPLES, is_integer=True)]
+    """Size of the client's shard."""
+    metrics: Annotated[dict[str, Any], Metrics()]
+    """Registered metrics of the local training."""

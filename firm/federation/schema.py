@@ -1,0 +1,386 @@
+"""Schemas: what each field of a message may be, and how it is read.
+
+Nothing that another party sends is used before it has been read here. Reading checks type, shape,
+range and finiteness, and returns plain values that the program can compute with; what is wrong is
+told by the field's path. The same schemas generate the mutated messages of the conformance suite.
+"""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from firm.federation.outside import printable
+
+LARGEST = 1e36
+"""Largest magnitude of a measured number; it is finite in float32, and its square in float64."""
+LARGEST_ENTRY = 1e18
+"""Largest magnitude of a tensor's entry; its square is finite in float32."""
+MAX_ITEMS = 10_000
+"""Most items of a list, such as the solves of one round."""
+MAX_TEXT = 200
+"""Most characters of a text."""
+MAX_NAMES = 1_000
+"""Most entries of a mapping with free names."""
+ROUNDING = 1e-6
+"""Relative asymmetry that rounding leaves in a Gram matrix."""
+
+
+class Invalid(ValueError):
+    """A value is not what its schema says; the message names the field."""
+
+
+@dataclass
+class Reading:
+    """What a message is read against, and what was left out of it.
+
+    Attributes:
+        objectives: Names of the M objectives, in order.
+        adapter: θ_t, whose names, shapes and dtypes an adapter must have.
+        dropped: Paths of the unknown fields that were left out.
+    """
+
+    objectives: Sequence[str]
+    adapter: Mapping[str, torch.Tensor]
+    dropped: list[str] = field(default_factory=list)
+
+
+@runtime_checkable
+class Schema(Protocol):
+    """Reads one value."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> Any:
+        """Returns the value as the program uses it.
+
+        Args:
+            value: What came; anything.
+            path: The field's path, for messages.
+            reading: What the message is read against.
+
+        Raises:
+            Invalid: The value is something else.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number in a range, bounds included."""
+
+    low: float = -LARGEST
+    high: float = LARGEST
+    is_integer: bool = False
+
+    def read(self, value: Any, path: str, reading: Reading) -> float:
+        """Returns the number."""
+        what = "an integer" if self.is_integer else "a finite number"
+        types = int if self.is_integer else int | float
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise _invalid(path, what, value)
+        if not self.low <= value <= self.high:  # NaN is in no range
+            raise _invalid(path, f"{what} from {self.low:g} to {self.high:g}", value)
+        return value if self.is_integer else float(value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> bool:
+        """Returns the flag."""
+        if not isinstance(value, bool):
+            raise _invalid(path, "true or false", value)
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A short text that a terminal can show, or one of a few."""
+
+    choices: tuple[str, ...] | None = None
+    max_length: int = MAX_TEXT
+
+    def read(self, value: Any, path: str, reading: Reading) -> str:
+        """Returns the text, without what a terminal would obey."""
+        if not isinstance(value, str) or len(value) > self.max_length:
+            raise _invalid(path, f"a text of at most {self.max_length} characters", value)
+        if self.choices is not None and value not in self.choices:
+            raise _invalid(path, f"one of {', '.join(self.choices)}", value)
+        return printable(value, max_length=self.max_length)
+
+
+@dataclass(frozen=True)
+class Optional:
+    """A value, or None."""
+
+    schema: Schema
+
+    def read(self, value: Any, path: str, reading: Reading) -> Any:
+        """Returns None, or the value."""
+        return None if value is None else self.schema.read(value, path, reading)
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list whose items are alike."""
+
+    schema: Schema
+    min_length: int = 0
+    max_length: int = MAX_ITEMS
+
+    def read(self, value: Any, path: str, reading: Reading) -> list[Any]:
+        """Returns the list."""
+        if not isinstance(value, list | tuple):
+            raise _invalid(path, "a list", value)
+        if not self.min_length <= len(value) <= self.max_length:
+            raise Invalid(
+                f"{path} must have from {self.min_length} to {self.max_length} items, got "
+                f"{len(value)}"
+            )
+        return [self.schema.read(item, f"{path}[{i}]", reading) for i, item in enumerate(value)]
+
+
+@dataclass(frozen=True)
+class PerObjective:
+    """A list of one item per objective, or per pair of objectives."""
+
+    schema: Schema
+    pairs: bool = False
+
+    def read(self, value: Any, path: str, reading: Reading) -> list[Any]:
+        """Returns the list, of M or M(M - 1)/2 items."""
+        count = len(reading.objectives)
+        count = count * (count - 1) // 2 if self.pairs else count
+        return Items(self.schema, count, count).read(value, path, reading)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A mapping from texts to values that are alike."""
+
+    schema: Schema
+    max_length: int = MAX_NAMES
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the mapping."""
+        if not isinstance(value, Mapping) or len(value) > self.max_length:
+            raise _invalid(path, f"a mapping of at most {self.max_length} names", value)
+        read = {}
+        for key, item in value.items():
+            name = Text().read(key, f"a name of {path}", reading)
+            read[name] = self.schema.read(item, f"{path}.{name}", reading)
+        return read
+
+
+@dataclass(frozen=True)
+class ByObjective:
+    """A mapping from some of the objectives, or of their pairs as "a-b", to values."""
+
+    schema: Schema
+    pairs: bool = False
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the mapping."""
+        read = Named(self.schema).read(value, path, reading)
+        names = list(reading.objectives)
+        if self.pairs:
+            names = [f"{a}-{b}" for i, a in enumerate(names) for b in names[i + 1 :]]
+        if strangers := [name for name in read if name not in names]:
+            raise Invalid(f"{path} has {strangers[0]!r}, which is none of {', '.join(names)}")
+        return read
+
+
+@dataclass(frozen=True)
+class Gram:
+    """A Gram matrix [M, M] as nested lists: symmetric, within the bound of Cauchy and Schwarz."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> list[list[float]]:
+        """Returns the matrix."""
+        rows = PerObjective(PerObjective(Number())).read(value, path, reading)
+        for i, row in enumerate(rows):
+            if row[i] < 0:
+                raise Invalid(f"{path} must have squares on its diagonal, got {row[i]:g}")
+            for j in range(i):
+                bound = (row[i] * rows[j][j]) ** 0.5 * (1 + ROUNDING)
+                slack = ROUNDING * max(row[i], rows[j][j])
+                if abs(row[j] - rows[j][i]) > slack or abs(row[j]) > bound + slack:
+                    raise Invalid(f"{path} is no Gram matrix in its entries {j} and {i}")
+        return rows
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A float tensor [M, M], or [M, d] with at most as many columns as θ_t has parameters."""
+
+    columns: str = "M"
+    """M, or d."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> torch.Tensor:
+        """Returns the tensor."""
+        count = len(reading.objectives)
+        if not isinstance(value, torch.Tensor) or value.ndim != 2 or value.size(0) != count:
+            raise _invalid(path, f"a matrix of {count} rows", value)
+        most = sum(t.numel() for t in reading.adapter.values()) if self.columns == "d" else count
+        if not (most if self.columns == "M" else 1) <= value.size(1) <= most:
+            raise _invalid(path, f"a matrix of {'at most ' * (most != count)}{most} columns", value)
+        return _finite(value, path)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """An adapter with the names, shapes and dtypes of θ_t, all values finite."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, torch.Tensor]:
+        """Returns the adapter, in the order of θ_t."""
+        if not isinstance(value, Mapping):
+            raise _invalid(path, "an adapter", value)
+        for name in value:
+            if name not in reading.adapter:
+                raise Invalid(f"{path} has the unknown parameter {shown(name)}")
+        read = {}
+        for name, sent in reading.adapter.items():
+            if name not in value:
+                raise Invalid(f"{path} lacks the parameter {name!r}")
+            tensor = value[name]
+            if not isinstance(tensor, torch.Tensor):
+                raise _invalid(f"{path}.{name}", "a tensor", tensor)
+            if tensor.shape != sent.shape:
+                raise Invalid(
+                    f"{path}.{name} must have shape {list(sent.shape)}, got {list(tensor.shape)}"
+                )
+            if tensor.dtype != sent.dtype:
+                raise Invalid(f"{path}.{name} must be {sent.dtype}, got {tensor.dtype}")
+            read[name] = _finite(tensor, f"{path}.{name}")
+        return read
+
+
+@dataclass(frozen=True)
+class Model:
+    """An adapter of any names and shapes, all values finite: θ_t itself."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, torch.Tensor]:
+        """Returns the adapter."""
+        if not isinstance(value, Mapping) or not value:
+            raise _invalid(path, "an adapter", value)
+        for name, tensor in value.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise _invalid(f"{path}[{shown(name)}]", "a named tensor", tensor)
+            if not tensor.is_floating_point():
+                raise Invalid(f"{path}.{printable(name)} must be of floats, got {tensor.dtype}")
+            _finite(tensor, f"{path}.{printable(name)}")
+        return dict(value)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A mapping with fields of its own, each with its schema; an unknown one is refused."""
+
+    schemas: Mapping[str, Schema]
+    required: tuple[str, ...] = ()
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the mapping."""
+        if not isinstance(value, Mapping):
+            raise _invalid(path, "a mapping", value)
+        for name in value:
+            if name not in self.schemas:
+                raise Invalid(f"{path or 'the message'} has the unknown field {shown(name)}")
+        for name in self.required:
+            if name not in value:
+                raise Invalid(f"{path or 'the message'} lacks the field {name!r}")
+        return {
+            name: self.schemas[name].read(item, f"{path}.{name}" if path else name, reading)
+            for name, item in value.items()
+        }
+
+
+METRICS: dict[str, Schema] = {}
+"""What a client may tell of its local training, by name; each wing registers its own."""
+
+RESERVED = (
+    "kind",
+    "round",
+    "client",
+    "num_examples",
+    "bytes_down",
+    "bytes_up",
+)
+"""Keys of a client's row in the log that the server writes itself."""
+
+
+def register_metrics(**schemas: Schema) -> None:
+    """Registers metrics of clients; what is not registered is dropped by the server, and counted.
+
+    A metric is a figure of a batch or a minibatch as a whole, never of one reply or example.
+
+    Args:
+        schemas: What each one may be, by name.
+
+    Raises:
+        ValueError: A name is the server's own, or is taken by another schema.
+    """
+    for name, schema in schemas.items():
+        if name in RESERVED:
+            raise ValueError(f"the metric {name!r} is written by the server; choose another name.")
+        if METRICS.setdefault(name, schema) != schema:
+            raise ValueError(f"the metric {name!r} exists already; choose another name.")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a client tells of its training: registered names; others are dropped and counted."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the registered metrics."""
+        if not isinstance(value, Mapping):
+            raise _invalid(path, "a mapping", value)
+        read = {}
+        for name, item in value.items():
+            if isinstance(name, str) and name in METRICS:
+                read[name] = METRICS[name].read(item, f"{path}.{name}", reading)
+            else:
+                reading.dropped.append(f"{path}.{printable(name, max_length=40)}")
+        if "gram" in read and "weights" not in read:
+            raise Invalid(f"{path} has a gram without weights")
+        return read
+
+
+def shown(value: Any) -> str:
+    """Returns a value in few printable characters, whatever it is."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}, {value.dtype}"
+    try:
+        return printable(reprlib.repr(value), max_length=80)
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def _invalid(path: str, wanted: str, value: Any) -> Invalid:
+    return Invalid(f"{path} must be {wanted}, got {shown(value)}")
+
+
+def _finite(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    if tensor.layout != torch.strided or not tensor.is_floating_point():
+        raise Invalid(f"{path} must be a dense tensor of floats, got {shown(tensor)}")
+    if not tensor.isfinite().all():
+        raise Invalid(f"{path} is not finite")
+    if tensor.numel() and tensor.abs().max() > LARGEST_ENTRY:
+        raise Invalid(f"{path} has entries beyond {LARGEST_ENTRY:g}")
+    return tensor
+
+
+_SHARE = Number(0, 1)
+register_metrics(
+    weights=Items(PerObjective(Number(-LARGEST, LARGEST)), 1),
+    gradient_norms=Items(PerObjective(Number(0)), 1),
+    cosines=Items(PerObjective(Number(), pairs=True), 1),
+    beta_effect=Items(Number(0), 1),
+    gram=Gram(),
+    num_steps=Number(0, 1e9, is_integer=True),
+    start_losses=PerObjective(Number()),
+    seconds=Named(Number(0), 50),
+    clipped=Number(),
+    update_norm=Number(0),
+)
