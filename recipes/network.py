@@ -20,7 +20,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hashlib
 import logging
-import re
 import signal
 import socket
 import sys
@@ -40,6 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid_partition
 from firm.federation.engines import Agreement, Ledger, Site, SitePolicy, SitesEngine
+from firm.federation.outside import check_name, printable
 from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
@@ -119,8 +119,9 @@ class FederationConfig:
                 "sites must give each of the clients 0, 1, ... to one site, and each site one, got "
                 f"{self.sites}."
             )
-        if odd := [name for name in self.sites if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name)]:
-            raise ValueError(f"a site's name must be letters, digits, '-' and '_', got {odd[0]!r}.")
+        check_name(self.name, "a federation's name")
+        for site in self.sites:
+            check_name(site, "a site's name")
         if strange := [name for name in self.sites if name in ("server", "admin", "authority")]:
             raise ValueError(f"a site cannot be called {strange[0]!r}; choose another name.")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout:
@@ -171,6 +172,9 @@ class AdminConfig:
     last checkpoint."""
     follow: bool = True
     """Whether to wait until the run ends."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "a run's name")
 
 
 # --- Commands -------------------------------------------------------------------------------------
@@ -246,13 +250,10 @@ def status(cfg: AdminConfig) -> None:
     federation = _federation(cfg.kit)
     host, port = _address(cfg.kit)
     with _session(cfg.kit) as opened:
-        info = opened.get_system_info()
-        connected = {client.name for client in info.client_info}
+        connected = console.connected(opened)
         rows = [[s, "connected" if s in connected else "away"] for s in federation.sites]
         print_table(f"{federation.name}: server {host}:{port}", ["site", ""], rows)
-        jobs = opened.list_jobs(limit=10, reverse=True)
-        rows = [[job["job_name"], job["status"], job["submit_time"][:19]] for job in jobs]
-        print_table("runs", ["name", "status", "submitted"], rows)
+        print_table("runs", ["name", "status", "submitted"], console.jobs(opened))
 
 
 def stop(cfg: AdminConfig) -> None:
@@ -287,7 +288,7 @@ class Federation(SitesController):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name = name
+        self._name = check_name(name, "a run's name")
 
     def work(self, channel: FlareChannel) -> None:
         """Runs it from the start, or from its last checkpoint."""
@@ -600,11 +601,11 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
                 heartbeat_interval=federation.heartbeat_interval,
                 heartbeat_timeout=federation.heartbeat_timeout,
             )
-            print(f"run {cfg.name} {known}, job {job}", flush=True)
+            print(f"run {cfg.name} {known}, job {printable(job)}", flush=True)
             return cfg.follow and _follow(opened, job, list(federation.sites))
     except (SessionClosed, ConnectionError, NoConnection) as error:
         if job is None and not _reach(cfg.kit):
-            raise UserError(f"the server does not take the run: {error}") from error
+            raise UserError(f"the server does not take the run: {printable(error)}") from error
         print("the server is lost; the run goes on when it is back", flush=True)
         return True
 
@@ -617,9 +618,9 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
     """
     told, looks, num_lines, idle = "", 0, 0, set[str]()
     while True:
-        state = str(opened.get_job_meta(job).get("status"))
+        state = console.status(opened, job)
         if state == "SUBMITTED":
-            connected = {client.name for client in opened.get_system_info().client_info}
+            connected = console.connected(opened)
             away = [site for site in sites if site not in connected]
             state = f"waits for {', '.join(away)}" if away else "waits"
         if state.startswith("FINISHED"):

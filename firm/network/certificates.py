@@ -8,6 +8,8 @@ from pathlib import Path
 
 from cryptography import x509
 
+from firm.federation.outside import printable
+
 _PATIENCE = 1.0
 """Seconds in which a server says that it does not accept a certificate; it says nothing if it
 does."""
@@ -52,9 +54,10 @@ def refusal(kit: Path, host: str, port: int) -> str | None:
                 with suppress(TimeoutError):
                     secured.recv(1)
         except ssl.SSLCertVerificationError as error:
-            return f"the server's certificate is not one of this kit's ({error.verify_message})"
+            told = printable(error.verify_message)
+            return f"the server's certificate is not one of this kit's ({told})"
         except ssl.SSLError as error:
-            told = str(error.reason or error).lower().replace("_", " ")
+            told = printable(error.reason or error).lower().replace("_", " ")
             if "alert" in told:
                 return f"the server does not take this kit's certificate ({told})"
             return f"what answers there does not speak TLS ({told})"

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +19,18 @@ from nvflare.fuel.flare_api.api_spec import (
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
+from firm.federation.outside import check_name, printable
 from firm.network.controller import POLL, REASON, RESTART, RETURNED, SAID
 from firm.network.kits import ADMIN, EXECUTOR
 from firm.network.link import ATTACH_ID
 from firm.network.wire import TASK
+
+
+_ENDING = re.compile(
+    rf"\S+ \S+ - controller - [A-Z]+ - (?P<mark>{re.escape(REASON)}|{re.escape(RESTART)})"
+    r"(?P<reason>.*)"
+)
+"""A line of the log that ``SitesController`` wrote; what a site says stands further right."""
 
 
 @contextmanager
@@ -59,6 +68,9 @@ def submit(
         arguments: JSON-able arguments of it.
         heartbeat_interval: Seconds between two signs of life of a site's process.
         heartbeat_timeout: Seconds without one after which it counts as dead.
+
+    Raises:
+        ValueError: The name is none that may become part of a path.
     """
     executor = {
         "execution_mode": "attach",
@@ -76,7 +88,7 @@ def submit(
     }
     files = {
         "meta.json": {
-            "name": name,
+            "name": check_name(name, "a job's name"),
             "resource_spec": {},
             "min_clients": len(sites),
             "mandatory_clients": sites,
@@ -107,10 +119,28 @@ def unfinished(opened: Session) -> dict[str, str]:
     # A job that ran when the server was killed is listed as running ever after.
     alive = {job.job_id for job in opened.get_system_info().job_info}
     return {
-        job["job_id"]: job["job_name"]
+        job["job_id"]: printable(job["job_name"])
         for job in opened.list_jobs()
         if job["status"] == "SUBMITTED" or job["job_id"] in alive
     }
+
+
+def jobs(opened: Session, num_jobs: int = 10) -> list[list[str]]:
+    """Returns name, status and time of the last jobs, the newest first."""
+    return [
+        [printable(job["job_name"]), printable(job["status"]), printable(job["submit_time"])[:19]]
+        for job in opened.list_jobs(limit=num_jobs, reverse=True)
+    ]
+
+
+def status(opened: Session, job: str) -> str:
+    """Returns the status of a job, in FLARE's words."""
+    return printable(opened.get_job_meta(job).get("status"))
+
+
+def connected(opened: Session) -> set[str]:
+    """Returns the names of the sites that are connected."""
+    return {printable(client.name) for client in opened.get_system_info().client_info}
 
 
 def without_part(opened: Session) -> list[str]:
@@ -120,18 +150,21 @@ def without_part(opened: Session) -> list[str]:
     takes part once the run is started again.
     """
     try:
-        told = opened.get_client_job_status() or []
+        rows = opened.get_client_job_status() or []
     except NoClientsAvailable:
         return []
     return [
-        row[MetaKey.CLIENT_NAME] for row in told if row[MetaKey.STATUS] == MetaStatusValue.NO_JOBS
+        printable(row[MetaKey.CLIENT_NAME])
+        for row in rows
+        if row[MetaKey.STATUS] == MetaStatusValue.NO_JOBS
     ]
 
 
 def said(opened: Session, job: str, num_heard: int) -> list[str]:
     """Returns the lines that a running job has said after so many; none when it has just ended."""
     with contextlib.suppress(JobNotRunning, NoReply, InternalError):
-        return opened.do_app_command(job, SAID, {"num_heard": num_heard})["lines"]
+        answer = opened.do_app_command(job, SAID, {"num_heard": num_heard})
+        return [printable(line) for line in answer["lines"]]
     return []
 
 
@@ -144,11 +177,13 @@ def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
 def reason(opened: Session, job: str) -> tuple[str, bool]:
     """Returns why a run ended early, as the server's log says, and whether to start it again.
 
-    The reason is empty when the log tells none.
+    The reason is empty when nothing tells one. Of a job that was refused the log says nothing; what
+    the parties answered to it stands beside it.
     """
     logs = opened.get_job_logs(job, "server")["logs"]
-    for line in reversed("\n".join(map(str, logs.values())).splitlines()):
-        for mark in (REASON, RESTART):
-            if mark in line:
-                return line.split(mark, 1)[1].strip(), mark == RESTART
-    return "", False
+    for line in reversed("\n".join(map(str, logs.values())).split("\n")):
+        if ending := _ENDING.match(line):
+            return printable(ending["reason"].strip(), max_length=2000), ending["mark"] == RESTART
+    answers = opened.get_job_meta(job).get("job_deploy_detail") or []
+    problems = [printable(answer) for answer in answers if not str(answer).endswith(": OK")]
+    return "; ".join(problems), False

@@ -19,6 +19,7 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from firm.federation.engines import Lost, SitesReturned
+from firm.federation.outside import MAX_NAME, printable
 from firm.network.wire import TASK, from_model, to_model
 
 logger = logging.getLogger(__name__)
@@ -65,11 +66,13 @@ class SitesController(ModelController):
         except Stopped:
             logger.info("the job was stopped")
         except SitesReturned as error:
-            logger.info("%s%s", RESTART, error)
-            self.panic(str(error))
+            reason = printable(error)
+            logger.info("%s%s", RESTART, reason)
+            self.panic(reason)
         except Exception as error:
-            reason = " ".join(str(error).split())
-            logger.exception("%s%s", REASON, reason)
+            reason = printable(" ".join(str(error).split()), max_length=2000)
+            logger.exception("what follows is where it happened")
+            logger.error("%s%s", REASON, reason)  # last: a reader of the log starts at its end
             self.panic(reason)
 
 
@@ -174,7 +177,7 @@ class FlareChannel:
         """Lets the sites go; they hear of the job's end by FLARE."""
 
     def _told_of_returned(self, topic: str, told: Any, fl_ctx: FLContext) -> dict[str, Any]:
-        self._returned = [str(site) for site in told["sites"]]
+        self._returned = [printable(site, max_length=MAX_NAME) for site in told["sites"]]
         return {"returned": self._returned}  # FLARE takes an empty answer for none
 
     def _asked_what_was_said(
@@ -207,8 +210,8 @@ class FlareChannel:
 def _read(result: Any) -> bytes | Lost:
     code = result.get_return_code()
     if code != ReturnCode.OK:
-        return Lost(_PROBLEMS.get(code, f"FLARE says {code}"))
+        return Lost(_PROBLEMS.get(code, f"FLARE says {printable(code)}"))
     try:
         return from_model(FLModelUtils.from_shareable(result))
     except Exception as error:
-        return Lost(f"its answer cannot be read: {error}")
+        return Lost(f"its answer cannot be read: {printable(error)}")

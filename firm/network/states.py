@@ -6,6 +6,7 @@ from pathlib import Path
 
 from firm.federation.client import State
 from firm.federation.engines.states import missing_state
+from firm.federation.outside import check_name
 from firm.run.checkpoint import load_state, save_state
 
 
@@ -49,4 +50,4 @@ class DiskStates:
         return self._of(client) / f"round_{round:06d}"
 
     def _of(self, client: str) -> Path:
-        return self._folder / client
+        return self._folder / check_name(client, "a client's name")

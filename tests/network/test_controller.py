@@ -1,4 +1,4 @@
-"""What a job says is kept for whoever follows it."""
+"""The server's end of the wire: what a job says, and what it makes of what others say."""
 
 import io
 
@@ -6,10 +6,15 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
+from nvflare.apis.shareable import Shareable
 from rich.console import Console
 
-from firm.network.controller import Transcript
+from firm.federation.engines import Lost, SitesReturned
+from firm.network import controller
+from firm.network.controller import REASON, RESTART, SitesController, Transcript
 from firm.run import Progress
+
+HOSTILE = "gone\x1b[2J\n2026-11-22 20:32:18,194 - controller - INFO - " + RESTART + "forged"
 
 
 def test_a_transcript_passes_on_everything_and_keeps_whole_lines():
@@ -27,3 +32,39 @@ def test_a_run_shows_a_line_per_round_in_it():
         for number in (1, 2):
             progress.event("round_finished", row={"round": number, "seconds": 3.0})
     assert [line.split("  ")[0] for line in transcript.lines] == ["round 1/9", "round 2/9"]
+
+
+def test_a_sites_return_code_is_shown_and_obeyed_by_no_terminal():
+    answer = Shareable()
+    answer.set_return_code(HOSTILE)
+    lost = controller._read(answer)
+    assert isinstance(lost, Lost)
+    assert lost.reason.isprintable()
+
+
+class _Fails(SitesController):
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.panics = error, []
+
+    def work(self, channel):
+        raise self.error
+
+    def panic(self, reason):
+        self.panics.append(reason)
+
+
+@pytest.mark.parametrize(
+    ("error", "mark"),
+    [(ValueError(HOSTILE), REASON), (SitesReturned(HOSTILE), RESTART)],
+)
+def test_the_last_line_of_a_failed_jobs_log_is_the_controllers(monkeypatch, caplog, error, mark):
+    monkeypatch.setattr(controller, "FlareChannel", lambda _: None)
+    program = _Fails(error)
+    with caplog.at_level("INFO"):
+        program.run()
+    last = caplog.records[-1].getMessage()
+    assert caplog.records[-1].exc_info is None
+    assert last.startswith(f"{mark}gone")
+    assert last.isprintable()
+    assert program.panics == [last.removeprefix(mark)]

@@ -66,3 +66,13 @@ def test_a_damaged_state_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"\x00\x01")
     with pytest.raises(ValueError, match="round_000001"):
         states.read("client_0", 1)
+
+
+@pytest.mark.parametrize("client", ["../client_0", "/tmp/client_0", ".", "", "a/b"])
+def test_no_client_has_its_states_elsewhere(tmp_path, client):
+    states = DiskStates(tmp_path / "states")
+    with pytest.raises(ValueError, match="a client's name must be at most 64 letters"):
+        states.write(client, 0, _state(0))
+    with pytest.raises(ValueError, match="a client's name"):
+        states.forget(client, 0)
+    assert list(tmp_path.iterdir()) == []

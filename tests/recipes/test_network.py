@@ -55,13 +55,43 @@ def _federation(tmp_path, **changes):
         ({"sites": {"a": [0], "b": [0]}}, "sites must give each of the clients"),
         ({"sites": {"a": [0], "b": [2]}}, "sites must give each of the clients"),
         ({"sites": {"server": [0]}}, "a site cannot be called 'server'"),
-        ({"sites": {"a b/c": [0]}}, "a site's name must be letters, digits, '-' and '_'"),
+        ({"sites": {"a b/c": [0]}}, "a site's name must be at most 64 letters"),
+        ({"sites": {"../bank": [0]}}, "a site's name must be at most 64 letters"),
+        ({"sites": {"bank\n": [0]}}, "a site's name must be at most 64 letters"),
+        ({"name": "../clinics"}, "a federation's name must be at most 64 letters"),
         ({"heartbeat_interval": 30.0}, "heartbeat_timeout must be longer"),
     ],
 )
 def test_a_federation_that_cannot_be_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         _federation(tmp_path, **changes)
+
+
+PATHS = [
+    "../../../traversal_run",
+    "/tmp/run",
+    "",
+    ".",
+    "..",
+    "a/b",
+    "run\n",
+    "run\x1b[2J",
+    "x" * 65,
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_runs_name_is_no_path(tmp_path, name):
+    with pytest.raises(ValueError, match="a run's name must be at most 64 letters") as refused:
+        network.AdminConfig(tmp_path, name=name)
+    assert str(refused.value).isprintable()
+    with pytest.raises(ValueError, match="a run's name must be at most 64 letters"):
+        network.Federation(name)  # in a job that whoever holds an administrator's kit has made
+
+
+def test_a_runs_name_that_is_no_path_is_taken(tmp_path):
+    assert network.AdminConfig(tmp_path, name="run-2.b_1").name == "run-2.b_1"
+    network.Federation("run-2.b_1")
 
 
 def test_kits_for_another_number_of_clients_are_not_made(tmp_path):
