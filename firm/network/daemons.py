@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
@@ -117,7 +118,7 @@ class Daemons:
             UserError: Some run for the same folder already; they are named.
         """
         self._lock = hold(self._output.parent)
-        self._file = self._output.open("ab")
+        self._file = open(self._output, "ab", opener=partial(os.open, mode=0o600))
         for name, command in self._commands.items():
             self._daemons[name] = _Daemon(command, self._start(command), time.monotonic())
         self._name_processes()
@@ -172,6 +173,7 @@ class Daemons:
             env=self._environment,
             pass_fds=(self._lock,),
             start_new_session=True,
+            umask=0o077,
         )
 
 

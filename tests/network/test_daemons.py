@@ -113,3 +113,14 @@ def test_processes_that_a_killed_watcher_left_behind_are_named(tmp_path):
     _until(lambda: not _lives(left))
     with _daemons(tmp_path, *WAITS):
         pass
+
+
+def test_what_processes_write_is_for_their_owner_alone(tmp_path):
+    program = "import os; os.mkdir('made'); open('made/file', 'w').close()"
+    made = tmp_path / "made"
+    command = (sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {program}")
+    with _daemons(tmp_path, *command):
+        _until((made / "file").exists)
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert (made / "file").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "output.txt").stat().st_mode & 0o777 == 0o600
