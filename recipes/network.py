@@ -43,6 +43,7 @@ from firm.federation.outside import check_name, printable
 from firm.network import certificates, console, kits, link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
+from firm.network.jobs import NAME
 from firm.network.states import DiskStates
 from firm.run import Run, UserError, compose, print_table, run_cli, to_dict, to_yaml
 from firm.run.directory import leaves
@@ -469,7 +470,7 @@ def _server(cfg: ServerConfig) -> Daemons:
     _run_config(cfg.kit / "run.yaml", cfg.overrides)
     own = replace(cfg, kit=cfg.kit.resolve())
     (cfg.kit / "server.yaml").write_text(to_yaml(own), encoding="utf-8")
-    kits.prepare_server(cfg.kit, controller=CONTROLLER)
+    kits.prepare_server(cfg.kit, controller=CONTROLLER, arguments={"name": NAME})
     return _daemons(cfg.kit, {"server": flare_command("server", cfg.kit)})
 
 

@@ -20,11 +20,9 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
 from firm.federation.outside import check_name, printable
-from firm.network.controller import POLL, REASON, RESTART, RETURNED, SAID
-from firm.network.kits import ADMIN, EXECUTOR
-from firm.network.link import ATTACH_ID
-from firm.network.wire import TASK
-
+from firm.network.controller import REASON, RESTART, RETURNED, SAID
+from firm.network.jobs import server_app, site_app
+from firm.network.kits import ADMIN
 
 _ENDING = re.compile(
     rf"\S+ \S+ - controller - [A-Z]+ - (?P<mark>{re.escape(REASON)}|{re.escape(RESTART)})"
@@ -72,43 +70,21 @@ def submit(
     Raises:
         ValueError: The name is none that may become part of a path.
     """
-    executor = {
-        "execution_mode": "attach",
-        "attach_id": ATTACH_ID,
-        "allow_reconnect": True,
-        "heartbeat_interval": heartbeat_interval,
-        "heartbeat_timeout": heartbeat_timeout,
-        "params_exchange_format": "raw",
-        "server_expected_format": "raw",
+    meta = {
+        "name": check_name(name, "a job's name"),
+        "resource_spec": {},
+        "min_clients": len(sites),
+        "mandatory_clients": sites,
+        "deploy_map": {"server": ["server"], "site": sites},
     }
-    empty: dict[str, list] = {
-        "task_data_filters": [],
-        "task_result_filters": [],
-        "components": [],
+    apps = {
+        "server": server_app(controller, arguments),
+        "site": site_app(heartbeat_interval, heartbeat_timeout),
     }
-    files = {
-        "meta.json": {
-            "name": check_name(name, "a job's name"),
-            "resource_spec": {},
-            "min_clients": len(sites),
-            "mandatory_clients": sites,
-            "deploy_map": {"server": ["server"], "site": sites},
-        },
-        "server/config/config_fed_server.json": {
-            "format_version": 2,
-            "server": {"task_request_interval": POLL},
-            "workflows": [{"id": "firm", "path": controller, "args": dict(arguments)}],
-            **empty,
-        },
-        "site/config/config_fed_client.json": {
-            "format_version": 2,
-            "executors": [{"tasks": [TASK], "executor": {"path": EXECUTOR, "args": executor}}],
-            **empty,
-        },
-    }
+    files = {f"{party}/{path}": app[path] for party, app in apps.items() for path in app}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / name
-        for path, content in files.items():
+        for path, content in ({"meta.json": meta} | files).items():
             (job / path).parent.mkdir(parents=True, exist_ok=True)
             (job / path).write_text(json.dumps(content, indent=2), encoding="utf-8")
         return opened.submit_job(str(job))

@@ -20,13 +20,10 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from firm.federation.engines import Lost, SitesReturned
 from firm.federation.outside import MAX_NAME, printable
+from firm.network.jobs import POLL
 from firm.network.wire import TASK, from_model, to_model
 
 logger = logging.getLogger(__name__)
-
-POLL = 0.05
-"""Seconds between two looks at a task, here and, by the job's configuration, at the sites; FLARE's
-own half a second and two make up most of a short round."""
 
 REASON, RESTART = "the run ended early: ", "the run is to be started again: "
 """What stands before the reason in the server's log."""

@@ -8,7 +8,7 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,26 @@ from nvflare.lighter.impl.workspace import WorkspaceBuilder
 from nvflare.lighter.provision import prepare_project
 from nvflare.lighter.provisioner import Provisioner
 
+from firm.network.jobs import EXECUTOR
 from firm.network.link import write_profile
 
 ADMIN = "admin@firm.org"
 """Who submits runs."""
 
-EXECUTOR = "nvflare.app_common.executors.client_api_executor.ClientAPIExecutor"
+SERVER_RIGHTS = (
+    "submit_job",
+    "abort_job",
+    "app_command",
+    "check_status",
+    "list_jobs",
+    "get_job_meta",
+    "get_job_log",
+)
+"""What an administrator may do at the server."""
+SITE_RIGHTS = ("submit_job", "check_status")
+"""What an administrator may do at a site."""
 
+_DENIED = ("byoc", "shell_commands", "operate", "manage_job", "download_job", "clone_job")
 _ORGANISATION = "firm"
 
 
@@ -81,21 +94,23 @@ def provision(
     return kits
 
 
-def prepare_server(kit: Path, *, controller: str) -> None:
+def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) -> None:
     """Makes a server's kit ready where it lies: its storage, and the one workflow that may run.
 
     Args:
         kit: The server's kit.
         controller: Import path of the workflow's class.
+        arguments: What it may be called with, JSON-able; ``jobs.NAME`` stands for any name.
     """
-    resources = _resources(kit, allowed=[controller])
+    allowed = {"controller": controller, "arguments": [list(pair) for pair in arguments.items()]}
+    resources = _resources(kit, builds=controller, gate="ServerGate", arguments=allowed)
     storage = resources["snapshot_persistor"]["args"]["storage"]["args"]
     storage["root_dir"] = str((kit / "snapshots").resolve())
     for component in resources["components"]:
         if component["id"] == "job_manager":
             component["args"]["uri_root"] = str((kit / "jobs").resolve())
     _write(kit / "local/resources.json", resources)
-    _deny_code(kit)
+    _restrict(kit, SERVER_RIGHTS)
 
 
 def prepare_site(kit: Path, *, site: str) -> Path:
@@ -105,13 +120,13 @@ def prepare_site(kit: Path, *, site: str) -> Path:
         kit: The site's kit.
         site: Its name.
     """
-    resources = _resources(kit, allowed=[EXECUTOR])
+    resources = _resources(kit, builds=EXECUTOR, gate="SiteGate", arguments={})
     resources["allow_log_streaming"] = False  # logs may quote prompts
     resources["components"] = [
         component for component in resources["components"] if component["id"] != "site_log_streamer"
     ]
     _write(kit / "local/resources.json", resources)
-    _deny_code(kit)
+    _restrict(kit, SITE_RIGHTS)
     place = (kit / "attach").resolve()
     place.mkdir(mode=0o700, exist_ok=True)
     listener = {
@@ -158,32 +173,28 @@ def server_address(kit: Path) -> tuple[str, int]:
     return host, int(port)
 
 
-def _resources(kit: Path, *, allowed: list[str]) -> dict[str, Any]:
+def _resources(kit: Path, *, builds: str, gate: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What FLARE builds when it starts in a kit, with a gate before every job."""
     path = kit / "local/resources.json.default"
     resources = json.loads(path.read_text(encoding="utf-8"))
-    resources["class_allow_list"] = allowed
+    resources["class_allow_list"] = [builds]
     resources["class_list_enforcement_mode"] = "enforce"
+    resources["app_validator"] = {"path": "firm.network.gate.AppGate", "args": arguments}
+    for component in resources["components"]:
+        if component["id"] == "process_launcher":
+            component |= {"path": f"firm.network.gate.{gate}", "args": arguments}
     return resources
 
 
-def _deny_code(kit: Path) -> None:
-    """Lets nobody bring code along with a job, the administrator neither."""
+def _restrict(kit: Path, rights: Iterable[str]) -> None:
+    """Lets an administrator do what a run needs and no more, and nobody bring code along."""
     path = kit / "local/authorization.json.default"
     content = json.loads(path.read_text(encoding="utf-8"))
-    rights = [
-        "submit_job",
-        "clone_job",
-        "manage_job",
-        "download_job",
-        "get_job_log",
-        "view",
-        "operate",
-        "app_command",
-    ]
     content["permissions"] = {
-        "project_admin": {**dict.fromkeys(rights, "any"), "shell_commands": "none", "byoc": "none"}
+        "project_admin": {**dict.fromkeys(rights, "any"), **dict.fromkeys(_DENIED, "none")}
     }
     _write(kit / "local/authorization.json", content)
+    kit.chmod(0o700)
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """A FLARE server and its sites on this machine, with mutual TLS, for as long as one job takes."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,26 @@ from firm.network import console, kits
 from firm.network.daemons import Daemons, flare_command, free_port, wait_for_port
 
 
-def run_job(
+@dataclass(frozen=True)
+class Running:
+    """A federation that runs on this machine."""
+
+    kits: dict[str, Path]
+    """By party: "server", "admin" and the sites."""
+    daemons: list[Daemons]
+    """The server's, and each site's."""
+
+    def status_at_end(self, opened: Any, job: str) -> str:
+        """Waits for a job's end and returns how it ended, in FLARE's words."""
+        while not (status := str(opened.get_job_meta(job).get("status"))).startswith("FINISHED"):
+            for each in self.daemons:
+                each.watch()
+            time.sleep(0.5)
+        return status
+
+
+@contextmanager
+def federation(
     folder: Path,
     *,
     name: str,
@@ -19,29 +39,24 @@ def run_job(
     sites: list[str],
     site_command: Callable[[str, Path], list[str]],
     environment: Mapping[str, str],
-    heartbeat_timeout: float,
     reroute: Callable[[int], int] | None = None,
-) -> str:
-    """Makes kits, starts everything, runs one job to its end, and ends everything.
+) -> Iterator[Running]:
+    """Makes kits and starts everything, for as long as the context lasts.
 
     Args:
         folder: For the kits; empty.
-        name: Of the federation and the job.
+        name: Of the federation.
         controller: Dotted name of the ``SitesController`` that is the job.
         arguments: Its arguments.
         sites: Their names.
         site_command: From a site's name and its profile to the command of its own process.
         environment: Variables of all processes, beside this one's own.
-        heartbeat_timeout: Seconds without a sign of life after which a site's process is dead.
         reroute: From the server's port to the one by which the sites reach it.
-
-    Returns:
-        Why the job ended early, or an empty text.
     """
     with ExitStack() as stack:
         port = free_port()
         made = kits.provision(folder, name=name, host="localhost", port=port, sites=sites)
-        kits.prepare_server(made["server"], controller=controller)
+        kits.prepare_server(made["server"], controller=controller, arguments=arguments)
 
         def start(party: str, commands: dict[str, list[str]]) -> Daemons:
             output = made[party] / "output.txt"
@@ -56,21 +71,61 @@ def run_job(
             connection = flare_command("client", made[site], site)
             process = site_command(site, profile)
             daemons.append(start(site, {"connection": connection, "process": process}))
-        with console.session(made["admin"]) as opened:
-            job = console.submit(
-                opened,
-                name=name,
-                sites=sites,
-                controller=controller,
-                arguments=dict(arguments),
-                heartbeat_interval=1.0,
-                heartbeat_timeout=heartbeat_timeout,
-            )
-            while not str(opened.get_job_meta(job).get("status")).startswith("FINISHED"):
-                for each in daemons:
-                    each.watch()
-                time.sleep(0.5)
-            return console.reason(opened, job)[0]
+        yield Running(made, daemons)
+
+
+def run_job(
+    folder: Path,
+    *,
+    name: str,
+    controller: str,
+    arguments: Mapping[str, Any],
+    sites: list[str],
+    site_command: Callable[[str, Path], list[str]],
+    environment: Mapping[str, str],
+    heartbeat_timeout: float,
+    reroute: Callable[[int], int] | None = None,
+) -> str:
+    """Starts a federation, runs one job to its end, and ends everything.
+
+    Args:
+        folder: As all but one of the others, for ``federation``.
+        name: Of the federation and the job.
+        controller: Dotted name of the ``SitesController`` that is the job.
+        arguments: Its arguments.
+        sites: Their names.
+        site_command: From a site's name and its profile to the command of its own process.
+        environment: Variables of all processes, beside this one's own.
+        heartbeat_timeout: Seconds without a sign of life after which a site's process is dead.
+        reroute: From the server's port to the one by which the sites reach it.
+
+    Returns:
+        Why the job ended early, or an empty text.
+    """
+    with (
+        federation(
+            folder,
+            name=name,
+            controller=controller,
+            arguments=arguments,
+            sites=sites,
+            site_command=site_command,
+            environment=environment,
+            reroute=reroute,
+        ) as running,
+        console.session(running.kits["admin"]) as opened,
+    ):
+        job = console.submit(
+            opened,
+            name=name,
+            sites=sites,
+            controller=controller,
+            arguments=dict(arguments),
+            heartbeat_interval=1.0,
+            heartbeat_timeout=heartbeat_timeout,
+        )
+        running.status_at_end(opened, job)
+        return console.reason(opened, job)[0]
 
 
 def _redirect(kit: Path, port: int, other: int) -> None:

@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 from cryptography import x509
+from nvflare.fuel.sec.authz import AuthzContext, Person, parse_policy_config
+from nvflare.security.security import COMMAND_CATEGORIES
 
-from firm.network import kits
+from firm.network import jobs, kits
 
 SITES = ["hospital", "bank"]
 
@@ -80,20 +82,47 @@ def test_a_folder_that_is_no_kit_is_told(tmp_path):
         kits.server_address(tmp_path)
 
 
-def test_one_class_may_run_at_each_party_and_code_of_a_job_nowhere(made):
-    kits.prepare_server(made["server"], controller="recipes.network.Federation")
+def test_one_class_may_run_at_each_party_and_a_gate_stands_before_it(made):
+    kits.prepare_server(
+        made["server"], controller="recipes.network.Federation", arguments={"name": jobs.NAME}
+    )
     kits.prepare_site(made["hospital"], site="hospital")
-    for party, allowed in (
-        ("server", "recipes.network.Federation"),
-        ("hospital", kits.EXECUTOR),
+    for party, allowed, gate in (
+        ("server", "recipes.network.Federation", "firm.network.gate.ServerGate"),
+        ("hospital", "firm.network.executor.SiteExecutor", "firm.network.gate.SiteGate"),
     ):
         resources = json.loads((made[party] / "local/resources.json").read_text())
         assert resources["class_allow_list"] == [allowed]
         assert resources["class_list_enforcement_mode"] == "enforce"
-        rights = json.loads((made[party] / "local/authorization.json").read_text())["permissions"]
-        assert rights.keys() == {"project_admin"}
-        assert rights["project_admin"]["byoc"] == "none"
-        assert rights["project_admin"]["shell_commands"] == "none"
+        assert resources["app_validator"]["path"] == "firm.network.gate.AppGate"
+        paths = [component["path"] for component in resources["components"]]
+        assert gate in paths
+        assert not [path for path in paths if path.endswith("JobLauncher")]
+
+
+def test_an_administrator_may_do_what_a_run_needs(made):
+    kits.prepare_server(made["server"], controller="recipes.network.Federation", arguments={})
+    kits.prepare_site(made["hospital"], site="hospital")
+    for party, allowed in (("server", kits.SERVER_RIGHTS), ("hospital", kits.SITE_RIGHTS)):
+        content = json.loads((made[party] / "local/authorization.json").read_text())
+        assert content["permissions"].keys() == {"project_admin"}
+        policy, _ = parse_policy_config(content, COMMAND_CATEGORIES)
+        assert policy is not None
+        admin = Person(kits.ADMIN, "firm", "project_admin")
+        rights = {*COMMAND_CATEGORIES, *COMMAND_CATEGORIES.values(), *allowed, "byoc", "clone_job"}
+        granted = {
+            right for right in rights if policy.evaluate("firm", AuthzContext(right, admin))[0]
+        }
+        assert granted == set(allowed)
+
+
+def test_a_kit_that_was_handed_on_is_for_its_owner_alone_again(made):
+    for party in ("server", "bank"):
+        made[party].chmod(0o755)
+    kits.prepare_server(made["server"], controller="recipes.network.Federation", arguments={})
+    kits.prepare_site(made["bank"], site="bank")
+    for party in ("server", "bank"):
+        assert stat.S_IMODE(made[party].stat().st_mode) == 0o700
 
 
 def test_a_sites_logs_stay_at_the_site(made):

@@ -1,0 +1,180 @@
+"""Where a site and a server look at a job before they take it, and again before they run it.
+
+FLARE builds these components from the resources of a kit, which its owner writes; no job reaches
+them. `AppGate` sees a job's folder as soon as it is unpacked; `SiteGate` and `ServerGate` start the
+process of a job, and sit in it when its configuration is built. They also take away what FLARE
+would do for an administrator or a server and no run needs.
+"""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.app_validation import AppValidator
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.apis.job_launcher_spec import JobHandleSpec
+from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
+from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
+from nvflare.app_common.job_launcher.server_process_launcher import ServerProcessJobLauncher
+from nvflare.fuel.hci.conn import Connection
+from nvflare.fuel.hci.proto import MetaStatusValue, make_meta
+from nvflare.fuel.hci.server.constants import ConnProps
+from nvflare.fuel.hci.server.reg import CommandFilter
+from nvflare.private.defs import TrainingTopic
+from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
+
+from firm.federation.outside import printable
+from firm.network.jobs import (
+    App,
+    problem_of_app,
+    problem_of_component,
+    problem_of_meta,
+    server_app,
+    site_app,
+)
+
+logger = logging.getLogger(__name__)
+
+COMMANDS = frozenset(
+    {
+        *("_cert_login", "_check_session", "_commands", "_logout"),  # of every session
+        *("submit_job", "abort_job", "app_command"),
+        *("check_status", "list_jobs", "get_job_meta", "get_job_log"),
+    }
+)
+"""What a server does for an administrator, by the names of FLARE's commands."""
+
+REQUESTS = frozenset(
+    {
+        TrainingTopic.DEPLOY,
+        TrainingTopic.CHECK_RESOURCE,
+        TrainingTopic.CANCEL_RESOURCE,
+        TrainingTopic.START_JOB,
+        TrainingTopic.NOTIFY_JOB_STATUS,
+        TrainingTopic.CHECK_STATUS,
+        TrainingTopic.ABORT,
+    }
+)
+"""What a site does for its server, by FLARE's topics. Those that are left out read files of the
+site, set its log's level, stop it, and tell of its machine."""
+
+Arguments = Sequence[tuple[str, Any]]
+"""Of a workflow, in pairs: FLARE takes some mappings for classes to be built."""
+
+
+class AppGate(AppValidator):
+    """Refuses a job whose folder contains anything but what this party allows.
+
+    Args:
+        controller: Import path of the one workflow, at the server; empty at a site.
+        arguments: What it may be called with.
+    """
+
+    def __init__(self, controller: str = "", arguments: Arguments = ()) -> None:
+        self._allowed = _app(controller, arguments)
+
+    def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
+        """Returns what is wrong with a folder, or an empty text, and nothing more of it."""
+        problem = problem_of_app(Path(app_folder), self._allowed)
+        if problem:
+            logger.error("%s", problem)
+        return problem or "", {}
+
+
+class _Gate(ProcessJobLauncher):
+    """Starts the process of a job that is allowed, and watches over what is built in it."""
+
+    def __init__(self, allowed: App) -> None:
+        super().__init__()
+        self._allowed = allowed
+
+    def launch_job(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> JobHandleSpec:
+        """Starts a job's process.
+
+        Raises:
+            RuntimeError: The job's metadata or its folder contain what they may not.
+        """
+        workspace: Any = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+        folder = Path(workspace.get_app_dir(job_meta["job_id"]))
+        problem = problem_of_meta(job_meta) or problem_of_app(folder, self._allowed)
+        if problem:
+            logger.error("%s", problem)
+            raise RuntimeError(problem)
+        return super().launch_job(job_meta, fl_ctx)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Refuses, in the process of a job, a class or an argument that is not allowed."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.SYSTEM_BOOTSTRAP:
+            try:
+                self._bootstrap(fl_ctx)
+            except Exception as error:  # FLARE starts in spite of any other
+                raise UnsafeComponentError(f"this FLARE cannot be restricted: {error}") from error
+        if event_type == EventType.BEFORE_BUILD_COMPONENT:
+            component = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG)
+            if problem := problem_of_component(component, self._allowed):
+                logger.error("%s", problem)
+                raise UnsafeComponentError(problem)
+
+    @abstractmethod
+    def _bootstrap(self, fl_ctx: FLContext) -> None:
+        """Takes away what no run needs, before FLARE serves anybody."""
+
+
+class SiteGate(_Gate, ClientProcessJobLauncher):
+    """The gate of a site, which also answers no other request than those of ``REQUESTS``."""
+
+    def __init__(self) -> None:
+        super().__init__(site_app())
+
+    def _bootstrap(self, fl_ctx: FLContext) -> None:
+        processors = ClientRequestProcessors.request_processors
+        processors[:] = [each for each in processors if set(each.get_topics()) <= REQUESTS]
+
+
+class ServerGate(_Gate, ServerProcessJobLauncher):
+    """The gate of a server, which also carries out no other command than those of ``COMMANDS``.
+
+    Args:
+        controller: Import path of the one workflow.
+        arguments: What it may be called with.
+    """
+
+    def __init__(self, controller: str, arguments: Arguments) -> None:
+        super().__init__(server_app(controller, dict(arguments)))
+
+    def _bootstrap(self, fl_ctx: FLContext) -> None:
+        server: Any = fl_ctx.get_prop(FLContextKey.SITE_OBJ)
+        set_admin_server = server.set_admin_server
+
+        def set_with_filter(admin_server: Any) -> None:
+            admin_server.cmd_reg.add_filter(CommandGate())
+            set_admin_server(admin_server)
+
+        server.set_admin_server = set_with_filter  # it is made after this event
+
+
+class CommandGate(CommandFilter):
+    """Refuses an administrator's commands but those of ``COMMANDS``."""
+
+    def pre_command(self, conn: Connection, args: list[str]) -> bool:
+        """Returns whether a command may be carried out."""
+        entry = conn.get_prop(ConnProps.CMD_ENTRY)  # `args` may name it with its module
+        if entry and entry.name in COMMANDS:
+            return True
+        command = printable(args[0], max_length=100)
+        logger.error("the command %s is refused: no run needs it", command)
+        conn.append_error(
+            f"{command} is not allowed here",
+            meta=make_meta(MetaStatusValue.NOT_AUTHORIZED, "no run needs it"),
+        )
+        return False
+
+
+def _app(controller: str, arguments: Arguments) -> App:
+    return server_app(controller, dict(arguments)) if controller else site_app()

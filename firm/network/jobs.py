@@ -1,0 +1,256 @@
+"""What a job may contain; everything else in it is refused, whoever signed it.
+
+A job is a folder for each party and the metadata that go with it. `site_app` and `server_app` say
+which files a folder holds and what stands in them, `META` says it of the metadata, and
+`problem_of_app` and `problem_of_meta` compare. A site and a server call them before anything of a
+job is built; FLARE's own checks come on top.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firm.federation.outside import check_name, printable
+from firm.network.wire import TASK
+
+POLL = 0.05
+"""Seconds between two looks at a task, at the server and at the sites; FLARE's own half a second
+and two make up most of a short round."""
+
+EXECUTOR = "firm.network.executor.SiteExecutor"
+"""The one class that a job builds at a site."""
+
+NAME = "<name>"
+"""Stands for any name of a run among the arguments that a server allows."""
+
+_SIGNATURE = (".__nvfl_sig.json", ".__nvfl_submitter.crt")
+"""FLARE's own files in each folder that is signed."""
+
+_MAX_BYTES = 65_536
+"""A configuration is a few hundred bytes long."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Allows a finite number of a range."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Names:
+    """Allows a list of parties' names."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """Allows anything: it is written by the server, and nobody acts upon it."""
+
+
+App = Mapping[str, Any]
+"""What may stand in each file of a folder, by its path; a constant allows itself alone."""
+
+_EMPTY: dict[str, list[Any]] = {
+    "task_data_filters": [],
+    "task_result_filters": [],
+    "components": [],
+}
+
+HEARTBEAT_S = Between(0.1, 3600.0)
+"""Range of `heartbeat_interval` and `heartbeat_timeout`."""
+
+
+def site_app(heartbeat_interval: Any = HEARTBEAT_S, heartbeat_timeout: Any = HEARTBEAT_S) -> App:
+    """Returns what a site's folder of a job contains.
+
+    Args:
+        heartbeat_interval: Seconds between two signs of life of the site's process, or the range.
+        heartbeat_timeout: Seconds without one after which it counts as dead, or the range.
+    """
+    arguments = {
+        "heartbeat_interval": heartbeat_interval,
+        "heartbeat_timeout": heartbeat_timeout,
+    }
+    return {
+        "config/config_fed_client.json": {
+            "format_version": 2,
+            "executors": [{"tasks": [TASK], "executor": {"path": EXECUTOR, "args": arguments}}],
+            **_EMPTY,
+        }
+    }
+
+
+def server_app(controller: str, arguments: Mapping[str, Any]) -> App:
+    """Returns what the server's folder of a job contains.
+
+    Args:
+        controller: Import path of the workflow's class.
+        arguments: Its arguments; ``NAME`` as a value allows any name.
+    """
+    return {
+        "config/config_fed_server.json": {
+            "format_version": 2,
+            "server": {"task_request_interval": POLL},
+            "workflows": [{"id": "firm", "path": controller, "args": dict(arguments)}],
+            **_EMPTY,
+        }
+    }
+
+
+META: dict[str, Any] = {
+    "name": NAME,
+    "resource_spec": {},
+    "min_clients": Between(1, 1_000_000),
+    "mandatory_clients": Names(),
+    "deploy_map": {"server": ["server"], "site": Names()},
+    "study": "default",
+    **dict.fromkeys(
+        (
+            "data_storage_format",
+            "duration",
+            "job_clients",
+            "job_deploy_detail",
+            "job_folder_name",
+            "job_id",
+            "last_schedule_time",
+            "schedule_count",
+            "schedule_history",
+            "start_time",
+            "status",
+            "submit_time",
+            "submit_time_iso",
+            "submitter_name",
+            "submitter_org",
+            "submitter_role",
+        ),
+        Free(),
+    ),
+}
+"""What may stand in a job's metadata; the first five keys come from whoever submits it."""
+
+
+def problem_of_app(folder: Path, allowed: App) -> str | None:
+    """Returns what a folder of a job contains that it may not, in one line; None if nothing.
+
+    Args:
+        folder: As FLARE has unpacked it.
+        allowed: From ``site_app`` or ``server_app``.
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    folders = {parent.as_posix() for name in allowed for parent in Path(name).parents}
+    signed = {(Path(parent) / name).as_posix() for parent in folders for name in _SIGNATURE}
+    for name, path in sorted(files.items()):
+        known = (name in {*allowed, *signed} and path.is_file()) or (
+            name in folders and path.is_dir()
+        )
+        if not known or path.is_symlink():
+            return _refused(f"the file {printable(name, max_length=100)}", "may not be there")
+    for name, content in allowed.items():
+        if name not in files:
+            return _refused(f"the file {name}", "is missing")
+        try:
+            with files[name].open("rb") as file:
+                found = _parse(file.read(_MAX_BYTES + 1))
+            if problem := _difference(found, content, Path(name).name):
+                return problem
+        except (ValueError, RecursionError) as error:
+            return _refused(f"the file {name}", f"cannot be read: {printable(error)}")
+    return None
+
+
+def problem_of_meta(meta: Mapping[str, Any]) -> str | None:
+    """Returns what a job's metadata contain that they may not, in one line; None if nothing."""
+    present = {key: allowed for key, allowed in META.items() if key in meta}
+    return _difference(dict(meta), present, "meta")
+
+
+def problem_of_component(component: Any, allowed: App) -> str | None:
+    """Returns why a class may not be built with its arguments, in one line; None if it may.
+
+    Args:
+        component: What stands in a job's configuration, or in an argument there.
+        allowed: From ``site_app`` or ``server_app``.
+    """
+    if not isinstance(component, dict):
+        return _refused("a component", "is no mapping")
+    path = component.get("path")
+    for entry in _components(allowed):
+        if isinstance(path, str) and entry["path"] == path:
+            return _difference(component, entry, "component")
+    return _refused(f"the class {printable(path, max_length=200)}", "may not be built")
+
+
+def _components(allowed: Any) -> list[dict[str, Any]]:
+    if isinstance(allowed, Mapping):
+        own = [dict(allowed)] if "path" in allowed else []
+        return own + [entry for value in allowed.values() for entry in _components(value)]
+    if isinstance(allowed, list):
+        return [entry for value in allowed for entry in _components(value)]
+    return []
+
+
+def _parse(content: bytes) -> Any:
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"it is longer than {_MAX_BYTES} bytes.")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("it names a key twice.")
+        return dict(pairs)
+
+    return json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+
+
+def _difference(found: Any, allowed: Any, where: str) -> str | None:
+    """What of a value is not allowed; by the kind of what allows it."""
+    if isinstance(allowed, Free):
+        return None
+    if isinstance(allowed, Between):
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not number or not allowed.low <= found <= allowed.high:  # NaN is in no range
+            return _refused(where, f"must be from {allowed.low:g} to {allowed.high:g}", found)
+        return None
+    if isinstance(allowed, Names) or allowed == NAME:
+        names = found if isinstance(allowed, Names) else [found]
+        if not isinstance(names, list) or not all(map(_is_name, names)):
+            kind = "must be a list of names" if isinstance(allowed, Names) else "must be a name"
+            return _refused(where, kind, found)
+        return None
+    if isinstance(allowed, dict):
+        if not isinstance(found, dict):
+            return _refused(where, "must be a mapping", found)
+        if strange := sorted(map(str, found.keys() - allowed.keys())):
+            key = printable(strange[0], max_length=100)
+            return _refused(f"{where}.{key}", "may not be there")
+        for key, value in allowed.items():
+            if key not in found:
+                return _refused(f"{where}.{key}", "is missing")
+            if problem := _difference(found[key], value, f"{where}.{key}"):
+                return problem
+        return None
+    if isinstance(allowed, list):
+        if not isinstance(found, list) or len(found) != len(allowed):
+            return _refused(where, f"must have {len(allowed)} entries", found)
+        for index, (mine, value) in enumerate(zip(found, allowed, strict=True)):
+            if problem := _difference(mine, value, f"{where}[{index}]"):
+                return problem
+        return None
+    if type(found) is not type(allowed) or found != allowed:
+        return _refused(where, f"must be {allowed!r}", found)
+    return None
+
+
+def _is_name(found: Any) -> bool:
+    try:
+        check_name(found, "it")
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(what: str, why: str, *found: Any) -> str:
+    got = f", got {printable(repr(found[0]), max_length=100)}" if found else ""
+    return f"the job is refused: {what} {why}{got}"
