@@ -14,6 +14,8 @@ _PATIENCE = 1.0
 """Seconds in which a server says that it does not accept a certificate; it says nothing if it
 does."""
 
+_ENDED = "the server does not take this kit's certificate (it ends the connection)"
+
 
 def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
     """Returns which certificate of a kit is not valid now; None if all are.
@@ -44,6 +46,15 @@ def refusal(kit: Path, host: str, port: int) -> str | None:
     Raises:
         OSError: The server cannot be reached.
     """
+    problem = _refusal(kit, host, port)
+    if (
+        problem == _ENDED
+    ):  # FLARE says no more; but a server that is just being stopped does the same
+        problem = _refusal(kit, host, port)
+    return problem
+
+
+def _refusal(kit: Path, host: str, port: int) -> str | None:
     startup = kit / "startup"
     context = ssl.create_default_context(cafile=startup / "rootCA.pem")
     context.load_cert_chain(startup / "client.crt", startup / "client.key")
@@ -52,13 +63,14 @@ def refusal(kit: Path, host: str, port: int) -> str | None:
             with context.wrap_socket(connection, server_hostname=host) as secured:
                 secured.settimeout(_PATIENCE)
                 with suppress(TimeoutError):
-                    secured.recv(1)
+                    if not secured.recv(1):
+                        return _ENDED
         except ssl.SSLCertVerificationError as error:
-            told = printable(error.verify_message)
-            return f"the server's certificate is not one of this kit's ({told})"
+            problem = printable(error.verify_message)
+            return f"the server's certificate is not one of this kit's ({problem})"
         except ssl.SSLError as error:
-            told = printable(error.reason or error).lower().replace("_", " ")
-            if "alert" in told:
-                return f"the server does not take this kit's certificate ({told})"
-            return f"what answers there does not speak TLS ({told})"
+            problem = printable(error.reason or error).lower().replace("_", " ")
+            if "alert" in problem:
+                return f"the server does not take this kit's certificate ({problem})"
+            return f"what answers there does not speak TLS ({problem})"
     return None

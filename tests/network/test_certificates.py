@@ -70,6 +70,34 @@ def test_a_certificate_of_another_authority_is_not_taken(federations, server, tm
     assert reason.startswith("the server does not take this kit's certificate")
 
 
+@pytest.mark.parametrize("num_ended", [1, 2])
+def test_a_server_that_ends_the_connection_twice_does_not_take_a_certificate(
+    federations, num_ended
+):
+    startup = federations[0]["server"] / "startup"
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(startup / "server.crt", startup / "server.key")
+    with socket.create_server(("localhost", 0)) as listener:
+
+        def answer():
+            for number in range(2):
+                connection, _ = listener.accept()
+                with context.wrap_socket(connection, server_side=True) as secured:
+                    if number >= num_ended:
+                        secured.recv(1)  # it goes on
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        reason = certificates.refusal(
+            federations[0]["bank"], "localhost", listener.getsockname()[1]
+        )
+        thread.join()
+    if num_ended == 1:
+        assert reason is None
+    else:
+        assert reason == "the server does not take this kit's certificate (it ends the connection)"
+
+
 def test_a_server_under_another_name_is_none(federations, server):
     reason = certificates.refusal(federations[0]["bank"], "127.0.0.1", server)
     assert reason is not None
