@@ -21,6 +21,9 @@ from nvflare.apis.job_launcher_spec import JobHandleSpec
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
 from nvflare.app_common.job_launcher.server_process_launcher import ServerProcessJobLauncher
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.cellnet.utils import make_reply
+from nvflare.fuel.f3.message import Message
 from nvflare.fuel.hci.conn import Connection
 from nvflare.fuel.hci.proto import MetaStatusValue, make_meta
 from nvflare.fuel.hci.server.constants import ConnProps
@@ -127,7 +130,10 @@ class _Gate(ProcessJobLauncher):
 
 
 class SiteGate(_Gate, ClientProcessJobLauncher):
-    """The gate of a site, which also answers no other request than those of ``REQUESTS``."""
+    """The gate of a site, which also answers no other request than those of ``REQUESTS``.
+
+    What another site asks, and an honest server passes on, it does not hear.
+    """
 
     def __init__(self) -> None:
         super().__init__(site_app())
@@ -135,6 +141,15 @@ class SiteGate(_Gate, ClientProcessJobLauncher):
     def _bootstrap(self, fl_ctx: FLContext) -> None:
         processors = ClientRequestProcessors.request_processors
         processors[:] = [each for each in processors if set(each.get_topics()) <= REQUESTS]
+        connection: Any = fl_ctx.get_prop(FLContextKey.SITE_OBJ)
+        _hear_only(("server", str(fl_ctx.get_identity_name())), connection.cell)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Closes the ears of a job's process to other sites, too."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.ABOUT_TO_START_RUN:
+            engine: Any = fl_ctx.get_engine()
+            _hear_only(("server", str(fl_ctx.get_identity_name())), engine.get_cell())
 
 
 class ServerGate(_Gate, ServerProcessJobLauncher):
@@ -174,6 +189,19 @@ class CommandGate(CommandFilter):
             meta=make_meta(MetaStatusValue.NOT_AUTHORIZED, "no run needs it"),
         )
         return False
+
+
+def _hear_only(parties: Sequence[str], cell: Any) -> None:
+    """Refuses a process's requests from others; the server vouches for the origin of a message."""
+    cell.core_cell.add_incoming_request_filter("*", "*", _refuse_strangers, parties)
+
+
+def _refuse_strangers(message: Message, parties: Sequence[str]) -> Message | None:
+    origin = str(message.get_header(MessageHeaderKey.ORIGIN))
+    if origin.split(".")[0] in parties:
+        return None
+    logger.error("a request from %s is refused", printable(origin, max_length=100))
+    return make_reply(ReturnCode.UNAUTHENTICATED, error="a site hears its server alone")
 
 
 def _app(controller: str, arguments: Arguments) -> App:

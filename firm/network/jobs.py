@@ -143,10 +143,9 @@ def problem_of_app(folder: Path, allowed: App) -> str | None:
     folders = {parent.as_posix() for name in allowed for parent in Path(name).parents}
     signed = {(Path(parent) / name).as_posix() for parent in folders for name in _SIGNATURE}
     for name, path in sorted(files.items()):
-        known = (name in {*allowed, *signed} and path.is_file()) or (
-            name in folders and path.is_dir()
-        )
-        if not known or path.is_symlink():
+        is_known_file = path.is_file() and (name in allowed or name in signed)
+        is_known_folder = path.is_dir() and name in folders
+        if path.is_symlink() or not (is_known_file or is_known_folder):
             return _refused(f"the file {printable(name, max_length=100)}", "may not be there")
     for name, content in allowed.items():
         if name not in files:

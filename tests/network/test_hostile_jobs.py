@@ -1,6 +1,9 @@
 """What whoever holds the administrator's kit, or the server, can ask of a site over real FLARE."""
 
 import json
+import shutil
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ from nvflare.fuel.flare_api.api_spec import AuthorizationError, InternalError
 from nvflare.private.admin_defs import Message
 from nvflare.private.defs import CellChannel, SysCommandTopic, TrainingTopic, new_cell_message
 
-from firm.network import console, jobs
+from firm.network import certificates, console, jobs, kits
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
 from firm.network.loopback import Running, federation
@@ -136,6 +139,28 @@ def _with_command_for_our_executor(parts: dict[str, Any], marker: Path) -> None:
 
 def _with_code(parts: dict[str, Any], marker: Path) -> None:
     parts["sites"]["custom/sitecustomize.py"] = f"open({str(marker)!r}, 'w')\n"
+
+
+@pytest.mark.slow
+def test_an_outsider_is_not_heard(running, tmp_path):
+    _, started = running
+    root = started.kits["admin"] / "startup/rootCA.pem"
+    host, port = kits.server_address(started.kits["admin"])
+    others = kits.provision(tmp_path, name="hostile", host=host, port=port, sites=["bank"])
+    for party in ("admin", "bank"):
+        assert certificates.refusal(started.kits[party], host, port) is None
+        shutil.copy(root, others[party] / "startup/rootCA.pem")
+        refusal = certificates.refusal(others[party], host, port)
+        assert str(refusal).startswith("the server does not take this kit's certificate")
+    context = ssl.create_default_context(cafile=root)
+    with (
+        socket.create_connection((host, port), timeout=5) as connection,
+        context.wrap_socket(connection, server_hostname=host) as secured,
+    ):
+        assert secured.recv(1) == b""  # it ends the connection
+    with socket.create_connection((host, port), timeout=5) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"HTTP/1.1 2" not in connection.recv(100)
 
 
 @pytest.mark.slow

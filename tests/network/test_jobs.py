@@ -9,6 +9,7 @@ import math
 import zipfile
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 import nvflare
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.workspace import Workspace
@@ -24,6 +25,11 @@ from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.fuel.common.excepts import ComponentNotAuthorized
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.cellnet.utils import make_reply
+from nvflare.fuel.f3.message import Message as CellMessage
+from nvflare.fuel.f3.stats_pool import StatsPoolManager
 from nvflare.fuel.utils.config_service import ConfigService
 from nvflare.private.defs import SysCommandTopic
 from nvflare.private.fed.app.fl_conf import FLClientStarterConfiger, FLServerStarterConfiger
@@ -152,7 +158,7 @@ def test_no_class_of_flare_is_built_as_executor_filter_component_or_workflow(tmp
     ("path", "value", "told"),
     [
         (["format_version"], 3, "config_fed_client.json.format_version must be 2, got 3"),
-        (["format_version"], True, "format_version must be 2, got True"),
+        (["format_version"], 2.0, "format_version must be 2, got 2.0"),
         (["executors", 0, "tasks"], ["*"], "executors[0].tasks[0] must be 'firm', got '*'"),
         (["executors", 0, "executor", "path"], STOCK, "executor.path must be 'firm.network.exec"),
         (["executors", 0, "executor", "class_path"], STOCK, "executor.class_path may not be there"),
@@ -443,13 +449,49 @@ def test_no_process_is_started_for_other_metadata_or_another_folder(
     assert len(started) == 1
 
 
-def test_a_site_answers_what_a_run_needs_and_reads_no_files_for_its_server(start):
-    _, conf = start("bank")
+@pytest.fixture
+def cell():
+    """A cell of FLARE's as a site's process has it, that answers everything."""
+    StatsPoolManager.pools.clear()
+    cell = CoreCell("bank", "tcp://localhost:0", secure=False, credentials={})
+    cell.register_request_cb("*", "*", lambda message: make_reply(ReturnCode.OK))
+    yield SimpleNamespace(core_cell=cell)
+    CoreCell.ALL_CELLS.pop("bank")
+
+
+def _answer(cell, origin):
+    message = CellMessage({MessageHeaderKey.ORIGIN: origin, MessageHeaderKey.CHANNEL: "c"})
+    message.set_header(MessageHeaderKey.TOPIC, "t")
+    reply = cell.core_cell._process_request(origin, message)
+    return reply.get_header(MessageHeaderKey.RETURN_CODE)
+
+
+def _site_context(cell):
     context = FLContext()
+    context.set_prop(ReservedKey.IDENTITY_NAME, "bank", private=False)
+    context.set_prop(FLContextKey.SITE_OBJ, SimpleNamespace(cell=cell))
+    context.set_prop(ReservedKey.ENGINE, SimpleNamespace(get_cell=lambda: cell))
+    return context
+
+
+def test_a_site_answers_what_a_run_needs_and_reads_no_files_for_its_server(start, cell):
+    _, conf = start("bank")
+    context = _site_context(cell)
     conf.components["process_launcher"].handle_event(EventType.SYSTEM_BOOTSTRAP, context)
     answered = {topic for each in conf.base_deployer.req_processors for topic in each.get_topics()}
     assert answered == gate.REQUESTS
     assert not answered & set(vars(SysCommandTopic).values())
+
+
+@pytest.mark.parametrize("event", [EventType.SYSTEM_BOOTSTRAP, EventType.ABOUT_TO_START_RUN])
+def test_a_site_hears_its_server_and_no_other_site(start, cell, event):
+    _, conf = start("bank")
+    assert _answer(cell, "university") == ReturnCode.OK
+    conf.components["process_launcher"].handle_event(event, _site_context(cell))
+    for origin in ("server", f"server.{JOB}", "bank", f"bank.{JOB}"):
+        assert _answer(cell, origin) == ReturnCode.OK
+    for origin in ("university", f"university.{JOB}", "bank2", "", None, "admin\x1b[2J"):
+        assert _answer(cell, origin) == ReturnCode.UNAUTHENTICATED
 
 
 def test_flare_does_not_start_when_its_server_cannot_be_restricted(start):
