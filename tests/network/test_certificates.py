@@ -86,12 +86,10 @@ def test_a_server_that_ends_the_connection_twice_does_not_take_a_certificate(
                     if number >= num_ended:
                         secured.recv(1)  # it goes on
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        threading.Thread(target=answer, daemon=True).start()
         reason = certificates.refusal(
             federations[0]["bank"], "localhost", listener.getsockname()[1]
         )
-        thread.join()
     if num_ended == 1:
         assert reason is None
     else:

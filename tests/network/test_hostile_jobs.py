@@ -221,11 +221,13 @@ def test_a_job_whose_metadata_ask_for_more_is_not_run(running, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ssl_context is deprecated")  # FLARE's session
-def test_an_administrator_has_no_commands_but_those_of_a_run(running):
-    _, started = running
+def test_an_administrator_has_no_commands_but_those_of_a_run(running, tmp_path):
+    folder, started = running
+    parts = _parts(folder)
+    _with_code(parts, tmp_path / "marker")
+    _submit(started, tmp_path, **parts)  # it waits until the site is connected
     with console.session(started.kits["admin"]) as opened:
-        (site,) = console.connected(opened)
-        assert site == "bank"
+        assert console.connected(opened) == {"bank"}
         for command in (
             *("cat server output.txt", "ls server", "cat bank startup/client.key"),
             *("sys_info server", "sys_info client bank", "report_resources client bank"),
