@@ -133,25 +133,25 @@ def _classes_of_flare():
                 yield f"{module}.{node.name}"
 
 
-def test_no_class_of_flare_is_built_as_executor_filter_component_or_workflow(tmp_path):
+def test_no_class_of_flare_is_built_at_a_site_or_a_server():
     classes = set(_classes_of_flare())
     assert STOCK in classes
     assert len(classes) > 1000
     for path in classes:
-        entry = {"id": "x", "path": path, "args": {}}
-        assert jobs.problem_of_component(entry, SITE_ALLOWED), path
-        assert jobs.problem_of_component(entry, SERVER_ALLOWED), path
-        for app, allowed, name in (
-            (_site(), SITE_ALLOWED, SITE),
-            (_server(), SERVER_ALLOWED, SERVER),
-        ):
-            for kind in ("components", "task_data_filters", "task_result_filters"):
-                config = {**app[name], kind: [entry]}
-                assert jobs.problem_of_app(_write(tmp_path / "app", {name: config}), allowed)
-            kind = "executors" if name == SITE else "workflows"
-            config = {**app[name], kind: [*app[name][kind], {"tasks": ["*"], "executor": entry}]}
-            assert jobs.problem_of_app(_write(tmp_path / "app", {name: config}), allowed)
-            (tmp_path / "app" / name).unlink()
+        for arguments in ({}, {"heartbeat_interval": 1.0, "heartbeat_timeout": 8.0}):
+            entry = {"id": "firm", "path": path, "args": arguments}
+            assert jobs.problem_of_component(entry, SITE_ALLOWED), path
+            assert jobs.problem_of_component(entry, SERVER_ALLOWED), path
+
+
+@pytest.mark.parametrize("kind", ["components", "task_data_filters", "task_result_filters"])
+def test_a_job_brings_no_component_and_no_filter(tmp_path, kind):
+    for app, allowed, name in ((_site(), SITE_ALLOWED, SITE), (_server(), SERVER_ALLOWED, SERVER)):
+        own = jobs.EXECUTOR if name == SITE else CONTROLLER
+        for path in (STOCK, own, "nvflare.app_common.filters.exclude_vars.ExcludeVars"):
+            config = {**app[name], kind: [{"id": "x", "path": path, "args": {}}]}
+            problem = jobs.problem_of_app(_write(tmp_path / name[-11:], {name: config}), allowed)
+            assert f"{kind} must have 0 entries" in str(problem)
 
 
 @pytest.mark.parametrize(
