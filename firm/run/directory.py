@@ -40,10 +40,9 @@ from firm.run.checkpoint import OtherFormat, load_state, save_state, sync
 from firm.run.config import to_yaml
 from firm.run.errors import UserError
 from firm.run.lock import LOCK_NAME, check_not_held, hold
+from firm.run.rows import Row, valid_rows
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
 
 _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl"
 _PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
@@ -275,12 +274,19 @@ class Run:
         self._append(_SAMPLES, rows)
 
     def rows(self) -> list[Row]:
-        """Returns the rows of metrics.jsonl, without a last line that is still being written."""
-        return _read_rows(self.path / _METRICS)
+        """Returns the rows of metrics.jsonl, without a last line that is still being written.
+
+        What is not valid in them is left out.
+        """
+        return self.checked_rows()[0]
+
+    def checked_rows(self) -> tuple[list[Row], list[str]]:
+        """Returns the rows and what `valid_rows` left out of them."""
+        return valid_rows(_read_rows(self.path / _METRICS))
 
     def samples(self) -> list[Row]:
-        """Returns the rows of samples.jsonl, empty without the file."""
-        return _read_rows(self.path / _SAMPLES)
+        """Returns what is valid of the rows of samples.jsonl, empty without the file."""
+        return valid_rows(_read_rows(self.path / _SAMPLES), kind="sample")[0]
 
     def save_checkpoint(
         self, round: int, state: State, *, keep_last: int = 3, score: float | None = None
@@ -413,16 +419,18 @@ def _log_lengths(envelope: State | None) -> dict[str, int]:
     return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
 
 
-def _read_rows(path: Path) -> list[Row]:
+def _read_rows(path: Path) -> list[Any]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    rows = []
+    rows: list[Any] = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is torn
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON ({error}); restore it.") from None
+        except RecursionError:
+            rows.append(None)  # nested so deep that nothing can read it
     return rows
 
 

@@ -1,0 +1,364 @@
+"""What the rows of a run's logs may hold, and rows without what they may not.
+
+A log is read long after it was written, by whatever version: a row that an older one let through,
+with a text for a number or an infinite one, must not keep a run from being shown or taken up again.
+Whoever reads a log therefore sees valid rows alone, and what was left out by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from reprlib import Repr
+from typing import Any, Literal
+
+Row = dict[str, Any]
+
+LARGEST = 1e30
+"""Larger numbers measure nothing, and their sums and squares are not finite."""
+SLACK = 0.01
+"""How far rounding may take a share or a correlation beyond its range."""
+LAST_ROUND = 1_000_000
+"""Rounds beyond are no rounds, where a run does not say how many it has."""
+DEPTH = 4
+"""How deep fields may be nested that no shape is known of."""
+
+
+# --- Shapes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a range; None, where it was not measured."""
+
+    low: float = -LARGEST
+    high: float = LARGEST
+    is_whole: bool = False
+    may_lack: bool = True
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Numbers, texts and what is nested of them, none too deep."""
+
+
+@dataclass(frozen=True)
+class ByName:
+    """Entries of one shape by name; an invalid number becomes None, another entry is left out."""
+
+    entry: "Shape"
+
+
+@dataclass(frozen=True)
+class Several:
+    """A list of entries of one shape; an invalid one spoils the list, for places have a meaning."""
+
+    entry: "Shape"
+    length: Literal["any", "objectives", "pairs"] = "any"
+    """How many there are, where the number of objectives is known."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of entries that stand for themselves; an invalid one is left out."""
+
+    entry: "Shape"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Entries of a shape each; others are plain. Without a required one nothing is left of it."""
+
+    shapes: Mapping[str, "Shape"] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+
+Shape = Number | Text | Plain | ByName | Several | Items | Fields
+
+NUMBER, AMOUNT = Number(), Number(low=0)
+COUNT = Number(low=0, high=1e18, is_whole=True)
+SIZE = Number(low=0, high=1e18, is_whole=True, may_lack=False)
+SHARE, CORRELATION = Number(-SLACK, 1 + SLACK), Number(-1 - SLACK, 1 + SLACK)
+WEIGHT = Number(-SLACK, 1 + SLACK, may_lack=False)
+MEASURE = Fields({"mean": Number(may_lack=False), "se": AMOUNT}, required=("mean",))
+
+TRAINING: dict[str, Shape] = {
+    "num_examples": COUNT,
+    "num_steps": COUNT,
+    "weights": Several(Several(WEIGHT, "objectives")),
+    "gradient_norms": Several(Several(AMOUNT, "objectives")),
+    "cosines": Several(Several(CORRELATION, "pairs")),
+    "beta_effect": Several(AMOUNT),
+    "gram": Several(Several(NUMBER, "objectives"), "objectives"),
+    "reward_raw": ByName(NUMBER),
+    "reward_raw_std": ByName(AMOUNT),
+    "reward": ByName(NUMBER),
+    "reward_correlation": ByName(CORRELATION),
+    "reward_length_correlation": ByName(CORRELATION),
+    "reward_truncated_share": ByName(SHARE),
+    "kl": NUMBER,
+    "kl_coefficient": NUMBER,
+    "entropy": NUMBER,
+    "clip_fraction": SHARE,
+    "policy_loss": ByName(NUMBER),
+    "value_loss": ByName(NUMBER),
+    "response_length": AMOUNT,
+    "end_share": SHARE,
+    "seconds": ByName(AMOUNT),
+    "bytes_down": COUNT,
+    "bytes_up": COUNT,
+}
+"""What a client tells of a local training."""
+
+SHAPES: dict[str, dict[str, Shape]] = {
+    "run": {
+        "objectives": Items(Text()),
+        "clients": Items(Text()),
+        "rounds": SIZE,
+        "calibration": ByName(Fields()),
+        "num_trainable": SIZE,
+        "adapter_bytes": SIZE,
+    },
+    "client": {"client": Text(), **TRAINING, "by_objective": ByName(Fields(TRAINING))},
+    "round": {
+        "clients": Items(Text()),
+        "failures": Items(Fields({"client": Text(), "reason": Text()}, ("client", "reason"))),
+        "alarms": Items(Text()),
+        "dropped_fields": ByName(COUNT),
+        "zero_updates": Items(Text()),
+        "seconds": AMOUNT,
+        "bytes_down": COUNT,
+        "bytes_up": COUNT,
+        "weights": ByName(NUMBER),
+        "weights_spread": ByName(AMOUNT),
+        "drift": AMOUNT,
+        "norm_ratio": AMOUNT,
+        "stationarity": NUMBER,
+        "disagreement_bound": NUMBER,
+        "improved": SHARE,
+        "privacy": Fields(
+            {
+                "epsilon": AMOUNT,
+                "epsilon_if_unknown": AMOUNT,
+                "epsilon_server": AMOUNT,
+                "delta": Number(0, 1, may_lack=False),
+                "clipped": SHARE,
+            },
+            required=("epsilon", "delta"),
+        ),
+    },
+    "evaluation": {
+        "split": Text(),
+        "num_prompts": COUNT,
+        "num_samples": COUNT,
+        "scores": ByName(MEASURE),
+        "normalized": ByName(MEASURE),
+        "change": ByName(MEASURE),
+        "kl": NUMBER,
+        "kl_se": AMOUNT,
+        "length": AMOUNT,
+        "distinct_1": SHARE,
+        "distinct_2": SHARE,
+        "end_share": SHARE,
+        "commonest_share": SHARE,
+        "empty_share": SHARE,
+        "losses": ByName(NUMBER),
+        "accuracies": ByName(SHARE),
+        "users": ByName(SHARE),
+        "progress": ByName(ByName(NUMBER)),
+    },
+    "sample": {"prompt": Text(), "completion": Text(), "scores": ByName(NUMBER)},
+}
+"""Shapes of the fields that are read, by the kind of their row."""
+KEYS = {
+    "client": ("round", "client"),
+    "round": ("round",),
+    "evaluation": ("round", "split"),
+    "sample": ("round",),
+}
+"""What tells a row of a kind from the others; a row without is left out."""
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Row], list[str]]:
+    """Returns rows without what is not valid in them, and what was left out, a text for each.
+
+    The first row of kind "run" tells the objectives and the rounds; there is no second.
+
+    Args:
+        rows: A log's lines as JSON reads them.
+        kind: The kind of rows that do not name theirs.
+    """
+    valid: list[Row] = []
+    left_out: list[str] = []
+    header: Row = {}
+    for number, row in enumerate(rows, start=1):
+        is_second = bool(header) and isinstance(row, dict) and row.get("kind") == "run"
+        objectives = header.get("objectives")
+        found, problems = valid_row(
+            row,
+            kind=kind,
+            num_objectives=None if objectives is None else len(objectives),
+            last_round=header.get("rounds"),
+        )
+        if is_second or found is None:
+            left_out.append(f"row {number}: {_short(row)}")
+            continue
+        left_out += problems
+        valid.append(found)
+        if found.get("kind") == "run":
+            header = found
+    return valid, left_out
+
+
+def valid_row(
+    row: Any,
+    *,
+    kind: str | None = None,
+    num_objectives: int | None = None,
+    last_round: int | None = None,
+) -> tuple[Row | None, list[str]]:
+    """Returns a row without what is not valid in it, and what was left out, a text for each.
+
+    Args:
+        row: A log's line as JSON reads it, or as it is about to be written.
+        kind: The row's kind where it does not name it.
+        num_objectives: M, where it is known: lists of another length are not valid.
+        last_round: Of the run, where it is known.
+
+    Returns:
+        None in place of a row that does not tell what it is about.
+    """
+    kind = row.get("kind", kind) if isinstance(row, Mapping) else None
+    if not isinstance(row, Mapping) or not isinstance(kind, str | None):
+        return None, []
+    shapes = SHAPES.get(kind or "", {})
+    rounds = Number(0, LAST_ROUND if last_round is None else last_round, True, may_lack=False)
+    check = _Check(num_objectives)
+    keys = KEYS.get(kind or "", ())
+    try:
+        found = check.fields(row, Fields({"kind": Text(), "round": rounds, **shapes}, keys), "")
+    except _Invalid:
+        return None, []
+    place = _place(found)
+    return found, [f"{path} of {place}: {told}" for path, told in check.left_out]
+
+
+class _Invalid(Exception):
+    """A value is not of its shape."""
+
+
+class _Check:
+    """Sorts out one row; what it left out is in ``left_out``, path and value."""
+
+    def __init__(self, num_objectives: int | None) -> None:
+        m = num_objectives
+        self._lengths = {} if m is None else {"objectives": m, "pairs": m * (m - 1) // 2}
+        self.left_out: list[tuple[str, str]] = []
+
+    def valid(self, value: Any, shape: Shape, path: str) -> Any:
+        """Returns the value without what is not valid in it, or raises ``_Invalid``."""
+        match shape:
+            case Number():
+                is_valid = _is_number(value, shape)
+            case Text():
+                is_valid = isinstance(value, str)
+            case Plain():
+                is_valid = _is_plain(value, DEPTH)
+            case Several(entry, length):
+                if not isinstance(value, list):
+                    raise _Invalid
+                if len(value) != self._lengths.get(length, len(value)):
+                    raise _Invalid
+                return [self.valid(item, entry, path) for item in value]
+            case Items(entry):
+                if not isinstance(value, list):
+                    raise _Invalid
+                found = [self._or_left_out(item, entry, path) for item in value]
+                return [item for item in found if item is not _LEFT_OUT]
+            case ByName(entry):
+                return self._named(value, entry, path)
+            case Fields():
+                return self.fields(value, shape, path)
+        if not is_valid:
+            raise _Invalid
+        return value
+
+    def fields(self, value: Any, shape: Fields, path: str) -> Row:
+        if not isinstance(value, Mapping):
+            raise _Invalid
+        found = {}
+        for key, item in value.items():
+            own = shape.shapes.get(key, Plain())
+            if item is None and not isinstance(own, Number | Plain):
+                continue  # as good as absent
+            item = self._or_left_out(item, own, f"{path}{key}")
+            if item is not _LEFT_OUT:
+                found[key] = item
+        if not all(key in found for key in shape.required):
+            raise _Invalid
+        return found
+
+    def _named(self, value: Any, entry: Shape, path: str) -> Row:
+        if not isinstance(value, Mapping):
+            raise _Invalid
+        found = {}
+        for name, item in value.items():
+            item = self._or_left_out(item, entry, f"{path}.{name}")
+            if item is not _LEFT_OUT:
+                found[name] = item
+            elif isinstance(entry, Number):
+                found[name] = None
+        return found
+
+    def _or_left_out(self, item: Any, shape: Shape, path: str) -> Any:
+        before = len(self.left_out)
+        try:
+            return self.valid(item, shape, f"{path}." if isinstance(shape, Fields) else path)
+        except _Invalid:
+            self.left_out[before:] = [(path, _short(item))]
+            return _LEFT_OUT
+
+
+_LEFT_OUT = object()
+
+
+def _is_number(value: Any, shape: Number) -> bool:
+    if value is None:
+        return shape.may_lack
+    kinds = int if shape.is_whole else int | float
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    return is_number and shape.low <= value <= shape.high  # false of NaN
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, list | tuple):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if isinstance(value, Mapping):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value.values())
+    return isinstance(value, str | bool) or _is_number(value, NUMBER)
+
+
+def _place(row: Row) -> str:
+    """What a row is about, in words."""
+    at = f"round {row['round']}" if "round" in row else "no round"
+    match row.get("kind"):
+        case "client":
+            return f"{row['client']} in {at}"
+        case "evaluation":
+            return f"the {row['split']} evaluation of {at}"
+        case "run":
+            return "the run's own row"
+        case _:
+            return at
+
+
+def _short(value: Any) -> str:
+    shown = Repr()
+    shown.maxlevel, shown.maxdict, shown.maxlist, shown.maxstring = 3, 4, 4, 40
+    return shown.repr(value)
