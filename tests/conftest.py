@@ -10,6 +10,9 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import logging
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,45 @@ def firm_data() -> Path:
     if not folder:
         pytest.skip("FIRM_DATA is not set: no folder of real data to test on")
     return Path(folder)
+
+
+class _Notes(logging.Handler):
+    """The warnings of what could not be drawn, with their tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.notes: list[str] = []
+        self.tracebacks: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.notes.append(record.getMessage())
+        self.tracebacks.append(traceback.format_exc())
+
+    def clear(self) -> None:
+        self.notes.clear()
+        self.tracebacks.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _notes() -> Iterator[_Notes]:
+    """Listens to what becomes a note, in fixtures of modules, too."""
+    notes, logger = _Notes(), logging.getLogger("firm.run.guard")
+    logger.addHandler(notes)
+    yield notes
+    logger.removeHandler(notes)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_drawn(_notes: _Notes) -> Iterator[None]:
+    """Fails a test in which something could not be drawn, unless it asks for `undrawn`."""
+    yield
+    told = [*_notes.notes, *_notes.tracebacks]
+    _notes.clear()
+    assert not told, "\n".join(told)
+
+
+@pytest.fixture
+def undrawn(_everything_is_drawn: None, _notes: _Notes) -> Iterator[list[str]]:
+    """The notes of a test in which something cannot be drawn."""
+    yield _notes.notes
+    _notes.clear()
