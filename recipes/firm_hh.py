@@ -78,7 +78,7 @@ from firm.federation.strategies import (
     FirmConfig,
     FsmgdaConfig,
 )
-from firm.report import write_report
+from firm.report import update_report
 from firm.run import (
     CheckpointConfig,
     Progress,
@@ -502,7 +502,7 @@ def train(
             log_samples(base["test"])
             state = replace(state, adapter=world.start)
             save(base.get("validation"))
-        write_report(run.path, final=False)
+        update_report(run.path)
         progress.event("resumed", round=state.round)
 
         # train: a round of the strategy, what it gave, and a checkpoint
@@ -519,7 +519,7 @@ def train(
                 log(row)
                 scores = {name: score["mean"] for name, score in row["scores"].items()}
             save(measured)
-            write_report(run.path, final=False)
+            update_report(run.path)
             progress.event("round_finished", row=rows["round"], scores=scores)
 
         # finish: compare with the base model on held-out prompts, and save the adapter
@@ -536,7 +536,7 @@ def train(
             comparison=comparison,
             facts=_facts(cfg, final, run),
         )
-    report = write_report(run.path, final=True)
+    report = update_report(run.path, final=True)
     print_table(
         f"{len(test)} held-out prompts, {cfg.evaluation.num_samples} replies each, "
         "mean ± standard error",

@@ -82,7 +82,7 @@ def compare(record: Record, split: str) -> Comparison | None:
         for key, label in SIDE_FIGURES.items()
         if aligned.get(key) is not None
     ]
-    return Comparison(split, aligned["round"], aligned.get("num_prompts", 0), tuple(lines))
+    return Comparison(split, aligned["round"], aligned.get("num_prompts") or 0, tuple(lines))
 
 
 def best_comparison(record: Record) -> Comparison | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import repeat
+from math import isfinite
 from typing import Any
 
 INK, MUTED, GRID, SURFACE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--surface)"
@@ -51,7 +52,7 @@ def curve(
     """Returns a line over the rounds.
 
     Args:
-        points: Rounds and values; a round without a value is left out.
+        points: Rounds and values; a round without a finite value is left out.
         name: What the pointer shows.
         color: A CSS variable.
         width: Of the line, in CSS pixels.
@@ -61,7 +62,7 @@ def curve(
     """
     errors = repeat(None) if ses is None else ses
     rows = zip(points, errors, strict=False)
-    kept = [(x, y, se) for (x, y), se in rows if y is not None]
+    kept = [(x, y, se) for (x, y), se in rows if y is not None and isfinite(y)]
     return {
         "type": "scatter",
         "x": [x for x, _, _ in kept],

@@ -412,7 +412,7 @@ def _effect_line(
     if not rows or rows[0]["round"] != 0:
         return []
     base_se = score(rows[0], "scores", score_name, "se")
-    num_prompts = rows[0].get("num_prompts", 0)
+    num_prompts = rows[0].get("num_prompts")
     if not base_se or not num_prompts:
         return []
     deviation = base_se * math.sqrt(num_prompts)

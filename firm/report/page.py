@@ -3,8 +3,12 @@
 import html
 import json
 import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import jinja2
 import plotly.offline
@@ -15,6 +19,8 @@ from firm.report.drawing import INK, MUTED, Key, Panel
 from firm.report.ledger import WOULD_BE, total_bytes, uploads_so_far
 from firm.report.record import Record, read_record
 from firm.report.samples import sample_pairs
+from firm.run.guard import drawing, drawn
+from firm.run.rows import Row
 
 PAGE_NAME = "report.html"
 PLOTLY_NAME = "plotly.min.js"
@@ -38,6 +44,23 @@ ORDER = (
 """The page's sections: what came out, what it looks like, how it came about, what it cost."""
 NUM_OPEN_SAMPLES = 4
 """The other samples are folded."""
+NUM_LEFT_OUT = 5
+"""So many entries that are not valid are named; of the others the number is told."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What a run warned of, and in which rounds."""
+
+    text: str
+    rounds: tuple[int, ...]
+
+    @property
+    def when(self) -> str:
+        """The rounds in words."""
+        return f"Round{'s' * (len(self.rounds) > 1)} {', '.join(map(str, self.rounds))}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,34 @@ class Section:
     text: str
     panels: list[Panel]
     legend: list[Key]
+    note: str = ""
+    """Why there are no figures, where they could not be drawn."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is anything to see."""
+        return bool(self.panels or self.note)
+
+
+def drawn_section(title: str, draw: Callable[[], Section], *, name: str) -> Section:
+    """Returns a section or, where it cannot be drawn, one that says so in its place.
+
+    Args:
+        title: Heading in that case.
+        draw: Returns the section, whose figures must be finite numbers, texts and lists.
+        name: Of the section.
+    """
+
+    def checked() -> Section:
+        section = draw()
+        script_json(section.panels)
+        return section
+
+    return drawn(
+        f"The section {title!r}",
+        checked,
+        instead=lambda note: Section(name, title, "", [], [], note),
+    )
 
 
 def write_report(run_path: Path, *, final: bool) -> Path:
@@ -64,6 +115,7 @@ def write_report(run_path: Path, *, final: bool) -> Path:
     Raises:
         UserError: There is no run at `run_path`.
         ValueError: One of its files is malformed.
+        OSError: The page cannot be written.
     """
     record = read_record(run_path)
     script_path = run_path / PLOTLY_NAME
@@ -76,25 +128,46 @@ def write_report(run_path: Path, *, final: bool) -> Path:
     return page_path
 
 
+def update_report(run_path: Path, *, final: bool = False) -> Path:
+    """Writes the report of a run as `write_report` does, but never raises, and returns its path.
+
+    A page that cannot be written, because the disk is full for one, is a warning: the run goes on,
+    and its next checkpoint tells of the disk.
+    """
+    with drawing(f"The page {PAGE_NAME}"):
+        write_report(run_path, final=final)
+    return run_path / PAGE_NAME
+
+
 def render(record: Record, *, inline: bool) -> str:
     """Returns the page of a run as HTML.
+
+    What cannot be drawn is left out with a note in its place, and a warning in the log.
 
     Args:
         record: The run.
         inline: Whether plotly stands in the page; if not, the page loads it from its own folder.
     """
-    comparison = best_comparison(record)
-    sections = {section.name: section for section in _sections(record) if section.panels}
-    pairs = sample_pairs(record)
+    notes: list[str] = []
+
+    def part(what: str, draw: Callable[[], T], default: T) -> T:
+        def leave_out(note: str) -> T:
+            notes.append(note)
+            return default
+
+        return drawn(what, draw, leave_out)
+
+    comparison = part("The comparison", lambda: best_comparison(record), None)
+    drawn_sections = [
+        drawn_section(name.capitalize(), partial(draw, record), name=name)
+        for name, draw in SECTIONS.items()
+    ]
+    sections = {section.name: section for section in drawn_sections if section.is_shown}
+    pairs = part("The section 'Samples'", lambda: sample_pairs(record), [])
     failures = [
         {"round": row["round"], **failure}
         for row in record.rounds
         for failure in row.get("failures") or ()
-    ]
-    alarms = [
-        {"round": row["round"], "text": text}
-        for row in record.rounds
-        for text in row.get("alarms") or ()
     ]
     titles = {name: section.title for name, section in sections.items()}
     titles |= {"evaluation": "Base against aligned model"} if comparison else {}
@@ -106,11 +179,11 @@ def render(record: Record, *, inline: bool) -> str:
         .get_template("page.html.jinja")
         .render(
             record=record,
-            status=record.run["status"],
-            facts=_facts(record),
+            status=record.run.get("status", "unknown"),
+            facts=part("The list of facts", lambda: _facts(record), {}),
             run_text=json.dumps(record.run, indent=2, ensure_ascii=False),
             comparison=comparison,
-            summary=_summary(record, comparison),
+            summary=part("The summary", lambda: _summary(record, comparison), ""),
             bytes_sent=sum(
                 row.get(key) or 0 for row in record.rounds for key in ("bytes_up", "bytes_down")
             ),
@@ -118,7 +191,8 @@ def render(record: Record, *, inline: bool) -> str:
             contents={name: titles[name] for name in ORDER if name in titles},
             sections=sections,
             failures=failures,
-            alarms=alarms,
+            alarms=alarms(record.rounds),
+            notes=[*notes, *left_out_notes(record), *_dropped_fields(record)],
             pairs=pairs,
             num_open_samples=NUM_OPEN_SAMPLES,
             objective_color=lambda name: figures.objective_color(record, name),
@@ -130,16 +204,54 @@ def render(record: Record, *, inline: bool) -> str:
     )
 
 
+def alarms(rounds: Iterable[Row]) -> list[Alarm]:
+    """Returns all that a run warned of, by rising round; equal texts stand together."""
+    rounds_by_text: dict[str, list[int]] = {}
+    for row in rounds:
+        for text in row.get("alarms") or ():
+            rounds_by_text.setdefault(text, []).append(row["round"])
+    return [Alarm(text, tuple(dict.fromkeys(at))) for text, at in rounds_by_text.items()]
+
+
+def left_out_notes(*records: Record) -> list[str]:
+    """Returns a sentence for each run on what was not valid in its files; none where all was."""
+    notes = []
+    for record in records:
+        if count := len(record.left_out):
+            more = f" and {count - NUM_LEFT_OUT} more" if count > NUM_LEFT_OUT else ""
+            notes.append(
+                f"{_count(count, 'entry', 'entries')} in the log of {record.name} "
+                f"{'is' if count == 1 else 'are'} not valid and left out: "
+                f"{'; '.join(record.left_out[:NUM_LEFT_OUT])}{more}."
+            )
+    return notes
+
+
+def _dropped_fields(record: Record) -> list[str]:
+    """A sentence on what the server did not take over from clients."""
+    counts: Counter[str] = Counter()
+    for row in record.rounds:
+        counts.update({name: n or 0 for name, n in (row.get("dropped_fields") or {}).items()})
+    if not +counts:
+        return []
+    clients = ", ".join(f"{name} ({count})" for name, count in (+counts).items())
+    return [f"Fields that the server does not know were dropped from the metrics of {clients}."]
+
+
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file in one step: whoever opens it finds the old text or the new one, whole."""
+    """Writes a file in one step: whoever opens it finds the old text or the new one, whole.
+
+    Halves of characters, which UTF-8 cannot say, become escapes that can be read.
+    """
     draft = path.with_name(f".{path.name}.draft")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
+@cache
 def environment() -> jinja2.Environment:
     """Templates of this package; what they print is escaped, a name they lack is an error."""
     environment = jinja2.Environment(
@@ -171,12 +283,13 @@ def script_json(panels: list[Panel]) -> str:
 def _facts(record: Record) -> dict[str, str]:
     """What the run is: label -> text; what its files do not say is left out."""
     policy = record.settings.get("policy") or {}
+    num_trainable = record.header.get("num_trainable")
     facts = {
         "Model": policy.get("path"),
         "Objectives": ", ".join(record.objectives),
         "Clients": len(record.clients),
         "Rounds": f"{record.last_round} of {record.num_rounds}",
-        "Trained parameters": f"{record.header['num_trainable']:,}" if record.header else None,
+        "Trained parameters": None if num_trainable is None else f"{num_trainable:,}",
         "Seed": record.settings.get("seed"),
         "Commit": formats.commit(record.run["commit"]),
         "Started": formats.moment(record.run["started"]),
@@ -236,131 +349,174 @@ def _would_send(record: Record) -> str:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _count(number: int, noun: str, nouns: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
-def _sections(record: Record) -> list[Section]:
-    """The parts of the page that hold figures; one without figures is left out."""
-    clients = [figures.client_key(record, client) for client in record.clients]
-    mean = [Key("mean over clients", INK)] if len(clients) > 1 else []
-    stages = [Key(name, figures.stage_color(record, name)) for name in figures.stages(record)]
-    num_objectives = len(record.objectives)
-    objectives = [Key(name, figures.objective_color(record, name)) for name in record.objectives]
-    has_truth = bool(figures.true_scores(record))
+def _trade_off_section(record: Record) -> Section:
+    has_several = len(record.objectives) > 1
     has_path, has_test = record.evaluations.get("validation"), plane.final_test(record)
     path = [Key("validation, by round", "var(--round-last)", "path")] if has_path else []
     test = [Key("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
-    return [
-        Section(
-            "trade-off",
-            "The trade-off" if num_objectives > 1 else "Reward against KL",
-            (
-                "Each point is the global model after a round, scored on the validation prompts; "
-                "its colour deepens from the base model on. "
-                if path
-                else ""
-            )
-            + ("Up and to the right is better. " if num_objectives > 1 else "Up is better. ")
-            + ("Diamonds are base and aligned model on the test prompts. " if test else "")
-            + "Bars: one standard error.",
-            plane.trade_off_planes(record),
-            path + test,
+    return Section(
+        "trade-off",
+        "The trade-off" if has_several else "Reward against KL",
+        (
+            "Each point is the global model after a round, scored on the validation prompts; "
+            "its colour deepens from the base model on. "
+            if path
+            else ""
+        )
+        + ("Up and to the right is better. " if has_several else "Up is better. ")
+        + ("Diamonds are base and aligned model on the test prompts. " if test else "")
+        + "Bars: one standard error.",
+        plane.trade_off_planes(record),
+        path + test,
+    )
+
+
+def _reward_section(record: Record) -> Section:
+    return Section(
+        "rewards",
+        "Rewards by round",
+        "Bold: mean reward of the global model on the validation prompts, with its standard "
+        "error. Thin: what each client saw on its own prompts while it trained.",
+        figures.reward_curves(record),
+        _client_keys(record),
+    )
+
+
+def _truth_section(record: Record) -> Section:
+    has_truth = bool(figures.true_scores(record))
+    return Section(
+        "truth",
+        "Learned and true scores" if has_truth else "Other scores",
+        "Solid: what the reward model says. Dotted: the true score of the same replies. Where "
+        "the solid line rises and the dotted one does not, the reward is being hacked. Both "
+        "are changes since the base model, in standard deviations of its score over prompts."
+        if has_truth
+        else "What is measured on the validation prompts beside the rewards.",
+        figures.learned_and_true(record),
+        [Key("learned reward", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
+    )
+
+
+def _diagnostics_section(record: Record) -> Section:
+    return Section(
+        "diagnostics",
+        "Can the rewards be trusted?",
+        "What the reward models said of the clients' training replies, mean over clients. "
+        "Replies with nearly equal rewards teach little; a reward that follows the length of "
+        "the reply invites padding; a text that was cut short was not judged whole.",
+        figures.reward_diagnostics(record),
+        [*_objective_keys(record), *figures.pair_keys(record), figures.CUT],
+    )
+
+
+def _weights_section(record: Record) -> Section:
+    has_server = figures.has_server_weights(record)
+    return Section(
+        "weights",
+        "Weights of the clients",
+        "λ says how much each objective's gradient counts in a client's step; with FIRM "
+        "each client finds its own, and at the dashed line all objectives count alike. Clients "
+        "whose lines lie apart weigh the objectives differently."
+        + (" Here the server finds the weights, for all clients alike." if has_server else ""),
+        figures.weight_curves(record),
+        [
+            *_client_keys(record),
+            *_mean_key(record),
+            *([figures.SERVER] if has_server else []),
+            *(_objective_keys(record) if len(record.objectives) > 2 else []),
+        ],
+    )
+
+
+def _gradients_section(record: Record) -> Section:
+    return Section(
+        "gradients",
+        "Conflict of the gradients",
+        "Below a cosine of zero, what serves one objective hurts the other. The β-effect is "
+        "the share of the way to uniform weights that regularisation takes λ; below 5 % "
+        "(dashed) β does nothing. Drift is the clients' distance from their mean, measured in "
+        "steps of the server."
+        + (
+            " The bound on Pareto stationarity is the most that the squared norm of the "
+            "shortest common gradient can be: near zero, no step serves all objectives any "
+            "more."
+            if figures.has_stationarity(record)
+            else ""
         ),
-        Section(
-            "rewards",
-            "Rewards by round",
-            "Bold: mean reward of the global model on the validation prompts, with its standard "
-            "error. Thin: what each client saw on its own prompts while it trained.",
-            figures.reward_curves(record),
-            clients,
-        ),
-        Section(
-            "truth",
-            "Learned and true scores" if has_truth else "Other scores",
-            "Solid: what the reward model says. Dotted: the true score of the same replies. Where "
-            "the solid line rises and the dotted one does not, the reward is being hacked. Both "
-            "are changes since the base model, in standard deviations of its score over prompts."
-            if has_truth
-            else "What is measured on the validation prompts beside the rewards.",
-            figures.learned_and_true(record),
-            [Key("learned reward", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
-        ),
-        Section(
-            "diagnostics",
-            "Can the rewards be trusted?",
-            "What the reward models said of the clients' training replies, mean over clients. "
-            "Replies with nearly equal rewards teach little; a reward that follows the length of "
-            "the reply invites padding; a text that was cut short was not judged whole.",
-            figures.reward_diagnostics(record),
-            [*objectives, *figures.pair_keys(record), figures.CUT],
-        ),
-        Section(
-            "weights",
-            "Weights of the clients",
-            "λ says how much each objective's gradient counts in a client's step; with FIRM "
-            "each client finds its own, and at the dashed line all objectives count alike. Clients "
-            "whose lines lie apart weigh the objectives differently."
-            + (
-                " Here the server finds the weights, for all clients alike."
-                if figures.has_server_weights(record)
-                else ""
-            ),
-            figures.weight_curves(record),
-            clients
-            + mean
-            + ([figures.SERVER] if figures.has_server_weights(record) else [])
-            + (objectives if num_objectives > 2 else []),
-        ),
-        Section(
-            "gradients",
-            "Conflict of the gradients",
-            "Below a cosine of zero, what serves one objective hurts the other. The β-effect is "
-            "the share of the way to uniform weights that regularisation takes λ; below 5 % "
-            "(dashed) β does nothing. Drift is the clients' distance from their mean, measured in "
-            "steps of the server."
-            + (
-                " The bound on Pareto stationarity is the most that the squared norm of the "
-                "shortest common gradient can be: near zero, no step serves all objectives any "
-                "more."
-                if figures.has_stationarity(record)
-                else ""
-            ),
-            figures.gradient_curves(record),
-            clients + mean,
-        ),
-        Section(
-            "training",
-            "Health of the training",
-            "Thin: each client, mean over its round. Bold: the global model on the validation "
-            "prompts. A KL that runs away, an entropy that collapses or replies that grow without "
-            "end are signs of over-optimisation.",
-            figures.training_curves(record),
-            [*clients, Key(figures.GLOBAL_MODEL, INK)],
-        ),
-        Section(
-            "cost",
-            "Bytes and seconds",
-            "What the federation sent so far, as serialised, and where the time went: bars are "
-            "seconds per stage summed over the clients, the line is the elapsed time of the round."
-            + _would_send(record),
-            figures.cost_curves(record),
-            [
-                figures.UP,
-                figures.DOWN,
-                *(figures.WOULD_SEND.values() if _would_send(record) else ()),
-                *stages,
-                Key("whole round", INK),
-            ],
-        ),
-        Section(
-            "privacy",
-            "Privacy spent",
-            "ε of a client so far: how well those who know all but its data can tell whether it "
-            "is this client or another. Below 1 is strong, above 10 close to none. It holds for "
-            "the adapters and for noisy statistics, not for checkpoints, which hold the clients' "
-            "own states.",
-            figures.privacy_curves(record),
-            figures.privacy_keys(record),
-        ),
-    ]
+        figures.gradient_curves(record),
+        [*_client_keys(record), *_mean_key(record)],
+    )
+
+
+def _training_section(record: Record) -> Section:
+    return Section(
+        "training",
+        "Health of the training",
+        "Thin: each client, mean over its round. Bold: the global model on the validation "
+        "prompts. A KL that runs away, an entropy that collapses or replies that grow without "
+        "end are signs of over-optimisation.",
+        figures.training_curves(record),
+        [*_client_keys(record), Key(figures.GLOBAL_MODEL, INK)],
+    )
+
+
+def _cost_section(record: Record) -> Section:
+    would_send = _would_send(record)
+    return Section(
+        "cost",
+        "Bytes and seconds",
+        "What the federation sent so far, as serialised, and where the time went: bars are "
+        "seconds per stage summed over the clients, the line is the elapsed time of the round."
+        + would_send,
+        figures.cost_curves(record),
+        [
+            figures.UP,
+            figures.DOWN,
+            *(figures.WOULD_SEND.values() if would_send else ()),
+            *(Key(name, figures.stage_color(record, name)) for name in figures.stages(record)),
+            Key("whole round", INK),
+        ],
+    )
+
+
+def _privacy_section(record: Record) -> Section:
+    return Section(
+        "privacy",
+        "Privacy spent",
+        "ε of a client so far: how well those who know all but its data can tell whether it "
+        "is this client or another. Below 1 is strong, above 10 close to none. It holds for "
+        "the adapters and for noisy statistics, not for checkpoints, which hold the clients' "
+        "own states.",
+        figures.privacy_curves(record),
+        figures.privacy_keys(record),
+    )
+
+
+SECTIONS: dict[str, Callable[[Record], Section]] = {
+    "trade-off": _trade_off_section,
+    "rewards": _reward_section,
+    "truth": _truth_section,
+    "diagnostics": _diagnostics_section,
+    "weights": _weights_section,
+    "gradients": _gradients_section,
+    "training": _training_section,
+    "cost": _cost_section,
+    "privacy": _privacy_section,
+}
+"""The parts of the page that hold figures; one without figures is left out."""
+
+
+def _client_keys(record: Record) -> list[Key]:
+    return [figures.client_key(record, client) for client in record.clients]
+
+
+def _mean_key(record: Record) -> list[Key]:
+    return [Key("mean over clients", INK)] if len(record.clients) > 1 else []
+
+
+def _objective_keys(record: Record) -> list[Key]:
+    return [Key(name, figures.objective_color(record, name)) for name in record.objectives]

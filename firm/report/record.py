@@ -9,6 +9,7 @@ import yaml
 
 from firm.run.directory import Row, Run
 from firm.run.errors import UserError
+from firm.run.rows import TRAINING
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Record:
     rounds: list[Row]
     """One row per round, by rising round."""
     samples: list[Row]
+    left_out: tuple[str, ...] = ()
+    """What was not valid in the rows, a text for each; no other field has it."""
 
     @property
     def seed(self) -> int | None:
@@ -70,7 +73,8 @@ class Record:
 def read_record(run_path: Path) -> Record:
     """Returns what the files of a run directory say.
 
-    Of several rows on one round and client or split the last one counts.
+    Of several rows on one round and client or split the last one counts. Values that are not valid,
+    such as an infinite number or a text in place of one, are left out, whoever wrote them.
 
     Raises:
         UserError: There is no run at `run_path`.
@@ -81,8 +85,8 @@ def read_record(run_path: Path) -> Record:
         raise UserError(f"there is no run at {run_path}; give the folder that holds its run.json.")
     config = config_path.read_text(encoding="utf-8")
     run = Run(run_path)
-    rows = run.rows()
-    header = next((row for row in reversed(rows) if row["kind"] == "run"), {})
+    rows, left_out = run.checked_rows()
+    header = next((row for row in rows if row.get("kind") == "run"), {})
     evaluations = _latest(rows, "evaluation", "split")
     trainings = [_as_one_training(row) for row in _latest(rows, "client", "client")]
     clients = dict.fromkeys([*header.get("clients", []), *(row["client"] for row in trainings)])
@@ -99,7 +103,8 @@ def read_record(run_path: Path) -> Record:
         evaluations=_grouped(evaluations, "split"),
         trainings=_grouped(trainings, "client"),
         rounds=_latest(rows, "round", "kind"),
-        samples=run.samples(),
+        samples=[row for row in run.samples() if {"prompt", "completion"} <= row.keys()],
+        left_out=tuple(left_out),
     )
 
 
@@ -110,7 +115,7 @@ def score(row: Row, field: str, name: str, part: str) -> float | None:
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     """The rows of one kind by rising round, the last one of each round and value of `key`."""
-    latest = {(row["round"], row[key]): row for row in rows if row["kind"] == kind}
+    latest = {(row["round"], row[key]): row for row in rows if row.get("kind") == kind}
     return sorted(latest.values(), key=lambda row: row["round"])
 
 
@@ -123,7 +128,7 @@ def _as_one_training(row: Row) -> Row:
     trainings = row.get("by_objective")
     if not trainings:
         return row
-    keys = dict.fromkeys(key for training in trainings.values() for key in training)
+    keys = dict.fromkeys(key for each in trainings.values() for key in each if key in TRAINING)
     merged = {}
     for key in keys:
         values = {name: each[key] for name, each in trainings.items() if key in each}

@@ -4,16 +4,21 @@ W&B groups series by the first part of their names. Here that is the quantity an
 last, `weights/helpful/client_0`, so that the clients' curves of a quantity stand together.
 
 A run never waits for the service: without a key, without a network or with a wrong key it goes on
-off line, says so in one line, and leaves files that `wandb sync` uploads later.
+off line, says so in one line, and leaves files that `wandb sync` uploads later. Nor does it end for
+it: what W&B does not take is a warning.
 """
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Self, TypeGuard
+
+from firm.run.guard import drawing
+from firm.run.rows import valid_row, valid_rows
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,7 @@ class Tracker:
         self._run = None
         self._evaluations: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
+        self._told: set[tuple[type, str]] = set()
         if config.mode != "disabled":
             path = Path(run_path)
             name, group = name or path.resolve().name, config.group or group
@@ -87,14 +93,19 @@ class Tracker:
 
         Its numbers become series over the rounds, the run's own facts part of the configuration.
         Evaluations with scores are drawn in the trade-off plane, too, and the last one on the test
-        split is compared with the base model's, in a table and in the summary.
+        split is compared with the base model's, in a table and in the summary. What is not valid in
+        a row is left out.
         """
         if not self._run:
             return
-        if row["kind"] == "run":
-            self._run.config.update({"run": {k: v for k, v in row.items() if k != "kind"}})
-        if series := flatten(row, self._objectives):
-            self._run.log({"round": row["round"], **series, **self._charts(row)})
+        valid, _ = valid_row(row, num_objectives=len(self._objectives))
+        if valid is None:
+            return
+        with self._drawing(f"a row of kind {valid.get('kind')}"):
+            if valid.get("kind") == "run":
+                self._run.config.update({"run": {k: v for k, v in valid.items() if k != "kind"}})
+            if series := flatten(valid, self._objectives):
+                self._run.log({"round": valid["round"], **series, **self._charts(valid)})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Shows replies to the same prompt, before and after, side by side in a table.
@@ -102,10 +113,12 @@ class Tracker:
         Args:
             rows: Rows of samples.jsonl; without any, no text leaves the run directory.
         """
-        self._samples += rows
-        if self._run and self._samples:
-            last_round = max(row["round"] for row in self._samples)
-            self._run.log({"round": last_round, "samples": _sample_table(self._samples)})
+        valid, _ = valid_rows(list(rows), kind="sample")
+        self._samples += [row for row in valid if {"prompt", "completion"} <= row.keys()]
+        with self._drawing("the samples"):
+            if self._run and self._samples:
+                last_round = max(row["round"] for row in self._samples)
+                self._run.log({"round": last_round, "samples": _sample_table(self._samples)})
 
     def log_points(
         self, title: str, rows: Sequence[Mapping[str, Any]], *, summary: Mapping[str, float]
@@ -119,20 +132,33 @@ class Tracker:
         """
         if not self._run:
             return
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        lines = [[row.get(key) for key in columns] for row in rows]
-        charts = {
-            f"{title}/{x}-{y}": _scatter(columns, lines, x, y, title)
-            for x, y in combinations(self._objectives, 2)
-        }
-        self._run.log({f"{title}/points": _table(columns, lines), **charts})
-        self._run.summary.update({f"{title}/{name}": value for name, value in summary.items()})
+        with self._drawing(title):
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            lines = [[row.get(key) for key in columns] for row in rows]
+            charts = {
+                f"{title}/{x}-{y}": _scatter(columns, lines, x, y, title)
+                for x, y in combinations(self._objectives, 2)
+            }
+            self._run.log({f"{title}/points": _table(columns, lines), **charts})
+            self._run.summary.update({f"{title}/{name}": value for name, value in summary.items()})
 
     def finish(self, *, succeeded: bool = True) -> None:
         """Closes W&B's files, and waits at most the configured time for the last upload."""
-        if self._run:
-            self._run.finish(exit_code=0 if succeeded else 1)
-            self._run = None
+        run, self._run = self._run, None
+        with self._drawing("the end of the run"):
+            if run:
+                run.finish(exit_code=0 if succeeded else 1)
+
+    @contextmanager
+    def _drawing(self, what: str) -> Iterator[None]:
+        """Keeps from the run what fails below, and tells of each failure once."""
+        try:
+            yield
+        except Exception as error:
+            if (told := (type(error), str(error))) not in self._told:
+                self._told.add(told)
+                with drawing(f"W&B: {what}"):
+                    raise
 
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What an evaluation adds to the series."""
@@ -240,7 +266,7 @@ def _comparison(
 def _sample_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A line per reply of the base model, with the latest reply to the same prompt beside it."""
     last_round = max(row["round"] for row in rows)
-    scores = list(dict.fromkeys(name for row in rows for name in row["scores"]))
+    scores = list(dict.fromkeys(name for row in rows for name in row.get("scores") or ()))
     replies: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["round"] == last_round > 0:
@@ -250,7 +276,9 @@ def _sample_table(rows: Sequence[Mapping[str, Any]]) -> Any:
         matching = replies.get(base["prompt"])
         aligned = matching.pop(0) if matching else {"completion": None, "scores": {}}
         texts = [base["prompt"], base["completion"], aligned["completion"]]
-        figures = [side["scores"].get(name) for name in scores for side in (base, aligned)]
+        figures = [
+            (side.get("scores") or {}).get(name) for name in scores for side in (base, aligned)
+        ]
         lines.append([*texts, *figures])
     titles = [f"{name}, {side}" for name in scores for side in ("base", "aligned")]
     return _table(["prompt", "base", "aligned", *titles], lines)
