@@ -35,6 +35,7 @@ from firm.report import Record, read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.paper import save_figure
+from firm.report.record import rewards_of
 from firm.run import (
     Sweep,
     Tracker,
@@ -46,6 +47,7 @@ from firm.run import (
     to_dict,
     to_yaml,
 )
+from firm.run.guard import drawing
 from recipes import firm_hh
 from recipes.study import finish
 
@@ -179,7 +181,8 @@ def main(cfg: SweepConfig) -> Path | None:
         config=to_yaml(cfg),
         title=cfg.name,
     )
-    save_figure(front_figure(fronts), out / "figures" / "front")
+    with drawing("The figure front"):
+        save_figure(front_figure(fronts), out / "figures" / "front")
     print(f"report   {page}")
     with Tracker(tracking, out, settings, objectives=objectives) as tracker:
         tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
@@ -199,7 +202,10 @@ def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
 def front_of(
     sweep: Sweep, method: str, objectives: tuple[str, ...], reference: list[float] | None
 ) -> Front:
-    """Returns the front of a method whose points are all done."""
+    """Returns the front of a method whose points are all done.
+
+    A point whose log does not tell where it ended is left out, with a warning.
+    """
     points, records = [], []
     for name, told in sweep.manifest["points"].items():
         if told["method"] != method:
@@ -211,8 +217,11 @@ def front_of(
                 f"{path} has the objectives {', '.join(record.objectives)}, the sweep "
                 f"{', '.join(objectives)}; run that point again."
             )
-        records.append(record)
-        points.append(_point(name, told, record, path))
+        with drawing(f"The point {name}"):
+            points.append(_point(name, told, record, path))
+            records.append(record)
+    if not records:
+        raise UserError(f"{method} has no run with a valid final evaluation; run its points again.")
     header, first = records[0].header, records[0].evaluations["test"]
     return Front(
         objectives=objectives,
@@ -296,6 +305,8 @@ def _run_config(
 def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point:
     """What the last evaluation on the test prompts says of a run."""
     base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
+    if any(rewards_of(row, record.objectives) is None for row in (base, final)):
+        raise ValueError("its log lacks rewards on the test prompts")
     extra = {n: final["scores"][n]["mean"] for n in record.extra_scores()}
     parse = {
         key: row["scores"]["parse"]["mean"]

@@ -24,8 +24,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from firm.report import Record, read_record
+from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME
 from firm.report.paper import save_figure
+from firm.report.settings import final_figure, final_reward, final_score
 from firm.report.settings_page import study_figures, write_study_page
 from firm.run import (
     Sweep,
@@ -38,6 +40,7 @@ from firm.run import (
     to_dict,
     to_yaml,
 )
+from firm.run.guard import drawing
 from recipes import firm_hh
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +143,8 @@ def main(cfg: StudyConfig) -> Path | None:
     sets = {slug(name): labels for name, labels in cfg.figures.items()}
     figures = study_figures(by_setting, sets=sets, half_life=cfg.half_life, folder=out)
     for name, figure in figures.items():
-        save_figure(figure, out / "figures" / name)
+        with drawing(f"The figure {name}"):
+            save_figure(figure, out / "figures" / name)
     print(f"report   {page}")
     return out
 
@@ -211,14 +215,13 @@ def _print_plan(runs: Mapping[str, firm_hh.Config]) -> None:
 
 def _figures(record: Record) -> dict[str, float]:
     """What the last evaluation on the test prompts and the rounds say."""
-    row = record.evaluations["test"][-1]
-    bytes_up = sum(r.get("bytes_up", 0) for r in record.rounds)
-    return {
-        **{name: row["normalized"][name]["mean"] for name in record.objectives},
-        **{name: row["scores"][name]["mean"] for name in record.extra_scores()},
-        "KL": row["kl"],
-        "MB up": bytes_up / 1e6,
+    figures = {
+        **{name: final_reward(name)(record) for name in record.objectives},
+        **{name: final_score(name)(record) for name in record.extra_scores()},
+        "KL": final_figure("kl")(record),
+        "MB up": total_bytes(record, "bytes_up") / 1e6,
     }
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _spread(values: list[float]) -> str:

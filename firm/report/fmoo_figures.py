@@ -122,13 +122,18 @@ def of_objective(field: Field, objective: str) -> Value:
 
 def mean_of(field: Field) -> Value:
     """Returns what takes the mean over the objectives."""
-    return lambda row: float(np.mean(list(row[field].values()))) if row.get(field) else None
+    return lambda row: float(np.mean(_values(row, field))) if row.get(field) else None
 
 
 def worst_of(field: Field) -> Value:
     """Returns what takes the worst objective's: the lowest accuracy or the highest loss."""
     worst = np.min if field == "accuracies" else np.max
-    return lambda row: float(worst(list(row[field].values()))) if row.get(field) else None
+    return lambda row: float(worst(_values(row, field))) if row.get(field) else None
+
+
+def _values(row: Row, field: Field) -> np.ndarray:
+    """The values by objective; NaN for one that was not measured."""
+    return np.array(list(row[field].values()), dtype=float)
 
 
 def values_by_round(rows: Sequence[Row], value: Value) -> dict[int, float]:
@@ -156,6 +161,8 @@ def series_of(
 ) -> Series | None:
     """Returns a quantity's mean over the seeds, in the rounds in which all of them have it.
 
+    A seed that has it in no round is left out.
+
     Args:
         runs: The algorithm.
         value: The quantity.
@@ -167,10 +174,13 @@ def series_of(
     Returns:
         None where nothing is left to show.
     """
-    by_seed = [values_by_round(rows, value) for rows in runs.seeds]
+    seeds = [(rows, found) for rows in runs.seeds if (found := values_by_round(rows, value))]
+    if not seeds:
+        return None
+    by_seed = [values for _, values in seeds]
     rounds = [at for at in by_seed[0] if all(at in values for values in by_seed)]
     if over == "megabytes":
-        uploads = [uploaded(rows) for rows in runs.seeds]
+        uploads = [uploaded(rows) for rows, _ in seeds]
         if not all(uploads):
             return None
         xs = [np.mean([_up_to(upload, at) for upload in uploads]) / 1e6 for at in rounds]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,9 +30,15 @@ from firm.report.comparison import Measure
 from firm.report.drawing import Key, Panel, axis_title, error_bars, nonempty, style_layout
 from firm.report.fmoo_figures import AlgorithmRuns, Series, mean_and_error, series_panel
 from firm.report.ledger import total_bytes
-from firm.report.page import Section, replace_file
+from firm.report.page import (
+    Section,
+    drawn_part,
+    drawn_section,
+    left_out_notes,
+    replace_file,
+)
 from firm.report.paper import PaperFigure, plane_figure
-from firm.report.record import Record
+from firm.report.record import Record, rewards_of
 from firm.report.settings import (
     Setting,
     cost_section,
@@ -41,7 +48,7 @@ from firm.report.settings import (
     shared_samples,
     weights_section,
 )
-from firm.report.study_page import Choice, Study, Table, render_study
+from firm.report.study_page import Choice, Study, Table, drawn_table, render_study
 from firm.run.errors import UserError
 
 NUM_RESAMPLES = 1000
@@ -53,6 +60,9 @@ METHOD = (
     "its metrics, its samples and its adapter. Rewards are mapped to [0, 1] by one calibration, "
     "frozen before training. The fronts lie beside the page as METHOD.front.json."
 )
+
+TRAINING_SECTIONS = {"weights": weights_section, "drift": drift_section, "cost": cost_section}
+"""How the models came about."""
 
 Runs = Mapping[str, Mapping[str, Record]]
 """Records by method and name of the point."""
@@ -101,26 +111,32 @@ def front_study(
     _check(fronts)
     first = next(iter(fronts.values()))
     keys = {name: _key(fronts, name) for name in fronts}
-    settings = _settings(fronts, runs)
+    notices: list[str] = []
+    part = partial(drawn_part, notices)
+    settings = part("The trainings", lambda: _settings(fronts, runs), [])
     own = [
-        _plane_section(fronts),
-        _hypervolume_section(fronts, runs),
-        _preference_section(fronts),
+        drawn_section("The trade-off", lambda: _plane_section(fronts), name="trade-off"),
+        drawn_section(
+            "The hypervolume", lambda: _hypervolume_section(fronts, runs), name="hypervolume"
+        ),
+        drawn_section("The preference", lambda: _preference_section(fronts), name="preference"),
     ]
-    made = (
-        [weights_section(settings), drift_section(settings), cost_section(settings)]
+    made = [
+        drawn_section(name.capitalize(), partial(draw, settings), name=name)
+        for name, draw in TRAINING_SECTIONS.items()
         if settings
-        else []
-    )
+    ]
     # the trainings' figures have a line and a button for each method and preference
     choice_keys = [*keys.values(), *(setting.key for setting in settings)]
-    samples, sample_names = shared_samples(settings) if settings else ([], [])
+    samples, sample_names = part("The samples", lambda: shared_samples(settings), ([], []))
     notes: list[str] = []
-    volume_table = _hypervolume_table(fronts, prompt_rewards, notes)
+    volume_table = drawn_table(
+        "Hypervolume", lambda: _hypervolume_table(fronts, prompt_rewards, notes)
+    )
     return Study(
         product="FIRM · sweep over preferences",
         title=title,
-        summary=[*_summary(fronts), *notes],
+        summary=[*part("The summary", lambda: _summary(fronts), []), *notes],
         facts={
             "Methods": ", ".join(fronts),
             "Objectives": ", ".join(first.objectives),
@@ -132,14 +148,14 @@ def front_study(
             "Reference point": _vector(first.reference),
             "Base model": _vector([first.base[name] for name in first.objectives]),
         },
-        sections=[section for section in own if section.panels],
-        details=[section for section in made if section.panels],
+        sections=[section for section in own if section.is_shown],
+        details=[section for section in made if section.is_shown],
         table=volume_table,
         tables=[
-            _steering_table(fronts),
-            _point_table(fronts),
-            _cost_table(fronts, runs),
-            *([ledger_table(settings)] if settings else []),
+            drawn_table("Preference and outcome", lambda: _steering_table(fronts)),
+            drawn_table("Models", lambda: _point_table(fronts)),
+            drawn_table("Cost of a front", lambda: _cost_table(fronts, runs)),
+            *([drawn_table("Communication", lambda: ledger_table(settings))] if settings else []),
         ],
         method=METHOD,
         config=config,
@@ -150,6 +166,7 @@ def front_study(
         ),
         samples=samples,
         sample_names=sample_names,
+        notices=[*notices, *left_out_notes(*_records(runs))],
     )
 
 
@@ -203,6 +220,12 @@ def base_place(front: Front) -> dict[str, float]:
 def reference_place(front: Front) -> dict[str, float]:
     """Returns where hypervolumes begin."""
     return dict(zip(front.objectives, front.reference, strict=True))
+
+
+def _records(runs: Runs) -> list[Record]:
+    """The runs, each once: methods may share some."""
+    found = {record.path: record for records in runs.values() for record in records.values()}
+    return list(found.values())
 
 
 def _check(fronts: Mapping[str, Front]) -> None:
@@ -363,7 +386,8 @@ def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, l
         records: The runs by the points' names.
 
     Returns:
-        Values [S] by round, where every run was evaluated; empty where a run has no rounds.
+        Values [S] by round, where every run was evaluated; empty where a run has no rounds. A run
+        of which no evaluation is valid is left out.
     """
     by_seed: dict[int, list[dict[int, list[float]]]] = {}
     for point in front.points:
@@ -371,11 +395,15 @@ def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, l
         if record is None or not record.rounds:
             return {}
         rewards = {
-            row["round"]: [row["normalized"][name]["mean"] for name in front.objectives]
+            row["round"]: means
             for row in record.evaluations.get("validation", [])
+            if (means := rewards_of(row, front.objectives)) is not None
         }
-        by_seed.setdefault(point.seed, []).append(rewards)
+        if rewards or not record.left_out:
+            by_seed.setdefault(point.seed, []).append(rewards)
     everyone = [rewards for rows in by_seed.values() for rewards in rows]
+    if not everyone:
+        return {}
     rounds = sorted(set.intersection(*(set(rewards) for rewards in everyone)))
     corner = np.array(front.reference)
     return {

@@ -102,6 +102,23 @@ def drawn_section(title: str, draw: Callable[[], Section], *, name: str) -> Sect
     )
 
 
+def drawn_part(notes: list[str], what: str, draw: Callable[[], T], default: T) -> T:
+    """Returns a part of a page or, where it cannot be drawn, a default, and adds a note on that.
+
+    Args:
+        notes: The notes of the page, to which one may be added.
+        what: Opens the note.
+        draw: Returns the part.
+        default: Stands in for it.
+    """
+
+    def leave_out(note: str) -> T:
+        notes.append(note)
+        return default
+
+    return drawn(what, draw, leave_out)
+
+
 def write_report(run_path: Path, *, final: bool) -> Path:
     """Writes the report of a run, at whatever stage it is, and returns the page's path.
 
@@ -149,14 +166,7 @@ def render(record: Record, *, inline: bool) -> str:
         inline: Whether plotly stands in the page; if not, the page loads it from its own folder.
     """
     notes: list[str] = []
-
-    def part(what: str, draw: Callable[[], T], default: T) -> T:
-        def leave_out(note: str) -> T:
-            notes.append(note)
-            return default
-
-        return drawn(what, draw, leave_out)
-
+    part = partial(drawn_part, notes)
     comparison = part("The comparison", lambda: best_comparison(record), None)
     drawn_sections = [
         drawn_section(name.capitalize(), partial(draw, record), name=name)

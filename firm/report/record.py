@@ -1,5 +1,6 @@
 """What a run directory says, at whatever stage the run is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -111,6 +112,13 @@ def read_record(run_path: Path) -> Record:
 def score(row: Row, field: str, name: str, part: str) -> float | None:
     """Returns "mean" or "se" of a score in a field of an evaluation, None where it is missing."""
     return ((row.get(field) or {}).get(name) or {}).get(part)
+
+
+def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
+    """Returns the mean calibrated rewards of an evaluation, None where one is missing."""
+    means = [score(row, "normalized", name, "mean") for name in objectives]
+    known = [mean for mean in means if mean is not None]
+    return known if len(known) == len(means) else None
 
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:

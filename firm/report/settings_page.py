@@ -1,7 +1,9 @@
 """Writes the page that compares settings over seeds, such as the strategies of a study."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -11,9 +13,15 @@ from firm.fronts import non_dominated
 from firm.report import formats
 from firm.report.cloud_plane import KL, Cloud, Spot, cloud_planes
 from firm.report.fmoo_figures import Value, values_by_round
-from firm.report.page import Section, replace_file
+from firm.report.page import (
+    Section,
+    drawn_part,
+    drawn_section,
+    left_out_notes,
+    replace_file,
+)
 from firm.report.paper import Curve, PaperFigure, curves_figure, plane_figure
-from firm.report.record import Record
+from firm.report.record import Record, rewards_of
 from firm.report.settings import (
     Setting,
     cost_section,
@@ -33,7 +41,8 @@ from firm.report.settings import (
     spread,
     weights_section,
 )
-from firm.report.study_page import Choice, Study, Table, render_study
+from firm.report.study_page import Choice, Study, Table, drawn_table, render_study
+from firm.run.guard import drawing
 
 NUM_SHOWN = 6
 """Settings that the figures show at first; the reader chooses others."""
@@ -83,32 +92,42 @@ def settings_study(
     settings = settings_of(runs)
     names = [setting.name for setting in settings]
     groups = scales(settings)
+    notices: list[str] = []
+    part = partial(drawn_part, notices)
     sections, tables, details = [], [], []
     for place, group in enumerate(groups, start=1):
         mark = f"-{place}" if len(groups) > 1 else ""
         told = _told(group, place) if mark else ""
-        own = (
-            _plane_section(group, f"trade-off{mark}", folder),
-            reward_section(group, f"rewards{mark}"),
-        )
-        sections += [_named(section, told) for section in own]
-        details.append(_named(weights_section(group, f"weights{mark}"), told))
-        tables.append(_final_table(group, told))
-    details += [drift_section(settings), cost_section(settings)]
-    tables.append(ledger_table(settings))
-    samples, sample_names = shared_samples(groups[0])
+
+        def section(draw: Callable[[], Section], name: str, told: str = told) -> Section:
+            return _named(drawn_section(name.capitalize(), draw, name=name), told)
+
+        name = f"trade-off{mark}"
+        sections.append(section(partial(_plane_section, group, name, folder), name))
+        name = f"rewards{mark}"
+        sections.append(section(partial(reward_section, group, name), name))
+        name = f"weights{mark}"
+        details.append(section(partial(weights_section, group, name), name))
+        tables.append(drawn_table("Final models", partial(_final_table, group, told)))
+    details += [
+        drawn_section("Drift and stationarity", partial(drift_section, settings), name="drift"),
+        drawn_section("Bytes and seconds", partial(cost_section, settings), name="cost"),
+    ]
+    tables.append(drawn_table("Communication", partial(ledger_table, settings)))
+    samples, sample_names = part("The samples", lambda: shared_samples(groups[0]), ([], []))
     known = {
         name: [label for label in labels if label in names] for name, labels in (sets or {}).items()
     }
     shown = next(iter(known.values()), names[:NUM_SHOWN])
     buttons = {"show all": names, "show none": [], **known}
+    records = [record for setting in settings for record in setting.records]
     return Study(
         product="FIRM · comparison of settings",
         title=title,
-        summary=_summary(groups),
-        facts=_facts(settings),
-        sections=[section for section in sections if section.panels],
-        details=[section for section in details if section.panels],
+        summary=part("The summary", lambda: _summary(groups), []),
+        facts=part("The list of facts", lambda: _facts(settings), {}),
+        sections=[section for section in sections if section.is_shown],
+        details=[section for section in details if section.is_shown],
         table=tables[0],
         tables=tables[1:],
         method=METHOD,
@@ -116,6 +135,7 @@ def settings_study(
         choice=Choice([s.key for s in settings], frozenset(shown), buttons),
         samples=samples,
         sample_names=sample_names,
+        notices=[*notices, *left_out_notes(*records)],
     )
 
 
@@ -126,10 +146,10 @@ def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
     in one.
 
     Args:
-        settings: Of one scale; a run without a final evaluation is left out.
+        settings: Of one scale; a run without all rewards of a final evaluation is left out.
         folder: What the adapters' paths are relative to.
     """
-    models = {s.name: [_model(s, r, folder) for r in s.records if final_row(r)] for s in settings}
+    models = {s.name: [_model(s, r, folder) for r in s.records if _is_placed(r)] for s in settings}
     shown = [setting for setting in settings if models[setting.name]]
     if not shown:
         return []
@@ -196,20 +216,22 @@ def _figures(
     titles = {"rewards": "mean reward in [0, 1]", "weights": "weight λ"}
     figures = {}
     for kind, value_by_name in values.items():
-        panels = {name: _curves(settings, value) for name, value in value_by_name.items()}
-        if any(panels.values()):
-            figures[kind] = curves_figure(panels, y_title=titles[kind], half_life=half_life)
-    if clouds := setting_clouds(settings, folder):
-        figures["plane"] = plane_figure(clouds, objectives, base=base_place(settings))
+        with drawing(f"The figure {kind}"):
+            panels = {name: _curves(settings, value) for name, value in value_by_name.items()}
+            if any(panels.values()):
+                figures[kind] = curves_figure(panels, y_title=titles[kind], half_life=half_life)
+    with drawing("The figure plane"):
+        if clouds := setting_clouds(settings, folder):
+            figures["plane"] = plane_figure(clouds, objectives, base=base_place(settings))
     return figures
 
 
 def _curves(settings: Sequence[Setting], value: Value) -> list[Curve]:
-    """A quantity of each setting that has it, in the rounds in which all its seeds have it."""
+    """A quantity of each setting that has it, in the rounds in which its seeds that do have it."""
     curves = []
     for setting in settings:
-        seeds = [values_by_round(rows, value) for rows in setting.runs().seeds]
-        rounds = [at for at in seeds[0] if all(at in seed for seed in seeds)]
+        seeds = [s for rows in setting.runs().seeds if (s := values_by_round(rows, value))]
+        rounds = [at for at in seeds[0] if all(at in seed for seed in seeds)] if seeds else []
         if rounds:
             table = np.array([[seed[at] for at in rounds] for seed in seeds])
             curves.append(Curve(setting.key, rounds, table))
@@ -221,10 +243,16 @@ def base_place(settings: Sequence[Setting]) -> dict[str, float] | None:
     for setting in settings:
         for record in setting.records:
             for row in record.evaluations.get("test", []):
-                if row["round"] == 0:
-                    rewards = row["normalized"]
-                    return {KL: 0.0, **{name: rewards[name]["mean"] for name in rewards}}
+                rewards = rewards_of(row, record.objectives)
+                if row["round"] == 0 and rewards is not None:
+                    return {KL: 0.0, **dict(zip(record.objectives, rewards, strict=True))}
     return None
+
+
+def _is_placed(record: Record) -> bool:
+    """Whether the run has a place in the plane."""
+    row = final_row(record)
+    return row is not None and rewards_of(row, record.objectives) is not None
 
 
 def _model(setting: Setting, record: Record, folder: Path) -> Spot:
@@ -283,8 +311,7 @@ def _plane_section(settings: Sequence[Setting], name: str, folder: Path) -> Sect
 def _named(section: Section, told: str) -> Section:
     if not told:
         return section
-    title = f"{section.title}, {told}"
-    return Section(section.name, title, section.text, section.panels, section.legend)
+    return replace(section, title=f"{section.title}, {told}")
 
 
 def _told(group: Sequence[Setting], place: int) -> str:

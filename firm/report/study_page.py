@@ -4,7 +4,7 @@ One file with its style, script, figures and plotly inside.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import plotly.offline
@@ -12,6 +12,7 @@ import plotly.offline
 from firm.report.comparison_page import Sample
 from firm.report.drawing import Key
 from firm.report.page import NUM_OPEN_SAMPLES, Section, environment, script_json
+from firm.run.guard import drawn
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Table:
     """Cells; the first of a row names it."""
     words: frozenset[int] = frozenset()
     """Columns, from 0, that hold words and are set to the left."""
+    note: str = ""
+    """Why there are no rows, where it could not be drawn."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,22 @@ class Study:
     """Who replied, one for each reply of a sample."""
     details: Sequence[Section] = ()
     """Further figures, below tables and samples."""
+    alarms: Sequence[str] = ()
+    """What the runs warned of."""
+    notices: Sequence[str] = ()
+    """What was left out of the page, and why."""
+
+
+def drawn_table(title: str, draw: Callable[[], Table]) -> Table:
+    """Returns a table or, where it cannot be drawn, one that says so in its place.
+
+    Args:
+        title: Heading in that case.
+        draw: Returns the table.
+    """
+    return drawn(
+        f"The table {title!r}", draw, instead=lambda note: Table(title, "", [], [], note=note)
+    )
 
 
 def render_study(study: Study) -> str:
