@@ -386,8 +386,7 @@ def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, l
         records: The runs by the points' names.
 
     Returns:
-        Values [S] by round, where every run was evaluated; empty where a run has no rounds. A run
-        of which no evaluation is valid is left out.
+        Values [S] by round, where every run was evaluated; empty where a run has no rounds.
     """
     by_seed: dict[int, list[dict[int, list[float]]]] = {}
     for point in front.points:
@@ -399,11 +398,8 @@ def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, l
             for row in record.evaluations.get("validation", [])
             if (means := rewards_of(row, front.objectives)) is not None
         }
-        if rewards or not record.left_out:
-            by_seed.setdefault(point.seed, []).append(rewards)
+        by_seed.setdefault(point.seed, []).append(rewards)
     everyone = [rewards for rows in by_seed.values() for rewards in rows]
-    if not everyone:
-        return {}
     rounds = sorted(set.intersection(*(set(rewards) for rewards in everyone)))
     corner = np.array(front.reference)
     return {

@@ -91,7 +91,7 @@ TRAINING: dict[str, Shape] = {
     "weights": Several(Several(WEIGHT, "objectives")),
     "gradient_norms": Several(Several(AMOUNT, "objectives")),
     "cosines": Several(Several(CORRELATION, "pairs")),
-    "beta_effect": Several(AMOUNT),
+    "beta_effect": Several(Number(low=0, may_lack=False)),
     "gram": Several(Several(NUMBER, "objectives"), "objectives"),
     "reward_raw": ByName(NUMBER),
     "reward_raw_std": ByName(AMOUNT),
