@@ -89,6 +89,7 @@ from firm.run import (
     run_cli,
     to_dict,
 )
+from firm.run.guard import drawn
 from reward_models import RewardModelConfig, load_reward_model
 
 ROOT = Path(__file__).parent.parent
@@ -737,7 +738,10 @@ def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
         return cfg.strategy.privacy.notes()
     if not isinstance(cfg.strategy, FirmConfig) or cfg.strategy.preference is not None:
         return []
-    alarm = beta_alarm(rows, cfg.strategy.beta)
+    solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
+    alarm = drawn(
+        "Whether β does nothing", lambda: beta_alarm(solves, cfg.strategy.beta), instead=str
+    )
     return [alarm] if alarm else []
 
 

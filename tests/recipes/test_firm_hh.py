@@ -1,7 +1,10 @@
 """The main recipe: it runs whole, and resumes to the same adapter."""
 
 import json
+import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +142,28 @@ def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(tmp_path):
     assert counts == [4, 4]
 
 
+def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, tmp_path):
+    out = tmp_path / "poisoned"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints/round_0002")
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    at = next(index for index, line in enumerate(lines) if '"kind": "client"' in line)
+    for field, value in (("kl", "NaN"), ("entropy", "-Infinity"), ("beta_effect", "5")):
+        (text,) = re.findall(rf'"{field}": (\[[^]]*\]|[-\d.e]+)', lines[at])
+        poison = value.ljust(len(text))  # the checkpoint knows how long the log was
+        lines[at] = lines[at].replace(f'"{field}": {text}', f'"{field}": {poison}')
+    path.write_text("".join(lines))
+    assert not math.isfinite(rows_of(out, "client")[0]["kl"])
+    assert run("--out", out, "--resume", "true", "--tracking.mode", "offline") == out
+    html = (out / "report.html").read_text()
+    assert "3 entries in the log of poisoned are not valid and left out: " in html
+    for text in ("kl of client_0 in round 1: nan", "entropy of", ": -inf", "beta_effect of", ": 5"):
+        assert text in html
+    adapters = [load_file(p / "adapter/adapter_model.safetensors") for p in (out, finished)]
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[1])
+
+
 def test_three_objectives_run_whole(tmp_path):
     out = main(
         parse(
@@ -249,3 +274,15 @@ def test_what_epsilon_does_not_cover_is_said_in_the_first_round_alone():
     assert len(cfg.strategy.privacy.notes()) == 2
     rows = [{"kind": "round", "round": 1}, {"kind": "client", "round": 2}]
     assert _alarms(cfg, rows) == []
+
+
+def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn):
+    cfg = parse(Config, ["--config", str(SMOKE), "--strategy.beta", "0.01"])
+    solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}
+    rows = [{"kind": "client", "round": at, "client": "a", **solves} for at in (1, 2, 3)]
+    (alarm,) = _alarms(cfg, rows)
+    assert "beta 0.01 is inert" in alarm
+    assert _alarms(cfg, [*rows, {"kind": "client", "round": 3, "beta_effect": [0.9]}]) == [alarm]
+    (note,) = _alarms(cfg, [*rows, {**rows[0], "cosines": []}])
+    assert note.startswith("Whether β does nothing could not be drawn")
+    assert undrawn == [note]

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from wandb.proto.wandb_internal_pb2 import Record
 
-from firm.run import Tracker, TrackingConfig
+from firm.run import Tracker, TrackingConfig, tracking
 from firm.run.tracking import flatten
 
 OBJECTIVES = ["helpful", "harmless", "brief"]
@@ -276,7 +276,7 @@ def test_a_disabled_tracker_writes_nothing(tmp_path: Path) -> None:
 
 ONLINE = """
 import os, sys
-from firm.run import Tracker, TrackingConfig
+from firm.run import Tracker, TrackingConfig, tracking
 config = TrackingConfig(mode="online", timeout_s=2)
 for key in (None, "k" * 40):
     if key:
@@ -362,3 +362,61 @@ def test_several_runs_make_a_table_a_plane_and_figures_in_the_summary(tmp_path: 
 def test_a_timeout_that_would_mean_for_ever_is_refused() -> None:
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
         TrackingConfig(timeout_s=0)
+
+
+POISONED = [float("nan"), float("inf"), 1e308, 10**400, -1, "x", [None], {}, {"a": "b"}, True]
+POISONED += [[[1e308, 1e308]], [[0.5], [0.25, 0.75, 0.0]], [[[[[[[1.0]]]]]]]]
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[dict[str, Any]]:
+    """What a tracker would send, without W&B's processes."""
+    rows: list[dict[str, Any]] = []
+
+    class FakeRun:
+        config: ClassVar[dict[str, Any]] = {}
+        summary: ClassVar[dict[str, Any]] = {}
+
+        def log(self, row: dict[str, Any]) -> None:
+            if row.get("kl/broken"):
+                raise OSError("no space left on device")
+            rows.append(row)
+
+        def finish(self, **_: Any) -> None:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(tracking, "_start", lambda *_: FakeRun())
+    return rows
+
+
+def test_values_that_no_series_can_have_are_left_out_of_a_row(tmp_path: Path, sent, undrawn):
+    with Tracker(TrackingConfig(mode="offline"), tmp_path, {}, objectives=OBJECTIVES) as tracker:
+        for field in ROW.keys() - {"kind", "round", "client"}:
+            for value in POISONED:
+                tracker.log({**ROW, field: value})
+        whole = evaluation(1, "test", helpful=0.5, harmless=0.75, brief=1.0)
+        for field in whole.keys() - {"kind", "round", "split"}:
+            for value in POISONED:
+                tracker.log({**whole, field: value})
+        for value in POISONED:
+            tracker.log({**ROW, "round": value})
+            tracker.log_samples([{"round": 0, "prompt": "p", "completion": "c", "scores": value}])
+            tracker.log_samples([{"round": value, "prompt": value, "completion": value}])
+    assert len(undrawn) == 1  # the end alone, which failed
+    assert len(sent) > 200
+    numbers = [y for row in sent for y in row.values() if isinstance(y, float)]
+    assert all(abs(y) <= 1e30 for y in numbers)
+    assert {row["kl/client_0"] for row in sent if "kl/client_0" in row} == {-1.0}
+    assert sum(row.get("seconds/rollout/client_0") == 1.5 for row in sent) > 100
+
+
+def test_what_wandb_does_not_take_is_a_warning_once_and_the_run_goes_on(
+    tmp_path: Path, sent, undrawn
+) -> None:
+    with Tracker(TrackingConfig(mode="offline"), tmp_path, {}, objectives=OBJECTIVES) as tracker:
+        for _ in range(3):
+            tracker.log({"kind": "client", "round": 1, "client": "broken", "kl": 1.0})
+        tracker.log({"kind": "client", "round": 1, "client": "whole", "kl": 1.0})
+    assert sent == [{"round": 1, "kl/whole": 1.0}]
+    told = "could not be drawn (OSError: no space left on device)."
+    assert undrawn == [f"W&B: a row of kind client {told}"]
