@@ -52,6 +52,7 @@ from firm.report.comparison import Measure
 from firm.report.comparison_page import Figure, Row, Sample, write_comparison
 from firm.report.samples import Reply, dialogue
 from firm.run import UserError, exit_on_user_error, leaves, parse, print_table, to_dict, to_yaml
+from firm.run.guard import drawing
 from reward_models import RewardModelConfig, load_reward_model
 
 PAGE_NAME = "evaluation.html"
@@ -318,30 +319,31 @@ def write_results(
             ],
         )
     num_models = 1 + len(folder_by_name)
-    write_comparison(
-        draft / PAGE_NAME,
-        title=f"{', '.join(folder_by_name)} against the base model",
-        adapters={name: str(folder) for name, folder in folder_by_name.items()},
-        rows=_page_rows(list(table_by_name.values()), scores=[*cfg.rewards, *cfg.metrics]),
-        samples=[
-            Sample(
-                dialogue(samples[start]["prompt"]),
-                [
-                    Reply(row["reply"].strip(), row["scores"])
-                    for row in samples[start : start + num_models]
-                ],
-            )
-            for start in range(0, len(samples), num_models)
-        ],
-        facts={
-            "Base model": cfg.policy.path,
-            "Prompts": f"{num_prompts} of {_source(cfg.prompts)}",
-            "Replies per prompt": str(cfg.num_samples),
-            "Temperature": str(cfg.rollout.temperature),
-            "Seed": str(cfg.seed),
-        },
-        config=config,
-    )
+    with drawing(f"The page {PAGE_NAME}"):
+        write_comparison(
+            draft / PAGE_NAME,
+            title=f"{', '.join(folder_by_name)} against the base model",
+            adapters={name: str(folder) for name, folder in folder_by_name.items()},
+            rows=_page_rows(list(table_by_name.values()), scores=[*cfg.rewards, *cfg.metrics]),
+            samples=[
+                Sample(
+                    dialogue(samples[start]["prompt"]),
+                    [
+                        Reply(row["reply"].strip(), row["scores"])
+                        for row in samples[start : start + num_models]
+                    ],
+                )
+                for start in range(0, len(samples), num_models)
+            ],
+            facts={
+                "Base model": cfg.policy.path,
+                "Prompts": f"{num_prompts} of {_source(cfg.prompts)}",
+                "Replies per prompt": str(cfg.num_samples),
+                "Temperature": str(cfg.rollout.temperature),
+                "Seed": str(cfg.seed),
+            },
+            config=config,
+        )
     draft.rename(place)
 
 

@@ -739,9 +739,8 @@ def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
     if not isinstance(cfg.strategy, FirmConfig) or cfg.strategy.preference is not None:
         return []
     solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
-    alarm = drawn(
-        "Whether β does nothing", lambda: beta_alarm(solves, cfg.strategy.beta), instead=str
-    )
+    beta = cfg.strategy.beta
+    alarm = drawn("Whether β does nothing", lambda: beta_alarm(solves, beta), instead=str)
     return [alarm] if alarm else []
 
 

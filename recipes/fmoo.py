@@ -60,6 +60,7 @@ from firm.fmoo.progress import local_models
 from firm.report.fmoo_figures import AlgorithmRuns
 from firm.report.fmoo_sections import NUM_TABLE_USERS
 from firm.run import Run, Tracker, TrackingConfig, print_table, run_cli, to_dict, to_yaml
+from firm.run.guard import drawing
 from recipes import fmoo_page
 
 ROOT = Path(__file__).parent.parent
@@ -237,10 +238,13 @@ def main(cfg: Config) -> Path:
     runs = []
     for color, name in enumerate(cfg.algorithms):
         seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
-        runs.append(AlgorithmRuns(name, color, seeds))
+        logs = [Run(out / name / f"seed_{s}") for s in cfg.seeds]
+        left_out = [text for log in logs for text in log.checked_rows()[1]]
+        runs.append(AlgorithmRuns(name, color, seeds, left_out))
         write_comparison(cfg, runs, splits, out)
     title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"
-    print_table(title, *fmoo_page.summary(cfg, runs))
+    with drawing("The table"):
+        print_table(title, *fmoo_page.summary(cfg, runs))
     print(f"page     {out / fmoo_page.PAGE_NAME}\n{time.perf_counter() - start:.0f} s")
     return out
 
@@ -322,8 +326,9 @@ def is_done(measured: dict[str, Any] | None, rounds: int, target: float | None) 
     """Whether a run with this last evaluation has done all rounds, or reached the target loss."""
     if measured is None:
         return False
-    is_reached = target is not None and max(measured["losses"].values()) <= target
-    return measured["round"] == rounds or is_reached
+    losses = (measured.get("losses") or {}).values()
+    is_reached = target is not None and all(y is not None and y <= target for y in losses)
+    return measured["round"] == rounds or (is_reached and len(losses) > 0)
 
 
 def federate(cfg: Config, algorithm: AlgorithmConfig, splits: Splits, seed: int) -> Federation:

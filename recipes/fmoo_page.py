@@ -1,7 +1,10 @@
 """The page and the table of a study of `recipes/fmoo.py`, from the rows of its runs."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -21,9 +24,10 @@ from firm.report.fmoo_sections import (
     weights_section,
 )
 from firm.report.fmoo_study import comparison_study, final_values
-from firm.report.page import Section, replace_file
+from firm.report.page import Section, alarms, drawn_section, left_out_note, replace_file
 from firm.report.study_page import render_study
 from firm.run import to_dict
+from firm.run.guard import drawing, drawn
 
 if TYPE_CHECKING:
     from recipes.fmoo import Config
@@ -52,26 +56,85 @@ def write(
     facts: Mapping[str, str],
     config: str,
 ) -> None:
-    """Writes the page and the table of what has run so far."""
-    header, lines = summary(cfg, runs)
-    with (out / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([["algorithm", *header[1:]], *lines])
-    study = comparison_study(
-        runs,
-        title=f"Algorithms on {cfg.data.name}",
-        facts=facts,
-        method=METHOD.format(measured=MEASURED[cfg.split]),
-        config=config,
-        columns=_columns(cfg, runs),
-        sections=_sections(cfg, runs),
-        split=cfg.split,
-        is_log_loss=cfg.target_loss is not None,
-    )
-    replace_file(out / PAGE_NAME, render_study(study))
+    """Writes the page and the table of what has run so far.
+
+    A page that cannot be written is a warning, and the study goes on.
+    """
+    with drawing(f"The table {TABLE_NAME}"):
+        header, lines = summary(cfg, runs)
+        with (out / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["algorithm", *header[1:]], *lines])
+    with drawing(f"The page {PAGE_NAME}"):
+        kept, notices = readable(cfg, runs)
+        study = comparison_study(
+            kept,
+            title=f"Algorithms on {cfg.data.name}",
+            facts=facts,
+            method=METHOD.format(measured=MEASURED[cfg.split]),
+            config=config,
+            columns=_columns(cfg, kept),
+            sections=_sections(cfg, kept),
+            split=cfg.split,
+            is_log_loss=cfg.target_loss is not None,
+            alarms=_alarms(cfg, runs),
+            notices=notices,
+        )
+        replace_file(out / PAGE_NAME, render_study(study))
+
+
+def readable(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[AlgorithmRuns], list[str]]:
+    """Returns what can be compared of the runs, and sentences on what was left out.
+
+    A run without an evaluation of the objectives that most rows name is left out, and so is an
+    algorithm without runs.
+
+    Raises:
+        ValueError: Nothing is left.
+    """
+    rows = [row for one in runs for seed in one.seeds for row in seed]
+    names = {}
+    for field in ("losses", "accuracies"):
+        told = Counter(tuple(row[field]) for row in rows if row.get(field))
+        names[field] = set(told.most_common(1)[0][0]) if told else set()
+    wanted = [field for field, objectives in names.items() if objectives]
+    notices = [
+        left_out_note(f"the logs of {one.name}", one.left_out) for one in runs if one.left_out
+    ]
+    kept = []
+    for one in runs:
+        seeds = []
+        for number, rows in zip(cfg.seeds, one.seeds, strict=True):
+            own = [
+                {k: v for k, v in row.items() if k not in names or set(v) == names[k]}
+                for row in rows
+            ]
+            if all(any(field in row for row in own) for field in wanted):
+                seeds.append(own)
+            else:
+                notices.append(
+                    f"{one.name}, seed {number}, is left out: no row of its log has valid "
+                    f"{' and '.join(wanted)}."
+                )
+        if seeds:
+            kept.append(replace(one, seeds=seeds))
+    if not wanted or not kept:
+        raise ValueError("no run has a valid evaluation; run the study again under another --out.")
+    return kept, notices
+
+
+def _alarms(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, str]]:
+    """What the runs warned of: algorithm, seed and rounds, and the text."""
+    return [
+        (f"{one.name}, seed {seed}, {alarm.when.lower()}", alarm.text)
+        for one in runs
+        for seed, rows in zip(cfg.seeds, one.seeds, strict=True)
+        for alarm in alarms(rows)
+    ]
 
 
 def summary(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the final figures, means over the seeds."""
+    runs, _ = readable(cfg, runs)
     objectives = _objectives(runs)
     is_regression = not _last(runs[0].seeds[0]).get("accuracies")
     columns = _columns(cfg, runs)
@@ -81,7 +144,7 @@ def summary(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[str], li
         means = values.mean(axis=0)  # [M]
         worst = means.max() if is_regression else means.min()
         cells = [f"{value:.3f}" for value in [*means, means.mean(), worst]]
-        upload = fmean(sum(row.get("bytes_up", 0) for row in rows) for rows in one.seeds) / 1e6
+        upload = fmean(sum(row.get("bytes_up") or 0 for row in rows) for rows in one.seeds) / 1e6
         more = [column.get(one.name, "") for column in columns.values()]
         lines.append([one.name, *cells, *more, f"{upload:.1f}"])
     return ["", *objectives, "mean", "worst", *columns, "MB up"], lines
@@ -89,7 +152,15 @@ def summary(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[str], li
 
 def _columns(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
     """What some studies measure beside: Δ_M, users, rounds to the target loss."""
-    return {**_relative_loss(cfg, runs), **_users(runs), **_rounds(cfg, runs)}
+    groups: dict[str, Callable[[], Columns]] = {
+        "Δ_M": lambda: _relative_loss(cfg, runs),
+        "users": lambda: _users(runs),
+        "rounds to the target loss": lambda: _rounds(cfg, runs),
+    }
+    columns: Columns = {}
+    for what, draw in groups.items():
+        columns |= drawn(f"The column of {what}", draw, instead=lambda note: {})
+    return columns
 
 
 def _relative_loss(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
@@ -117,7 +188,14 @@ def _users(runs: Sequence[AlgorithmRuns]) -> Columns:
     """The users' final accuracies in per cent, one by one or, where they are many, their spread."""
     found = {}
     for one in runs:
-        users = [_last(rows).get("users") or {} for rows in one.seeds]
+        users = [
+            {
+                user: share
+                for user, share in (_last(rows).get("users") or {}).items()
+                if share is not None
+            }
+            for rows in one.seeds
+        ]
         if all(users):
             found[one.name] = users
     if not found:
@@ -156,13 +234,13 @@ def _rounds(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
         for one in runs:
             reached = []
             for rows in one.seeds:
-                measured = [row for row in rows if row["kind"] == "evaluation"]
-                losses = [row["losses"][objective] for row in measured]
+                measured = [row for row in rows if "losses" in row]
+                losses = np.array([row["losses"][objective] for row in measured], dtype=float)
                 if not np.isfinite(losses).all():
                     reached.append(None)
                     continue
                 at = [row["round"] for row in measured]
-                reached.append(rounds_to_loss(at, losses, cfg.target_loss))
+                reached.append(rounds_to_loss(at, losses.tolist(), cfg.target_loss))
             known = [count for count in reached if count is not None]
             is_reached = len(known) == len(reached)
             rounds = cfg.algorithms[one.name].rounds or cfg.rounds
@@ -170,7 +248,31 @@ def _rounds(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
     return columns
 
 
-def _sections(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[Section | None]:
+def _sections(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[Section]:
+    quantities: dict[str, Callable[[], Section | None]] = {
+        **{
+            options["name"]: partial(parameter_section, lines, **options)
+            for lines, options in _settings(cfg, runs)
+        },
+        "preferences": lambda: _preferences(cfg, runs),
+        "users": lambda: users_section(runs),
+        "improved": lambda: improved_section(runs),
+        "progress": lambda: progress_section(runs),
+        "weights": lambda: weights_section(runs),
+        "stationarity": lambda: stationarity_section(runs),
+    }
+    return [
+        drawn_section(
+            name.capitalize(),
+            lambda name=name, draw=draw: draw() or Section(name, "", "", [], []),
+            name=name,
+        )
+        for name, draw in quantities.items()
+    ]
+
+
+def _preferences(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Section | None:
+    """The section on preferences, with the least losses of each objective trained alone."""
     objectives = _objectives(runs)
     wishes = {
         one.name: tuple(wish)
@@ -191,15 +293,7 @@ def _sections(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[Section | No
     if len(alone) == len(objectives) == 2:
         least = [ends[alone[name]].mean(axis=0)[i] for i, name in enumerate(objectives)]
         limits = (least[0], least[1]) if np.isfinite(least).all() else None
-    return [
-        *(parameter_section(lines, **options) for lines, options in _settings(cfg, runs)),
-        preferences_section(runs, wishes, limits=limits, correlation=correlation),
-        users_section(runs),
-        improved_section(runs),
-        progress_section(runs),
-        weights_section(runs),
-        stationarity_section(runs),
-    ]
+    return preferences_section(runs, wishes, limits=limits, correlation=correlation)
 
 
 def _settings(
@@ -264,4 +358,4 @@ def _objectives(runs: Sequence[AlgorithmRuns]) -> list[str]:
 
 def _last(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """A run's last evaluation."""
-    return next(row for row in reversed(rows) if row["kind"] == "evaluation")
+    return next(row for row in reversed(rows) if "losses" in row)

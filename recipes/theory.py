@@ -34,6 +34,7 @@ from firm.report.scaling import (
 )
 from firm.report.study_page import Study, Table, render_study
 from firm.run import Run, print_table, run_cli, to_dict, to_yaml
+from firm.run.guard import drawing
 from firm.theory import Slope, geometric_mean, verdict
 from firm.theory.sweeps import (
     BOUND,
@@ -134,8 +135,9 @@ def main(cfg: Config) -> Path:
         write_csv(run.path / "theory.csv", point_rows(values, cfg))
         write_csv(run.path / "slopes.csv", slope_rows(slopes))
         pairs = sample_pairs(cfg, num_shown=NUM_SHOWN_PAIRS)
-        study = study_of(cfg, values, slopes, pairs, summary=summary)
-        replace_file(run.path / PAGE_NAME, render_study(study))
+        with drawing(f"The page {PAGE_NAME}"):
+            study = study_of(cfg, values, slopes, pairs, summary=summary)
+            replace_file(run.path / PAGE_NAME, render_study(study))
     seconds = time.perf_counter() - start
     print(f"page     {run.path / PAGE_NAME}\npoints   {run.path / 'theory.csv'}\n{seconds:.0f} s")
     return run.path

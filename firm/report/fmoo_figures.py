@@ -68,6 +68,8 @@ class AlgorithmRuns:
     """Rows of each run. "round" is in every row; "bytes_up", the bytes uploaded in that round
     alone, "losses" and "accuracies", both by objective, where they were measured. Round 0 is the
     initial model. What belongs to a round may stand in one row or in several."""
+    left_out: Sequence[str] = ()
+    """What was not valid in the logs behind the rows."""
 
     @property
     def key(self) -> Key:

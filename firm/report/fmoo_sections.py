@@ -182,7 +182,7 @@ def _user_accuracies(runs: AlgorithmRuns) -> np.ndarray:
     for rows in runs.seeds:
         measured = [row for row in rows if row.get("users")]
         finals.append(max(measured, key=lambda row: row["round"])["users"] if measured else {})
-    names = [name for name in finals[0] if all(name in final for final in finals)]
+    names = [n for n in finals[0] if all(final.get(n) is not None for final in finals)]
     return np.array([[final[name] for name in names] for final in finals])
 
 
@@ -357,7 +357,7 @@ def _progress_of(name: str) -> Value:
 
     def value(row: Row) -> float | None:
         losses = (row.get("progress") or {}).get(name)
-        return float(np.mean(list(losses.values()))) if losses else None
+        return float(np.mean(np.array(list(losses.values()), dtype=float))) if losses else None
 
     return value
 

@@ -1,6 +1,7 @@
 """The page that compares algorithms of the classic wing: curves, radar charts and one table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from firm.report.fmoo_figures import (
     worst_of,
 )
 from firm.report.formats import MISSING, measure, number
-from firm.report.page import Section
-from firm.report.study_page import Study, Table
+from firm.report.page import Section, drawn_part, drawn_section
+from firm.report.study_page import Study, Table, drawn_table
 
 NUM_OWN_PANELS = 4
 """Up to so many objectives have panels of their own; of more, mean and worst are shown."""
@@ -48,6 +49,8 @@ def comparison_study(
     sections: Sequence[Section | None] = (),
     split: str = "test",
     is_log_loss: bool = False,
+    alarms: Sequence[tuple[str, str]] = (),
+    notices: Sequence[str] = (),
 ) -> Study:
     """Returns the page that sets algorithms side by side, from the rows of their runs.
 
@@ -63,6 +66,8 @@ def comparison_study(
             nothing to show.
         split: Of which data the losses and accuracies are.
         is_log_loss: Whether the axes of the losses are logarithmic.
+        alarms: What the runs warned of: which of them and when, and the text.
+        notices: What was left out, in sentences.
 
     Raises:
         ValueError: Without algorithms, without runs or values of one, on two of the same name, on
@@ -71,21 +76,36 @@ def comparison_study(
     objectives_of = _checked(runs)
     main: Field = "accuracies" if objectives_of["accuracies"] else "losses"
     legend = [one.key for one in runs]
-    own = []
-    for field, objectives in objectives_of.items():
-        if objectives:
-            own.append(_curves(runs, field, objectives, legend, split, is_log=is_log_loss))
-    own.append(_uploads(runs, objectives_of, legend, is_log=is_log_loss))
-    own.append(_radars(runs, objectives_of, legend))
+    notes = list(notices)
+
+    def own_section(name: str, draw: Callable[..., Section], *arguments: Any) -> Section:
+        drawing = partial(draw, runs, *arguments)
+        return drawn_section(name.capitalize(), drawing, name=name)
+
+    own = [
+        own_section(field, partial(_curves, is_log=is_log_loss), field, objectives, legend, split)
+        for field, objectives in objectives_of.items()
+        if objectives
+    ]
+    own.append(own_section("upload", partial(_uploads, is_log=is_log_loss), objectives_of, legend))
+    own.append(own_section("objectives", _radars, objectives_of, legend))
+    headlines = drawn_part(
+        notes, "The summary", lambda: _headlines(runs, main, objectives_of[main]), []
+    )
     return Study(
         product="FIRM · federated multi-objective learning",
         title=title,
-        summary=[*_headlines(runs, main, objectives_of[main]), *summary],
+        summary=[*headlines, *summary],
         facts=facts,
-        sections=[section for section in [*own, *sections] if section and section.panels],
-        table=_table(runs, main, objectives_of[main], split, columns or {}),
+        sections=[section for section in [*own, *sections] if section and section.is_shown],
+        table=drawn_table(
+            f"Final {AXES[main][0]}",
+            lambda: _table(runs, main, objectives_of[main], split, columns or {}),
+        ),
         method=method,
         config=config,
+        alarms=alarms,
+        notices=notes,
     )
 
 
@@ -149,7 +169,7 @@ def objectives_with(runs: AlgorithmRuns, field: Field) -> list[str]:
 
 
 def _values(row: Mapping[str, Any], field: Field) -> list[float]:
-    return list((row.get(field) or {}).values())
+    return [y for y in (row.get(field) or {}).values() if y is not None]
 
 
 # --- Sections -------------------------------------------------------------------------------------

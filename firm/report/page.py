@@ -4,7 +4,7 @@ import html
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -225,16 +225,21 @@ def alarms(rounds: Iterable[Row]) -> list[Alarm]:
 
 def left_out_notes(*records: Record) -> list[str]:
     """Returns a sentence for each run on what was not valid in its files; none where all was."""
-    notes = []
-    for record in records:
-        if count := len(record.left_out):
-            more = f" and {count - NUM_LEFT_OUT} more" if count > NUM_LEFT_OUT else ""
-            notes.append(
-                f"{_count(count, 'entry', 'entries')} in the log of {record.name} "
-                f"{'is' if count == 1 else 'are'} not valid and left out: "
-                f"{'; '.join(record.left_out[:NUM_LEFT_OUT])}{more}."
-            )
-    return notes
+    return [
+        left_out_note(f"the log of {record.name}", record.left_out)
+        for record in records
+        if record.left_out
+    ]
+
+
+def left_out_note(place: str, left_out: Sequence[str]) -> str:
+    """Returns a sentence on what was not valid and is left out, one thing or more."""
+    count = len(left_out)
+    more = f" and {count - NUM_LEFT_OUT} more" if count > NUM_LEFT_OUT else ""
+    return (
+        f"{_count(count, 'entry', 'entries')} in {place} {'is' if count == 1 else 'are'} not valid "
+        f"and left out: {'; '.join(left_out[:NUM_LEFT_OUT])}{more}."
+    )
 
 
 def _dropped_fields(record: Record) -> list[str]:

@@ -67,8 +67,8 @@ class Study:
     """Who replied, one for each reply of a sample."""
     details: Sequence[Section] = ()
     """Further figures, below tables and samples."""
-    alarms: Sequence[str] = ()
-    """What the runs warned of."""
+    alarms: Sequence[tuple[str, str]] = ()
+    """What the runs warned of: which of them and when, and the text."""
     notices: Sequence[str] = ()
     """What was left out of the page, and why."""
 

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 
 from firm.federation import ServerState
+from firm.fmoo import DataConfig, load_data
 from firm.fmoo.data import DATASETS
 from firm.fmoo.metrics import delta_m
 from firm.fmoo.models import MODELS
-from firm.run import parse
+from firm.report.fmoo_figures import AlgorithmRuns
+from firm.run import Run, parse
 from recipes import fmoo as module
 from recipes.fmoo import Config, cli, main
 
@@ -352,3 +356,78 @@ def test_rounds_have_no_figures_that_the_page_would_take_for_evaluations(tmp_pat
     for name in algorithms:
         (row,) = _rows(out / name / "seed_0", "round")
         assert not row.keys() & {"losses", "accuracies", "users"}
+
+
+def _edit_rows(run: Path, change: Callable[[dict], dict]) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+
+
+def test_all_alarms_of_all_runs_stand_on_the_page(study, tmp_path):
+    out = tmp_path / "study"
+    shutil.copytree(study, out)
+    alarm = "client_1 has failed in {} rounds in a row <script>alert(1)</script>"
+
+    def with_alarm(row: dict) -> dict:
+        if row["kind"] != "round" or row["round"] < 3:
+            return row
+        return {**row, "alarms": [alarm.format(row["round"]), "the same"]}
+
+    _edit_rows(out / "firm/seed_1", with_alarm)
+    main(_config(out, "--resume", "true"))
+    html = (out / "comparison.html").read_text()
+    head = html[: html.index("<main>")]
+    told = "client_1 has failed in {} rounds in a row &lt;script&gt;alert(1)&lt;/script&gt;</p>"
+    for at in (3, 4):
+        assert f"<b>firm, seed 1, round {at}:</b> {told.format(at)}" in head
+    assert "<b>firm, seed 1, rounds 3, 4:</b> the same</p>" in head
+    assert head.count("<b>") == 3
+    assert "<b>" not in (study / "comparison.html").read_text().partition("<main>")[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), 10**400, -1, "x", [None], {}, {"a": "b"}, {"left": 1e308}, None],
+    ids=lambda value: str(value)[:9],
+)
+def test_a_poisoned_run_hides_no_other_of_the_study(study, tmp_path, value):
+    out = tmp_path / "study"
+    shutil.copytree(study, out)
+    keys = {"kind", "round", "split"}
+    _edit_rows(out / "firm/seed_1", lambda row: row | dict.fromkeys(row.keys() - keys, value))
+    cfg, splits = _config(out, "--resume", "true"), load_data(DataConfig())
+    runs = []
+    for color, name in enumerate(SMALL):
+        logs = [Run(out / name / f"seed_{seed}").checked_rows() for seed in (0, 1)]
+        left_out = [text for _, texts in logs for text in texts]
+        runs.append(AlgorithmRuns(name, color, [rows for rows, _ in logs], left_out))
+    module.write_comparison(cfg, runs, splits, out)
+    html = (out / "comparison.html").read_text()
+    assert "firm, seed 1, is left out: no row of its log has valid losses and accuracies." in html
+    assert ("in the logs of firm are not valid and left out" in html) == (value is not None)
+    with (out / "summary.csv").open() as file:
+        _, fedcmoo, firm = csv.reader(file)
+    with (study / "summary.csv").open() as file:
+        assert fedcmoo == list(csv.reader(file))[1]
+    own = _evaluations(out / "firm/seed_0")[-1]["accuracies"]
+    assert firm[1:3] == [f"{own[name]:.3f}" for name in ("left", "right")]
+
+
+def test_a_study_of_which_nothing_is_valid_keeps_its_last_page(study, tmp_path, undrawn):
+    out = tmp_path / "study"
+    shutil.copytree(study, out)
+    before = (out / "comparison.html").read_text()
+    runs = [AlgorithmRuns(name, 0, [[], []]) for name in SMALL]
+    module.write_comparison(_config(out), runs, load_data(DataConfig()), out)
+    assert (out / "comparison.html").read_text() == before
+    assert [note.partition(" could")[0] for note in undrawn] == [
+        "The table summary.csv",
+        "The page comparison.html",
+    ]
+
+
+def test_a_target_is_not_reached_by_losses_that_were_not_measured():
+    row = {"kind": "evaluation", "round": 2}
+    for losses in (None, {}, {"left": 0.1, "right": None}):
+        assert not module.is_done({**row, "losses": losses}, 4, 0.5)
+    assert module.is_done({**row, "losses": {"left": 0.1, "right": 0.5}}, 4, 0.5)

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -210,6 +211,38 @@ def test_texts_are_shown_and_never_run(make_run):
     assert any(HOSTILE[0] in entry["title"] for entry in figures_in(html).values())
 
 
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_comes_from_a_site_is_shown_and_never_run(make_run, text):
+    run_path = make_run(num_clients=2, num_rounds=2, num_done=2)
+    path = run_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "client" and row["client"] == "client_1":
+            row |= {"client": text, "seconds": {text: 1.0}, "kl": text, text: math.inf}
+        if row["kind"] == "round":
+            row |= {
+                "failures": [{"client": text, "reason": text}],
+                "alarms": [text, f"again {text}"],
+            }
+            row["dropped_fields"] = {text: 2}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write(run_path)
+    tags = Tags(html)
+    assert len(tags.of("script")) == 3
+    assert not [tag for tag, _ in tags.tags if tag in ("img", "svg", "iframe", "textarea")]
+    assert not [a for _, a in tags.tags if any(name.startswith("on") for name in a)]
+    for words in (
+        f"Rounds 1, 2: {text}",
+        f"Rounds 1, 2: again {text}",
+        f"dropped from the metrics of {text} (4).",
+        f"kl of {text} in round 1: ",
+    ):
+        assert words in tags.text
+    assert text not in html or "<" not in text
+    lines = figures_in(html)["kl"]["figure"]["data"]
+    assert {line["name"] for line in lines} <= {"client_0", figures.GLOBAL_MODEL}
+
+
 def test_only_scripts_with_a_fresh_nonce_may_run(make_run):
     run_path = make_run()
     nonces = [re.findall(r"script-src 'nonce-([\w-]+)'", write(run_path)) for _ in range(2)]
@@ -266,6 +299,24 @@ def test_what_the_run_warned_of_stands_above_the_figures(make_run):
     assert f"<b>Round 3:</b> {text}</p>" in html
     assert html.index(text) < html.index("<main>")
     assert "<b>Round" not in write(make_run("calm"))
+
+
+def test_all_alarms_of_all_rounds_stand_above_the_figures_and_equal_ones_together(make_run):
+    run_path = make_run(num_done=4)
+    path = run_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in (row for row in rows if row["kind"] == "round"):
+        row["alarms"] = ["β does nothing", f"client_1 has failed {row['round']} times in a row"]
+        row["dropped_fields"] = {"client_2": 1, "client_3": 0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = write(run_path).partition("<main>")[0]
+    assert head.count('<p class="notice"><b>Round') == 5
+    assert "<b>Rounds 1, 2, 3, 4:</b> β does nothing</p>" in head
+    for at in (1, 2, 3, 4):
+        assert f"<b>Round {at}:</b> client_1 has failed {at} times in a row</p>" in head
+    dropped = "Fields that the server does not know were dropped from the metrics of client_2 (4)."
+    assert head.count(dropped) == 1
+    assert "were dropped" not in write(make_run("calm"))
 
 
 def test_the_page_of_an_older_run_says_nothing_of_what_it_did_not_measure(make_run):
