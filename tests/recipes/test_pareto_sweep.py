@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,3 +215,17 @@ def test_a_sweep_that_is_killed_ends_with_the_same_front(tmp_path, swept):
     for method in ("firm", "soups"):
         name = f"{method}.front.json"
         assert (out / name).read_bytes() == (swept / name).read_bytes()
+
+
+def test_a_point_with_a_poisoned_log_is_left_out_and_the_others_are_drawn(swept, tmp_path, undrawn):
+    out = tmp_path / "sweep"
+    shutil.copytree(swept, out)
+    log = out / "points/firm-50_50-seed_0/metrics.jsonl"
+    text = log.read_text()
+    assert text.count('"normalized"') > 1
+    log.write_text(re.sub(r'"mean": [-.\de]+', '"mean": NaN', text))
+    main(replace(CONFIG, out=out, resume=True))
+    assert [note.partition(" could")[0] for note in undrawn] == ["The point firm-50_50-seed_0"]
+    names = {point.name for point in Front.load(out / "firm.front.json").points}
+    assert names == {"firm-100_0-seed_0", "firm-0_100-seed_0"}
+    assert len(Front.load(out / "soups.front.json").points) == 3
