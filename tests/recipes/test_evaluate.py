@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from firm.run import parse
+from recipes import evaluate as module
 from recipes import firm_hh
 from recipes.evaluate import Config, cli, main, parse_over_run
 
@@ -127,6 +128,16 @@ def test_the_results_are_a_table_two_csv_files_and_a_page(run, tmp_path, capsys)
     again = parse(Config, ["--config", str(out / "config.yaml")])
     assert again.rollout.max_new_tokens == 16
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_page_that_cannot_be_drawn_leaves_table_and_figures(run, tmp_path, monkeypatch, undrawn):
+    def fail(*_, **__):
+        raise ValueError("no")
+
+    monkeypatch.setattr(module, "write_comparison", fail)
+    out = evaluate("--runs", f"[{run}]", "--out", tmp_path / "out")
+    assert (out / "figures.csv").exists()
+    assert undrawn == ["The page evaluation.html could not be drawn (ValueError: no)."]
 
 
 def test_an_adapter_that_is_all_zeros_changes_nothing_at_all(copied, tmp_path):

@@ -1,6 +1,7 @@
 """Settings by seeds, side by side."""
 
 import json
+import re
 from pathlib import Path
 
 from firm.run import parse
@@ -34,3 +35,22 @@ def test_a_study_runs_all_settings_and_draws_them_side_by_side(tmp_path, capsys)
         assert json.loads((out / "points" / name / "run.json").read_text())["status"] == "finished"
         assert name in page
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
+
+
+def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(tmp_path, capsys):
+    base = str(ROOT / "configs/smoke.yaml")
+    tiny = "{rounds: 1, strategy.num_local_steps: 1, evaluation.num_validation_prompts: 0}"
+    arguments = ["--base", base, "--settings", "{A: {}, B: {}}", "--overrides", tiny]
+    arguments += ["--seeds", "[0]", "--out", str(tmp_path / "study")]
+    out = study.main(parse(study.StudyConfig, arguments))
+    assert out is not None
+    log = out / "points/a-seed_0/metrics.jsonl"
+    log.write_text(re.sub(r'"(mean|kl|bytes_up)": [-.\de]+', r'"\1": Infinity', log.read_text()))
+    capsys.readouterr()
+    assert study.main(parse(study.StudyConfig, [*arguments, "--resume", "true"])) == out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (a,) = [line for line in lines if line[:1] == ["A"]]
+    (b,) = [line for line in lines if line[:1] == ["B"]]
+    assert a == ["A", "0.000"]  # bytes
+    assert len(b) > len(a)
+    assert "in the log of a-seed_0 are not valid and left out" in (out / "report.html").read_text()

@@ -11,6 +11,7 @@ import pytest
 
 from firm.run import parse
 from firm.theory.sweeps import LAWS
+from recipes import theory
 from recipes.theory import Config, cli, main
 
 SMOKE = "configs/theory_smoke.yaml"
@@ -101,6 +102,16 @@ def test_panels_show_points_fit_and_theorem(results):
     assert theorem["y"][1] == pytest.approx(theorem["y"][0] / 4)
     assert fitted["y"] == pytest.approx(points["y"])  # two points, one line
     assert all(error > 0 for error in points["error_y"]["array"])
+
+
+def test_a_page_that_cannot_be_drawn_leaves_the_figures(tmp_path, monkeypatch, undrawn):
+    def fail(study):
+        raise ValueError("no")
+
+    monkeypatch.setattr(theory, "render_study", fail)
+    out, _ = run(tmp_path / "theory")
+    assert (out / "slopes.csv").exists()
+    assert undrawn == ["The page theory.html could not be drawn (ValueError: no)."]
 
 
 @pytest.mark.parametrize(
