@@ -14,7 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from firm.federation.outside import printable
+
 _MAX_CLIENTS_SHOWN = 16
+_MAX_LINE = 5_000
+"""Longest line of a round, a note or a title, in characters."""
 
 
 @dataclass
@@ -30,6 +34,9 @@ class _ClientView:
 
 class Progress:
     """Shows how a run proceeds. Use it as a context manager and tell it what happens.
+
+    Names, stages and reasons may come from elsewhere: line ends and what a terminal would obey are
+    shown as escapes, so that nobody writes a line of their own.
 
     Events and what they take:
 
@@ -126,14 +133,15 @@ class Progress:
             epsilon = privacy["epsilon"]
             parts.append("ε ∞" if epsilon is None else f"ε {epsilon:.3g}")
         if failures := row.get("failures"):
-            parts.append("failed: " + "; ".join(f"{f['client']} ({f['reason']})" for f in failures))
+            reasons = [f"{printable(f['client'])} ({printable(f['reason'])})" for f in failures]
+            parts.append("failed: " + "; ".join(reasons))
         if "seconds" in row:
             parts.append(f"{row['seconds']:.1f} s")
         if eta := self._time_left():
             parts.append(f"ETA {eta}")
-        self._console.print("  ".join(parts), markup=False, soft_wrap=True)
-        for alarm in row.get("alarms", ()):
-            self._console.print(f"note: {alarm}", markup=False, soft_wrap=True)
+        for line in ["  ".join(parts), *(f"note: {alarm}" for alarm in row.get("alarms", ()))]:
+            shown = printable(line, max_length=_MAX_LINE)
+            self._console.print(shown, markup=False, soft_wrap=True)
 
     def _share_done(self) -> float:
         """Share of this session's rounds that is done, from 0 to 1."""
@@ -163,13 +171,13 @@ class Progress:
         table.add_column("stage", min_width=14)
         for quantity in ("λ", "reward"):
             for objective in self._objectives:
-                table.add_column(Text(f"{quantity} {objective}"), justify="right")
+                table.add_column(Text(printable(f"{quantity} {objective}")), justify="right")
         table.add_column("KL", justify="right", min_width=5)
         for name, view in list(self._views.items())[-_MAX_CLIENTS_SHOWN:]:
             weights = view.weights or [None] * len(self._objectives)
             rewards = [view.rewards.get(objective) for objective in self._objectives]
             numbers = ["" if x is None else f"{x:.3f}" for x in [*weights, *rewards, view.kl]]
-            table.add_row(Text(name), view.stage, *numbers)
+            table.add_row(Text(printable(name)), Text(printable(view.stage)), *numbers)
         return Group(headline, table)
 
 
@@ -182,8 +190,10 @@ def print_table(
 ) -> None:
     """Prints an aligned table; in a pipe it is as wide as it needs to be.
 
+    Line ends in a cell, and what a terminal would obey, are shown as escapes.
+
     Args:
-        title: Stands above the table.
+        title: Stands above the table, in one line; line ends before it leave room.
         header: One heading per column; no line of headings where all are empty.
         rows: Cells; floats are shown with three decimals, None as "-". The first column is aligned
             left, the others right.
@@ -194,14 +204,16 @@ def print_table(
         console = Console(file=console.file, highlight=False, width=10_000)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(header))
     for place, heading in enumerate(header):
-        table.add_column(Text(heading), justify="right" if place else "left")
+        table.add_column(Text(printable(heading)), justify="right" if place else "left")
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row))
-    console.print(title, markup=False, soft_wrap=True)
+    line = title.lstrip("\n")
+    room = title[: len(title) - len(line)]
+    console.print(room + printable(line, max_length=_MAX_LINE), markup=False, soft_wrap=True)
     console.print(table)
 
 
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else printable(value)

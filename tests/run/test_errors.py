@@ -13,6 +13,8 @@ from firm.run import UserError, exit_on_user_error
             FileNotFoundError(2, "No such file", "a.jsonl"),
             "error: [Errno 2] No such file: 'a.jsonl' (FIRM_TRACEBACK=1 shows where)\n",
         ),
+        (UserError("no \x1b[2J\u202ename\ud800"), "error: no \\x1b[2J\\u202ename\\ud800\n"),
+        (UserError("x" * 9_999), f"error: {'x' * 3_999}…\n"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(error, line, capsys) -> None:

@@ -125,3 +125,49 @@ def test_a_table_in_a_pipe_is_aligned_and_never_folded() -> None:
     [kl] = [line for line in lines if "kl" in line]
     assert kl.split() == ["kl", "1", "[x]"]
     assert len(kl.rstrip()) == len(helpful.rstrip())
+
+
+FORGED = "lost\x1b[2J\nround 2/2  helpful 0.999"
+SHOWN = r"lost\x1b[2J\nround 2/2  helpful 0.999"
+
+
+def test_nothing_from_outside_writes_a_line_of_its_own_or_moves_the_cursor() -> None:
+    pipe = console(is_terminal=False)
+    failures = [{"client": "site\r", "reason": FORGED}]
+    row = {"round": 1, "failures": failures, "alarms": [FORGED]}
+    Progress(1, CLIENTS, OBJECTIVES, console=pipe).event(
+        "round_finished", row=row, scores={FORGED: 0.5}
+    )
+    assert text_of(pipe).splitlines() == [
+        rf"round 1/1  {SHOWN} 0.500  failed: site\r ({SHOWN})",
+        f"note: {SHOWN}",
+    ]
+
+
+def test_a_long_reason_leaves_room_for_the_others() -> None:
+    pipe = console(is_terminal=False)
+    failures = [{"client": "a", "reason": "x" * 9_999}, {"client": "b", "reason": "NaN"}]
+    progress = Progress(1, CLIENTS, OBJECTIVES, console=pipe)
+    progress.event("round_finished", row={"round": 1, "failures": failures, "seconds": 1.0})
+    assert text_of(pipe).endswith("x…); b (NaN)  1.0 s\n")
+
+
+def test_names_in_the_live_table_are_shown_in_one_line() -> None:
+    terminal = console(is_terminal=True)
+    progress = Progress(1, CLIENTS, ["helpful\x1b[1m"], console=terminal)
+    progress.event("client_started", round=1, client="client\n0")
+    progress.event("stage", stage="roll\x07out [b]", step=1, num_steps=2)
+    terminal.print(progress._render())
+    text = text_of(terminal)
+    assert r"client\n0" in text
+    assert r"roll\x07out [b] 1/2" in text
+    assert r"λ helpful\x1b[1m" in text
+
+
+def test_titles_headings_and_cells_of_a_table_are_shown_in_one_line() -> None:
+    pipe = console(is_terminal=False)
+    print_table(f"\n{FORGED}", ["", FORGED], [[FORGED, "1"]], console=pipe)
+    lines = text_of(pipe).splitlines()
+    assert lines[:2] == ["", SHOWN]
+    assert [line.count(SHOWN) for line in lines[2:] if "lost" in line] == [1, 1]
+    assert "\x1b" not in text_of(pipe)
