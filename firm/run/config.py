@@ -22,11 +22,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
+from firm.federation.outside import printable
 from firm.run.errors import UserError, exit_on_user_error
 
 Config = TypeVar("Config")
@@ -224,7 +225,7 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
             raise UserError(f"unknown key {_join(path, *keys)}; {path} is a single value.")
         return _convert(kind, value, path)
     if isinstance(value, str) and not keys:
-        value = _read_yaml(value, path)
+        value = read_yaml(value, path)
     if value is None and not keys and type(None) in _members(kind):
         return None
     if forms:
@@ -240,8 +241,24 @@ def _lay_mapping(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
     if not isinstance(value, Mapping):
         raise UserError(f"{path} must be a mapping of names, got {value!r}; write {{a: b}}.")
     return {
-        str(name): _lay(part, None, (), item, _join(path, name)) for name, item in value.items()
+        name: _lay(part, None, (), item, _join(path, name))
+        for name, item in _with_text_keys(value, path)
     }
+
+
+def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The entries of a mapping whose keys are names; YAML reads yes, 1 and null as something else.
+
+    Raises:
+        UserError: A key is no text.
+    """
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise UserError(
+                f"{path or 'the file'} must have texts for names, got {key!r}, which YAML reads as "
+                f"{_type_in_words(type(key))}; write it in quotes."
+            )
+        yield key, item
 
 
 def _lay_sequence(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any:
@@ -267,7 +284,7 @@ def _lay_section(
     elif value is None:  # `section:` with all its keys commented out
         entries = []
     elif isinstance(value, Mapping):
-        entries = [(str(key), (), item) for key, item in value.items()]
+        entries = [(key, (), item) for key, item in _with_text_keys(value, path)]
     else:
         raise UserError(f"{path or 'the file'} must be a section of keys, got {value!r}.")
     section = old or (_Section.of(forms[0]) if len(forms) == 1 else None)
@@ -298,13 +315,27 @@ def _lay_section(
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """A single value, or a structure of single values, as `kind` wants it."""
+    members = _members(kind)
+    if isinstance(value, str):
+        if kind in (str, Path):
+            return kind(value)
+        try:
+            read_yaml(value)  # jsonargparse reads texts, too, but knows no limits
+        except UserError:
+            if str in members or kind is Any:
+                return value
+            if Path in members:
+                return Path(value)
+            raise UserError(
+                f"{path} must be {_type_in_words(kind)}, got {printable(value, max_length=80)!r}."
+            ) from None
     parser = ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_argument("--value", type=kind)
     try:
         converted = parser.parse_object({"value": value}).value
     except argparse.ArgumentError:
         raise UserError(f"{path} must be {_type_in_words(kind)}, got {value!r}.") from None
-    if converted is None and kind is not Any and type(None) not in _members(kind):
+    if converted is None and kind is not Any and type(None) not in members:
         raise UserError(f"{path} must be {_type_in_words(kind)}, got null.")
     return converted
 
@@ -334,27 +365,90 @@ def _form_named(forms: Sequence[type], name: Any, path: str) -> type:
 # --- Reading and messages -------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key stands once; PyYAML keeps the last of two without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = []
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                problem = f"key {key_node.value!r} twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.append(key_node.value)
-        return super().construct_mapping(node, deep)
+MAX_NODES = 100_000
+"""Most values of a YAML text, those that an alias repeats counted each time."""
 
 
-def _read_yaml(text: str, path: str) -> Any:
+def read_yaml(text: str, source: str = "") -> Any:
+    """Returns the plain data in a YAML text, in which a key stands once.
+
+    PyYAML keeps the last of two equal keys without a word, and a few lines of aliases can stand for
+    more values than fit into memory: both are refused before anything is built.
+
+    Args:
+        text: The text.
+        source: File or key that it comes from, for messages.
+
+    Raises:
+        UserError: It is malformed, has a key twice or half a surrogate pair, or is too deep or too
+            large.
+    """
+    loader = yaml.SafeLoader("")  # a text with odd characters is refused as it is given, below
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_node(loader, node)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
         line = f", line {mark.line + 1}" if mark else ""
-        where = f"{path} is " if path else ""
-        raise UserError(f"{where}malformed YAML{line}: {problem}; correct it.") from None
+    except RecursionError:
+        line, problem = "", "it is nested too deeply"
+    except (ValueError, OverflowError) as error:  # a date or a number that there is not
+        line, problem = "", error
+    except (LookupError, AttributeError, TypeError):  # what PyYAML meets in !!bool x, for one
+        line, problem = "", "a value does not fit its tag"
+    finally:
+        loader.dispose()
+    where = f"{source} is " if source else ""
+    raise UserError(f"{where}malformed YAML{line}: {problem}; correct it.")
+
+
+def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
+    """Raises a YAML error on what would not be read as it stands; `read_yaml` says what."""
+    num_values: dict[int, int | None] = {}  # by node; None inside of it
+
+    def refuse(problem: str, node: yaml.Node) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    def visit(node: yaml.Node) -> int:
+        if id(node) in num_values:
+            if (known := num_values[id(node)]) is None:
+                refuse("an alias inside of what it stands for", node)
+            return known
+        num_values[id(node)] = None
+        if isinstance(node, yaml.MappingNode):
+            check_keys(node)
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        else:
+            parts = []
+            if any("\ud800" <= character <= "\udfff" for character in node.value):
+                refuse("half a surrogate pair, which is no character", node)
+        num_values[id(node)] = total = 1 + sum(map(visit, parts))
+        if total > MAX_NODES:
+            refuse(f"more than {MAX_NODES} values, with what aliases repeat", node)
+        return total
+
+    def check_keys(node: yaml.MappingNode) -> None:
+        seen: dict[Any, str] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # no configuration has such keys, and PyYAML refuses those it cannot take
+            text = key_node.value
+            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
+            key = "<<" if is_merge else loader.construct_object(key_node)
+            if key in seen and seen[key] == text:
+                refuse(f"key {text!r} twice", key_node)
+            if key in seen:
+                problem = f"keys {seen[key]!r} and {text!r} are both read as {key!r}, so quote them"
+                refuse(problem, key_node)
+            seen[key] = text
+
+    visit(root)
 
 
 def _read_file(file: str) -> Any:
@@ -364,7 +458,7 @@ def _read_file(file: str) -> Any:
         raise UserError("no such file; check --config.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot be read ({error}); give a YAML text file.") from None
-    return _read_yaml(text, "")
+    return read_yaml(text)
 
 
 def _read_arguments(
@@ -373,6 +467,9 @@ def _read_arguments(
     """Config files, and overrides as key path and text; a switch without a value is true."""
     files, overrides = [], []
     rest = list(arguments)
+    for argument in rest:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise UserError(f"command line: {argument!r} is no UTF-8 text; write it in UTF-8.")
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.removeprefix("--").partition("=")

@@ -78,6 +78,8 @@ class Config:
     """The algorithm."""
     batch: Batch = field(default_factory=lambda: Batch(size=16))
     """Sizes."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Anything."""
     extra: Reward | None = None
     """One more."""
     extras: list[Reward] = field(default_factory=list)
@@ -221,6 +223,21 @@ BAD_FILES = [
     ("[1, 2]", "{file}: the file must be a section of keys, got [1, 2]."),
     ("rate: 1\nlimit: [1", "{file}: malformed YAML, line 2: "),
     ("rate: 1\nlimit: 1\nrate: 2", "{file}: malformed YAML, line 3: key 'rate' twice; correct it."),
+    (
+        "rewards: {yes: {path: a}, true: {path: b}}",
+        "{file}: malformed YAML, line 1: keys 'yes' and 'true' are both read as True, so quote",
+    ),
+    (
+        "rewards: {yes: {path: a}}",
+        "{file}: rewards must have texts for names, got True, which YAML reads as bool; write it ",
+    ),
+    ("1: 2", "{file}: the file must have texts for names, got 1, which YAML reads as int; write"),
+    ("options: {1: a, 0x1: b}", "{file}: malformed YAML, line 1: keys '1' and '0x1' are both re"),
+    ("rate: &a [*a]", "{file}: malformed YAML, line 1: an alias inside of what it stands for; co"),
+    ("rate: " + "[" * 5_000, "{file}: malformed YAML: it is nested too deeply; correct it."),
+    ("rate: 1999-99-99", "{file}: malformed YAML: month must be in 1..12; correct it."),
+    ("rate: !!bool x", "{file}: malformed YAML: a value does not fit its tag; correct it."),
+    ('out: "\\ud800"', "{file}: malformed YAML, line 1: half a surrogate pair, which is no charac"),
     ("batch: {size: 6}", "batch.size 6 is not divisible by minibatch 4; use a multiple of 4."),
     ("batch: {size: 8}\nstrategy: {beta: -1}", "strategy.beta must be non-negative, got -1.0."),
     (
@@ -237,11 +254,38 @@ BAD_ARGUMENTS = [
     (["--limit", "many"], "command line: limit must be int or null, got 'many'."),
     (["--limit"], "command line: --limit has no value; write --limit VALUE."),
     (["a.yaml"], "command line: unexpected 'a.yaml'; give a file as --config FILE and a value"),
+    (["--out", "\udcff"], "command line: '\\udcff' is no UTF-8 text; write it in UTF-8."),
     (["--targets", "[a"], "command line: targets is malformed YAML, line 1: "),
     (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; give --strat"),
     (["--config", "absent.yaml"], "absent.yaml: no such file; check --config."),
     (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); give a YAML text fi"),
 ]
+
+
+BOMB = "{a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
+    f"{name}: &{name} [" + ", ".join([f"*{before}"] * 9) + "]"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def test_aliases_that_stand_for_more_than_fits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="more than 100000 values, with what aliases repeat"):
+        from_text(tmp_path, f"options: {BOMB}}}")
+    with pytest.raises(UserError, match=r"rate must be float, got '\{a: &a"):
+        from_text(tmp_path, f"rate: '{BOMB}}}'")
+
+
+def test_a_text_that_would_be_refused_as_yaml_stays_a_text(tmp_path: Path) -> None:
+    config = from_text(tmp_path, f"options: {{a: '{BOMB}}}'}}\ntargets: ['{BOMB}}}']\nout: '[a'")
+    assert config.options == {"a": f"{BOMB}}}"}
+    assert config.targets == (f"{BOMB}}}",)
+    assert config.out == Path("[a")
+
+
+def test_aliases_of_a_few_values_are_read(tmp_path: Path) -> None:
+    text = "rewards: {a: &a {path: p}, b: *a, c: {<<: *a, scale: 2}}"
+    rewards = from_text(tmp_path, text).rewards
+    assert rewards == {"a": Reward("p"), "b": Reward("p"), "c": Reward("p", scale=2.0)}
 
 
 def assert_ends_in_one_line(arguments: list[str], line: str, capsys) -> None:
@@ -346,6 +390,7 @@ def test_plain_data_holds_no_tuples_dataclasses_or_paths() -> None:
         },
         "strategy": {"name": "firm", "beta": 0.01, "num_steps": 1},
         "batch": {"size": 16, "minibatch": 4},
+        "options": {},
         "extra": {"path": "p", "scale": 1.0},
         "extras": [],
         "by_name": None,
