@@ -6,11 +6,13 @@ A configuration is a frozen dataclass filled from YAML and the command line (`ru
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
-from firm.run.config import compose, parse, run_cli, to_dict, to_yaml
+from firm.run.config import compose, parse, read_yaml, run_cli, to_dict, to_yaml
 from firm.run.directory import CheckpointConfig, Run, leaves
 from firm.run.errors import UserError, exit_on_user_error
+from firm.run.files import make_private_folder
+from firm.run.names import check_folder_name, check_slugs, slug
 from firm.run.progress import Progress, print_table
-from firm.run.sweep import Outcome, Sweep, slug, summarise
+from firm.run.sweep import Outcome, Sweep, summarise
 from firm.run.tracking import Tracker, TrackingConfig
 
 __all__ = [
@@ -23,12 +25,16 @@ __all__ = [
     "Tracker",
     "TrackingConfig",
     "UserError",
+    "check_folder_name",
+    "check_slugs",
     "compose",
     "exit_on_user_error",
     "leaves",
     "load_state",
+    "make_private_folder",
     "parse",
     "print_table",
+    "read_yaml",
     "run_cli",
     "save_state",
     "slug",

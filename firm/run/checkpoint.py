@@ -104,10 +104,14 @@ def load_state(path: str | Path) -> State:
         return decode(content["state"], load_file(path / _TENSORS))
     except json.JSONDecodeError as error:
         problem = f"{_STATE} is truncated or not JSON ({error})"
-    except (KeyError, TypeError, UnicodeDecodeError, SafetensorError) as error:
+    except RecursionError:
+        problem = f"{_STATE} is nested too deeply"
+    except (LookupError, TypeError, AttributeError, UnicodeDecodeError, SafetensorError) as error:
         problem = f"a file of it has another layout ({error!r})"
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"{error.filename} is missing"
+    except IsADirectoryError as error:
+        problem = f"{error.filename} is a folder"
     except OtherFormat:
         raise
     except ValueError as error:

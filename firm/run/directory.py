@@ -9,7 +9,8 @@
 
 The process may be killed at any moment. A checkpoint therefore notes how long the two logs were
 when it was written; a resumed run cuts them to that length and goes on as if nothing had followed.
-While a process writes to a run, no other one may: see `firm.run.lock`.
+While a process writes to a run, no other one may: see `firm.run.lock`. The directory is its owner's
+alone, since checkpoints hold what clients keep to themselves.
 """
 
 import errno
@@ -33,12 +34,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
-
 from firm.federation.client import State
+from firm.federation.outside import printable
 from firm.run.checkpoint import OtherFormat, load_state, save_state, sync
-from firm.run.config import to_yaml
+from firm.run.config import read_yaml, to_yaml
 from firm.run.errors import UserError
+from firm.run.files import make_private_folder, parse_object, read_text
 from firm.run.lock import LOCK_NAME, check_not_held, hold
 from firm.run.rows import Row, valid_rows
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl"
 _PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
+_RESTORE = "restore the file from a copy, or start a new run."
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -132,7 +134,7 @@ class Run:
             place = run.path.resolve()
             # Filled under another name: a run is there whole or not at all, and locked from then.
             draft = place.with_name(f".{place.name}.draft")
-            draft.mkdir(parents=True, exist_ok=True)
+            make_private_folder(draft)
             run._lock = hold(draft, shown=run.path)
             try:
                 for remains in draft.iterdir():
@@ -181,8 +183,8 @@ class Run:
 
     def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
         check_not_held(self.path)
-        stored = yaml.safe_load((self.path / _CONFIG).read_text(encoding="utf-8"))
-        if found := differences(stored, config, ignore):
+        self.record()
+        if found := differences(self.settings(), config, ignore):
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise UserError(
                 f"the run at {self.path} has another configuration: {', '.join(found[:3])}"
@@ -199,14 +201,13 @@ class Run:
 
     def _take_up(self) -> None:
         """Makes the directory what it was when the latest checkpoint was written."""
-        envelope = self._latest_envelope()
+        envelope, record = self._latest_envelope(), self.record()
         for name, length in _log_lengths(envelope).items():
             log = self.path / name
             if log.exists() and log.stat().st_size > length:
                 os.truncate(log, length)
                 sync(log)
         self._scores = self._scores_on_disk(envelope)
-        record = self.record()
         record["status"] = "running"
         record.setdefault("resumed", []).append(_session())
         _write(self.path / _RUN, json.dumps(record, indent=2))
@@ -235,7 +236,8 @@ class Run:
             if error is None:
                 self.finish()
                 return
-            with suppress(OSError):  # the disk may be full, which the error itself says then
+            # the disk may be full, or a file be damaged, which the error itself says then
+            with suppress(OSError, UserError):
                 if isinstance(error, KeyboardInterrupt):
                     self.finish("interrupted")
                     return
@@ -256,8 +258,22 @@ class Run:
         _write(self.path / _RUN, json.dumps(record, indent=2))
 
     def record(self) -> Row:
-        """Returns what run.json holds."""
-        return json.loads((self.path / _RUN).read_text(encoding="utf-8"))
+        """Returns what run.json holds.
+
+        Raises:
+            UserError: It holds no JSON object.
+        """
+        path = self.path / _RUN
+        return parse_object(read_text(path, remedy=_RESTORE), where=str(path), remedy=_RESTORE)
+
+    def settings(self) -> Any:
+        """Returns what config.yaml holds, as plain data.
+
+        Raises:
+            UserError: It is no UTF-8 text, or malformed.
+        """
+        path = self.path / _CONFIG
+        return read_yaml(read_text(path, remedy=_RESTORE), str(path))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl.
@@ -277,6 +293,9 @@ class Run:
         """Returns the rows of metrics.jsonl, without a last line that is still being written.
 
         What is not valid in them is left out.
+
+        Raises:
+            UserError: A line holds no JSON object; the message names file and line.
         """
         return self.checked_rows()[0]
 
@@ -315,6 +334,7 @@ class Run:
         log_bytes = {}
         comfort = "older ones are whole: " if self._checkpoints() else ""
         with file_errors(f"the checkpoint of round {round} in {path.parent}", comfort):
+            make_private_folder(path.parent)
             for log in (self.path / _METRICS, self.path / _SAMPLES):
                 log_bytes[log.name] = log.stat().st_size if log.exists() else 0
                 if log.exists():
@@ -335,10 +355,11 @@ class Run:
             kept.add(max(self._scores, key=lambda number: (self._scores[number], -number)))
         for number, path in self._checkpoints():
             if number <= round and number not in kept:
-                shutil.rmtree(path)
+                _remove(path)
                 self._scores.pop(number, None)
-        for remains in (self.path / "checkpoints").glob(".*"):  # of saves that were interrupted
-            shutil.rmtree(remains)
+        for suffix in ("draft", "old"):  # of saves that were interrupted
+            for remains in (self.path / "checkpoints").glob(f".round_*.{suffix}"):
+                _remove(remains)
 
     def latest_checkpoint(self) -> tuple[int, State] | None:
         """Returns round and state of the newest checkpoint that is whole, None before the first.
@@ -374,7 +395,7 @@ class Run:
                 problems.append(error)
                 continue
             for problem in problems:
-                log("skipped: %s", problem)
+                log("skipped: %s", printable(problem))
             return envelope
         if problems:
             raise UserError(
@@ -414,6 +435,15 @@ class Run:
             file.write("".join(lines))
 
 
+def _remove(folder: Path) -> None:
+    """Removes a folder; one that refuses costs room, which is no reason to stop a run."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        logger.warning("%s cannot be removed: %s", printable(folder), printable(reason))
+
+
 def _log_lengths(envelope: State | None) -> dict[str, int]:
     """Bytes that each log had when a checkpoint was written; none without one."""
     return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
@@ -422,15 +452,17 @@ def _log_lengths(envelope: State | None) -> dict[str, int]:
 def _read_rows(path: Path) -> list[Any]:
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    whole = path.read_bytes().rpartition(b"\n")[0]  # what follows the last line end is torn
     rows: list[Any] = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is torn
+    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+        where = f"{path}, line {number}"
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}); restore it.") from None
-        except RecursionError:
-            rows.append(None)  # nested so deep that nothing can read it
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}: the byte 0x{line[error.start]:02x} is not UTF-8; {_RESTORE}"
+            ) from None
+        rows.append(parse_object(text, where=where, remedy=_RESTORE))
     return rows
 
 

@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from firm.run.directory import Row, differences, file_errors
+from firm.federation.outside import check_name
+from firm.run.directory import Row, Run, differences, file_errors
 from firm.run.errors import UserError
+from firm.run.files import make_private_folder, parse_object, read_text
 from firm.run.lock import check_not_held
+from firm.run.names import check_folder_name
 
 SWEEP_NAME = "sweep.json"
 
@@ -91,7 +94,7 @@ class Sweep:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} exists, is not empty and holds no sweep; choose another path.")
         with file_errors(f"the sweep {path}"):
-            path.mkdir(parents=True, exist_ok=True)
+            make_private_folder(path)
             draft = path / f".{SWEEP_NAME}.{uuid.uuid4().hex}"
             draft.write_text(json.dumps({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
             with suppress(FileExistsError):  # another process of this sweep was faster
@@ -110,8 +113,8 @@ class Sweep:
 
     def is_done(self, name: str) -> bool:
         """Whether the run of a point has finished."""
-        record = self.run_path(name) / "run.json"
-        return record.exists() and json.loads(record.read_text())["status"] == "finished"
+        run = Run(self.run_path(name))
+        return (run.path / "run.json").exists() and run.record().get("status") == "finished"
 
     def pending(self) -> list[str]:
         """Returns the points that are not finished, in order."""
@@ -159,16 +162,6 @@ class Sweep:
                             yield outcome
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-
-
-def slug(name: str) -> str:
-    """Returns a name as part of a file's.
-
-    >>> slug("FIRM, β = 0.05")
-    'firm_β_0.05'
-    """
-    words = "".join(c if c.isalnum() or c in ".-" else " " for c in name).split()
-    return "_".join(words).lower()
 
 
 def summarise(outcomes: Sequence[Outcome]) -> None:
@@ -236,14 +229,22 @@ def _end_with(parent: int) -> None:
 
 def _read(path: Path) -> Row:
     manifest = path / SWEEP_NAME
+    remedy = "restore it or choose another path."
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
-        return {"id": content["id"], "config": content["config"], "points": content["points"]}
+        text = read_text(manifest, remedy=remedy)
     except FileNotFoundError:
         raise UserError(
             f"there is no sweep at {path}; give the folder with {SWEEP_NAME}."
         ) from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{manifest} is malformed ({error}); restore it or choose another path."
-        ) from None
+    content = parse_object(text, where=str(manifest), remedy=remedy)
+    try:
+        points = {
+            check_folder_name(n, "a point's name"): dict(p) for n, p in content["points"].items()
+        }
+        return {
+            "id": check_name(content["id"], "id"),
+            "config": content["config"],
+            "points": points,
+        }
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{manifest} is malformed ({error}); {remedy}") from None

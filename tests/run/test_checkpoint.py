@@ -229,3 +229,17 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_state_and_no_remains(
     assert start_and_wait(code, str(tmp_path)) == 0
     assert load_state(tmp_path / "s") == {"a": 1}
     assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": 1}', "[]", '"text"', "9" * 5_000])
+def test_a_state_of_another_making_is_no_whole_checkpoint(tmp_path: Path, text: str) -> None:
+    save_state(tmp_path / "s", {"a": 1})
+    (tmp_path / "s" / "state.json").write_text(text)
+    with pytest.raises(ValueError, match=r"no whole checkpoint at .*; use an earlier one\."):
+        load_state(tmp_path / "s")
+
+
+def test_a_folder_in_place_of_a_state_is_no_whole_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "s" / "state.json").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no whole checkpoint at .* is a folder; use an earlier"):
+        load_state(tmp_path / "s")

@@ -56,6 +56,80 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
         run.rows()
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"", "line 2 is empty"),
+        (b'{"text": "\xe9"}', "line 2: the byte 0xe9 is not UTF-8"),
+        (b"[" * 100_000, "line 2 is nested too deeply"),
+        (b"5", "line 2 holds no JSON object but a int"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named_with_what_to_do(tmp_path: Path, line, message) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    for name, read in (("metrics.jsonl", run.rows), ("samples.jsonl", run.samples)):
+        (run.path / name).write_bytes(b'{"kind": "run"}\n' + line + b"\n")
+        with pytest.raises(UserError) as refused:
+            read()
+        assert str(refused.value) == (
+            f"{run.path / name}, {message}; restore the file from a copy, or start a new run."
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", b"", "run.json is empty; restore"),
+        ("run.json", b"[1]", "run.json holds no JSON object but a list; restore"),
+        ("run.json", b'{\n"status": "\xff"}', "run.json, line 2: the byte 0xff is not UTF-8; rest"),
+        ("config.yaml", b"seed: 1\nout: \xff", "config.yaml, line 2: the byte 0xff is not UTF-8"),
+        ("config.yaml", b"seed: 1\nout: [", "config.yaml is malformed YAML, line 2: "),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_before_anything_changes(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    run.log({"kind": "run"})  # cut off by whoever takes the run up
+    run.close()
+    (run.path / name).write_bytes(content)
+    before = contents(run.path)
+    for open_again in (Run.check, Run.open):
+        with pytest.raises(UserError) as refused:
+            open_again(run.path, CONFIG, resume=True)
+        assert message in str(refused.value)
+        assert contents(run.path) == before
+
+
+def test_a_stray_file_among_the_checkpoints_stops_nothing(tmp_path: Path, caplog) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    folder = run.path / "checkpoints"
+    run.save_checkpoint(1, {"a": 1}, keep_last=1)
+    for name in (".DS_Store", ".nfs0001", "round_0000"):
+        (folder / name).touch()
+    (folder / ".round_0001.draft").mkdir()
+    run.save_checkpoint(2, {"a": 2}, keep_last=1)
+    assert {path.name for path in folder.iterdir()} == {
+        ".DS_Store",
+        ".nfs0001",
+        "round_0000",
+        "round_0002",
+    }
+    assert run.latest_checkpoint() == (2, {"a": 2})
+    assert "round_0000 cannot be removed: Not a directory" in caplog.text
+
+
+def test_nobody_else_can_enter_a_run_or_its_checkpoints(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        run = Run.create(tmp_path / "runs" / "a", CONFIG)
+        run.save_checkpoint(1, {"a": 1})
+    finally:
+        os.umask(before)
+    for folder in (run.path, run.path / "checkpoints"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_named_and_not_logged(tmp_path: Path, value: float) -> None:
     run = Run.create(tmp_path / "a", CONFIG)

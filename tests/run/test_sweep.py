@@ -165,6 +165,44 @@ def test_a_manifest_that_is_damaged_is_named(tmp_path):
         Sweep(tmp_path / "sweep")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "sweep.json is empty; restore it"),
+        (b'{"a": 1,\n"b": "\xff"}', "sweep.json, line 2: the byte 0xff is not UTF-8; restore it"),
+        (b"[" * 100_000, "sweep.json is nested too deeply; restore it"),
+        (
+            b'{"id": "a", "config": {}, "points": {"../../x": {}}}',
+            "a point's name must be the name",
+        ),
+        (b'{"id": "a/b", "config": {}, "points": {}}', "id must be at most 64 letters"),
+        (b'{"id": "a", "config": {}, "points": []}', "sweep.json is malformed"),
+    ],
+)
+def test_a_manifest_of_a_stranger_is_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "sweep.json").write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        Sweep(tmp_path)
+    assert message in str(refused.value)
+
+
+def test_an_empty_record_of_a_point_is_named(tmp_path):
+    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
+    sweep.run_path("one").mkdir(parents=True)
+    (sweep.run_path("one") / "run.json").touch()
+    with pytest.raises(UserError, match=r"points/one/run\.json is empty; restore the file"):
+        sweep.pending()
+
+
+def test_nobody_else_can_enter_a_new_sweep(tmp_path):
+    before = os.umask(0)
+    try:
+        sweep = Sweep.open(tmp_path / "runs/sweep", {}, POINTS, resume=False)
+    finally:
+        os.umask(before)
+    assert sweep.path.stat().st_mode & 0o777 == 0o700
+
+
 def test_two_who_begin_the_same_sweep_share_it(tmp_path):
     one = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=True)
     other = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=True)

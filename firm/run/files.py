@@ -1,0 +1,70 @@
+"""Files of a run as they are read, and folders that are their owner's alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from firm.run.errors import UserError
+
+
+def read_text(path: Path, *, remedy: str) -> str:
+    """Returns the text of a UTF-8 file.
+
+    Args:
+        path: The file.
+        remedy: What to do where it is no such text, for the message.
+
+    Raises:
+        UserError: A byte of it is not UTF-8; the message names file and line.
+        OSError: It cannot be read.
+    """
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path}, line {line}: the byte 0x{content[error.start]:02x} is not UTF-8; {remedy}"
+        ) from None
+
+
+def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
+    """Returns the JSON object in a text.
+
+    Args:
+        text: The whole text.
+        where: File, and line if there are several objects in it.
+        remedy: What to do where it is none, for the message.
+
+    Raises:
+        UserError: It is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        problem = "is nested too deeply"
+    except ValueError as error:
+        problem = f"is not JSON ({error})" if text.strip() else "is empty"
+    else:
+        if isinstance(value, dict):
+            return value
+        problem = f"holds no JSON object but a {type(value).__name__}"
+    raise UserError(f"{where} {problem}; {remedy}") from None
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder that its owner alone can enter, whatever the umask; one that is there stays.
+
+    Parents are made as usual.
+
+    Raises:
+        OSError: It cannot be made, or something else is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(0o700)  # a umask may have taken more than it should

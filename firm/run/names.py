@@ -1,0 +1,68 @@
+"""Names that people give, where they become folders and files."""
+
+from collections.abc import Collection
+
+from firm.federation.outside import printable
+
+MAX_FOLDER_BYTES = 150
+"""Longest name of a folder; file systems take 255 bytes, and seeds, ends and drafts come on top."""
+
+
+def slug(name: str) -> str:
+    """Returns a name as part of a file's.
+
+    >>> slug("FIRM, β = 0.05")
+    'firm_β_0.05'
+    """
+    words = "".join(c if c.isalnum() or c in ".-" else " " for c in name).split()
+    return "_".join(words).lower()
+
+
+def check_slugs(names: Collection[str], what: str) -> None:
+    """Checks that names differ as files and that none of them is hidden or too long.
+
+    Args:
+        names: Any texts.
+        what: What is named, several of them, for the message: "settings".
+
+    Raises:
+        ValueError: A name is not fit, or two become the same file.
+    """
+    taken: dict[str, str] = {}
+    for name in names:
+        part = slug(name)
+        shown = printable(repr(name), max_length=80)
+        if not any(map(str.isalnum, part)) or part.startswith("."):
+            raise ValueError(
+                f"{what} need names with letters or digits that begin with no dot, got {shown}."
+            )
+        if (size := len(part.encode())) > MAX_FOLDER_BYTES:
+            raise ValueError(
+                f"{what} need names of at most {MAX_FOLDER_BYTES} bytes, got {size} in {shown}."
+            )
+        if part in taken:
+            raise ValueError(
+                f"{what} need names that differ as files, got {taken[part]!r} and {name!r}; rename "
+                "one."
+            )
+        taken[part] = name
+
+
+def check_folder_name(name: str, what: str) -> str:
+    """Returns a name that becomes a folder just as it is.
+
+    Args:
+        name: One printable path component that begins with no dot or space and ends with neither.
+        what: What is named, for the message: "an algorithm's name".
+
+    Raises:
+        ValueError: The name is something else, such as '../run', or too long.
+    """
+    is_plain = name.isprintable() and name.strip(" .") == name and not set(name) & set("/\\")
+    if not name or not is_plain or len(name.encode(errors="replace")) > MAX_FOLDER_BYTES:
+        raise ValueError(
+            f"{what} must be the name of a folder: at most {MAX_FOLDER_BYTES} bytes without slashes"
+            " and control characters, that begins and ends with no dot or space, got "
+            f"{printable(repr(name), max_length=80)}."
+        )
+    return name
