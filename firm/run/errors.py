@@ -1,9 +1,12 @@
 """Errors that are the user's to cure: one line, exit code 2, no traceback."""
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from firm.federation import ProcessLost, RoundFailed
 from firm.federation.outside import printable
@@ -16,6 +19,39 @@ class UserError(ValueError):
     """What was wrong, what was received and what to do, in one line for the person who typed it."""
 
 
+class Terminated(KeyboardInterrupt):
+    """Somebody asked this process to end, by SIGTERM; like Ctrl-C, it is no defect."""
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raises `Terminated` inside, in the main thread, where SIGTERM comes.
+
+    A run then notes how it ended before the process goes. Further ones wait for that. Where the
+    signal has a handler already, or is given one inside, that one counts.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked child, which ends as it would have
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        signal.signal(signum, signal.SIG_IGN)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) in (end, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Ends the program with one line on stderr and exit code 2 when the input is at fault.
@@ -23,10 +59,11 @@ def exit_on_user_error() -> Iterator[None]:
     Bad values, files and rewards raise ValueError or OSError, or make every client fail. A defect
     may do so too, so whatever is not a plain `UserError` says how to see its traceback. All other
     exceptions are defects and keep theirs. What messages quote from files and other machines is
-    shown without anything that a terminal would obey.
+    shown without anything that a terminal would obey. Ctrl-C ends it with 130, SIGTERM with 143.
     """
     try:
-        yield
+        with interrupted_by_sigterm():
+            yield
     except (ValueError, OSError, RoundFailed, ProcessLost) as error:
         if os.environ.get("FIRM_TRACEBACK"):
             raise
@@ -36,6 +73,9 @@ def exit_on_user_error() -> Iterator[None]:
         hint = "" if isinstance(error, UserError) else " (FIRM_TRACEBACK=1 shows where)"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {line}{hint}\n")
         raise SystemExit(1 if isinstance(error, ProcessLost) else 2) from None
+    except Terminated:
+        sys.stderr.write("terminated\n")
+        raise SystemExit(143) from None  # 128 + SIGTERM
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         raise SystemExit(130) from None  # 128 + SIGINT, as shells count

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from firm.federation.outside import check_name
 from firm.run.directory import Row, Run, differences, file_errors
-from firm.run.errors import UserError
+from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
 from firm.run.files import make_private_folder, parse_object, read_text
 from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
@@ -160,6 +160,11 @@ class Sweep:
                     for future in done:
                         if outcome := future.result():
                             yield outcome
+            except Terminated:  # which came to this process alone, unlike Ctrl-C
+                for worker in multiprocessing.active_children():
+                    worker.terminate()
+                pool.shutdown(cancel_futures=True)  # once their runs have noted it
+                raise
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -187,7 +192,7 @@ def _run_point(
     if _is_held(place):
         return None
     try:
-        with _printed_to(log):
+        with interrupted_by_sigterm(), _printed_to(log):
             run(place, settings)
     except UserError as error:
         if _is_held(place):  # both came at once, and the other one was faster

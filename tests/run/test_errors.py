@@ -1,6 +1,11 @@
+import os
+import signal
+import threading
+from pathlib import Path
+
 import pytest
 
-from firm.run import UserError, exit_on_user_error
+from firm.run import Run, UserError, exit_on_user_error
 
 
 @pytest.mark.parametrize(
@@ -41,3 +46,68 @@ def test_an_interrupted_program_says_so(capsys) -> None:
         raise KeyboardInterrupt
     assert end.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_terminated_run_notes_how_it_ended(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as end, exit_on_user_error(), Run.create(tmp_path / "a", {}):
+        terminate()
+    assert end.value.code == 143
+    assert capsys.readouterr().err == "terminated\n"
+    assert Run(tmp_path / "a").record()["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_second_request_to_end_does_not_cut_the_first_one_short() -> None:
+    def end_and_tidy_up() -> None:
+        try:
+            terminate()
+        finally:
+            terminate()
+
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        end_and_tidy_up()
+    assert end.value.code == 143
+
+
+def test_whoever_has_a_handler_of_their_own_keeps_it() -> None:
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with exit_on_user_error():
+            terminate()
+        assert heard == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with exit_on_user_error():  # the engine of several processes installs its own inside
+            signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+            terminate()
+        terminate()
+        assert len(heard) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_forked_child_ends_by_the_signal_as_it_would_have() -> None:
+    with exit_on_user_error():
+        if (child := os.fork()) == 0:
+            try:
+                terminate()
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+
+
+def test_a_thread_hears_of_no_signal_and_asks_for_none() -> None:
+    handlers = []
+
+    def work() -> None:
+        with exit_on_user_error():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.SIG_DFL]

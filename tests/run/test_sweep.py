@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from firm.run import Outcome, Run, Sweep, UserError, summarise
+from firm.run import Outcome, Run, Sweep, UserError, exit_on_user_error, summarise
 
 WORK = """
 import os, time
@@ -98,6 +99,25 @@ def test_a_point_that_another_process_has_finished_meanwhile_is_not_run_again(tm
     with Run.create(sweep.run_path("two"), {}):
         pass
     assert list(outcomes) == []
+
+
+def test_a_sweep_that_is_terminated_ends_its_workers_and_their_runs_say_so(tmp_path, work):
+    sweep = Sweep.open(tmp_path / "sweep", {}, {"endless": {"n": 99}}, resume=False)
+    log = sweep.run_path("endless") / "metrics.jsonl"
+
+    def terminate_when_it_works() -> None:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    helper = threading.Thread(target=terminate_when_it_works)
+    helper.start()
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        list(sweep.work(work, {"endless": {"n": 99}}))
+    helper.join()
+    assert end.value.code == 143
+    assert Run(sweep.run_path("endless")).record()["status"] == "interrupted"
 
 
 @pytest.mark.slow
