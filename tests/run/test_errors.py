@@ -62,15 +62,19 @@ def test_a_terminated_run_notes_how_it_ended(tmp_path: Path, capsys) -> None:
 
 
 def test_a_second_request_to_end_does_not_cut_the_first_one_short() -> None:
+    done = []
+
     def end_and_tidy_up() -> None:
         try:
             terminate()
         finally:
             terminate()
+            done.append("tidied up")
 
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         end_and_tidy_up()
     assert end.value.code == 143
+    assert done
 
 
 def test_whoever_has_a_handler_of_their_own_keeps_it() -> None:
