@@ -9,11 +9,14 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+
+from firm.federation import ProcessLost
+from firm.federation.outside import printable
 
 RewardFn = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 """Called with the keywords `prompts` and `completions`; returns one number per completion."""
@@ -48,8 +51,8 @@ def score(
         completions: B replies, cut at their stop.
 
     Raises:
-        ValueError: A reward did not return one finite number per completion. The message names the
-            objective and where, and never repeats a text.
+        ValueError: A reward raised an error, or did not return one finite number per completion.
+            The message names the objective and where, and repeats no text but the error's own.
     """
     if len(prompts) != len(completions):
         raise ValueError(
@@ -58,11 +61,24 @@ def score(
         )
     rows = []
     for name, reward_fn in reward_fns.items():
-        values = reward_fn(prompts=list(prompts), completions=list(completions))
-        if inspect.isawaitable(values):
-            values = asyncio.run(_result(values))
+        values = _called(name, reward_fn, list(prompts), list(completions))
         rows.append(_checked(name, values, len(completions)))
     return torch.stack(rows)
+
+
+def _called(name: str, reward_fn: RewardFn, prompts: list[str], completions: list[str]) -> Any:
+    """What a reward function gives; an error in it is told with the objective's name."""
+    try:
+        values = reward_fn(prompts=prompts, completions=completions)
+        return asyncio.run(_result(values)) if inspect.isawaitable(values) else values
+    except (ProcessLost, TimeoutError):  # the engine's, who interrupts whatever is at work
+        raise
+    except Exception as error:
+        text = printable(" ".join(str(error).split()), max_length=300)
+        raise ValueError(
+            f"reward {name!r} raised {type(error).__name__}{f': {text}' if text else ''}; repair "
+            "the reward function."
+        ) from error
 
 
 async def _result(values: Awaitable[Sequence[float]]) -> Sequence[float]:
@@ -115,10 +131,29 @@ class Calibration:
     """How many replies the figures come from."""
 
     def __post_init__(self) -> None:
-        if not (self.scale > 0 and self.high > self.low):
+        if self.method not in get_args(Method):
+            raise ValueError(
+                f"a calibration's method must be one of {', '.join(get_args(Method))}, got "
+                f"{_short(self.method)}."
+            )
+        for name in ("mean", "scale", "low", "high"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not abs(value) <= torch.finfo(torch.float32).max:
+                raise ValueError(
+                    f"a calibration's {name} must be a finite number of float32, got "
+                    f"{_short(value)}."
+                )
+        if min(self.scale, self.high - self.low) < torch.finfo(torch.float32).tiny:
             raise ValueError(
                 f"a calibration's scale must be positive, and low below high, got scale "
                 f"{self.scale:g}, low {self.low:g} and high {self.high:g}."
+            )
+        count = self.num_samples
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(
+                f"a calibration's num_samples must be a whole number of 0 or more, got "
+                f"{_short(count)}."
             )
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
@@ -137,8 +172,22 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> "Calibration":
-        """The calibration that `to_dict` described."""
+        """The calibration that `to_dict` described.
+
+        Raises:
+            ValueError: The figures are none of a calibration; files and messages have them, too.
+        """
+        known = {field.name for field in fields(cls)}
+        if not isinstance(figures, Mapping) or not {"method"} <= set(figures) <= known:
+            raise ValueError(
+                f"a calibration must have a method, and of {', '.join(sorted(known))} no others, "
+                f"got {_short(figures)}."
+            )
         return cls(**figures)
+
+
+def _short(value: object) -> str:
+    return printable(repr(value), max_length=80)
 
 
 def calibrate(method: Method, raw: torch.Tensor, *, name: str = "reward") -> Calibration:

@@ -15,6 +15,7 @@ from firm.alignment.rewards import (
     reward_diagnostics,
     score,
 )
+from firm.federation import ProcessLost
 
 PROMPTS = ["secret one", "secret two", "secret three"]
 REPLIES = ["a", "bb", "ccc"]
@@ -83,6 +84,59 @@ def test_a_broken_reward_is_named_with_its_place_and_no_text(values, message):
     with pytest.raises(ValueError, match=message) as caught:
         score({"fine": length, "r": lambda **_: values}, PROMPTS, REPLIES)
     assert "secret" not in str(caught.value)
+
+
+def test_a_reward_that_raises_is_named_with_its_error_in_one_line():
+    def broken(completions, **kwargs):
+        raise KeyError(f"no\n{completions[0] * 999}\x1b[2J")
+
+    async def late(completions, **kwargs):
+        raise RuntimeError
+
+    with pytest.raises(ValueError, match=r"^reward 'a' raised KeyError: 'no.naaaa") as caught:
+        score({"a": broken}, PROMPTS, REPLIES)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+    with pytest.raises(ValueError, match=r"^reward 'b' raised RuntimeError; repair the reward fu"):
+        score({"b": late}, PROMPTS, REPLIES)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("late"), ProcessLost("gone")])
+def test_who_interrupts_a_reward_is_not_taken_for_its_error(error):
+    def interrupted(completions, **kwargs):
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        score({"a": interrupted}, PROMPTS, REPLIES)
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"method": "zscore"}, "method must be one of sigmoid, minmax, none, got 'zscore'"),
+        ({"method": ["none"]}, "method must be one of sigmoid, minmax, none, got \\['none'\\]"),
+        ({"method": "sigmoid", "mean": math.nan}, "mean must be a finite number of float32, got n"),
+        ({"method": "sigmoid", "mean": 1e308}, "mean must be a finite number of float32, got 1e+"),
+        ({"method": "sigmoid", "mean": "0"}, "mean must be a finite number of float32, got '0'"),
+        ({"method": "none", "mean": True}, "mean must be a finite number of float32, got True"),
+        ({"method": "sigmoid", "mean": 10**400}, "mean must be a finite number of float32, got 10"),
+        ({"method": "sigmoid", "scale": math.inf}, "scale must be a finite number of float32"),
+        ({"method": "sigmoid", "scale": -1}, "scale must be positive, and low below high, got sc"),
+        ({"method": "sigmoid", "scale": 1e-300}, "scale must be positive, and low below high"),
+        ({"method": "minmax", "low": 1, "high": 1}, "scale must be positive, and low below high"),
+        ({"method": "minmax", "low": 2, "high": 1}, "scale must be positive, and low below high"),
+        ({"method": "none", "num_samples": -1}, "num_samples must be a whole number of 0 or more"),
+        ({"method": "none", "num_samples": 1.5}, "num_samples must be a whole number of 0 or mo"),
+        ({"method": "none", "width": 1}, "and of .* no others, got {'method': 'none', 'width': 1}"),
+        ({"mean": 0.0}, "a calibration must have a method"),
+        (["none"], "a calibration must have a method"),
+    ],
+)
+def test_figures_that_are_no_calibration_are_refused(figures, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Calibration.from_dict(figures)
+    assert len(str(caught.value)) < 300
 
 
 def test_prompts_and_completions_must_correspond():
