@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -202,7 +203,10 @@ def _read_file(path: Path) -> Iterator[Prompt]:
         raise ValueError(
             f"{path}, line {line}: not valid JSON ({error.msg} at column {error.colno}): repair it."
         ) from None
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except RecursionError:
+        place = f"{path}" if is_whole else f"{path}, line {number}"
+        raise ValueError(f"{place}: JSON that is nested too deeply: repair it.") from None
+    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}): give UTF-8 text, plain or in a whole "
             "gzip file."
@@ -241,6 +245,12 @@ def _prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
     kind = row.get("kind") or kind
     if not isinstance(kind, str):
         raise ValueError(f"{place}: `kind` must be a text, got {type(kind).__name__}.")
+    for field, value in (("the prompt", text), ("`kind`", kind)):
+        if half := re.search("[\ud800-\udfff]", value):
+            raise ValueError(
+                f"{place}: {field} has half a surrogate pair at character {half.start() + 1}, "
+                "which no tokenizer reads: remove it."
+            )
     try:
         return Prompt(as_dialogue(text), kind)
     except ValueError as error:

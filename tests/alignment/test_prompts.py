@@ -133,6 +133,9 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
         ('{"prompt": ["secret"]}', r"line 2: no prompt in fields prompt"),
         ('{"chosen": "secret"}', r"line 2: no prompt in an empty text"),
         ('{"prompt": "secret", "kind": 3}', r"line 2: `kind` must be a text, got int"),
+        (r'{"prompt": "secret \ud83d"}', r"line 2: the prompt has half a surrogate .* character 8"),
+        (r'{"prompt": "secret", "kind": "\udc00"}', r"line 2: `kind` has half a surrogate pair"),
+        ("[" * 100_000, r"line 2: JSON that is nested too deeply"),
         (json.dumps({"prompt": f"{HUMAN} secret"}), r"line 2: a dialogue must begin"),
         (json.dumps({"prompt": f"secret{HUMAN} Hi{ASSISTANT}"}), r"line 2: a dialogue must begin"),
     ],
@@ -149,11 +152,17 @@ def test_a_bad_line_is_named_by_its_number_and_never_quoted(tmp_path, line, mess
 def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
     (tmp_path / "a.csv").write_text("prompt\nHi")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "fine"}\n' * 9)[:-9])
+    damaged = bytearray(gzip.compress(b'{"prompt": "fine"}\n' * 9))
+    damaged[10] ^= 0xFF
+    (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "object.json").write_text('{"prompt": "Hi"}')
     (tmp_path / "empty.jsonl").write_text("\n")
     for source, message in {
         str(tmp_path / "a.csv"): "not a .json or .jsonl file",
         str(tmp_path / "cut.jsonl.gz"): "cannot be read",
+        str(tmp_path / "damaged.jsonl.gz"): "cannot be read",
+        str(tmp_path / "deep.json"): r"deep\.json: JSON that is nested too deeply",
         str(tmp_path / "object.json"): "holds a JSON dict",
         str(tmp_path / "empty.jsonl"): "there is no prompt in",
         str(tmp_path / "missing.jsonl"): "no prompts at",
