@@ -31,6 +31,7 @@ from firm.alignment import (
     Calibration,
     PolicyConfig,
     RolloutConfig,
+    check_vocabulary,
     load_adapters,
     load_tokenizer,
     sample_replies,
@@ -102,6 +103,7 @@ def main(cfg: Config, console: Console | None = None) -> None:
     folder = adapter_folder(cfg.adapter or cfg.run or Path())
     policy = load_adapters(cfg.policy, [folder], check_base=cfg.check_base)
     tokenizer = load_tokenizer(cfg.policy)
+    check_vocabulary(policy, tokenizer, cfg.policy.path)
     rewards = cfg.rewards if cfg.show_rewards else {}
     reward_fns = {name: load_reward_model(config, name) for name, config in rewards.items()}
     calibrations = frozen_calibrations(rewards, read_record(cfg.run)) if cfg.run else {}

@@ -38,6 +38,7 @@ from firm.alignment import (
     PolicyConfig,
     PromptsConfig,
     RolloutConfig,
+    check_vocabulary,
     comparison_table,
     evaluate,
     load_adapters,
@@ -136,6 +137,7 @@ def main(cfg: Config) -> Path:
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     policy = load_adapters(cfg.policy, list(folder_by_name.values()), check_base=cfg.check_base)
     tokenizer = load_tokenizer(cfg.policy)
+    check_vocabulary(policy, tokenizer, cfg.policy.path)
     prompts = load_prompts(**asdict(cfg.prompts), tokenizer=tokenizer)[: cfg.num_prompts]
     score_fns = {
         name: load_reward_model(config, name)

@@ -43,6 +43,7 @@ from firm.alignment import (
     calibrate,
     check_context,
     check_same,
+    check_vocabulary,
     comparison_table,
     copy_adapter,
     evaluate,
@@ -322,11 +323,13 @@ def load(cfg: Config, processes: Processes, *, measures: bool = True) -> World:
         validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
         test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
     judges = {key: load_reward_model(c, key) for key, c in _reward_configs(cfg).items()}
+    policy = load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter"))
+    check_vocabulary(policy, tokenizer, cfg.policy.path)
     trainer = MultiObjectivePPOTrainer(
         cfg.ppo,
         rollout_config=cfg.rollout,
         prompt_format=cfg.policy.prompt,
-        policy=load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter")),
+        policy=policy,
         tokenizer=tokenizer,
         reward_fns={name: judges[name] for name in cfg.rewards},
         num_steps=max(1, cfg.rounds) * cfg.strategy.num_local_steps,

@@ -1,16 +1,27 @@
 """Finished adapters, which need no trainer: several in one base model, of which one speaks."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.utils.save_and_load import load_peft_weights
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from firm.alignment.policy import PolicyConfig, load_base_model, without_needless_warnings
+
+_WEIGHTS = "adapter_model.safetensors"
+_FROM_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Beginnings of `init_lora_weights` that change the base model, whose adapters fit no other."""
 
 Reference = Callable[[], AbstractContextManager[Any]]
 """Opens a context inside which a model is the base model."""
@@ -46,12 +57,14 @@ def load_adapters(
     for index, (folder, lora) in enumerate(zip(folders, settings, strict=True)):
         name = _slot_name(index)
         try:
+            # Made without memory, and filled once the file's shapes are known to be the settings'.
             with without_needless_warnings():
                 if policy is None:
-                    policy = PeftModel(model, lora, adapter_name=name)
+                    policy = PeftModel(model, lora, adapter_name=name, low_cpu_mem_usage=True)
                 else:
-                    policy.add_adapter(name, lora)
-        except ValueError as error:  # peft's, when no layer is called like the target modules
+                    policy.add_adapter(name, lora, low_cpu_mem_usage=True)
+        except (ValueError, TypeError, AttributeError, RuntimeError, re.error) as error:
+            # peft's, when no layer is called like the target modules, or a setting is no such thing
             raise ValueError(
                 f"the adapter in {folder} does not fit {config.path} ({error}): "
                 "use the base model that it was made for."
@@ -62,7 +75,7 @@ def load_adapters(
     return policy.to(device).eval()
 
 
-def _adapter_settings(folder: Path) -> PeftConfig:
+def _adapter_settings(folder: Path) -> LoraConfig:
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"there is no adapter in {folder}: give a folder with adapter_config.json and "
@@ -70,12 +83,58 @@ def _adapter_settings(folder: Path) -> PeftConfig:
         )
     try:
         settings = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{folder}/adapter_config.json is malformed ({error}): restore the file."
+            f"{folder}/adapter_config.json is malformed ({reason}): restore the file."
         ) from error
-    settings.inference_mode = True
+    if not isinstance(settings, LoraConfig):
+        raise ValueError(
+            f"the adapter in {folder} has a {type(settings).__name__}, expected a LoraConfig: give "
+            "a LoRA adapter."
+        )
+    start = settings.init_lora_weights
+    if settings.layer_replication or (isinstance(start, str) and start.startswith(_FROM_THE_BASE)):
+        raise ValueError(
+            f"the adapter in {folder} changes the base model, by layer_replication "
+            f"{settings.layer_replication} or init_lora_weights {start!r}: give one that leaves it "
+            "as it is."
+        )
+    _check_ranks(folder, settings)
+    settings.inference_mode, settings.init_lora_weights = True, False
     return settings
+
+
+def _check_ranks(folder: Path, settings: LoraConfig) -> None:
+    """Raises `ValueError` where settings state a rank that no tensor of the file can have."""
+    largest = max((size for shape in _shapes(folder) for size in shape), default=0)
+    patterns = settings.rank_pattern or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{folder}/adapter_config.json: rank_pattern must be an object.")
+    for rank in (settings.r, *patterns.values()):
+        if not isinstance(rank, int) or not 1 <= rank <= largest:
+            raise ValueError(
+                f"the adapter in {folder} states the rank {rank!r}, but the largest size of its "
+                f"tensors is {largest}: restore adapter_config.json and {_WEIGHTS} together."
+            )
+
+
+def _shapes(folder: Path) -> list[tuple[int, ...]]:
+    """Shapes of all tensors in an adapter's file, of which only the head is read."""
+    with _reading(folder), safe_open(folder / _WEIGHTS, "pt") as file:
+        return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    if not (folder / _WEIGHTS).is_file():
+        raise ValueError(f"{folder} has no {_WEIGHTS}: save the adapter again.")
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder}/{_WEIGHTS} cannot be read ({error}): restore the file."
+        ) from error
 
 
 def _is_same_place(base: str, other: str) -> bool:
@@ -93,16 +152,10 @@ def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "de
         name: The slot.
 
     Raises:
-        ValueError: The folder holds no adapter, or another model's.
+        ValueError: The folder holds no adapter, another model's, or one that is not finite.
     """
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{folder} has no adapter_model.safetensors: save the adapter again.")
-    try:
+    with _reading(folder):
         adapter = load_peft_weights(str(folder), device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder}/adapter_model.safetensors cannot be read ({error}): restore the file."
-        ) from error
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     remedy = "use the base model that it was made for."
     if odd := sorted(adapter.keys() ^ slot.keys()):
@@ -116,7 +169,15 @@ def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "de
                 f"the adapter in {folder} does not fit {base}: {key} has shape "
                 f"{list(adapter[key].shape)}, expected {list(values.shape)}: {remedy}"
             )
-    set_peft_model_state_dict(policy, adapter, adapter_name=name)
+        adapter[key] = adapter[key].to(values.dtype)
+        if not adapter[key].isfinite().all():
+            raise ValueError(
+                f"the adapter in {folder} has numbers in {key} that are not finite: give one from "
+                "a training that went well."
+            )
+    # Slots that were made without memory take the tensors themselves.
+    has_no_memory = any(values.is_meta for values in slot.values())
+    set_peft_model_state_dict(policy, adapter, adapter_name=name, low_cpu_mem_usage=has_no_memory)
 
 
 def _slot_name(index: int) -> str:

@@ -151,6 +151,24 @@ def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_token
         )
 
 
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises a ValueError when the tokenizer has tokens that the model has no embedding of.
+
+    Args:
+        model: A language model, with or without adapters.
+        tokenizer: What its prompts are encoded with.
+        path: What messages call the model.
+    """
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= num_rows:
+        raise ValueError(
+            f"policy.path: the tokenizer of {path} has ids up to {largest}, but the model's "
+            f"embedding has {num_rows} rows: give the tokenizer that belongs to the model, or "
+            "resize its embedding."
+        )
+
+
 def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """The language model without an adapter.
 
@@ -206,7 +224,7 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
     """A language model, frozen, with one fresh adapter, drawn from the global generators.
 
     Raises:
-        ValueError: No layer is called like `target_modules`.
+        ValueError: No layer is called like `target_modules`, or the rank is larger than all.
     """
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     missing = [name for name in config.lora.target_modules if name not in names]
@@ -221,6 +239,17 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
         raise ValueError(
             f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
             f"choose among {linear}."
+        )
+    sizes = [
+        size
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in config.lora.target_modules
+        for size in getattr(getattr(module, "weight", None), "shape", ())
+    ]
+    if config.lora.r > max(sizes, default=config.lora.r):  # before anything of that size is made
+        raise ValueError(
+            f"policy.lora.r must be at most {max(sizes)}, the size of the largest matrix that it "
+            f"adapts in {config.path}, got {config.lora.r}."
         )
     with without_needless_warnings():
         if config.gradient_checkpointing:  # the reentrant kind sees no gradient in frozen inputs

@@ -1,4 +1,5 @@
 import json
+import math
 import random
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from firm.alignment.adapters import load_adapters, select_adapter
@@ -331,3 +333,52 @@ def test_an_adapter_of_another_base_is_refused_unless_the_base_is_said_to_be_the
     monkeypatch.chdir(checkpoint.parent)  # the same folder, spelt otherwise
     settings.write_text(json.dumps(values))
     load_adapters(PolicyConfig(path=checkpoint.name), folders)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 10**9}, r"states the rank 1000000000, but the largest size of its tensors is 16"),
+        ({"r": "4"}, r"states the rank '4', but the largest size"),
+        ({"rank_pattern": {"q_proj": 10**7}}, r"states the rank 10000000, but the largest size"),
+        ({"rank_pattern": [1]}, r"rank_pattern must be an object"),
+        ({"r": 16}, r"does not fit .* has shape \[4, 16\], expected \[16, 16\]"),
+        ({"layer_replication": [[0, 10**6]]}, r"changes the base model, by layer_replication"),
+        (
+            {"init_lora_weights": "pissa"},
+            r"changes the base model, by .* init_lora_weights 'pissa'",
+        ),
+        ({"peft_type": "NONE_SUCH"}, r"adapter_config.json is malformed"),
+        ({"target_modules": "("}, r"does not fit"),
+    ],
+)
+def test_settings_that_are_not_the_file_s_are_refused(checkpoint, folders, changes, message):
+    settings = folders[0] / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+
+
+def test_an_adapter_of_another_kind_is_refused(checkpoint, folders):
+    settings = folders[0] / "adapter_config.json"
+    values = {"peft_type": "IA3", "base_model_name_or_path": str(checkpoint)}
+    settings.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"has a IA3Config, expected a LoraConfig: give a LoRA"):
+        load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+
+
+def test_settings_that_are_nested_too_deeply_are_malformed(checkpoint, folders):
+    (folders[0] / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter_config\.json is malformed \("):
+        load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_adapter_that_is_not_finite_is_refused(checkpoint, folders, value):
+    file = folders[1] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name][0, 0] = value
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"small has numbers in .* that are not finite"):
+        load_adapters(PolicyConfig(path=str(checkpoint)), folders)

@@ -12,6 +12,7 @@ from firm.alignment.policy import (
     PolicyConfig,
     adapter_parameters,
     check_context,
+    check_vocabulary,
     copy_adapter,
     load_adapter_,
     load_base_model,
@@ -402,6 +403,20 @@ def test_prompt_and_reply_must_fit_into_the_context(tmp_path, make_model, archit
 def test_a_model_without_positions_takes_any_length(tmp_path):
     BloomConfig(vocab_size=15, hidden_size=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
     check_context(PolicyConfig(str(tmp_path)), max_prompt_tokens=10**6, max_new_tokens=10**6)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(make_policy, make_tokenizer):
+    policy, tokenizer = make_policy(), make_tokenizer()
+    check_vocabulary(policy, tokenizer, "models/a")
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match=r"has ids up to 15, but .* embedding has 15 rows"):
+        check_vocabulary(policy, tokenizer, "models/a")
+
+
+def test_a_rank_beyond_every_matrix_is_refused_before_it_takes_memory(checkpoint):
+    config = PolicyConfig(path=str(checkpoint), lora=LoraSettings(r=10**9))
+    with pytest.raises(ValueError, match=r"policy\.lora\.r must be at most 16, .* got 1000000000"):
+        load_policy(config, stream=RandomStream(0))
 
 
 def test_an_absent_device_is_refused_with_those_there_are():
