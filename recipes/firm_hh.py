@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -72,6 +73,7 @@ from firm.federation import (
     iid_partition,
 )
 from firm.federation.aggregation import weighted_mean
+from firm.federation.outside import check_name, printable
 from firm.federation.strategies import (
     STRATEGIES,
     FedAvgConfig,
@@ -96,7 +98,7 @@ from reward_models import RewardModelConfig, load_reward_model
 ROOT = Path(__file__).parent.parent
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = ("resume", "out", "tracking", "plan", "client_timeout")
+FREE_KEYS = ("name", "resume", "out", "tracking", "plan", "client_timeout")
 """What may differ from the run's own configuration when it is resumed."""
 
 
@@ -120,6 +122,10 @@ class PartitionConfig:
     """Equal random parts, or shares of each kind of prompt that a Dirichlet distribution draws."""
     alpha: float = 0.3
     """Concentration of the Dirichlet distribution (A.2.2: 0.3); small is uneven."""
+
+    def __post_init__(self) -> None:
+        if not (self.alpha > 0 and isfinite(self.alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha}.")
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,21 @@ class EvaluationConfig:
     """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further scores that are reported and never trained on."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_calibration_prompts", 1),
+            ("num_validation_prompts", 0),
+            ("num_test_prompts", 2),
+            ("num_samples", 1),
+            ("num_shown_samples", 0),
+        ):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {count}.")
+        if self.num_validation_prompts == 1:
+            raise ValueError(
+                "num_validation_prompts must be 0 or at least 2, got 1: a standard error needs two."
+            )
 
 
 @dataclass(frozen=True)
@@ -218,21 +239,31 @@ class Config:
     """Weights & Biases."""
 
     def __post_init__(self) -> None:
+        check_name(self.name, "name")
         if self.rounds < (0 if self.start else 1) or self.num_clients < 1:
             raise ValueError(
                 f"rounds and num_clients must be at least 1, got {self.rounds} and "
                 f"{self.num_clients}; 0 rounds need a start."
             )
-        if self.start and not (min(self.start.values()) >= 0 and sum(self.start.values()) > 0):
+        shares = self.start.values()
+        if self.start and not (all(map(isfinite, shares)) and min(shares) >= 0 and sum(shares) > 0):
             raise ValueError(
-                f"start must have non-negative shares, not all zero, got {self.start}."
+                f"start must have finite, non-negative shares, not all zero, got {self.start}."
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
             )
         if self.processes_per_client < 1:
             raise ValueError(
                 f"processes_per_client must be at least 1, got {self.processes_per_client}."
             )
-        if self.client_timeout is not None and not self.client_timeout > 0:
-            raise ValueError(f"client_timeout must be positive, got {self.client_timeout:g}.")
+        if self.client_timeout is not None and not 0 < self.client_timeout < float("inf"):
+            raise ValueError(
+                f"client_timeout must be positive and finite, got {self.client_timeout:g}; null "
+                "sets no limit."
+            )
+        _check_participation(self)
         if self.strategy.robust.min_updates > self.num_clients:
             raise ValueError(
                 f"strategy.robust.rule {self.strategy.robust.rule} with num_attackers "
@@ -250,6 +281,14 @@ class Config:
             raise ValueError(
                 "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
                 f"lost, got {list(self.start)}."
+            )
+        for name in self.rewards:
+            check_name(name, "rewards: the name of an objective")
+        for name in self.evaluation.metrics:
+            check_name(name, "evaluation.metrics: the name of a score")
+        if shared := self.rewards.keys() & self.evaluation.metrics.keys():
+            raise ValueError(
+                f"evaluation.metrics has {min(shared)!r}, which is an objective too; rename one."
             )
         self.strategy.check(list(self.rewards))
         _check_groups(self)
@@ -560,7 +599,7 @@ def _print_plan(cfg: Config) -> None:
     for table in plan.tables():
         print_table(table.title, table.header, table.rows)
     for note in plan.notes:
-        print(note)
+        print(printable(note, max_length=5_000))
 
 
 def _texts(
@@ -587,11 +626,28 @@ def _partition(prompts: list[Prompt], cfg: Config) -> list[list[Prompt]]:
     return [[prompts[index] for index in shard] for shard in shards]
 
 
+def _check_participation(cfg: Config) -> None:
+    """Raises ``ValueError`` on a strategy that asks for clients that there are not."""
+    for key in ("quorum", "clients_per_round"):
+        count = getattr(cfg.strategy, key)
+        if count is not None and count > cfg.num_clients:
+            raise ValueError(
+                f"strategy.{key} must be at most num_clients ({cfg.num_clients}), got {count}; "
+                "lower it, or add clients."
+            )
+    names = client_names(cfg)
+    for name in cfg.strategy.always:
+        if name not in names:
+            raise ValueError(
+                f"strategy.always must name clients, {names[0]} to {names[-1]}, got {name!r}."
+            )
+
+
 def _check_groups(cfg: Config) -> None:
     """Raises ``ValueError`` on groups that do not fit clients and objectives."""
     taken: dict[int, str] = {}
     for group, config in cfg.groups.items():
-        key = f"groups.{group}"
+        key = f"groups.{check_name(group, 'groups: the name of a group')}"
         for client in config.clients:
             if not 0 <= client < cfg.num_clients:
                 raise ValueError(

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from firm.federation import LocalEngine, ServerState, State
+from firm.federation.outside import printable
 from firm.federation.partition import (
     balanced_dirichlet_partition,
     dirichlet_partition,
@@ -59,7 +61,18 @@ from firm.fmoo.metrics import improved_share, local_progress
 from firm.fmoo.progress import local_models
 from firm.report.fmoo_figures import AlgorithmRuns
 from firm.report.fmoo_sections import NUM_TABLE_USERS
-from firm.run import Run, Tracker, TrackingConfig, print_table, run_cli, to_dict, to_yaml
+from firm.run import (
+    Run,
+    Tracker,
+    TrackingConfig,
+    check_folder_name,
+    make_private_folder,
+    print_table,
+    run_cli,
+    to_dict,
+    to_yaml,
+)
+from firm.run.directory import file_errors
 from firm.run.guard import drawing
 from recipes import fmoo_page
 
@@ -104,6 +117,12 @@ class PartitionConfig:
     on (FedMGDA+, Section 6.1, keeps 0.1). 0 keeps none; natural users may have test samples."""
 
     def __post_init__(self) -> None:
+        for name in ("shards_per_client", "num_users", "min_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not (self.alpha > 0 and isfinite(self.alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha}.")
         if not 0 <= self.test_fraction < 1:
             raise ValueError(f"test_fraction must be in [0, 1), got {self.test_fraction}.")
         if self.objectives_per_client is not None and self.objectives_per_client < 1:
@@ -193,6 +212,10 @@ class Config:
         for name in ("num_clients", "rounds", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("num_workers", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or null, got {value}.")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
         if not self.algorithms:
@@ -202,9 +225,28 @@ class Config:
                 f"progress_from must be one of {', '.join(self.algorithms)}, got "
                 f"{self.progress_from!r}."
             )
+        for name, algorithm in self.algorithms.items():
+            check_folder_name(name, "algorithms: an algorithm's name")
+            _check_participation(self, name, algorithm)
         if self.target_loss is not None and not self.target_loss > 0:
             raise ValueError(
                 f"target_loss must be positive, got {self.target_loss}; null runs all rounds."
+            )
+
+
+def _check_participation(cfg: Config, name: str, algorithm: AlgorithmConfig) -> None:
+    """Raises ``ValueError`` where a strategy asks for more clients than the study gives it."""
+    count = algorithm.num_clients or cfg.num_clients
+    if cfg.partition.kind == "natural":  # all users where no number is given; the data tell then
+        count = cfg.partition.num_users
+    if algorithm.is_centralised:
+        count = 1
+    for key in ("quorum", "clients_per_round"):
+        asked = getattr(algorithm.strategy, key)
+        if asked is not None and count is not None and asked > count:
+            raise ValueError(
+                f"algorithms.{name}.strategy.{key} must be at most the number of clients, "
+                f"{count}, got {asked}; lower it, or add clients."
             )
 
 
@@ -265,6 +307,8 @@ def run_seed(cfg: Config, name: str, splits: Splits, path: Path, seed: int) -> l
     rivals = {}
     if source:
         rivals = {n: federate(cfg, a, splits, seed) for n, a in cfg.algorithms.items()}
+    with file_errors(f"the study {path.parent.parent}"):
+        make_private_folder(path.parent.parent)
 
     with (
         Run.open(path, settings, resume=is_there, ignore=FREE_KEYS) as run,
@@ -313,7 +357,7 @@ def run_seed(cfg: Config, name: str, splits: Splits, path: Path, seed: int) -> l
                 log(measured)
                 content = {"server": state.to_state(), "clients": clients}
                 run.save_checkpoint(state.round, content, keep_last=1)
-                print(progress_line(path, measured), flush=True)
+                print(printable(progress_line(path, measured), max_length=5_000), flush=True)
         return run.rows()
 
 

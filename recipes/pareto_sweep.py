@@ -30,6 +30,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
+from firm.federation.outside import check_name
 from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
 from firm.report import Record, read_record
 from firm.report.front_page import front_figure, write_front_page
@@ -40,6 +41,7 @@ from firm.run import (
     Sweep,
     Tracker,
     UserError,
+    check_slugs,
     compose,
     print_table,
     run_cli,
@@ -101,6 +103,7 @@ class SweepConfig:
     """Points that run at a time, each in a process of its own."""
 
     def __post_init__(self) -> None:
+        check_name(self.name, "name")
         if not self.methods or not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(
                 f"a sweep needs methods and different seeds, got {list(self.methods)} and "
@@ -110,8 +113,12 @@ class SweepConfig:
             raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
         if self.preferences and self.resolution is not None:
             raise ValueError("give preferences or a resolution, got both.")
-        if self.resolution is not None and self.resolution < 1:
-            raise ValueError(f"resolution must be at least 1, got {self.resolution}.")
+        if self.resolution is not None and not 1 <= self.resolution <= 100:
+            raise ValueError(
+                f"resolution must be from 1 to 100, got {self.resolution}; give preferences for a "
+                "finer choice."
+            )
+        check_slugs(self.methods, "methods")
 
 
 @dataclass(frozen=True)
@@ -138,8 +145,8 @@ def main(cfg: SweepConfig) -> Path | None:
     points = {point.name: point for point in asked}
     if len(points) < len(asked):
         raise UserError(
-            "methods and preferences need names that differ as files, got the methods "
-            f"{', '.join(cfg.methods)} and points such as {asked[0].name}."
+            "preferences must differ in four digits of their percentages, which name the points' "
+            f"folders, got {cfg.preferences}."
         )
     runs = {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
     if cfg.reference is not None and len(cfg.reference) != len(objectives):
@@ -280,7 +287,6 @@ def _run_config(
         "evaluation.calibration_seed": cfg.seeds[0],
         **cfg.overrides,
         **method.overrides,
-        "name": point.name,
         "seed": point.seed,
     }
     if method.kind == "soup" and max(point.preference) < 1:

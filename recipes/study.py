@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from firm.federation.outside import check_name, printable
 from firm.report import Record, read_record
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME
@@ -31,7 +32,7 @@ from firm.report.settings import final_figure, final_reward, final_score
 from firm.report.settings_page import study_figures, write_study_page
 from firm.run import (
     Sweep,
-    UserError,
+    check_slugs,
     compose,
     print_table,
     run_cli,
@@ -89,6 +90,7 @@ class StudyConfig:
     they are."""
 
     def __post_init__(self) -> None:
+        check_name(self.name, "name")
         if not self.settings or not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(
                 f"a study needs settings and different seeds, got {list(self.settings)} and "
@@ -104,8 +106,8 @@ class StudyConfig:
                 )
         if self.half_life is not None and not self.half_life > 0:
             raise ValueError(f"half_life must be positive, got {self.half_life}.")
-        if odd := [name for name in self.settings if slug(name) in ("", ".", "..")]:
-            raise ValueError(f"settings need names with letters or digits, got {odd[0]!r}.")
+        check_slugs(self.settings, "settings")
+        check_slugs(self.figures, "figures")
 
 
 def main(cfg: StudyConfig) -> Path | None:
@@ -116,9 +118,7 @@ def main(cfg: StudyConfig) -> Path | None:
         for seed in cfg.seeds
         for setting in cfg.settings
     }
-    if len(points) < len(cfg.seeds) * len(cfg.settings):
-        raise UserError(f"settings need names that differ as files, got {list(cfg.settings)}.")
-    configs = {name: _run_config(cfg, **told, name=name) for name, told in points.items()}
+    configs = {name: _run_config(cfg, **told) for name, told in points.items()}
     if cfg.plan:
         return _print_plan(configs)
     settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
@@ -165,7 +165,7 @@ def finish(
     for wave in waves:
         for outcome in sweep.work(run_point, wave, num_workers=num_workers):
             outcomes.append(outcome)
-            state = outcome.problem or f"{outcome.seconds:.0f} s"
+            state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
             print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
         summarise(outcomes)
     if left := sweep.pending():
@@ -230,14 +230,13 @@ def _spread(values: list[float]) -> str:
     return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def _run_config(cfg: StudyConfig, *, setting: str, seed: int, name: str) -> firm_hh.Config:
+def _run_config(cfg: StudyConfig, *, setting: str, seed: int) -> firm_hh.Config:
     """A run; checked, so that a wrong key is told before anything runs."""
     chosen = cfg.settings[setting]
     overrides: Mapping[str, Any] = {
         "evaluation.calibration_seed": cfg.seeds[0],
         **cfg.overrides,
         **chosen.overrides,
-        "name": name,
         "seed": seed,
     }
     files = [chosen.base or cfg.base]

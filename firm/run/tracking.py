@@ -9,6 +9,7 @@ it: what W&B does not take is a warning.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,10 +18,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Self, TypeGuard
 
+from firm.federation.outside import printable
 from firm.run.guard import drawing
 from firm.run.rows import valid_row, valid_rows
 
 logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[^/\\#?%:]{1,128}")
+"""Names that W&B takes."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,15 @@ class TrackingConfig:
     """Seconds to wait for the service at the start, and for the last upload at the end."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}.")
+        if not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}.")
+        for key in ("project", "entity", "group"):
+            name = getattr(self, key)
+            if name is not None and not (_NAME.fullmatch(name) and name.isprintable()):
+                raise ValueError(
+                    f"{key} must be 1 to 128 printable characters without any of /\\#?%:, got "
+                    f"{printable(repr(name), max_length=80)}."
+                )
 
     def within(self, group: str) -> Self:
         """Returns the same in a group, unless it has one already or tracks nothing."""
@@ -342,7 +354,11 @@ def _start(
             reason = str(error).partition("\n")[0].rstrip(".")
     if run is None:
         run = init("offline")
-        logger.warning("W&B is off line (%s); upload with: wandb sync %s", reason, _folder(run))
+        logger.warning(
+            "W&B is off line (%s); upload with: wandb sync %s",
+            printable(reason),
+            printable(_folder(run)),
+        )
     run.define_metric("round")
     run.define_metric("*", step_metric="round")
     return run

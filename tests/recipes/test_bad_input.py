@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from firm.run import Run, parse, run_cli, to_dict
 from recipes import evaluate
@@ -29,6 +31,10 @@ def nan_at_the_end(completions, **kwargs):
 def one_too_few(completions, **kwargs):
     return [float(len(text)) for text in completions[1:]]
 
+@reward_model("raises")
+def raises(completions, **kwargs):
+    raise LookupError("no such\\nword")
+
 @reward_model("always_the_same")
 def always_the_same(completions, **kwargs):
     return [1.0 for text in completions]
@@ -43,6 +49,14 @@ def files(tmp_path_factory) -> Path:
     (folder / "torn.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Hel')
     (folder / "other.jsonl").write_text('{"prompt": "Hi"}\n\n{"question": "Hi"}\n')
     (folder / "twice.yaml").write_text("rounds: 1\nrounds: 2\n")
+    (folder / "half.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Hi \\ud83d"}\n')
+    bomb = ", ".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefgh"))
+    options = "{name: brevity, options: {x: {a: &a [1], " + bomb + "}}}"
+    (folder / "bomb.yaml").write_text(f"rewards: {{brevity: {options}}}")
+    shutil.copytree(POLICY, folder / "large_tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder / "large_tokenizer")
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "broken.py").write_text("import os\n\nimport no_such_package\n")
     shutil.copytree(POLICY, folder / "no_tokenizer")
@@ -126,7 +140,7 @@ CASES = {
     ),
     "no time for a client": (
         ["--client_timeout", "0"],
-        ["client_timeout must be positive, got 0"],
+        ["client_timeout must be positive and finite, got 0; null sets no limit"],
     ),
     "a negative beta": (
         ["--strategy.beta", "-0.1"],
@@ -148,7 +162,86 @@ CASES = {
         ["--ppo.minibatch_size", "3"],
         ["ppo.batch_size must be a multiple of ppo.minibatch_size, got 8 and 3"],
     ),
+    "a config file that stands for more than it says": (
+        ["--config", "FILES/bomb.yaml"],
+        ["bomb.yaml: malformed YAML, line 1: more than 100000 values, with what aliases repeat"],
+    ),
+    # names
+    "a name that leads elsewhere": (
+        ["--name", "../run"],
+        ["name must be at most 64 letters", "got '../run'"],
+    ),
+    "an objective that is a path": (
+        ["--rewards", "{a/b: {name: brevity}}"],
+        ["rewards: the name of an objective must be at most 64 letters", "got 'a/b'"],
+    ),
+    "an objective that YAML takes for a bool": (
+        ["--rewards", "{yes: {name: brevity}}"],
+        ["rewards must have texts for names, got True, which YAML reads as bool; write it in quo"],
+    ),
+    "a further score that is a path": (
+        ["--evaluation.metrics", "{../a: {name: brevity}}"],
+        ["evaluation.metrics: the name of a score must be at most 64 letters", "got '../a'"],
+    ),
+    "a further score with the name of an objective": (
+        ["--evaluation.metrics", "{brevity: {name: brevity}}"],
+        ["evaluation.metrics has 'brevity', which is an objective too; rename one"],
+    ),
+    "a group that a terminal would obey": (
+        ["--groups", '{"a\\e[2J": {clients: [0]}}'],
+        ["groups: the name of a group must be at most 64 letters", r"got 'a\x1b[2J'"],
+    ),
+    # counts
+    "a quorum that nobody can meet": (
+        ["--strategy.quorum", "99"],
+        ["strategy.quorum must be at most num_clients (2), got 99; lower it, or add clients"],
+    ),
+    "more clients a round than there are": (
+        ["--strategy.clients_per_round", "99"],
+        ["strategy.clients_per_round must be at most num_clients (2), got 99; lower it"],
+    ),
+    "a client that is none": (
+        ["--strategy.always", "[client_9]"],
+        ["strategy.always must name clients, client_0 to client_1, got 'client_9'"],
+    ),
+    "no threads": (
+        ["--num_threads", "0"],
+        ["num_threads must be at least 1, got 0; null leaves it to torch"],
+    ),
+    "time without end for a client": (
+        ["--client_timeout", ".inf"],
+        ["client_timeout must be positive and finite, got inf; null sets no limit"],
+    ),
+    "a share that is no number": (
+        ["--start", "{a: .nan}"],
+        ["start must have finite, non-negative shares, not all zero, got {'a': nan}"],
+    ),
+    "a concentration of zero": (
+        ["--partition.alpha", "0"],
+        ["partition.alpha must be positive and finite, got 0"],
+    ),
+    "one prompt, of which there is no error": (
+        ["--evaluation.num_validation_prompts", "1"],
+        ["evaluation.num_validation_prompts must be 0 or at least 2, got 1"],
+    ),
+    **{
+        f"too few in evaluation.{name}": (
+            [f"--evaluation.{name}", str(least - 1)],
+            [f"evaluation.{name} must be at least {least}, got {least - 1}"],
+        )
+        for name, least in {
+            "num_calibration_prompts": 1,
+            "num_validation_prompts": 0,
+            "num_test_prompts": 2,
+            "num_samples": 1,
+            "num_shown_samples": 0,
+        }.items()
+    },
     # the data
+    "half a character in a test prompt": (
+        ["--data.test.source", "FILES/half.jsonl"],
+        ["FILES/half.jsonl, line 2: the prompt has half a surrogate pair at character 4"],
+    ),
     "more clients than prompts": (
         ["--num_clients", "5000"],
         ["5000", "fewer clients"],
@@ -190,6 +283,10 @@ CASES = {
         ["--policy.path", "FILES/torn_policy"],
         ["no language model could be loaded from the folder FILES/torn_policy", "whole checkpoint"],
     ),
+    "a tokenizer with more tokens than the embedding": (
+        ["--policy.path", "FILES/large_tokenizer"],
+        ["policy.path: the tokenizer of FILES/large_tokenizer has ids up to", "give the tokenizer"],
+    ),
     "a pad token that is the end token": (
         ["--policy.pad_token", "<eos>"],
         ["policy.pad_token:", "differs from its end token '<eos>'", "name an unused token"],
@@ -230,6 +327,10 @@ CASES = {
     "a reward that is not a number": (
         ["--rewards.brevity.name", "nan_at_the_end", "--rewards.brevity.file", "FILES/rewards.py"],
         ["reward 'brevity' returned nan at index 31", "return one finite number for each"],
+    ),
+    "a reward that raises": (
+        ["--rewards.brevity.name", "raises", "--rewards.brevity.file", "FILES/rewards.py"],
+        ["reward 'brevity' raised LookupError: no such word; repair the reward function"],
     ),
     "a reward of the wrong length": (
         ["--rewards.brevity.name", "one_too_few", "--rewards.brevity.file", "FILES/rewards.py"],

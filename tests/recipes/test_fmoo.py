@@ -324,6 +324,24 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (["--partition.test_fraction", "1"], "test_fraction must be in [0, 1), got 1"),
         (["--partition.max_samples", "0"], "max_samples must be at least min_samples (1), got 0"),
         (["--algorithms.FedCMOO.rounds", "0"], "rounds must be at least 1 or null, got 0"),
+        (["--num_threads", "0"], "num_threads must be at least 1 or null, got 0"),
+        (["--num_workers", "-1"], "num_workers must be at least 1 or null, got -1"),
+        (["--partition.num_users", "0"], "partition.num_users must be at least 1, got 0"),
+        (["--partition.min_samples", "-1"], "partition.min_samples must be at least 1, got -1"),
+        (["--partition.alpha", ".nan"], "partition.alpha must be positive and finite, got nan"),
+        (
+            ["--algorithms", "{a: {strategy: {name: fedcmoo, quorum: 99}}}"],
+            "algorithms.a.strategy.quorum must be at most the number of clients, 20, got 99",
+        ),
+        (
+            ["--algorithms.FedCMOO.strategy.clients_per_round", "99"],
+            "strategy.clients_per_round must be at most the number of clients, 20, got 99; lower",
+        ),
+        (
+            ["--algorithms", "{../a: {strategy: {name: fedcmoo}}}"],
+            "algorithms: an algorithm's name must be the name of a folder",
+        ),
+        (["--algorithms", "{/a: {strategy: {name: fedcmoo}}}"], "must be the name of a folder"),
     ],
 )
 def test_bad_input_ends_in_one_line(arguments, message, capsys, tmp_path):
@@ -333,6 +351,11 @@ def test_bad_input_ends_in_one_line(arguments, message, capsys, tmp_path):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_nobody_else_can_enter_a_study(study):
+    for folder in (study, *study.glob("*/seed_*")):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_study_is_never_overwritten(study, capsys):

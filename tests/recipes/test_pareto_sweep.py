@@ -153,10 +153,7 @@ def test_a_reference_point_that_a_model_is_not_above_is_told_and_nothing_is_over
         ({"preferences": [[1, 1, 1]]}, "an entry for each of brevity, positivity"),
         ({"preferences": [[1, 1]]}, "a front needs two preferences or more"),
         ({"preferences": [[1, 1], [2, 2]]}, "preferences must differ"),
-        (
-            {"methods": {"A b": MethodConfig(), "a_b": MethodConfig()}},
-            "need names that differ as files, got the methods A b, a_b",
-        ),
+        ({"preferences": [[0.5, 0.5], [0.500001, 0.499999]]}, "must differ in four digits"),
         ({"reference": [0.1]}, "reference must have a reward for each"),
         ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
         (
@@ -169,6 +166,24 @@ def test_bad_input_is_told_before_anything_is_written(tmp_path, changes, message
     with pytest.raises(UserError, match=message):
         main(replace(CONFIG, out=tmp_path / "sweep", **changes))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"methods": {"A b": MethodConfig(), "a_b": MethodConfig()}},
+            "that differ as files, got 'A b",
+        ),
+        ({"methods": {"..": MethodConfig()}}, "methods need names with letters or digits"),
+        ({"methods": {"": MethodConfig()}}, "methods need names with letters or digits"),
+        ({"name": "/tmp/sweep"}, "name must be at most 64 letters"),
+        ({"resolution": 10**6, "preferences": []}, "resolution must be from 1 to 100, got 1000000"),
+    ],
+)
+def test_names_and_sizes_that_cannot_be_folders_or_runs_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **changes)
 
 
 @pytest.mark.parametrize(("resolution", "num_objectives"), [(1, 2), (4, 2), (3, 3)])

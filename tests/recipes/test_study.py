@@ -4,7 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from firm.run import parse
+import pytest
+
+from firm.run import UserError, parse
 from recipes import study
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,37 @@ def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
     assert "6 runs" in printed
     assert "b-seed_2" in printed
     assert "optimizer steps per client and round" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--settings", "{..: {}}"],
+            "settings need names with letters or digits that begin with no ",
+        ),
+        (["--settings", "{/: {}}"], "settings need names with letters or digits"),
+        (
+            ["--settings", "{A b: {}, a_b: {}}"],
+            "settings need names that differ as files, got 'A b'",
+        ),
+        (["--figures", "{B: [A], b: [A]}"], "figures need names that differ as files, got 'B'"),
+        (["--name", "../study"], "name must be at most 64 letters"),
+    ],
+)
+def test_names_that_lead_elsewhere_or_to_one_place_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        parse(study.StudyConfig, ["--settings", "{A: {}}", *arguments])
+
+
+def test_a_setting_has_a_folder_of_its_own_below_the_study(tmp_path, capsys):
+    settings = "{'../../β = 0.5': {}}"
+    base = str(ROOT / "configs/smoke.yaml")
+    cfg = parse(study.StudyConfig, ["--base", base, "--settings", '{"β = 0.5": {}}', "--plan"])
+    study.main(cfg)
+    assert "β_0.5-seed_0" in capsys.readouterr().out
+    with pytest.raises(UserError, match="settings need names"):
+        parse(study.StudyConfig, ["--settings", settings])
 
 
 def test_a_study_runs_all_settings_and_draws_them_side_by_side(tmp_path, capsys):

@@ -360,8 +360,19 @@ def test_several_runs_make_a_table_a_plane_and_figures_in_the_summary(tmp_path: 
 
 
 def test_a_timeout_that_would_mean_for_ever_is_refused() -> None:
-    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
-        TrackingConfig(timeout_s=0)
+    for seconds in (0, float("inf"), float("nan")):
+        with pytest.raises(
+            ValueError, match=f"timeout_s must be positive and finite, got {seconds}"
+        ):
+            TrackingConfig(timeout_s=seconds)
+
+
+@pytest.mark.parametrize("key", ["project", "entity", "group"])
+@pytest.mark.parametrize("name", ["", "a/b", "..\\a", "a\n", "\x1b[2J", "a" * 129])
+def test_names_that_wandb_or_a_terminal_would_take_otherwise_are_refused(key, name) -> None:
+    with pytest.raises(ValueError, match=f"{key} must be 1 to 128 printable characters") as refused:
+        TrackingConfig(**{key: name})
+    assert str(refused.value).isprintable()
 
 
 POISONED = [float("nan"), float("inf"), 1e308, 10**400, -1, "x", [None], {}, {"a": "b"}, True]
