@@ -61,7 +61,7 @@ def main(cfg: Config) -> Path:
     chosen = neighbours(front, want) if cfg.merge else [(nearest(front, want), 1.0)]
     folders = [cfg.front.parent / point.adapter for point, _ in chosen]
     for (point, _), folder in zip(chosen, folders, strict=True):
-        check_there(point, folder)
+        check_there(point, folder, cfg.front.parent)
     expected = expected_rewards(chosen)
     adapter = folders[0]
     if cfg.merge:
@@ -144,8 +144,13 @@ def parse_want(text: str, objectives: Sequence[str]) -> list[float]:
     return [shares[name] for name in objectives]
 
 
-def check_there(point: Point, folder: Path) -> None:
-    """Raises `UserError` where a point's adapter is gone."""
+def check_there(point: Point, folder: Path, below: Path) -> None:
+    """Raises `UserError` where a point's adapter is gone, or a link leads away from the front."""
+    if not folder.resolve().is_relative_to(below.resolve()):
+        raise UserError(
+            f"the adapter of {point.name} is a link that leads out of {below}, to "
+            f"{folder.resolve()}; copy it beside the front if you trust it."
+        )
     for name in (SETTINGS_NAME, WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise UserError(
@@ -192,22 +197,31 @@ def write_merged(
 
 def _read_adapter(folder: Path) -> Adapter:
     try:
-        return load_file(folder / WEIGHTS_NAME)
+        adapter = load_file(folder / WEIGHTS_NAME)
     except SafetensorError as error:
         raise UserError(
             f"{folder / WEIGHTS_NAME} cannot be read ({error}); restore the file."
         ) from error
+    for name, values in adapter.items():
+        if not values.isfinite().all():
+            raise UserError(
+                f"{folder / WEIGHTS_NAME} has numbers in {name} that are not finite; train that "
+                "point again."
+            )
+    return adapter
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
-        base = settings["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
+        base = str(settings["base_model_name_or_path"])
+        if not base.isprintable():
+            raise ValueError(f"base_model_name_or_path {base[:80]!a} is no name of a model")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{folder / SETTINGS_NAME} is malformed ({error}); restore the file."
         ) from error
-    return {**settings, "base_model_name_or_path": str(base)}
+    return {**settings, "base_model_name_or_path": base}
 
 
 def _unordered(value: Any) -> Any:
@@ -314,7 +328,7 @@ The learned rewards say what the reward models prefer, not what is true or safe.
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained("{base_model}")
+base = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})
 model = PeftModel.from_pretrained(base, "path/of/this/folder")
 ```
 """)

@@ -1,5 +1,6 @@
 """The card of a finished adapter: what it is, how it was made, and what it scored."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ The learned rewards say what the reward models prefer, not what is true or safe.
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained("{base_model}")
+base = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})
 model = PeftModel.from_pretrained(base, "path/of/this/folder")
 ```
 """

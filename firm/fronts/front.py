@@ -72,6 +72,8 @@ class Front:
             raise ValueError(
                 f"a front needs objectives of different names, got {list(self.objectives)}."
             )
+        for name in (*self.objectives, self.strategy):
+            _check_shown("an objective or strategy", name)
         if self.num_prompts < 1:
             raise ValueError(f"num_prompts must be positive, got {self.num_prompts}.")
         as_reference(self.reference, len(self.objectives))
@@ -86,14 +88,26 @@ class Front:
             self._check_point(point)
 
     def _check_point(self, point: Point) -> None:
+        for what, text in (
+            ("a point's name", point.name),
+            ("an adapter's folder", point.adapter),
+            ("a collapse's reason", point.collapse or "-"),
+        ):
+            _check_shown(what, text)
         self._check_figures(f"the rewards of {point.name!r}", point.rewards)
         self._check_figures(f"the errors of {point.name!r}", point.errors)
         if point.preference is not None:
             self._shares(point)
-        if PurePosixPath(point.adapter).is_absolute():
+        place = PurePosixPath(point.adapter)
+        if place.is_absolute():
             raise ValueError(
                 f"the adapter of {point.name!r} must be relative to the front's file, so that the "
                 f"folder can be moved, got {point.adapter}."
+            )
+        if ".." in place.parts or "\\" in point.adapter:
+            raise ValueError(
+                f"the adapter of {point.name!r} must be below the front's file, without '..' and "
+                f"backslashes, got {point.adapter}."
             )
 
     def _check_figures(self, what: str, figures: Mapping[str, float]) -> None:
@@ -185,6 +199,12 @@ class Front:
             OSError: It cannot be read.
         """
         return read_record(path, cls, version=_FORMAT)
+
+
+def _check_shown(what: str, text: str) -> None:
+    """Raises `ValueError` on a text that a terminal would obey, or that is empty."""
+    if not text or not text.isprintable():
+        raise ValueError(f"{what} must be a printable text in one line, got {text[:80]!a}.")
 
 
 def by_preference(front: Front) -> dict[tuple[float, ...], tuple[Point, ...]]:

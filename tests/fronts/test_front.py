@@ -106,11 +106,26 @@ def test_a_front_that_does_not_fit_together_is_refused(build_front, fields, mess
         ({"errors": {}}, "the errors of 'x' must have one entry .* got none"),
         ({"rewards": {"a": 0.5, "b": math.inf}}, "got inf for 'b'"),
         ({"adapter": "/home/x"}, "adapter of 'x' must be relative"),
+        (
+            {"adapter": "points/../../x"},
+            "adapter of 'x' must be below the front's file, without '..'",
+        ),
+        ({"adapter": "points\\x"}, "adapter of 'x' must be below the front's file"),
+        ({"adapter": "points/x\n"}, r"an adapter's folder must be a printable .* 'points/x\\n'"),
+        ({"adapter": ""}, "an adapter's folder must be a printable text"),
+        ({"name": "x\x1b[2J"}, r"a point's name must be a printable .* got 'x\\x1b\[2J'"),
+        ({"collapse": "x\u202e"}, r"a collapse's reason must be a printable .* got 'x\\u202e'"),
     ],
 )
 def test_a_point_that_does_not_fit_is_refused(build_point, build_front, fields, message):
     with pytest.raises(ValueError, match=message):
         build_front([dataclasses.replace(build_point((0.5, 0.5), name="x"), **fields)])
+
+
+@pytest.mark.parametrize("fields", [{"strategy": "firm\r"}, {"objectives": ("a", "b\x07")}])
+def test_names_that_a_terminal_would_obey_are_refused(build_front, fields):
+    with pytest.raises(ValueError, match="an objective or strategy must be a printable text"):
+        build_front([], **fields)
 
 
 def test_two_points_of_one_name_are_refused(build_point, build_front):

@@ -224,6 +224,44 @@ def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, capsys):
     assert not (tmp_path / "merged").exists()
 
 
+def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp_path, capsys):
+    text = front.read_text()
+    for name, stranger, message in (
+        ("middle", "mid\\u001b[2Jdle", r"a point's name must be a printable text in one line"),
+        ("points/middle/adapter", "points/../../elsewhere", "must be below the front's file"),
+    ):
+        front.write_text(text.replace(f'"{name}"', f'"{stranger}"'))
+        line = refused(capsys, "--front", front, "--want", "brevity=1,positivity=1")
+        assert message in line
+        assert line.isprintable()
+
+    front.write_text(text)
+    place = front.parent / "points/middle/adapter"
+    shutil.move(place, tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    line = refused(capsys, "--front", front, "--want", "brevity=1,positivity=1")
+    assert "the adapter of middle is a link that leads out of" in line
+
+
+def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, capsys):
+    arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
+    arguments += ("--out", tmp_path / "merged")
+    path = front.parent / "points/high/adapter/adapter_config.json"
+    settings = json.loads(path.read_text())
+    for text in (
+        json.dumps(settings | {"base_model_name_or_path": "a\x1b[2J"}),
+        "[" * 100_000,
+    ):
+        path.write_text(text)
+        line = refused(capsys, *arguments)
+        assert "adapter_config.json is malformed" in line
+        assert line.isprintable()
+    path.write_text(json.dumps(settings))
+    scale_adapter(path.parent, float("nan"))
+    assert "that are not finite; train that point again" in refused(capsys, *arguments)
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_collapsed_model_is_not_served(front, capsys):
     whole = Front.load(front)
     collapsed = replace(whole.points[1], collapse="one reply to 99 % of the prompts")
