@@ -40,9 +40,14 @@ from firm.alignment import (
 )
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
-from firm.report import read_record
 from firm.run import exit_on_user_error
-from recipes.evaluate import adapter_folder, frozen_calibrations, parse_over_run, printable
+from recipes.evaluate import (
+    adapter_folder,
+    checked_record,
+    frozen_calibrations,
+    parse_over_run,
+    printable,
+)
 from reward_models import RewardModelConfig, load_reward_model
 
 SIDES = {"base": None, "aligned": 0}
@@ -79,6 +84,10 @@ class Config:
             raise ValueError(
                 "there is nobody to talk to: give --run runs/mine, or --adapter with --policy.path."
             )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
+            )
         if not self.policy.path:
             raise ValueError(
                 "policy.path is empty: name the base model, or give --run on the command line."
@@ -106,7 +115,7 @@ def main(cfg: Config, console: Console | None = None) -> None:
     check_vocabulary(policy, tokenizer, cfg.policy.path)
     rewards = cfg.rewards if cfg.show_rewards else {}
     reward_fns = {name: load_reward_model(config, name) for name, config in rewards.items()}
-    calibrations = frozen_calibrations(rewards, read_record(cfg.run)) if cfg.run else {}
+    calibrations = frozen_calibrations(rewards, checked_record(cfg.run)) if cfg.run else {}
 
     def answer(side: str, dialogue: str, turn: int) -> Answer:
         stream = RandomStream(cfg.seed, "chat", turn)  # the same for both sides
@@ -149,6 +158,7 @@ def turns(console: Console) -> Iterator[str]:
             line = (console.input("[bold]you[/bold]: ") if is_person else input()).strip()
         except EOFError:
             return
+        line = line.encode(errors="replace").decode()  # bytes that are no text reach no tokenizer
         if line == "/quit":
             return
         if line:

@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-import yaml
 
 from firm.alignment import (
     Calibration,
@@ -52,7 +51,17 @@ from firm.report import Record, read_record
 from firm.report.comparison import Measure
 from firm.report.comparison_page import Figure, Row, Sample, write_comparison
 from firm.report.samples import Reply, dialogue
-from firm.run import UserError, exit_on_user_error, leaves, parse, print_table, to_dict, to_yaml
+from firm.run import (
+    Run,
+    UserError,
+    exit_on_user_error,
+    leaves,
+    parse,
+    print_table,
+    read_yaml,
+    to_dict,
+    to_yaml,
+)
 from firm.run.guard import drawing
 from reward_models import RewardModelConfig, load_reward_model
 
@@ -109,6 +118,10 @@ class Config:
                 "there is nothing to evaluate: give --runs '[runs/mine]', or --adapters with "
                 "--policy.path."
             )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
+            )
         if not self.policy.path:
             raise ValueError(
                 "policy.path is empty: name the base model, or give --runs on the command line."
@@ -132,7 +145,7 @@ def main(cfg: Config) -> Path:
     check_place(out)
 
     # load: whatever does not fit is found before the first reply is sampled
-    records = [read_record(path) for path in cfg.runs]
+    records = [checked_record(path) for path in cfg.runs]
     check_comparable(cfg.runs, records, normalized=cfg.normalized)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     policy = load_adapters(cfg.policy, list(folder_by_name.values()), check_base=cfg.check_base)
@@ -167,7 +180,8 @@ def main(cfg: Config) -> Path:
                 extra_fns={key: fn for key, fn in score_fns.items() if key not in calibrations},
                 num_samples=cfg.num_samples,
             )
-        print(f"{name}: {len(prompts)} prompts, {time.perf_counter() - start:.1f} s", flush=True)
+        seconds = time.perf_counter() - start
+        print(printable(f"{name}: {len(prompts)} prompts, {seconds:.1f} s"), flush=True)
 
     # show
     base = evaluations.pop(BASE)
@@ -411,19 +425,39 @@ def parse_over_run(
     scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scout.add_argument(f"--{key}", dest="runs", nargs="?")
     try:
-        runs = yaml.safe_load(scout.parse_known_args(arguments)[0].runs or "")
-    except yaml.YAMLError:
+        runs = read_yaml(scout.parse_known_args(arguments)[0].runs or "")
+    except UserError:
         runs = None
     runs = runs if isinstance(runs, list) else [runs]
     if not runs or runs[0] is None:  # or malformed, which `parse` says better
         return parse(config_class, arguments, description=description)
     run = str(runs[0])
-    settings = run_settings(read_record(Path(run)))
+    settings = run_settings(checked_record(Path(run)))
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"settings of {Path(run).name}.yaml"
         file.write_text(to_yaml({k: v for k, v in settings.items() if k in names}))
         return parse(config_class, ["--config", str(file), *arguments], description=description)
+
+
+def checked_record(path: Path) -> Record:
+    """What a run's files say; a damaged one is named, since a run may come from elsewhere.
+
+    Raises:
+        UserError: There is no run at `path`, or a file of it is malformed.
+    """
+    run = Run(path)
+    if (path / "config.yaml").is_file():
+        settings = run.settings()
+        sections = ("policy", "rewards", "rollout", "data", "evaluation")
+        if not isinstance(settings, Mapping) or not all(
+            isinstance(settings.get(key) or {}, Mapping) for key in sections
+        ):
+            raise UserError(
+                f"{path / 'config.yaml'} holds no configuration of a run; restore the file, or "
+                "choose another run."
+            )
+    return read_record(path)
 
 
 def run_settings(record: Record) -> dict[str, Any]:

@@ -135,6 +135,12 @@ def test_scores_can_be_left_off_and_then_no_reward_model_is_loaded(run, chat):
     assert lines_of(text, "aligned: ")
 
 
+def test_bytes_that_are_no_text_are_replaced_before_a_tokenizer_reads_them(run, chat):
+    text = chat(["Why \udcff?"], "--run", run, "--show_rewards", "false")
+    assert "you: Why ??" in text
+    assert lines_of(text, "aligned: ")
+
+
 def test_an_unknown_command_is_said_and_not_answered(run, chat):
     text = chat(["/wat now", "/quit", "never said"], "--run", run)
     assert text == "you: /wat now\n(no command /wat: /reset begins anew, /quit leaves)\n"
@@ -158,6 +164,7 @@ def test_a_long_dialogue_loses_its_beginning_and_goes_on(run, chat):
     [
         ([], "give --run"),
         (["--adapter", "RUN/adapter"], "policy.path is empty"),
+        (["--run", "RUN", "--num_threads", "0"], "num_threads must be at least 1, got 0"),
         (["--run", "no/such/run"], "no run at no/such/run"),
         (["--adapter", "RUN/checkpoints", "--policy.path", POLICY], "there is no adapter in"),
         (["--run", "RUN", "--policy.path", "other/model"], "was made for the base model"),

@@ -317,6 +317,27 @@ def no_adapter(run: Path) -> None:
     shutil.rmtree(run / "adapter")
 
 
+def bad_byte_in_config(run: Path) -> None:
+    (run / "config.yaml").write_bytes(b"seed: 0\nout: \xff\n")
+
+
+def list_for_config(run: Path) -> None:
+    (run / "config.yaml").write_text("[policy]")
+
+
+def empty_record(run: Path) -> None:
+    (run / "run.json").write_text("")
+
+
+def not_finite(run: Path) -> None:
+    path = run / "adapter/adapter_model.safetensors"
+    save_file({name: tensor / 0 for name, tensor in load_file(path).items()}, path)
+
+
+def huge_rank(run: Path) -> None:
+    edit_json(run / "adapter/adapter_config.json", r=10**9)
+
+
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
@@ -329,6 +350,11 @@ def no_adapter(run: Path) -> None:
         (no_tensors, "has no adapter_model.safetensors"),
         (no_settings, "there is no adapter in"),
         (no_adapter, "has no adapter yet"),
+        (not_finite, "that are not finite"),
+        (huge_rank, "states the rank 1000000000, but the largest size of its tensors"),
+        (bad_byte_in_config, "config.yaml, line 2: the byte 0xff is not UTF-8; restore"),
+        (list_for_config, "config.yaml holds no configuration of a run; restore"),
+        (empty_record, "run.json is empty; restore"),
     ],
 )
 def test_an_adapter_that_does_not_fit_ends_in_one_line_with_nothing_written(
@@ -363,6 +389,8 @@ def test_the_same_model_in_another_place_is_allowed_when_said(run, copied, tmp_p
             ["--runs", "[RUN]", "--metrics.brevity.name", "brevity"],
             "both in rewards and in metrics",
         ),
+        (["--runs", "[RUN]", "--num_threads", "0"], "num_threads must be at least 1, got 0"),
+        (["--runs", "[" * 5_000], "nested too deeply"),
         (["--runs", "[RUN]", "--num_prompt", "4"], "did you mean num_prompts?"),
         (["--runs", "[RUN]", "--prompts.source", "no.jsonl"], "no.jsonl"),
     ],
