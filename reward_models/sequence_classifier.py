@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -23,6 +25,18 @@ from transformers import (
 from transformers.utils import logging
 
 from reward_models.formats import CallFormat, check_format, present
+
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What transformers and its libraries raise on files that are none of a checkpoint."""
 
 UNKNOWN_LENGTH = 10**9
 """Longer than any model reads; tokenizers without a limit say 10^30."""
@@ -256,7 +270,7 @@ def load_sequence_classifier(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError) as error:
+    except _LOADING_ERRORS as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"no sequence classifier could be loaded from the folder {path} ({reason}): "

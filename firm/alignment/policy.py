@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
@@ -25,6 +26,18 @@ from firm.alignment.prompts import PromptFormat
 from firm.federation import RandomStream
 
 Adapter = dict[str, torch.Tensor]
+
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What transformers and its libraries raise on files that are none of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,7 @@ def _loading_errors(what: str, path: str) -> Iterator[None]:
     """Turns transformers' paragraphs into a line that says how to pass a local checkpoint."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except _LOADING_ERRORS as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
         raise ValueError(
             f"policy.path: no {what} could be loaded from the folder {path} ({reason}): give the "

@@ -382,6 +382,25 @@ def test_a_damaged_checkpoint_is_an_error_of_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "load"),
+    [
+        ("tokenizer.json", "[]", load_tokenizer),
+        ("tokenizer.json", '{"version": "1.0"}', load_tokenizer),
+        ("tokenizer_config.json", "[" * 100_000, load_tokenizer),
+        ("tokenizer_config.json", "[]", load_tokenizer),
+        ("config.json", "[" * 100_000, load_base_model),
+        ("config.json", '{"model_type": "llama", "hidden_size": "x"}', load_base_model),
+    ],
+)
+def test_a_file_of_another_making_is_an_error_of_one_line(checkpoint, tmp_path, file, text, load):
+    folder = shutil.copytree(checkpoint, tmp_path / "policy")
+    (folder / file).write_text(text)
+    with pytest.raises(ValueError, match="could be loaded from the folder") as error:
+        load(PolicyConfig(path=str(folder)))
+    assert "\n" not in str(error.value)
+
+
 def test_a_model_of_which_a_part_is_missing_is_refused(checkpoint, tmp_path, make_model):
     folder = shutil.copytree(checkpoint, tmp_path / "policy")
     model = make_model()

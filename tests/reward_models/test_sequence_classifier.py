@@ -1,5 +1,7 @@
 import copy
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,6 +263,19 @@ def test_a_checkpoint_scores_like_the_model_that_was_saved(tmp_path, byte_tokeni
     assert not any(p.requires_grad for p in reward.model.parameters())
     expected = SequenceClassifierReward(model, tokenizer, name="r")(PROMPTS, REPLIES)
     assert reward(PROMPTS, REPLIES) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("model.safetensors", b""), ("config.json", b"[" * 100_000), ("tokenizer.json", b"[]")],
+)
+def test_a_checkpoint_of_another_making_is_one_clear_line(tmp_path, file, content):
+    shipped = Path(__file__).parents[2] / "firm/miniature/checkpoints/helpful"
+    folder = shutil.copytree(shipped, tmp_path / "helpful")
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match="no sequence classifier could be loaded") as caught:
+        load_sequence_classifier(str(folder))
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_checkpoints_and_unreachable_names_are_one_clear_line(tmp_path):
