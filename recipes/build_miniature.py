@@ -49,6 +49,7 @@ from firm.miniature.training import (
 )
 from firm.miniature.world import World
 from firm.run.config import run_cli, to_dict
+from firm.run.files import parse_object, read_text
 
 OTHER = "helpful_other"
 
@@ -84,6 +85,11 @@ class BuildConfig:
     """Each reward model."""
 
     def __post_init__(self) -> None:
+        for name in ("num_texts", "num_pairs", "num_held_out", "max_prompt_tokens"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
+        if not 0 <= self.noise < float("inf"):
+            raise ValueError(f"noise must be finite and non-negative, got {self.noise}.")
         longest = self.max_prompt_tokens + 3  # BOS, EOS and one token of a reply
         if self.reward.call_format == "plain" and self.reward.max_length < longest:
             raise ValueError(
@@ -156,7 +162,8 @@ def earlier_report(cfg: BuildConfig) -> dict[str, Any]:
     """Returns what `build.json` says of the checkpoints that are not built anew."""
     path = cfg.out / "build.json"
     if cfg.only and path.is_file():
-        return json.loads(path.read_text())
+        remedy = "remove it, or build everything."
+        return parse_object(read_text(path, remedy=remedy), where=str(path), remedy=remedy)
     return {"reward_models": {}, "seconds": {}}
 
 

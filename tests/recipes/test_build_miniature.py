@@ -7,7 +7,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from firm.miniature.preferences import split_of
 from firm.run.config import parse, run_cli
-from recipes.build_miniature import BuildConfig, load_corpus, main, other_corpus
+from firm.run.errors import UserError
+from recipes.build_miniature import (
+    BuildConfig,
+    earlier_report,
+    load_corpus,
+    main,
+    other_corpus,
+)
 
 TINY = {
     "num_texts": 60,
@@ -189,3 +196,25 @@ def test_bad_input_ends_in_code_2_and_one_line_and_leaves_nothing_behind(
     assert message in printed
     assert printed.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--num_texts=-1", "num_texts must be at least 1, got -1"),
+        ("--num_pairs=0", "num_pairs must be at least 1, got 0"),
+        ("--num_held_out=0", "num_held_out must be at least 1, got 0"),
+        ("--max_prompt_tokens=0", "max_prompt_tokens must be at least 1, got 0"),
+        ("--noise=.nan", "noise must be finite and non-negative, got nan"),
+    ],
+)
+def test_counts_that_build_nothing_are_refused(tmp_path, argument, message):
+    with pytest.raises(UserError, match=message):
+        parse(BuildConfig, command_line(tmp_path, argument))
+
+
+def test_an_earlier_report_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "build.json").write_text("")
+    cfg = parse(BuildConfig, command_line(tmp_path, "--only=[policy]"))
+    with pytest.raises(UserError, match=r"build\.json is empty; remove it, or build everything"):
+        earlier_report(cfg)
