@@ -70,6 +70,7 @@ from firm.federation import (
     ServerState,
     beta_alarm,
     dirichlet_partition,
+    failure_alarms,
     iid_partition,
 )
 from firm.federation.aggregation import weighted_mean
@@ -552,7 +553,7 @@ def train(
         strategy = STRATEGIES[cfg.strategy.name]
         while state.round < cfg.rounds:
             state, rows = strategy(state, names, engine, cfg.strategy)
-            rows["round"]["alarms"] = _alarms(cfg, [*run.rows(), *rows["clients"]])
+            rows["round"]["alarms"] = _alarms(cfg, [*run.rows(), *rows["clients"], rows["round"]])
             for row in [*rows["clients"], rows["round"]]:
                 log(row)
             measured, scores = None, {}
@@ -586,8 +587,15 @@ def train(
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in comparison],
     )
+    for alarm in run_alarms(run.rows()):
+        print(f"note: {printable(alarm, max_length=5_000)}")
     print(f"report   {report}\nadapter  {run.path / 'adapter'}")
     return run.path
+
+
+def run_alarms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All that a run has warned of, each once."""
+    return list(dict.fromkeys(alarm for row in rows for alarm in row.get("alarms") or ()))
 
 
 def _print_plan(cfg: Config) -> None:
@@ -792,15 +800,21 @@ def _run_row(
 
 
 def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
-    """What the user should know of the rounds so far and has not been told."""
-    if cfg.strategy.privacy is not None and not any(row["kind"] == "round" for row in rows):
-        return cfg.strategy.privacy.notes()
-    if not isinstance(cfg.strategy, FirmConfig) or cfg.strategy.preference is not None:
-        return []
-    solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
-    beta = cfg.strategy.beta
-    alarm = drawn("Whether β does nothing", lambda: beta_alarm(solves, beta), instead=str)
-    return [alarm] if alarm else []
+    """What the user should know of the rounds so far and has not been told.
+
+    Args:
+        cfg: The run.
+        rows: Its rows, that of the round that just ended last.
+    """
+    alarms = failure_alarms(rows)
+    if cfg.strategy.privacy is not None and rows[-1]["round"] == 1:
+        alarms += cfg.strategy.privacy.notes()
+    if isinstance(cfg.strategy, FirmConfig) and cfg.strategy.preference is None:
+        solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
+        beta = cfg.strategy.beta
+        alarm = drawn("Whether β does nothing", lambda: beta_alarm(solves, beta), instead=str)
+        alarms += [alarm] if alarm else []
+    return alarms
 
 
 def _facts(cfg: Config, final: Evaluation, run: Run) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from firm.federation import LocalEngine, ServerState, State
+from firm.federation import LocalEngine, ServerState, State, failure_alarms
 from firm.federation.outside import printable
 from firm.federation.partition import (
     balanced_dirichlet_partition,
@@ -341,12 +341,17 @@ def run_seed(cfg: Config, name: str, splits: Splits, path: Path, seed: int) -> l
             log(measured)
 
         # train: a round of the strategy, and now and then what it gave and a checkpoint
+        history = [row for row in run.rows() if row["kind"] == "round"]
         while not is_done(measured, rounds, cfg.target_loss):
             before = state
             state, rows = strategy(state, federation.names, engine, federation.cfg)
             is_evaluated = state.round % cfg.evaluate_every == 0 or state.round == rounds
             if is_evaluated and cfg.improved_share:
                 rows["round"]["improved"] = improved(federation, before, state, rows["round"])
+            history.append(rows["round"])
+            if alarms := failure_alarms(history):
+                rows["round"]["alarms"] = alarms
+                print(*(printable(f"{name}, seed {seed}: {alarm}") for alarm in alarms), sep="\n")
             log(rows["round"])
             if is_evaluated:
                 clients = engine.client_states(state.accepted)

@@ -6,8 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from firm.run.directory import Row, Run
 from firm.run.errors import UserError
 from firm.run.rows import TRAINING
@@ -95,7 +93,7 @@ def read_record(run_path: Path) -> Record:
         name=run_path.resolve().name,
         path=run_path,
         config=config,
-        settings=yaml.safe_load(config) or {},
+        settings=run.settings() or {},
         run=run.record(),
         objectives=tuple(header.get("objectives", ())),
         clients=tuple(clients),

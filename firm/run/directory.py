@@ -39,7 +39,7 @@ from firm.federation.outside import printable
 from firm.run.checkpoint import OtherFormat, load_state, save_state, sync
 from firm.run.config import read_yaml, to_yaml
 from firm.run.errors import UserError
-from firm.run.files import make_private_folder, parse_object, read_text
+from firm.run.files import TooDeep, make_private_folder, parse_object, read_text
 from firm.run.lock import LOCK_NAME, check_not_held, hold
 from firm.run.rows import Row, valid_rows
 
@@ -462,7 +462,10 @@ def _read_rows(path: Path) -> list[Any]:
             raise UserError(
                 f"{where}: the byte 0x{line[error.start]:02x} is not UTF-8; {_RESTORE}"
             ) from None
-        rows.append(parse_object(text, where=where, remedy=_RESTORE))
+        try:
+            rows.append(parse_object(text, where=where, remedy=_RESTORE))
+        except TooDeep:
+            rows.append(None)  # what an older version took from a site; `valid_rows` leaves it out
     return rows
 
 

@@ -28,6 +28,10 @@ def read_text(path: Path, *, remedy: str) -> str:
         ) from None
 
 
+class TooDeep(UserError):
+    """A JSON text is nested too deeply to be read."""
+
+
 def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
     """Returns the JSON object in a text.
 
@@ -37,12 +41,12 @@ def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
         remedy: What to do where it is none, for the message.
 
     Raises:
-        UserError: It is no JSON object.
+        UserError: It is no JSON object; ``TooDeep`` where nothing can read it.
     """
     try:
         value = json.loads(text)
     except RecursionError:
-        problem = "is nested too deeply"
+        raise TooDeep(f"{where} is nested too deeply; {remedy}") from None
     except ValueError as error:
         problem = f"is not JSON ({error})" if text.strip() else "is empty"
     else:

@@ -27,6 +27,7 @@ from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
 SEED = 11
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 
 
@@ -352,3 +353,30 @@ def test_advantages_of_a_batch_are_scaled_as_the_configuration_says(
     else:
         assert (first, second) == pytest.approx((1, 1), rel=1e-3)
     assert not batch.experience.advantages[:, ~mask].any()
+
+
+def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
+    """The reward function raises on one prompt of the second round, whatever is drawn with it."""
+    prompts = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in LETTERS]
+    client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
+    drawn, score = [], trainer.experience
+
+    def fussy(rollouts, texts, *arguments, **options):
+        drawn.append(texts)
+        if len(drawn) == 2 or (len(drawn) > 2 and drawn[1][0] in texts):
+            raise ValueError("cannot score this prompt")
+        return score(rollouts, texts, *arguments, **options)
+
+    trainer.experience = fussy
+    others = [Prompt(prompt.text.replace("cab", "bac"), "") for prompt in PROMPTS]
+    other = AlignmentClient("other", others, trainer, seed=SEED)
+    engine, names = LocalEngine([client, other]), ["client_0"]
+    state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=("a", "b"), seed=SEED)
+    state, _ = firm(state, names, engine, FirmConfig())
+    state, rows = firm(state, [*names, "other"], engine, FirmConfig())
+    assert [failure["client"] for failure in rows["round"]["failures"]] == names
+    state, rows = firm(state, names, engine, FirmConfig())
+    assert rows["round"]["failures"] == []
+    batches = [texts for texts in drawn if texts is not drawn[2]]  # without the other client's
+    assert len(batches) == 3
+    assert not set(batches[1]) & set(batches[2])  # of one pass over the shard

@@ -17,6 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from firm.alignment import AlignmentClient
 from firm.federation import RoundFailed
 from firm.run import parse
 from recipes.firm_hh import Config, _alarms, main
@@ -266,23 +267,48 @@ def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_
     assert base["length"] < 64
 
 
+def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_end(
+    tmp_path, monkeypatch, capsys
+):
+    draw = AlignmentClient._draw
+
+    def fail(client):
+        if client.name == "client_1":
+            raise ValueError("a bad prompt")
+        return draw(client)
+
+    monkeypatch.setattr(AlignmentClient, "_draw", fail)
+    sizes = {"num_validation_prompts": 0, "num_test_prompts": 2}
+    out = run(
+        *("--out", tmp_path / "run", "--rounds", 4, "--strategy.num_local_steps", 1),
+        *(part for key, value in sizes.items() for part in (f"--evaluation.{key}", value)),
+    )
+    alarm = "client_1 has failed in 3 rounds in a row, from round 1 to 3: ValueError: a bad prompt"
+    assert [alarm in row["alarms"] for row in rows_of(out, "round")] == [False, False, True, False]
+    assert capsys.readouterr().out.count(f"note: {alarm}") == 2  # in its round and at the end
+    assert alarm in (out / "report.html").read_text()
+
+
 def test_what_epsilon_does_not_cover_is_said_in_the_first_round_alone():
     options = {"clip_norm": 1, "noise_multiplier": 0, "statistics": "exact"}
     keys = [f"--strategy.privacy.{key}={value}" for key, value in options.items()]
     cfg = parse(Config, ["--config", str(SMOKE), *keys])
-    assert _alarms(cfg, [{"kind": "client", "round": 1}]) == cfg.strategy.privacy.notes()
+    first, second = ({"kind": "round", "round": at, "failures": []} for at in (1, 2))
+    rows = [{"kind": "client", "round": 1}, first]
+    assert _alarms(cfg, rows) == cfg.strategy.privacy.notes()
     assert len(cfg.strategy.privacy.notes()) == 2
-    rows = [{"kind": "round", "round": 1}, {"kind": "client", "round": 2}]
-    assert _alarms(cfg, rows) == []
+    assert _alarms(cfg, [*rows, {"kind": "client", "round": 2}, second]) == []
 
 
 def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn):
     cfg = parse(Config, ["--config", str(SMOKE), "--strategy.beta", "0.01"])
     solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}
     rows = [{"kind": "client", "round": at, "client": "a", **solves} for at in (1, 2, 3)]
-    (alarm,) = _alarms(cfg, rows)
+    end = {"kind": "round", "round": 3, "failures": []}
+    (alarm,) = _alarms(cfg, [*rows, end])
     assert "beta 0.01 is inert" in alarm
-    assert _alarms(cfg, [*rows, {"kind": "client", "round": 3, "beta_effect": [0.9]}]) == [alarm]
-    (note,) = _alarms(cfg, [*rows, {**rows[0], "cosines": []}])
+    short = {"kind": "client", "round": 3, "beta_effect": [0.9]}
+    assert _alarms(cfg, [*rows, short, end]) == [alarm]
+    (note,) = _alarms(cfg, [*rows, {**rows[0], "cosines": []}, end])
     assert note.startswith("Whether β does nothing could not be drawn")
     assert undrawn == [note]

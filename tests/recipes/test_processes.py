@@ -118,8 +118,8 @@ def test_two_processes_on_one_client_equal_one(recipe, runs, one):
     assert done.returncode == 0, done.stderr
     rows = list(zip(client_rows(runs / "team"), client_rows(one), strict=True))
     for mine, theirs in rows[:2]:  # of round 1, the first solve: Adam then amplifies rounding
-        # float32 sums over half batches: λ and norms differ by less than 1e-6 on one processor and by
-        # 3e-6 on another
+        # float32 sums over half batches: they differ by less than 1e-6 on one processor, by 3e-6 on
+        # another
         assert mine["weights"][0] == pytest.approx(theirs["weights"][0], abs=1e-5)
         assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
     for mine, theirs in rows:
