@@ -52,11 +52,11 @@ def test_settings_are_compared_on_the_seeds_that_all_have_finished():
 def test_every_setting_of_the_studies_is_a_valid_run(file):
     cfg = compose(StudyConfig, [file], [])
     for setting in cfg.settings:
-        run = run_config(cfg, setting=setting, seed=1, name=point_name(setting, 1))
+        run = run_config(cfg, setting=setting, seed=1)
         assert isinstance(run, firm_hh.Config)
         assert run.seed == 1
         assert run.evaluation.calibration_seed == cfg.seeds[0]
     assert len({point_name(setting, 0) for setting in cfg.settings}) == len(cfg.settings)
     wrong = replace(cfg, overrides={"strategy.bta": 1})
     with pytest.raises(UserError, match=r"unknown key strategy\.bta"):
-        run_config(wrong, setting=next(iter(cfg.settings)), seed=0, name="x")
+        run_config(wrong, setting=next(iter(cfg.settings)), seed=0)
