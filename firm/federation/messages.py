@@ -30,6 +30,8 @@ from firm.federation.schema import (
 
 MAX_ROUND = 10**9
 """More rounds than any run has."""
+MAX_CLIENTS = 10**6
+"""More clients than any federation has."""
 MAX_EXAMPLES = 10**9
 """More examples than any client has."""
 OBJECTIVES = Items(Text(), 1, 100)
@@ -110,7 +112,7 @@ class Request(Message):
     """Names of the M objectives, in order."""
     adapter: Annotated[Adapter, Model()]
     """θ_t."""
-    accepted: Annotated[dict[str, int], Named(COUNT)] = field(default_factory=dict)
+    accepted: Annotated[dict[str, int], Named(COUNT, MAX_CLIENTS)] = field(default_factory=dict)
     """The last round whose update was accepted, by client; clients without one are absent."""
 
     def of(self, *clients: str) -> Self:

@@ -18,6 +18,7 @@ from firm.federation.client import Adapter, Client, Gradients
 from firm.federation.diagnostics import beta_effect, cosines, gradient_norms
 from firm.federation.messages import (
     COUNT,
+    MAX_CLIENTS,
     MAX_EXAMPLES,
     MAX_ROUND,
     Answer,
@@ -109,7 +110,7 @@ class LocalTraining(Request):
     """How weights are found, a name in ``WEIGHTINGS``."""
     weighting_options: Annotated[dict[str, Any], _OPTIONS] = field(default_factory=dict)
     """Arguments of that function."""
-    options_by_client: Annotated[dict[str, dict[str, Any]], Named(_OPTIONS)] = field(
+    options_by_client: Annotated[dict[str, dict[str, Any]], Named(_OPTIONS, MAX_CLIENTS)] = field(
         default_factory=dict
     )
     """Arguments of clients that have their own."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from firm.federation import Update
-from firm.federation.serialization import decode, encode, pack, unpack
+from firm.federation.serialization import MAX_TEXT_BYTES, decode, encode, pack, unpack
 
 ADAPTER = {"b": torch.tensor([[1.5, -0.0], [torch.pi, 1e-42]]), "a": torch.zeros(2).bfloat16()}
 
@@ -52,3 +52,24 @@ def test_what_is_encoded_is_json_and_comes_back(same):
 def test_what_cannot_travel_is_named_with_its_place(value, message):
     with pytest.raises(ValueError, match=message):
         pack(value)
+
+
+def test_a_message_of_another_party_has_texts_as_keys_and_a_bounded_size():
+    """Integers that are equal modulo 2⁶¹ - 1 collide as keys, and reading would be quadratic."""
+    colliding = {number * (2**61 - 1): 0 for number in range(10)}
+    packed = pack(colliding)
+    assert unpack(packed) == colliding
+    with pytest.raises(ValueError, match="unknown tag 'items'"):
+        unpack(packed, max_bytes=10_000)
+    with pytest.raises(ValueError, match="more than 100 in all"):
+        unpack(pack({"text": "x" * 200}), max_bytes=100)
+    long = pack({"text": "x" * (MAX_TEXT_BYTES + 1)})
+    with pytest.raises(ValueError, match=f"{MAX_TEXT_BYTES} of text"):
+        unpack(long, max_bytes=2 * len(long))
+
+
+def test_what_came_is_told_in_a_line_that_a_terminal_can_show():
+    text = b'{"\\u001b[2J\\n": 1}'
+    with pytest.raises(ValueError, match="unknown tag") as refused:
+        unpack(len(text).to_bytes(8, "big") + text + pack({})[8 + len(b'{"dict":{}}') :])
+    assert str(refused.value).isprintable()

@@ -24,6 +24,7 @@ from firm.federation.engines.engine import checked_reply, tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
 from firm.federation.messages import Request
+from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 
@@ -301,7 +302,9 @@ class ProcessesEngine:
         while (message := self._processes.receive(0))["do"] != "stop":
             answer: Any = None
             if message["do"] == "map":
-                request = TASKS[message["task"]].request(**message["request"])
+                fields = message["request"]
+                reading = Reading(fields["objectives"], fields["adapter"])
+                request = TASKS[message["task"]].request.read(fields, reading)
                 replies, failures = self._local.map(request, message["clients"])
                 answer = {
                     "replies": [vars(reply) for reply in replies],

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, ServerState
+from firm.federation.privacy import PrivacyConfig
 from firm.federation.serialization import pack
-from firm.federation.strategies import STRATEGIES, FedCmooConfig, FsmgdaConfig
+from firm.federation.strategies import STRATEGIES, FedCmooConfig, FirmConfig, FsmgdaConfig
 
 QuadraticClient = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["QuadraticClient"]
 NAMES = [f"client_{index}" for index in range(5)]
+PRIVACY = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client", noise_seed=3)
 CONFIGS = {
+    "firm": FirmConfig(privacy=PRIVACY, preferences={"client_1": (0.9, 0.1)}),
     "fedcmoo": FedCmooConfig(upload_budget=4.0, num_local_steps=2, clients_per_round=4),
     "fsmgda": FsmgdaConfig(num_local_steps=2, clients_per_round=4),
 }

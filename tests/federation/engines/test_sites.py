@@ -502,3 +502,53 @@ def _damaged(whole: bytes, rng: random.Random) -> bytes:
             digits = [i for i, value in enumerate(data) if 48 <= value <= 57]
             data[rng.choice(digits)] = rng.randrange(48, 58)
     return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("Human: what I told nobody"), "ValueError"),
+        (
+            FileNotFoundError(2, "no such file", "Human: what I told nobody.cache"),
+            "FileNotFoundErr",
+        ),
+        (OSError("Human: what I told nobody"), "OSError; "),
+        (TimeoutError("Human: what I told nobody"), "TimeoutError; "),
+        (MemoryError("Human: what I told nobody"), "MemoryError; "),
+        (KeyError("Human: what I told nobody"), "KeyError; "),
+    ],
+)
+@pytest.mark.parametrize("place", ["step", "state", "build"])
+def test_the_words_of_an_error_stay_at_the_site_wherever_it_arises(
+    new_network, new_clients, start, error, kind, place
+):
+    engine, channel = new_network(meets=False)
+    clients = new_clients()
+
+    def fail(*arguments):
+        raise error
+
+    class FailingStates(MemoryStates):
+        read = write = fail
+
+    def build(setup):
+        if place == "build":
+            fail()
+        if place == "step":
+            clients[0].step = fail
+        engine = LocalEngine(clients[:1])
+        if place == "state":
+            engine._states = FailingStates()
+        return engine
+
+    agreement = _agreement(NAMES[:1])
+    channel.sites["hospital"] = Site(
+        build, NAMES[:1], fingerprint=FINGERPRINT, agreement=agreement, policy=POLICY
+    )
+    problems = engine.meet(FINGERPRINT, {})
+    told = list(problems)
+    if not problems:
+        _, rows = _run(engine, start, 1)
+        told = [failure["reason"] for failure in rows[0]["failures"]]
+    assert any(kind.rstrip("; ") in reason for reason in told)
+    assert not any(b"what I told" in answer for _, answer in channel.answered)

@@ -1,0 +1,99 @@
+"""Messages: requests are read strictly, answers leave out what nobody knows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from firm.federation import Update
+from firm.federation.engines.engine import RequestSizes
+from firm.federation.messages import Request
+from firm.federation.privacy import PrivacyConfig
+from firm.federation.schema import Invalid, Reading
+from firm.federation.serialization import pack, unpack
+from firm.federation.tasks import TASKS
+from firm.federation.training import LocalTraining
+
+ADAPTER = {"a": torch.zeros(2)}
+REQUEST = LocalTraining(
+    round=12,
+    objectives=("left", "right"),
+    adapter=ADAPTER,
+    accepted={"x": 11, "y": 3},
+    num_local_steps=2,
+    weighting="firm",
+    weighting_options={"beta": 0.1, "preference": (0.5, 0.5)},
+    options_by_client={"x": {"beta": 1.0}, "z": {"beta": 2.0}},
+    privacy=PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0, noise_seed=5),
+)
+READING = Reading(("left", "right"), ADAPTER)
+
+
+def test_a_request_is_read_as_it_was_sent(same):
+    read = LocalTraining.read(unpack(pack(REQUEST)), READING)
+    assert same(
+        unpack(pack(read)),
+        unpack(pack(replace(REQUEST, objectives=["left", "right"])))
+        | {"weighting_options": {"beta": 0.1, "preference": [0.5, 0.5]}},
+    )
+    assert read.privacy == REQUEST.privacy
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"extra": 1}, "the message has the unknown field 'extra'"),
+        ({"round": 0}, "round must be an integer from 1 to 1e\\+09, got 0"),
+        ({"weighting_options": {"gamma": 1}}, "weighting_options has the unknown field 'gamma'"),
+        ({"privacy": {"clip_norm": 1.0}}, "privacy lacks the field 'noise_multiplier'"),
+        ({"privacy": {"clip_norm": 0.0, "noise_multiplier": 1.0}}, "privacy: clip_norm must be"),
+        ({"solve_per": "epoch"}, "solve_per must be one of minibatch, batch, got 'epoch'"),
+    ],
+)
+def test_a_request_with_anything_else_is_refused(change, reason):
+    with pytest.raises(Invalid, match=f"^{reason}"):
+        LocalTraining.read({**unpack(pack(REQUEST)), **change}, READING)
+
+
+def test_a_request_that_lacks_a_field_without_default_is_refused():
+    content = unpack(pack(REQUEST))
+    del content["privacy"]  # it has a default
+    assert LocalTraining.read(content, READING).privacy is None
+    del content["num_local_steps"]
+    with pytest.raises(Invalid, match="the message lacks the field 'num_local_steps'"):
+        LocalTraining.read(content, READING)
+
+
+def test_an_answer_leaves_out_what_nobody_knows_and_counts_it():
+    reading = Reading(("left", "right"), ADAPTER)
+    content = {**vars(Update("x", ADAPTER, 3, {"mine": 1})), "mood": "good"}
+    assert Update.read(content, reading).metrics == {}
+    assert reading.dropped == ["mood", "metrics.mine"]
+
+
+def test_to_a_client_goes_what_concerns_it_alone():
+    own = REQUEST.of("x")
+    assert own.accepted == {"x": 11}
+    assert own.options_by_client == {"x": {"beta": 1.0}}
+    assert own.privacy == REQUEST.privacy
+    assert REQUEST.of("y").options_by_client == {}
+
+
+def test_the_seed_of_the_noise_never_leaves_the_program():
+    assert REQUEST.to_network("x").privacy == replace(REQUEST.privacy, noise_seed=None)
+    assert replace(REQUEST, privacy=None).to_network("x").privacy is None
+
+
+@pytest.mark.parametrize("client", ["x", "y", "z", "nobody"])
+def test_the_size_of_a_request_is_that_of_the_clients_own(client):
+    assert RequestSizes(REQUEST).of(client) == len(pack(REQUEST.of(client)))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_field_of_every_message_has_a_schema(task):
+    kind = TASKS[task].request
+    assert issubclass(kind, Request)
+    assert kind.task == task
+    for message in (kind, kind.answer):
+        for name, schema in message.schemas().items():
+            assert callable(schema.read), name
