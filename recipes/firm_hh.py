@@ -82,7 +82,7 @@ from firm.federation.strategies import (
     FirmConfig,
     FsmgdaConfig,
 )
-from firm.report import update_report
+from firm.report import alarms, update_report
 from firm.run import (
     CheckpointConfig,
     Progress,
@@ -587,15 +587,10 @@ def train(
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in comparison],
     )
-    for alarm in run_alarms(run.rows()):
-        print(f"note: {printable(alarm, max_length=5_000)}")
+    for alarm in alarms(row for row in run.rows() if row["kind"] == "round"):
+        print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
     print(f"report   {report}\nadapter  {run.path / 'adapter'}")
     return run.path
-
-
-def run_alarms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All that a run has warned of, each once."""
-    return list(dict.fromkeys(alarm for row in rows for alarm in row.get("alarms") or ()))
 
 
 def _print_plan(cfg: Config) -> None:
@@ -806,15 +801,15 @@ def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
         cfg: The run.
         rows: Its rows, that of the round that just ended last.
     """
-    alarms = failure_alarms(rows)
+    texts = failure_alarms(rows)
     if cfg.strategy.privacy is not None and rows[-1]["round"] == 1:
-        alarms += cfg.strategy.privacy.notes()
+        texts += cfg.strategy.privacy.notes()
     if isinstance(cfg.strategy, FirmConfig) and cfg.strategy.preference is None:
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
         beta = cfg.strategy.beta
         alarm = drawn("Whether β does nothing", lambda: beta_alarm(solves, beta), instead=str)
-        alarms += [alarm] if alarm else []
-    return alarms
+        texts += [alarm] if alarm else []
+    return texts
 
 
 def _facts(cfg: Config, final: Evaluation, run: Run) -> dict[str, Any]:

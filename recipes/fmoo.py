@@ -287,6 +287,8 @@ def main(cfg: Config) -> Path:
     title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"
     with drawing("The table"):
         print_table(title, *fmoo_page.summary(cfg, runs))
+    for where, text in fmoo_page.alarms_of(cfg, runs):
+        print(f"note: {printable(f'{where}: {text}', max_length=5_000)}")
     print(f"page     {out / fmoo_page.PAGE_NAME}\n{time.perf_counter() - start:.0f} s")
     return out
 

@@ -76,7 +76,7 @@ def write(
             sections=_sections(cfg, kept),
             split=cfg.split,
             is_log_loss=cfg.target_loss is not None,
-            alarms=_alarms(cfg, runs),
+            alarms=alarms_of(cfg, runs),
             notices=notices,
         )
         replace_file(out / PAGE_NAME, render_study(study))
@@ -122,7 +122,7 @@ def readable(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[Algorit
     return kept, notices
 
 
-def _alarms(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, str]]:
+def alarms_of(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, str]]:
     """What the runs warned of: algorithm, seed and rounds, and the text."""
     return [
         (f"{one.name}, seed {seed}, {alarm.when.lower()}", alarm.text)

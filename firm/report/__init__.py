@@ -12,7 +12,7 @@ fronts of a sweep over preferences, both by the figures of `settings` and `cloud
 bytes of `ledger`. `paper` draws the same as PNG and SVG with the data beside them.
 """
 
-from firm.report.page import update_report, write_report
+from firm.report.page import alarms, update_report, write_report
 from firm.report.record import Record, read_record
 
-__all__ = ["Record", "read_record", "update_report", "write_report"]
+__all__ = ["Record", "alarms", "read_record", "update_report", "write_report"]

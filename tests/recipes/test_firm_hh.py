@@ -285,7 +285,9 @@ def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_e
     )
     alarm = "client_1 has failed in 3 rounds in a row, from round 1 to 3: ValueError: a bad prompt"
     assert [alarm in row["alarms"] for row in rows_of(out, "round")] == [False, False, True, False]
-    assert capsys.readouterr().out.count(f"note: {alarm}") == 2  # in its round and at the end
+    told = capsys.readouterr().out
+    assert f"\nnote: {alarm}\n" in told
+    assert f"\nnote: Round 3: {alarm}\n" in told.partition("held-out prompts")[2]  # at the end
     assert alarm in (out / "report.html").read_text()
 
 
