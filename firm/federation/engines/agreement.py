@@ -22,6 +22,9 @@ from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Model, Reading, shown
 from firm.federation.tasks import TASKS
 
+MAX_REFUSALS = 10_000
+"""Refusals of which a ledger keeps a line; further ones are counted."""
+
 
 class Refused(PermissionError):
     """A site does not do what it was asked; the text is its own and quotes no data."""
@@ -229,9 +232,10 @@ class Ledger:
         self._write(kind="answer", round=round, client=client, task=task, **spent)
 
     def refused(self, reason: str) -> None:
-        """Records a refusal."""
+        """Records a refusal; no more than ``MAX_REFUSALS`` lines, so that nobody fills the disk."""
         self.num_refusals += 1
-        self._write(kind="refusal", reason=reason)
+        if self.num_refusals <= MAX_REFUSALS:
+            self._write(kind="refusal", reason=reason)
 
     def _write(self, **row: Any) -> None:
         if self._path is None:
@@ -246,5 +250,26 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
     """The rows so far; a last line that was cut off counts for nothing."""
     if path is None or not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        row = _row(line)
+        if row is None:
+            raise ValueError(
+                f"{path}, line {number} is damaged, and with it the record of what was spent; "
+                "restore the file from a copy."
+            )
+        rows.append(row)
+    return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of the record; None where a line is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and (
+        row.get("kind") == "refusal"
+        or (row.get("kind") == "answer" and {"client", "task"} <= row.keys())
+    )
+    return row if is_row else None

@@ -186,3 +186,24 @@ def test_no_answer_leaves_that_was_not_recorded(new_client, start, tmp_path):
 def test_a_budget_of_nothing_is_refused(values):
     with pytest.raises(ValueError, match="must be"):
         Budget(**values)
+
+
+def test_a_damaged_record_is_named_and_a_torn_last_line_is_not(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"kind": "answer", "client": "a", "task": "local_training"}\n{"kind": "an')
+    agreement = _agreement(FirmConfig(privacy=PRIVACY))
+    assert Ledger(agreement, Budget(), path).answers["a", "local_training"] == 1
+    for line in ("[]", "{}", "oops", '{"kind": "answer"}', "\x00"):
+        path.write_text(f'{{"kind": "refusal", "reason": "no"}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"ledger\.jsonl, line 2 is damaged"):
+            Ledger(agreement, Budget(), path)
+
+
+def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("firm.federation.engines.agreement.MAX_REFUSALS", 3)
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(_agreement(FirmConfig()), Budget(), path)
+    for _ in range(5):
+        ledger.refused("no")
+    assert ledger.num_refusals == 5
+    assert len(path.read_text().splitlines()) == 3
