@@ -262,7 +262,7 @@ class Model:
 
     def read(self, value: Any, path: str, reading: Reading) -> dict[str, torch.Tensor]:
         """Returns the adapter."""
-        if not isinstance(value, Mapping) or not value:
+        if not isinstance(value, Mapping):
             raise _invalid(path, "an adapter", value)
         for name, tensor in value.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):

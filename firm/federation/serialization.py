@@ -66,15 +66,24 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if is_dataclass(value) and not isinstance(value, type):
-        return encode(vars(value), where, tensors)
+        return encode(_with_lists(vars(value)), where, tensors)
     raise ValueError(
         f"{where} is a {type(value).__name__}; "
         "a state holds tensors, numbers, strings, bools, None, dictionaries, lists and tuples."
     )
 
 
+def _with_lists(value: Any) -> Any:
+    """A record's fields with lists for tuples, which schemas read alike."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def decode(value: Any, tensors: dict[str, torch.Tensor], *, only_text_keys: bool = False) -> Any:
-    """Returns what `encode` was given, bit for bit; records come back as dictionaries.
+    """Returns what `encode` was given, bit for bit.
+
+    Records come back as dictionaries, with lists in place of tuples.
 
     Args:
         value: What `encode` returned.

@@ -70,7 +70,7 @@ GOOD = {
     "matrix": [torch.eye(2), torch.eye(2).double()],
     "jacobian": [torch.ones(2, 10), torch.ones(2, 1)],
     "parameters": [ADAPTER, dict(reversed(ADAPTER.items()))],
-    "model": [ADAPTER, {"x": torch.ones(1).bfloat16()}],
+    "model": [ADAPTER, {}, {"x": torch.ones(1).bfloat16()}],
     "fields": [{"a": 1}, {"a": 1, "b": True}],
     "metrics": [{}, {"num_steps": 3, "weights": [[0.5, 0.5]]}],
 }
@@ -108,7 +108,7 @@ BAD = {
         {**ADAPTER, 1: torch.zeros(1)},
         None,
     ],
-    "model": [{}, {"x": torch.ones(1).long()}, {"x": torch.tensor([math.inf])}, {"x": 1.0}, []],
+    "model": [{"x": torch.ones(1).long()}, {"x": torch.tensor([math.inf])}, {"x": 1.0}, []],
     "fields": [{}, {"a": 1, "c": 1}, {"b": True}, []],
     "metrics": [{"num_steps": 0.5}, {"gram": [[1.0, 0.0], [0.0, 1.0]]}, [], None],
 }

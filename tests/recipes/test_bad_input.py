@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 from firm.run import Run, parse, run_cli, to_dict
 from recipes import evaluate
 from recipes.firm_hh import Config, main
+from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
@@ -42,7 +44,7 @@ def always_the_same(completions, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
+def files(tmp_path_factory) -> Iterator[Path]:
     """A folder of bad files, which arguments and messages call FILES."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "empty.jsonl").write_text("")
@@ -70,7 +72,9 @@ def files(tmp_path_factory) -> Path:
     settings["base_model_name_or_path"] = POLICY
     (folder / "adapter/adapter_config.json").write_text(json.dumps(settings))
     save_file({"lora_A.weight": torch.zeros(4, 8)}, folder / "adapter/adapter_model.safetensors")
-    return folder
+    yield folder
+    for name in re.findall(r'reward_model\("(\w+)"\)', REWARDS):
+        REWARD_MODELS.pop(name, None)
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
