@@ -220,6 +220,8 @@ def test_a_site_that_lost_an_answer_goes_on_as_if_it_had_not_been_drawn(
         (lambda answer: answer[:-1], "cannot be read"),
         (lambda answer: b"", "cannot be read"),
         (lambda answer: pack([1, 2]), "no message but list"),
+        (lambda answer: pack({**unpack(answer), 7: 0}), "cannot be read"),  # an integer as key
+        (lambda answer: pack({**unpack(answer), "more": "x" * 2**25}), "cannot be read"),
         (lambda answer: pack({**unpack(answer), "number": 1}), "answered message 1 instead"),
         (lambda answer: pack({**unpack(answer), "replies": "none"}), "said nothing of it"),
         (lambda answer: pack({**unpack(answer), "replies": [{"client": 7}]}), "said nothing of it"),
@@ -237,6 +239,27 @@ def test_an_answer_that_is_none_is_its_clients_failure(new_network, start, spoil
     assert rows[0]["clients"] == ["client_1", "client_2"]
     assert reason in rows[0]["failures"][0]["reason"]
     assert state.accepted == {"client_0": 1, "client_1": 2, "client_2": 2}
+
+
+def test_what_a_site_says_of_a_failure_forges_no_line(new_network, start):
+    engine, channel = new_network()
+    forged = "ValueError\nround 9/9  left 1.000\x1b[2J"
+
+    def spoil(site, answer):
+        failures = [{"client": "client_0", "reason": forged}]
+        message = {**unpack(answer), "replies": [], "failures": failures}
+        return pack(message) if site == "hospital" else answer
+
+    channel.spoil = spoil
+    _, rows = _run(engine, start, 1)
+    (failure,) = rows[0]["failures"]
+    assert failure["reason"] == "ValueError\\nround 9/9  left 1.000\\x1b[2J"
+    channel.spoil = lambda site, answer: (
+        pack({"number": unpack(answer)["number"], "problem": forged}) if site == "bank" else answer
+    )
+    _, rows = _run(engine, start, 1)
+    assert all(failure["reason"].isprintable() for failure in rows[0]["failures"])
+    assert engine.meet(FINGERPRINT, {})[0].isprintable()
 
 
 def test_a_site_speaks_for_its_own_clients_alone(new_network, start):
