@@ -18,8 +18,8 @@ class Engine(Protocol):
     A client's state is transactional. Before a task the engine returns the client to its state
     after the last round that the server accepted (round 0 is the initial state), and keeps the
     state that the task leaves as pending until a later request says whether it was accepted. A
-    client that is lost or refused is as if it had not been sampled; one that fails of itself, too,
-    but that the batches of its failure are left out (``Client.skip_failed_batches``).
+    client that is lost or refused is as if it had not been sampled. So is one that raises or hangs,
+    except that the batches it had drawn are left out (``Client.skip_failed_batches``).
     """
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
