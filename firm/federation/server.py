@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from firm.federation.accounting import require_accountant
-from firm.federation.aggregation import Aggregation
+from firm.federation.aggregation import Aggregation, update_length
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.diagnostics import (
     disagreement_bound,
@@ -22,7 +22,7 @@ from firm.federation.diagnostics import (
 from firm.federation.lora import LoraMean
 from firm.federation.messages import Request, Update
 from firm.federation.outside import printable
-from firm.federation.privacy import PrivacyConfig, breach, delta_norm
+from firm.federation.privacy import PrivacyConfig, breach
 from firm.federation.robust import RobustConfig
 
 
@@ -321,7 +321,7 @@ def too_long(adapter: Adapter, request: Request, cfg: RoundConfig) -> str | None
     """Returns why an adapter is too far from θ_t; None if it is near enough."""
     if cfg.max_update_norm is None:
         return None
-    norm = delta_norm(adapter, request.adapter)
+    norm = update_length(request.adapter, adapter)
     if norm <= cfg.max_update_norm:
         return None
     return f"its update has norm {norm:.4g}, above max_update_norm {cfg.max_update_norm:g}"

@@ -145,7 +145,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
                 "epsilon_if_unknown": AMOUNT,
                 "epsilon_server": AMOUNT,
                 "delta": Number(0, 1, may_lack=False),
-                "clipped": SHARE,
+                "clipped": NUMBER,
             },
             required=("epsilon", "delta"),
         ),
@@ -173,6 +173,11 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "sample": {"prompt": Text(), "completion": Text(), "scores": ByName(NUMBER)},
 }
 """Shapes of the fields that are read, by the kind of their row."""
+NOISY: dict[str, Shape] = {
+    "weights": Several(Several(Number(may_lack=False), "objectives")),
+    "cosines": Several(Several(Number(may_lack=False), "pairs")),
+}
+"""Figures of a client that tells them with noise (``privacy.statistics`` noisy), of any size."""
 KEYS = {
     "client": ("round", "client"),
     "round": ("round",),
@@ -238,6 +243,8 @@ def valid_row(
     if not isinstance(row, Mapping) or not isinstance(kind, str | None):
         return None, []
     shapes = SHAPES.get(kind or "", {})
+    if kind == "client" and "clipped" in row and "update_norm" not in row:
+        shapes = {**shapes, **NOISY}
     rounds = Number(0, LAST_ROUND if last_round is None else last_round, True, may_lack=False)
     check = _Check(num_objectives)
     keys = KEYS.get(kind or "", ())

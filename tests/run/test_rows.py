@@ -151,3 +151,17 @@ def test_a_log_with_literals_that_are_no_json_and_integers_past_floats_is_read(
     run.log_samples([{"round": 0, "prompt": 5, "completion": "b", "scores": {"helpful": 10**400}}])
     sample = {"round": 0, "completion": "b", "scores": {"helpful": None}}
     assert json.loads(json.dumps(run.samples())) == [sample]
+
+
+def test_figures_with_noise_may_leave_their_ranges():
+    """Clients whose statistics are noisy tell λ, cosines and whether they clipped with noise."""
+    told = {"weights": [[1.7, -0.9]], "cosines": [[1.9]], "clipped": -0.4}
+    row = {"kind": "client", "round": 1, "client": "a", **told}
+    assert valid_row(row, num_objectives=2) == (row, [])
+    privacy = {"epsilon": 3.0, "delta": 1e-5, "clipped": 1.3}
+    round_row = {"kind": "round", "round": 1, "privacy": privacy}
+    assert valid_row(round_row) == (round_row, [])
+    exact = {**row, "update_norm": 0.2}  # no noise, so that the ranges hold
+    found, left_out = valid_row(exact, num_objectives=2)
+    assert not {"weights", "cosines"} & found.keys()
+    assert len(left_out) == 2
