@@ -146,11 +146,7 @@ class Processes:
 
         def run() -> None:
             try:
-                length = torch.zeros(1, dtype=torch.int64)
-                dist.recv(length, rank)
-                packed = torch.empty(int(length), dtype=torch.uint8)
-                dist.recv(packed, rank)
-                expected.set_result(unpack(packed.numpy().tobytes()))
+                expected.set_result(_received(rank))
             except RuntimeError as error:
                 lost = self._lost(rank)
                 lost.__cause__ = error
@@ -395,6 +391,19 @@ class ProcessesEngine:
 
     def _others(self, asked: Mapping[int, Sequence[str]]) -> list[int]:
         return [rank for rank, names in asked.items() if rank and names]
+
+
+def _received(rank: int) -> Any:
+    """Returns the next message of a process.
+
+    No tensor outlives this function: a thread that frees one while the interpreter ends, as whoever
+    got the message may let it, aborts the process.
+    """
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, rank)
+    packed = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(packed, rank)
+    return unpack(packed.numpy().tobytes())
 
 
 def _reply(request: Request, fields: dict[str, Any]) -> Reply | Failure:

@@ -1,10 +1,17 @@
 """How clients and rows are divided, and what members of a team tell each other."""
 
+import inspect
+import threading
+from concurrent.futures import Future
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.federation import Processes, Team
+from firm.federation.engines import processes as engine
+from firm.federation.serialization import pack
 
 MEMBER = """
 import torch
@@ -60,6 +67,25 @@ def test_one_process_is_the_server_and_alone():
     processes = Processes.join()
     assert (processes.is_server, processes.size, processes.team()) == (True, 1, Team())
     assert processes.broadcast({"x": 1}) == {"x": 1}
+
+
+def test_the_thread_that_receives_has_freed_its_tensors_when_the_message_is_there(monkeypatch):
+    packed, asked, looked = pack({"do": "stop"}), threading.Event(), Future()
+
+    def receive(tensor, rank):
+        asked.wait()
+        tensor[:] = torch.tensor([len(packed)] if tensor.dtype == torch.int64 else list(packed))
+
+    def look(message):
+        held = [value for frame in inspect.stack() for value in frame.frame.f_locals.values()]
+        looked.set_result([value for value in held if isinstance(value, torch.Tensor)])
+
+    monkeypatch.setattr(engine.dist, "recv", receive)
+    message = Processes(0, 2).expect(1)
+    message.add_done_callback(look)
+    asked.set()
+    assert message.result(timeout=10) == {"do": "stop"}
+    assert looked.result(timeout=10) == []
 
 
 def test_two_members_sum_gather_and_fail_together(two_processes):
