@@ -16,10 +16,12 @@ from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.strategies import (
     FedAvgConfig,
     FedCmooConfig,
+    FedMgdaConfig,
     FirmConfig,
     FsmgdaConfig,
     fedavg,
     fedcmoo,
+    fedmgda,
     firm,
     fsmgda,
 )
@@ -45,7 +47,7 @@ def run(trainer, num_clients, cfg, *, rounds=2, strategy=firm, stream_name=None)
         for i in range(num_clients)
     ]
     engine = LocalEngine(clients)
-    state = ServerState(start, objectives=("a", "b"), seed=SEED)
+    state = ServerState(start, objectives=trainer.objectives, seed=SEED)
     rows = []
     for _ in range(rounds):
         state, metrics = strategy(state, [c.name for c in clients], engine, cfg)
@@ -298,6 +300,30 @@ def test_a_batch_that_a_round_needs_twice_is_sampled_once_with_the_same_outcome(
     again, _ = run(trainer, 2, cfg, strategy=strategy)
     assert len(calls) == 4 + 2 * 4
     assert_equal_adapters(kept, again)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cfg"),
+    [
+        (firm, FirmConfig()),
+        (fedavg, FedAvgConfig()),
+        (fedmgda, FedMgdaConfig()),
+        (fedcmoo, FEDCMOO_A),
+        pytest.param(
+            fsmgda,
+            FsmgdaConfig(num_local_steps=2),
+            marks=pytest.mark.xfail(strict=True, reason="moments of the last objective"),
+        ),
+    ],
+)
+def test_the_order_of_the_objectives_does_not_matter(make_trainer, letter_count, strategy, cfg):
+    ends = []
+    for objectives in ("abc", "cab"):
+        rewards = {name: letter_count(name) for name in objectives}
+        trainer = make_trainer(rewards=rewards, dropout=0.1, kl=KLConfig(horizon=100))
+        ends.append(run(trainer, 2, cfg, strategy=strategy, rounds=3)[0])
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):

@@ -8,7 +8,19 @@ import torch
 from torch import nn
 
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies import FedAvgConfig, FedCmooConfig, fedavg, fedcmoo
+from firm.federation.strategies import (
+    STRATEGIES,
+    AflConfig,
+    FedAvgConfig,
+    FedCmooConfig,
+    FedCmooPrefConfig,
+    FedMgdaConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+    fedavg,
+    fedcmoo,
+)
 from firm.fmoo.attacks import AttackConfig
 from firm.fmoo.client import LocalConfig, SupervisedClient, Workspace, rotated
 from firm.fmoo.models import Dropout, MultiTaskModel
@@ -319,3 +331,44 @@ def test_a_federation_learns_and_two_runs_are_the_same():
         assert (workspace.evaluate(workspace.data).losses < before).all()
         ends.append(state.adapter)
     assert _same(*ends)
+
+
+ONE_WAY = {"compressor": "none", "communication": "one_way"}
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        FirmConfig(num_local_steps=3),
+        FedAvgConfig(num_local_steps=3),
+        FedMgdaConfig(num_local_steps=3),
+        QFedAvgConfig(num_local_steps=3),
+        AflConfig(num_local_steps=3),
+        FsmgdaConfig(num_local_steps=3),
+        FedCmooConfig(num_local_steps=3, **ONE_WAY),
+        FedCmooPrefConfig(num_local_steps=3, **ONE_WAY),
+    ],
+    ids=lambda cfg: cfg.name,
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_order_of_the_objectives_does_not_matter(cfg, optimizer):
+    def ends(order):
+        data, model = _data(), _model()
+        names = tuple(data.objectives[j] for j in order)
+        data = TaskData(data.inputs, data.targets[:, order], names, data.losses)
+        model.heads = nn.ModuleList(model.heads[j] for j in order)
+        workspace = Workspace(model, data, LocalConfig(lr=0.01, optimizer=optimizer, batch_size=8))
+        clients = [
+            SupervisedClient(name, workspace, torch.arange(first, last), seed=1)
+            for name, first, last in (("a", 0, 20), ("b", 10, 40))
+        ]
+        state = ServerState(clients[0].adapter(), objectives=names, seed=1)
+        engine = LocalEngine(clients)
+        for _ in range(3):
+            state, _ = STRATEGIES[cfg.name](state, ["a", "b"], engine, cfg)
+        workspace.load(state.adapter)
+        heads = [workspace.model.heads[order.index(j)] for j in range(2)]
+        return [*workspace.model.encoder.parameters(), *(p for h in heads for p in h.parameters())]
+
+    for one, other in zip(ends([0, 1]), ends([1, 0]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
