@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import combinations
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from firm.alignment.policy import Adapter, copy_adapter, load_adapter_
 from firm.alignment.prompts import Prompt, PromptStream
 from firm.alignment.rewards import Judges, reward_diagnostics
-from firm.alignment.trainer import Experience, MultiObjectivePPOTrainer
+from firm.alignment.trainer import Experience, Learner, MultiObjectivePPOTrainer
 from firm.federation import Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
@@ -56,9 +57,11 @@ class PPOBatch:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A batch that was drawn from a state of client and adapter, and where its streams ended."""
+    """A batch that was drawn from a state of streams and adapter, and where the streams ended."""
 
     start: bytes
+    learner: bytes
+    """Whose critic and KL coefficient its experience has."""
     batch: PPOBatch
     streams: dict[str, Any]
     seconds: dict[str, float]
@@ -68,9 +71,10 @@ class AlignmentClient:
     """A client of the federation that trains by PPO; implements `firm.federation.Client`.
 
     Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
-    in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge. All
-    its randomness comes from three streams of its own: prompts, rollout and update. The batch that
-    is drawn first from a state is kept, for strategies that ask twice in one round.
+    in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge; where
+    objectives are trained by themselves, each has a learner of its own. All the client's randomness
+    comes from three streams of its own: prompts, rollout and update. The batch that is drawn first
+    from a state is kept, for strategies that ask twice in one round.
 
     Args:
         name: Unique name, such as "client_0".
@@ -99,7 +103,9 @@ class AlignmentClient:
         self.num_examples = len(prompts)
         self._trainer = trainer
         self._on_event = on_event or (lambda name, **info: None)
-        self._learner = trainer.new_learner(judges)
+        self._new_learner = partial(trainer.new_learner, judges)
+        self._common = self._learner = self._new_learner()
+        self._alone: dict[str, Learner] = {}
         self.served = tuple(
             j
             for j, name in enumerate(self.objectives)
@@ -129,7 +135,8 @@ class AlignmentClient:
     def batches(self, num_steps: int) -> Iterator[PPOBatch]:
         """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
         trainer = self._trainer
-        start = sha256(pack([self.state(), self.adapter()])).digest()
+        start = sha256(pack([self._streams(), self.adapter()])).digest()
+        learner = sha256(pack(self._learner.state())).digest()
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             self._num_drawn += 1
@@ -137,12 +144,15 @@ class AlignmentClient:
                 batch = self._draw()
             elif self._drawn is not None and self._drawn.start == start:
                 batch = self._drawn.batch
+                if self._drawn.learner != learner:
+                    batch = replace(batch, experience=trainer.valued(batch.experience))
                 self._restore_streams(self._drawn.streams)
                 for stage, seconds in self._drawn.seconds.items():
                     trainer.seconds[stage] += seconds
             else:
                 batch = self._draw()
-                self._drawn = _Drawn(start, batch, self._streams(), dict(trainer.seconds))
+                seconds = dict(trainer.seconds)
+                self._drawn = _Drawn(start, learner, batch, self._streams(), seconds)
             self._batches.append(_batch_metrics(batch.experience, trainer.learner.kl_coefficient))
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
@@ -187,13 +197,31 @@ class AlignmentClient:
     def state(self) -> dict[str, Any]:
         """Everything that lasts from round to round, deep-copied; the adapter is the server's."""
         return {
-            "learner": self._learner.state(),
+            "learner": self._common.state(),
+            "alone": {name: learner.state() for name, learner in self._alone.items()},
             **self._streams(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over a state that `state()` gave."""
-        self._learner.restore(state["learner"])
+        self._learner = self._common
+        self._common.restore(state["learner"])
+        alone = state.get("alone", {})  # none in checkpoints of earlier versions
+        self._alone = {name: self._alone.get(name) or self._new_learner() for name in alone}
+        for name, learner in alone.items():
+            self._alone[name].restore(learner)
+        self._restore_streams(state)
+
+    def alone(self, objective: str, state: dict[str, Any]) -> None:
+        """Returns to a state's prompts and random streams, with the objective's own learner.
+
+        Args:
+            objective: Which is trained by itself.
+            state: What `state()` gave.
+        """
+        if objective not in self._alone:
+            self._alone[objective] = self._new_learner()
+        self._learner = self._alone[objective]
         self._restore_streams(state)
 
     def skip_failed_batches(self) -> None:

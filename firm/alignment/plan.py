@@ -763,7 +763,7 @@ def _memory(
 
 
 def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: _Run) -> int:
-    """Critic and optimizer moments of one client, once."""
+    """Critics and optimizer moments of one client, once."""
     if cfg.ppo.critic == "heads":
         critic = len(cfg.rewards) * (architecture.get_text_config().hidden_size + 1) * 4
     else:
@@ -774,7 +774,11 @@ def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: _
             network = AutoModelForSequenceClassification.from_config(labelled, dtype=dtype)
         critic = sum(parameter.nbytes for parameter in network.parameters())
     moments = 2 * policy.adapter_bytes if cfg.ppo.actor_optimizer == "adam" else 0
-    return 3 * critic + moments  # the critic has Adam
+    learner = 3 * critic + moments  # the critic has Adam
+    requests = cfg.strategy.requests(tuple(cfg.rewards))  # type: ignore[attr-defined]  # every strategy's configuration has them
+    if ObjectiveTraining in requests:
+        return len(cfg.rewards) * learner + critic  # of the common learner, which takes no step
+    return learner
 
 
 def _size(num_bytes: int) -> str:

@@ -352,11 +352,23 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         Raises:
             ValueError: A reward function gave something else than B finite numbers.
         """
-        config = self.config
         with self._timed("reward"):
             raw_scores = self._scores(prompts, rollouts.completions)  # [M, B]
             scores = self.rewards(raw_scores).to(rollouts.logprobs.device)
-            scores = scores - config.missing_end_penalty * (~rollouts.ended)
+            scores = scores - self.config.missing_end_penalty * (~rollouts.ended)
+        return self._valued(rollouts, raw_scores, scores)
+
+    def valued(self, experience: Experience) -> Experience:
+        """The same responses and scores, valued by the learner that is in charge now."""
+        self.policy_model.eval()
+        return self._valued(experience.rollouts, experience.raw_scores, experience.scores)
+
+    @torch.no_grad()
+    def _valued(
+        self, rollouts: Rollouts, raw_scores: torch.Tensor, scores: torch.Tensor
+    ) -> Experience:
+        """Stage 4: values, KL-shaped rewards and advantages for scores [M, B]."""
+        config = self.config
         with self._timed("values"):
             values = torch.cat(
                 [

@@ -51,6 +51,11 @@ class Client(Protocol):
     A client may have ``skip_failed_batches()``, which leaves out, from the present state on, as
     many batches as were drawn since the last ``load``. Engines call it after a failure, once they
     have restored the accepted state: a client that drew the same batch again would fail for ever.
+
+    A client whose optimizer outlives a round has ``alone(objective, state)``, for strategies that
+    train on each objective by itself: it returns to the batches and random numbers of a state, but
+    to what training on this objective alone has left in the optimizer, fresh at first. ``state``
+    then holds that for each objective.
     """
 
     name: str

@@ -224,9 +224,10 @@ def _trained(client: Client, request: LocalTraining) -> Update:
 def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveUpdates:
     """Returns one update per objective that the client serves, each trained from θ_t alone.
 
-    All start from the same state of the client, so that they see the same batches: the sample
-    ξ_i^{t,k} of FSMGDA has no index of the objective. What the client carries on from there (an
-    optimizer's moments, where it keeps some) is that of the last one.
+    All see the same batches: the sample ξ_i^{t,k} of FSMGDA has no index of the objective. What an
+    optimizer keeps from round to round is each objective's own (``Client.alone``), and the random
+    numbers of the next round continue those of one training, chosen by the objectives' names: the
+    order of the objectives decides nothing.
 
     Args:
         client: Who trains; serves the objectives in its attribute ``served``, or all.
@@ -236,25 +237,25 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
         ValueError: When the client serves no objective.
     """
     start = client.state()
-    served = served_objectives(client)
+    return_alone = getattr(client, "alone", lambda objective, state: client.restore(state))
+    served = [client.objectives[objective] for objective in served_objectives(client)]
     updates, metrics = {}, {}
-    for objective in served:
-        name = client.objectives[objective]
-        client.restore(start)
+    for name in sorted(served):
+        return_alone(name, start)
         client.load(request.adapter)
-        weights = [float(other == objective) for other in range(len(client.objectives))]
+        weights = [float(other == name) for other in client.objectives]
         alone = LocalTraining(
             **vars(request), weighting="fixed", weighting_options={"weights": weights}
         )
         metrics[name] = _train_on_sum(client, alone)
         updates[name] = client.adapter()
     return ObjectiveUpdates(
-        updates=updates,
+        updates={name: updates[name] for name in served},
         num_examples=client.num_examples,
         num_shared=shared_columns(client, request.adapter).stop,
         metrics={
             **_own_losses(metrics),
-            "by_objective": metrics,
+            "by_objective": {name: metrics[name] for name in served},
             "num_steps": sum(each["num_steps"] for each in metrics.values()),
         },
     )

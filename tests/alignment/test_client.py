@@ -309,11 +309,7 @@ def test_a_batch_that_a_round_needs_twice_is_sampled_once_with_the_same_outcome(
         (fedavg, FedAvgConfig()),
         (fedmgda, FedMgdaConfig()),
         (fedcmoo, FEDCMOO_A),
-        pytest.param(
-            fsmgda,
-            FsmgdaConfig(num_local_steps=2),
-            marks=pytest.mark.xfail(strict=True, reason="moments of the last objective"),
-        ),
+        (fsmgda, FsmgdaConfig(num_local_steps=2)),
     ],
 )
 def test_the_order_of_the_objectives_does_not_matter(make_trainer, letter_count, strategy, cfg):

@@ -224,31 +224,41 @@ def test_a_minibatch_in_parts_and_a_team_take_less(checkpoint):
     assert team.jacobian == whole.jacobian
 
 
-def test_a_clients_learner_is_as_large_as_its_state(make_trainer, letter_count, checkpoint):
+@pytest.mark.parametrize("strategy", ["firm", "fsmgda"])
+@pytest.mark.parametrize(
+    ("critic", "optimizer"), [("heads", "adam"), ("heads", "sgd"), ("network", "adam")]
+)
+def test_a_clients_learners_are_as_large_as_its_state(
+    make_trainer, letter_count, checkpoint, strategy, critic, optimizer
+):
     adapter = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
     policy = PolicyConfig(str(checkpoint), lora=adapter)
-    for critic, optimizer in (("heads", "adam"), ("heads", "sgd"), ("network", "adam")):
-        trainer = make_trainer(
-            rewards={letter: letter_count(letter) for letter in "abc"},
-            critic=critic,
-            actor_optimizer=optimizer,
-            policy=load_policy(policy, stream=RandomStream(0, "adapter")),
-        )
-        prompts = [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefgh" * 2]
-        client = AlignmentClient("client_0", prompts, trainer, seed=0)
+    trainer = make_trainer(
+        rewards={letter: letter_count(letter) for letter in "abc"},
+        critic=critic,
+        actor_optimizer=optimizer,
+        policy=load_policy(policy, stream=RandomStream(0, "adapter")),
+    )
+    prompts = [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefgh" * 2]
+    client = AlignmentClient("client_0", prompts, trainer, seed=0)
+    start = client.state()
+    for objective in "abc" if strategy == "fsmgda" else ["all"]:
+        if objective != "all":
+            client.alone(objective, start)
         client.load(client.adapter())
         for batch in client.batches(1):
             gradients = client.gradients(next(batch.minibatches()))
             client.step(gradients, torch.ones(3) / 3)
-        tensors = tensors_of(client.state()["learner"])
-        cfg = config(
-            "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, v_proj]",
-            "--rewards.third.name", "brevity", "--ppo.critic", critic,
-            "--ppo.actor_optimizer", optimizer,
-        )  # fmt: skip
-        assert plan_of(cfg).memory.learner == pytest.approx(
-            3 * sum(t.nbytes for t in tensors if t.dim()), rel=1e-3
-        )
+    state = client.state()
+    tensors = tensors_of([state["learner"], state["alone"]])
+    cfg = config(
+        "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, v_proj]",
+        "--rewards.third.name", "brevity", "--ppo.critic", critic,
+        "--ppo.actor_optimizer", optimizer, "--strategy", f"{{name: {strategy}}}",
+    )  # fmt: skip
+    assert plan_of(cfg).memory.learner == pytest.approx(
+        3 * sum(t.nbytes for t in tensors if t.dim()), rel=1e-3
+    )
 
 
 def tensors_of(tree):

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -76,7 +77,10 @@ class QuadraticClient:
             "first": torch.zeros(2, requires_grad=True),
             "second": torch.zeros(1, requires_grad=True),
         }
-        self._optimizer = optimizer(self._parameters.values(), lr=lr)
+        self._new_optimizer = partial(optimizer, self._parameters.values(), lr=lr)
+        self._optimizer = self._new_optimizer()
+        self._alone: dict[str, torch.optim.Optimizer] = {}
+        self._in_charge = self._optimizer
         self._stream = RandomStream(7, "client", stream_name or name)
         self._num_loads, self._fails_in, self._diverges_in = 0, fails_in, diverges_in
         self._num_batches = self._num_drawn = 0
@@ -121,7 +125,7 @@ class QuadraticClient:
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         for parameter, grad in zip(self._parameters.values(), direction.split(sizes), strict=True):
             parameter.grad = grad.clone()
-        self._optimizer.step()
+        self._in_charge.step()
         if self._num_loads in self._diverges_in:
             with torch.no_grad():
                 self._parameters["second"].fill_(float("nan"))
@@ -132,12 +136,27 @@ class QuadraticClient:
     def state(self) -> State:
         return {
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "alone": {
+                name: copy.deepcopy(optimizer.state_dict())
+                for name, optimizer in self._alone.items()
+            },
             "stream": self._stream.state(),
             "num_batches": self._num_batches,
         }
 
     def restore(self, state: State) -> None:
+        self._in_charge = self._optimizer
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._alone = {name: self._new_optimizer() for name in state["alone"]}
+        for name, optimizer in self._alone.items():
+            optimizer.load_state_dict(copy.deepcopy(state["alone"][name]))
+        self._rewind(state)
+
+    def alone(self, objective: str, state: State) -> None:
+        self._in_charge = self._alone.setdefault(objective, self._new_optimizer())
+        self._rewind(state)
+
+    def _rewind(self, state: State) -> None:
         self._stream.restore(state["stream"])
         self._num_batches = state["num_batches"]
 

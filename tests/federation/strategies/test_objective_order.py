@@ -32,15 +32,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="moments of the last one"))
-        if name == "fsmgda"
-        else name
-        for name in STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_order_of_the_objectives_does_not_matter(name, new_client, start, run_rounds, point):
     def model(objectives):
         targets = torch.tensor([TARGETS[objective] for objective in objectives])
