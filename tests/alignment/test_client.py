@@ -112,9 +112,8 @@ def test_the_learning_rates_schedule_follows_the_round(trainer, monkeypatch, num
     rates, step = [], trainer.step
 
     def recorded(gradients, weights):
-        learner = trainer.learner
-        for optimizer in (learner.actor_optimizer, learner.critic_optimizer):
-            rates.append(optimizer.param_groups[0]["lr"])
+        optimizers = trainer.learner.actor_optimizer, trainer.learner.critic_optimizer
+        rates.extend(optimizer.param_groups[0]["lr"] for optimizer in optimizers)
         step(gradients, weights)
 
     monkeypatch.setattr(trainer, "step", recorded)

@@ -1,6 +1,8 @@
 """The trainer against stock TRL, and its gradients against single objectives."""
 
 import copy
+import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +12,7 @@ from transformers import LlamaForSequenceClassification
 from trl.experimental.ppo import PPOConfig as StockConfig
 from trl.experimental.ppo import PPOTrainer as StockTrainer
 
-from firm.alignment import PolicyConfig, load_policy
+from firm.alignment import KLConfig, PolicyConfig, PPOConfig, load_policy
 from firm.federation import RandomStream
 
 # what stock TRL, not our subclass, warns of
@@ -177,6 +179,70 @@ def test_micro_batches_sum_to_the_minibatch_and_are_one_optimizer_step(
         torch.testing.assert_close(found.aux.metrics[name], figure, rtol=1e-4, atol=1e-6)
     parts.step(found, torch.tensor([0.5, 0.5]))
     assert len(steps) == 1
+
+
+@pytest.mark.xfail(strict=True, reason="0 / 0")
+@pytest.mark.parametrize("empty", [range(3), range(16)], ids=["some", "all of a minibatch"])
+def test_empty_replies_add_nothing_in_micro_batches_as_in_whole_ones(
+    make_trainer, letter_count, empty
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    index, results = np.arange(16), []
+    for size in (None, 1):
+        trainer = make_trainer(rewards=rewards, micro_batch_size=size, batch_size=32)
+        torch.manual_seed(5)
+        query_ids = torch.randint(4, 10, (32, 6))
+        rollouts = trainer.sample(query_ids)
+        last_index = rollouts.last_index.clone()
+        last_index[list(empty)] = -1  # a pad token first
+        rollouts = replace(rollouts, last_index=last_index)
+        prompts = trainer.processing_class.batch_decode(query_ids)
+        results.append(trainer.gradients(trainer.experience(rollouts, prompts), index))
+    whole, parts = results
+    assert whole.jacobian.isfinite().all()
+    assert bool(whole.jacobian.any()) == (len(empty) < 16)
+    torch.testing.assert_close(parts.jacobian, whole.jacobian, rtol=1e-4, atol=1e-7)
+    for name, figure in whole.aux.metrics.items():
+        assert figure.isfinite().all(), name
+        torch.testing.assert_close(parts.aux.metrics[name], figure, rtol=1e-4, atol=1e-6)
+
+
+EFFECTIVE = {
+    "batch_size": 32,
+    "minibatch_size": 4,
+    "num_epochs": 1,
+    "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "actor_optimizer": "sgd",
+    "learning_rate_schedule": "constant",
+    "critic": "network",
+    "clip_range": 1e-3,
+    "value_clip_range": 1e-3,
+    "value_coefficient": 10.0,
+    "gamma": 0.5,
+    "gae_lambda": 0.1,
+    "whiten_rewards": True,
+    "advantage_scale": "shared",
+    "missing_end_penalty": 0.0,
+    "max_gradient_norm": 1e-7,
+    "kl": KLConfig(controller="fixed", coefficient=1.0),
+}
+"""Another value of each option than that of the tests' trainer."""
+
+
+@pytest.mark.xfail(strict=True, reason="value_coefficient scales a gradient of Adam's")
+def test_every_option_has_an_effect(train_ours, letter_count):
+    fields = {field.name for field in dataclasses.fields(PPOConfig)}
+    assert set(EFFECTIVE) == fields - {"micro_batch_size"}  # which must have none
+    rewards = {"a": letter_count("a"), "few": lambda **k: [v / 9 for v in letter_count("b")(**k)]}
+    usual, effects = train_ours(rewards=rewards), {}
+    for option, value in EFFECTIVE.items():
+        changed = train_ours(rewards=rewards, **{option: value})
+        effects[option] = max(
+            largest_difference(one, other) if one.keys() == other.keys() else 1.0
+            for one, other in zip(usual, changed, strict=True)
+        )
+    assert [option for option, effect in effects.items() if effect < 1e-4] == []
 
 
 def test_gradient_checkpointing_computes_again_and_changes_nothing(
