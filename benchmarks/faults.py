@@ -116,7 +116,7 @@ class FaultyClient:
         """How many examples it claims."""
         return COUNTS.get(self._fault, 0) if self._now(COUNTS) else self._client.num_examples
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter, round: int = 1) -> None:
         """Begins a round."""
         self._num_loads += 1
         self._client.load(adapter)

@@ -182,7 +182,7 @@ def report(cfg: Config, device: torch.device) -> None:
         policy=load_policy(cfg.policy, stream=RandomStream(0, "adapter")),
         tokenizer=load_tokenizer(cfg.policy),
         reward_fns={name: load_reward_model(c, name) for name, c in cfg.rewards.items()},
-        num_steps=STEPS,
+        num_rounds=STEPS,
         use_cpu=device.type == "cpu",
     )
     for _ in range(STEPS - 1):

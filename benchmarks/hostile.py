@@ -265,7 +265,7 @@ class Quadratic:
             "second": torch.zeros(1, requires_grad=True),
         }
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts from an adapter."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():

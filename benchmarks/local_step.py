@@ -189,7 +189,7 @@ def ours(
         policy=load_policy(config, stream=RandomStream(0, "adapter")),
         tokenizer=tokenizer,
         reward_fns=rewards,
-        num_steps=STEPS,
+        num_rounds=STEPS,
         train_dataset=prompts,
         callbacks=[times],
         use_cpu=True,

@@ -372,7 +372,7 @@ def load(cfg: Config, processes: Processes, *, measures: bool = True) -> World:
         policy=policy,
         tokenizer=tokenizer,
         reward_fns={name: judges[name] for name in cfg.rewards},
-        num_steps=max(1, cfg.rounds) * cfg.strategy.num_local_steps,
+        num_rounds=max(1, cfg.rounds),
         team=processes.team(),
         use_cpu=cfg.policy.device == "cpu",
         seed=cfg.seed,

@@ -9,8 +9,11 @@ import torch
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the entries where `mask` is true; shapes [B, T] and [B, T], a scalar back."""
-    return (values * mask).sum() / mask.sum()
+    """Mean of the entries where `mask` is true; shapes [B, T] and [B, T], a scalar back.
+
+    0 where it is nowhere true, as in a part of a minibatch whose replies are all empty.
+    """
+    return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:

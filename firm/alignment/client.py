@@ -124,8 +124,14 @@ class AlignmentClient:
         self._num_drawn = 0
         self._counts_before = self._counts()
 
-    def load(self, adapter: Adapter) -> None:
-        """Starts local training from `adapter`, with this client's learner in charge."""
+    def load(self, adapter: Adapter, round: int = 1) -> None:
+        """Starts local training from `adapter`, with this client's learner in charge.
+
+        Args:
+            adapter: The server's; copied.
+            round: The run's round, from 1, which the learning rates' schedule follows.
+        """
+        self._round = round
         self._trainer.learner = self._learner
         self._trainer.seconds = defaultdict(float)
         self._batches, self._minibatches, self._num_drawn = [], [], 0
@@ -155,6 +161,7 @@ class AlignmentClient:
                 self._drawn = _Drawn(start, learner, batch, self._streams(), seconds)
             self._batches.append(_batch_metrics(batch.experience, trainer.learner.kl_coefficient))
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
+            trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
             if len(self._minibatches) > num_steps_before:  # else it was only looked at

@@ -59,7 +59,8 @@ class PPOConfig:
     """Adam, or the plain gradient step of Algorithm 1. Which one the experiments used is not in
     the paper."""
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
-    """Constant, or linear decay to zero over all local steps. Not in the paper."""
+    """Constant, or linear decay to zero over the run's rounds, whoever takes part in them. Not in
+    the paper."""
     critic: Literal["heads", "network"] = "heads"
     """One linear value head per objective on the policy's last hidden state, detached, or a
     separate value network with one output per objective. Not in the paper (T-FIRM's critic is
@@ -68,8 +69,6 @@ class PPOConfig:
     """The probability ratio is clipped to 1 ± this. Not in the paper."""
     value_clip_range: float = 0.2
     """New values are clipped to the old ones ± this. Not in the paper."""
-    value_coefficient: float = 0.1
-    """Weight of the value losses in the critic's step. Not in the paper."""
     gamma: float = 1.0
     """Discount per token. Not in the paper."""
     gae_lambda: float = 0.95
@@ -103,7 +102,7 @@ class PPOConfig:
         for name in ("actor_learning_rate", "critic_learning_rate", "clip_range"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"ppo.{name} must be positive, got {getattr(self, name)}.")
-        for name in ("value_clip_range", "value_coefficient", "missing_end_penalty"):
+        for name in ("value_clip_range", "missing_end_penalty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"ppo.{name} must be non-negative, got {getattr(self, name)}.")
         for name in ("gamma", "gae_lambda"):

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
@@ -96,7 +95,7 @@ class ValueHeads(torch.nn.Module):
 
 @dataclass
 class Learner:
-    """What one client trains beside the adapter: critic, optimizers, schedules, KL coefficient.
+    """What one client trains beside the adapter: critic, optimizers, KL coefficient.
 
     The optimizers are bound to the one adapter in the model but hold moments of their own: a
     client is switched in by copying its adapter and handing its learner to the trainer.
@@ -105,7 +104,6 @@ class Learner:
     critic: torch.nn.Module
     actor_optimizer: torch.optim.Optimizer
     critic_optimizer: torch.optim.Optimizer
-    schedules: tuple[LRScheduler, LRScheduler]
     kl_coefficient: float
     judges: Judges | None = None
     """Who scores this client's replies; None leaves it to the trainer's own reward functions."""
@@ -117,7 +115,6 @@ class Learner:
                 "critic": self.critic.state_dict(),
                 "actor_optimizer": self.actor_optimizer.state_dict(),
                 "critic_optimizer": self.critic_optimizer.state_dict(),
-                "schedules": [schedule.last_epoch for schedule in self.schedules],
                 "kl_coefficient": self.kl_coefficient,
             }
         )
@@ -128,8 +125,6 @@ class Learner:
         self.critic.load_state_dict(state["critic"])
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.critic_optimizer.load_state_dict(state["critic_optimizer"])
-        for schedule, num_steps in zip(self.schedules, state["schedules"], strict=True):
-            schedule.last_epoch = num_steps
         self.kl_coefficient = state["kl_coefficient"]
 
 
@@ -182,7 +177,8 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         tokenizer: The policy's, padding left, its pad token unlike EOS.
         reward_fns: Name and reward function of every objective, in the order of the rows.
         calibrations: How raw scores become rewards; by default they are taken as they are.
-        num_steps: Local steps of the whole run; the learning rates' schedules end there.
+        num_rounds: Rounds of the run, at whose end the learning rates' schedule ends; `train()`
+            takes as many local steps.
         train_dataset: Tokenised prompts ("input_ids"), needed by `train()` alone.
         solver: Gram matrix [M, M] to weights [M], used by `train()` alone: a federated client
             gets its weights from the strategy.
@@ -212,7 +208,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         tokenizer: PreTrainedTokenizerBase,
         reward_fns: Mapping[str, RewardFn],
         calibrations: Mapping[str, Calibration] | None = None,
-        num_steps: int,
+        num_rounds: int,
         train_dataset: Dataset | None = None,
         solver: Callable[[torch.Tensor], torch.Tensor] = firm_weights,
         value_model: torch.nn.Module | None = None,
@@ -228,6 +224,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.config = config
         self.team = team
         self.rollout_config = rollout_config
+        self.num_rounds = num_rounds
         self.prompt_format = prompt_format or PromptFormat()
         self.objectives = tuple(reward_fns)
         self.reward_fns = dict(reward_fns)
@@ -249,7 +246,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 args=_trl_config(
                     config,
                     rollout_config,
-                    num_steps,
+                    num_rounds,
                     **{**trl_arguments, "output_dir": output_dir},
                 ),
                 processing_class=tokenizer,
@@ -267,7 +264,12 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         """TRL's hook: the first learner, whose optimizer and schedule the callbacks see."""
         self.learner = self.new_learner()
         self.optimizer = self.learner.actor_optimizer
-        self.lr_scheduler = self.learner.schedules[0]
+        self.lr_scheduler = get_scheduler(
+            self.config.learning_rate_schedule,
+            self.optimizer,
+            num_warmup_steps=0,
+            num_training_steps=num_training_steps,
+        )
 
     def new_learner(self, judges: Judges | None = None) -> Learner:
         """A fresh critic, fresh optimizers and the initial KL coefficient; perhaps own judges."""
@@ -280,23 +282,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         actor_class = torch.optim.SGD if config.actor_optimizer == "sgd" else adam
         actor_optimizer = actor_class(actor_parameters, lr=config.actor_learning_rate)
         critic_optimizer = adam(critic.parameters(), lr=config.critic_learning_rate)
-        actor_schedule, critic_schedule = (
-            get_scheduler(
-                config.learning_rate_schedule,
-                optimizer,
-                num_warmup_steps=0,
-                num_training_steps=self.args.num_total_batches,
-            )
-            for optimizer in (actor_optimizer, critic_optimizer)
-        )
-        return Learner(
-            critic,
-            actor_optimizer,
-            critic_optimizer,
-            (actor_schedule, critic_schedule),
-            config.kl.coefficient,
-            judges,
-        )
+        return Learner(critic, actor_optimizer, critic_optimizer, config.kl.coefficient, judges)
 
     @property
     def judges(self) -> Judges:
@@ -452,7 +438,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         token_ids = rollouts.query_responses[part]
         mask, value_mask = rollouts.mask[part], rollouts.value_mask[part]
         # of the minibatch's means over tokens, these rows are this share; 1.0 if they are all
-        share = mask.sum() / rollouts.mask[minibatch].sum()
+        share = mask.sum() / rollouts.mask[minibatch].sum().clamp(min=1)
         value_share = value_mask.sum() / rollouts.value_mask[minibatch].sum()
         self.policy_model.train()
         with self._timed("forward"):
@@ -478,8 +464,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         losses, critic_losses = losses * share, critic_losses * value_share
         with self._timed("critic"):
             critic_gradients = torch.autograd.grad(
-                config.value_coefficient * critic_losses.sum(),
-                list(self.learner.critic.parameters()),
+                critic_losses.sum(), list(self.learner.critic.parameters())
             )
         with self._timed("backward"):
             rows = jacobian(losses, list(self.adapter_parameters.values()))
@@ -512,10 +497,28 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 optimizer.step()
                 optimizer.zero_grad()
 
+    def set_learning_rates(self, rounds_done: float) -> None:
+        """Sets both learning rates as the schedule has them when so many rounds are done.
+
+        It follows the round and not a client's own steps: clients that are drawn now and then have
+        the rates of those that always take part.
+
+        Args:
+            rounds_done: At least 0; within a round a fraction counts.
+        """
+        factor = 1.0
+        if self.config.learning_rate_schedule == "linear":
+            factor = max(0.0, self.num_rounds - rounds_done) / self.num_rounds
+        learner, config = self.learner, self.config
+        for optimizer, rate in (
+            (learner.actor_optimizer, config.actor_learning_rate),
+            (learner.critic_optimizer, config.critic_learning_rate),
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+
     def finish_batch(self, experience: Experience) -> None:
-        """Ends a local step: schedules advance and the KL controller adapts."""
-        for schedule in self.learner.schedules:
-            schedule.step()
+        """Ends a local step: the KL controller adapts."""
         self.learner.kl_coefficient = adapted_kl_coefficient(
             self.learner.kl_coefficient,
             experience.kl.sum(1).mean().item(),
@@ -537,6 +540,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         for query_ids in (batch["input_ids"] for batch in batches):
             prompts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
             experience = self.experience(self.sample(query_ids), prompts)
+            self.set_learning_rates(state.global_step)
             minibatches = []
             for index in self.minibatch_indices():
                 gradients = self.gradients(experience, index)
@@ -551,6 +555,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             state.epoch = state.episode / self.train_dataset_len
             self.log(self._trl_metrics(experience, minibatches))
             self.finish_batch(experience)
+            self.lr_scheduler.step()
             self.control = self.callback_handler.on_step_end(args, state, self.control)
             if self.control.should_save:
                 self._save_checkpoint(self.model, trial=None)
@@ -585,7 +590,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             "loss/policy_avg": mean["policy_loss"],
             "loss/value_avg": mean["value_loss"],
             "val/num_eos_tokens": int(is_eos.sum()),
-            "lr": float(self.learner.schedules[0].get_last_lr()[0]),
+            "lr": float(self.learner.actor_optimizer.param_groups[0]["lr"]),
             "episode": self.state.episode,
         }
 
@@ -629,12 +634,12 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
 
 def _trl_config(
-    config: PPOConfig, rollout_config: RolloutConfig, num_steps: int, **arguments: Any
+    config: PPOConfig, rollout_config: RolloutConfig, num_rounds: int, **arguments: Any
 ) -> TrlPPOConfig:
     """Our frozen configs as TRL's mutable one: what its set-up, saving and model card read."""
     return TrlPPOConfig(
         **{
-            "total_episodes": num_steps * config.batch_size,
+            "total_episodes": num_rounds * config.batch_size,
             "per_device_train_batch_size": config.batch_size,
             "gradient_accumulation_steps": 1,
             "num_mini_batches": config.batch_size // config.minibatch_size,

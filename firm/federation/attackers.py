@@ -59,10 +59,10 @@ class Attacker:
             raise AttributeError(name)
         return getattr(self._client, name)
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts a local training from the server's adapter."""
         self._start, self._is_training = adapter, False
-        self._client.load(adapter)
+        self._client.load(adapter, round)
 
     def batches(self, num_steps: int) -> Iterator[Batch]:
         """Yields the client's batches; until they end its adapter is told as it is."""

@@ -65,8 +65,13 @@ class Client(Protocol):
     objectives: tuple[str, ...]
     """Names of the M objectives, in the order of the Jacobian's rows."""
 
-    def load(self, adapter: Adapter) -> None:
-        """Starts a local training from the server's adapter, which is copied."""
+    def load(self, adapter: Adapter, round: int = 1) -> None:
+        """Starts a local training from the server's adapter, which is copied.
+
+        Args:
+            adapter: θ_t.
+            round: The run's round, from 1, for what changes with it (a learning rate's schedule).
+        """
         ...
 
     def batches(self, num_steps: int) -> Iterator[Batch]:

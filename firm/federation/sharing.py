@@ -203,7 +203,7 @@ def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch
 
 def _rows(client: Client, request: JacobianRequest) -> torch.Tensor:
     """The Jacobian's shared columns, float32 [M, d] on the CPU."""
-    client.load(request.adapter)
+    client.load(request.adapter, request.round)
     (batch,) = drawn_batches(client, 1, skipped=request.skipped_batches)
     jacobian = client.gradients(batch.whole).jacobian
     columns = shared_columns(client, request.adapter)

@@ -209,7 +209,7 @@ def local_training(client: Client, request: LocalTraining) -> Update:
 
 
 def _trained(client: Client, request: LocalTraining) -> Update:
-    client.load(request.adapter)
+    client.load(request.adapter, request.round)
     shared = {"start_losses": start_losses(client)} if request.share_losses else {}
     weighted = getattr(client, "weighted_gradients", None)
     is_direct = request.weighting == "fixed" and not request.share_gram
@@ -242,7 +242,7 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
     updates, metrics = {}, {}
     for name in sorted(served):
         return_alone(name, start)
-        client.load(request.adapter)
+        client.load(request.adapter, request.round)
         weights = [float(other == name) for other in client.objectives]
         alone = LocalTraining(
             **vars(request), weighting="fixed", weighting_options={"weights": weights}

@@ -247,7 +247,7 @@ class SupervisedClient:
         self._order: tuple[int, torch.Tensor] | None = None
         self._memo: tuple[int, torch.Tensor, Gradients] | None = None
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts a local training from the server's parameters, with a fresh optimizer."""
         self._workspace.load(adapter)
         cfg, parameters = self._workspace.cfg, list(self._workspace.parameters.values())

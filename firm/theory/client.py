@@ -88,7 +88,7 @@ class TabularClient:
         self._num_steps = 0
         self.load({PARAMETER: torch.zeros(mdp.num_parameters, dtype=torch.float64)})
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts a local training from the server's θ."""
         self._theta = adapter[PARAMETER].clone()
         self._record: dict[str, list[Any]] = {"theta": [], "jacobian": [], "smoothed_weights": []}

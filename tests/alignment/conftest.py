@@ -157,7 +157,7 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
             policy=policy or make_policy(dropout=dropout),
             tokenizer=tokenizer,
             reward_fns=rewards,
-            num_steps=3,
+            num_rounds=3,
             train_dataset=prompt_dataset,
             value_model=value_model,
             seed=3,

@@ -106,7 +106,6 @@ def test_an_infinite_beta_weighs_all_objectives_alike(trainer):
         torch.testing.assert_close(by_beta[name], fixed[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="the schedule counts the client's own local steps")
 @pytest.mark.parametrize("num_local_steps", [1, 2])
 def test_the_learning_rates_schedule_follows_the_round(trainer, monkeypatch, num_local_steps):
     rates, step = [], trainer.step

@@ -64,6 +64,7 @@ def train_stock(tokenizer, make_policy, make_value_model, prompt_dataset, tmp_pa
                 stop_token="eos",
                 learning_rate=3e-3,
                 kl_coef=0.1,
+                vf_coef=1.0,  # the factor of a loss does nothing under Adam, but rounds
                 cliprange=clip_range,
                 missing_eos_penalty=0.5,
                 bf16=False,
@@ -181,7 +182,6 @@ def test_micro_batches_sum_to_the_minibatch_and_are_one_optimizer_step(
     assert len(steps) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="0 / 0")
 @pytest.mark.parametrize("empty", [range(3), range(16)], ids=["some", "all of a minibatch"])
 def test_empty_replies_add_nothing_in_micro_batches_as_in_whole_ones(
     make_trainer, letter_count, empty
@@ -218,7 +218,6 @@ EFFECTIVE = {
     "critic": "network",
     "clip_range": 1e-3,
     "value_clip_range": 1e-3,
-    "value_coefficient": 10.0,
     "gamma": 0.5,
     "gae_lambda": 0.1,
     "whiten_rewards": True,
@@ -230,7 +229,6 @@ EFFECTIVE = {
 """Another value of each option than that of the tests' trainer."""
 
 
-@pytest.mark.xfail(strict=True, reason="value_coefficient scales a gradient of Adam's")
 def test_every_option_has_an_effect(train_ours, letter_count):
     fields = {field.name for field in dataclasses.fields(PPOConfig)}
     assert set(EFFECTIVE) == fields - {"micro_batch_size"}  # which must have none

@@ -87,7 +87,7 @@ class QuadraticClient:
         self.served = tuple(range(len(objectives))) if served is None else served
         self._scale, self._bias = scale, bias
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter, round: int = 1) -> None:
         self._num_loads += 1
         self._num_drawn = 0
         self._losses: list[list[float]] = []

@@ -45,7 +45,7 @@ class Quadratic:
         self._targets = torch.randn(len(objectives), NUM_TRAINABLE)
         self._point = torch.zeros(NUM_TRAINABLE)
 
-    def load(self, adapter):
+    def load(self, adapter, round=1):
         self._point = adapter["w"].clone()
 
     def batches(self, num_steps):
