@@ -293,8 +293,18 @@ def test_replies_without_a_trainer_are_the_trainer_s(make_trainer, letter_count,
     assert replies.kl.abs().max() > 0.01
 
 
-def test_the_base_model_has_no_kl_from_itself(checkpoint, folders, tokenizer):
-    policy = load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        pytest.param(
+            "bfloat16",
+            marks=pytest.mark.xfail(strict=True, reason="generation and forward pass differ"),
+        ),
+    ],
+)
+def test_the_base_model_has_no_kl_from_itself(checkpoint, folders, tokenizer, dtype):
+    policy = load_adapters(PolicyConfig(path=str(checkpoint), dtype=dtype), folders)
     with select_adapter(policy, None) as reference, RandomStream(0):
         replies = sample_replies(
             policy,
@@ -304,7 +314,7 @@ def test_the_base_model_has_no_kl_from_itself(checkpoint, folders, tokenizer):
             config=ROLLOUT,
             reference=reference,
         )
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
     with RandomStream(0):
         expected = sample_replies(
             base,
@@ -315,7 +325,7 @@ def test_the_base_model_has_no_kl_from_itself(checkpoint, folders, tokenizer):
             reference=nullcontext,
         )
     assert replies.completions == expected.completions
-    assert replies.kl.abs().max() < 1e-5
+    assert replies.kl.abs().max() < (1e-5 if dtype == "float32" else 1e-30)
 
 
 def test_an_adapter_of_another_base_is_refused_unless_the_base_is_said_to_be_the_same(
