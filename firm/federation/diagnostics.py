@@ -134,11 +134,21 @@ def _gram(norms: Sequence[float], cosine: Sequence[float]) -> torch.Tensor:
 def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
     """Returns the Pareto-stationarity bound min_λ λᵀ(mean_c G_c)λ over the simplex.
 
-    The squared norm of the mean gradient along the best common weights is at most this (Jensen), so
-    a value near zero says that no direction improves all objectives.
+    By Jensen's inequality it is at least min_λ ‖(1/C) Σ_c Σ_j λ^j g^{j,c}‖², the squared norm of
+    the shortest combination of the clients' mean gradients. So with gradients at one model it
+    bounds how far that model is from Pareto stationarity on the batches that were drawn, and equals
+    it for a single matrix; the mean of gradients at different models is the gradient of none.
+
+    For the expected gradients it is an estimate and no bound, not even in the mean over batches: a
+    batch's noise adds its variance to each G_c, but the best λ is chosen after the noise was drawn.
+    Three objectives with the gradient 1 in one dimension, and noise of ±1 in each, have the mean
+    1/2 where 1 is true.
 
     Args:
-        grams: Clients' Gram matrices, C nested lists of shape [M, M].
+        grams: Clients' Gram matrices at the same model, C nested lists of shape [M, M].
+
+    Returns:
+        A squared norm, at least 0 up to rounding.
     """
     mean = torch.tensor(grams, dtype=torch.float64).mean(dim=0)
     weights = firm_weights(mean, beta=0.0)
@@ -179,11 +189,16 @@ def disagreement_drift(jacobians: Sequence[torch.Tensor], weights: Sequence[torc
 def disagreement_bound(grams: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> float:
     """Returns an upper bound on ``disagreement_drift`` that costs M² numbers per client.
 
-    That is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄), by Jensen's inequality.
+    That is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄), by Jensen's inequality. It holds for one solve of
+    each client, and for the mean over solves of what it is in each, but not for Gram matrices and
+    weights that were averaged before: weights that disagree by turns have equal means.
 
     Args:
-        grams: Each client's Gram matrix in the same local step, C of shape [M, M].
+        grams: Each client's Gram matrix in the same solve, C of shape [M, M].
         weights: Each client's weights in it, C of shape [M].
+
+    Returns:
+        A squared norm, at least 0 up to rounding.
     """
     deviations = _deviations(weights)
     squares = [

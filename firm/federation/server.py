@@ -87,8 +87,9 @@ class RoundConfig:
     max_update_norm: float | None = None
     """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length. Not in the paper."""
     share_gram: bool = False
-    """Whether clients send their mean Gram matrix, M² numbers, with each update: it bounds how far
-    the global model is from Pareto stationarity, and the disagreement drift. Not in the paper."""
+    """Whether clients send the Gram matrix of their first solve, M² numbers, with each update: at
+    the common model θ_t it bounds the disagreement drift and, for the batches drawn there, how far
+    θ_t is from Pareto stationarity. Not in the paper."""
     server_learning_rate: float = 1.0
     """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
     Algorithm 1 of FIRM does."""
@@ -397,11 +398,15 @@ def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, d
 
 
 def _gram_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """What the mean Gram matrices of a round tell, where clients sent them."""
+    """Bounds for the first solves of a round, all at θ_t, where clients sent their Gram matrices.
+
+    Later solves are at each client's own parameters: the mean gradient of different models tells
+    of none, and weights that are averaged before they are compared may disagree by turns.
+    """
     if not updates:
         return {}
     grams = [update.metrics["gram"] for update in updates]
-    weights = [torch.tensor(update.metrics["weights"]).mean(dim=0) for update in updates]
+    weights = [torch.tensor(update.metrics["weights"][0]) for update in updates]
     return {
         "stationarity": stationarity(grams),
         "disagreement_bound": disagreement_bound([torch.tensor(g) for g in grams], weights),

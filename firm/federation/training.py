@@ -118,7 +118,7 @@ class LocalTraining(Request):
     """Whether each minibatch has its own weights; or the whole batch's gradients give them once,
     and they hold for all its minibatches."""
     share_gram: Annotated[bool, Flag()] = False
-    """Whether the mean of the solves' Gram matrices is sent along, as "gram"."""
+    """Whether the first solve's Gram matrix is sent along, as "gram": that of θ_t itself."""
     share_losses: Annotated[bool, Flag()] = False
     """Whether the losses at θ_t are sent along, as "start_losses"."""
     proximal: Annotated[float, Number(0)] = 0.0
@@ -283,10 +283,10 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
             client.step(_pulled_back(gradients, client, request), weights)
     metrics = client.metrics()
     seconds = {stage: sum(solve.pop(stage) for solve in solves) for stage in ("gram", "solve")}
-    gram = torch.stack([solve.pop("gram_matrix") for solve in solves]).mean(dim=0)
+    grams = [solve.pop("gram_matrix") for solve in solves]
     return {
         **metrics,
-        **({"gram": gram.tolist()} if request.share_gram else {}),
+        **({"gram": grams[0].tolist()} if request.share_gram else {}),
         **{key: [solve[key] for solve in solves] for key in solves[0]},
         "num_steps": num_steps,
         "seconds": {**metrics.get("seconds", {}), **seconds},

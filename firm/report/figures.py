@@ -198,7 +198,7 @@ def norm_ratio_title(record: Record) -> str:
 
 
 def has_stationarity(record: Record) -> bool:
-    """Returns whether clients sent what the bound on Pareto stationarity needs."""
+    """Returns whether the server saw what the bound on Pareto stationarity needs."""
     return any(row.get("stationarity") is not None for row in record.rounds)
 
 

@@ -457,8 +457,9 @@ def _gradients_section(record: Record) -> Section:
         "steps of the server."
         + (
             " The bound on Pareto stationarity is the most that the squared norm of the "
-            "shortest common gradient can be: near zero, no step serves all objectives any "
-            "more."
+            "shortest common gradient can be, on the batches that a round draws first, at the "
+            "global model: near zero, no step serves all objectives on these batches. For the "
+            "objectives themselves it is an estimate, which the batches' noise usually raises."
             if figures.has_stationarity(record)
             else ""
         ),

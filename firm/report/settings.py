@@ -333,8 +333,9 @@ def drift_section(settings: Sequence[Setting], name: str = "drift") -> Section:
         "Drift and stationarity",
         "Drift is the clients' distance from their mean, measured in steps of the server. The "
         "bound on Pareto stationarity is the most that the squared norm of the shortest common "
-        "gradient can be, where clients or server saw the Gram matrix. Entropy is the clients' "
-        "mean while they train.",
+        "gradient can be, on the batches that a round draws first, where clients or server saw "
+        "the Gram matrix; where the server reads compressed gradients it is an estimate. Entropy "
+        "is the clients' mean while they train.",
         nonempty(panels),
         [],
     )

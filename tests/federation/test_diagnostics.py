@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from firm.federation.diagnostics import (
     failure_alarms,
     gradient_norms,
     norm_ratio,
+    stationarity,
     weights_spread,
 )
 from firm.solvers import firm_weights
@@ -158,6 +161,23 @@ def test_with_one_common_gradient_per_objective_the_disagreement_cancels_and_its
     weights = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])]
     assert disagreement_drift([rows, rows], weights) == 0
     assert disagreement_bound([rows @ rows.T] * 2, weights) == pytest.approx(1 / 2)
+
+
+def test_stationarity_bounds_the_drawn_gradients_and_equals_them_for_a_single_client():
+    jacobians = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0)).double()
+    mean = jacobians.mean(dim=0)
+    shortest = firm_weights(mean @ mean.T, beta=0.0) @ mean
+    squared = shortest.square().sum().item()
+    assert stationarity((jacobians @ jacobians.mT).tolist()) >= squared
+    assert stationarity([(mean @ mean.T).tolist()]) == pytest.approx(squared)
+
+
+def test_with_noisy_gradients_stationarity_is_no_bound_on_the_expected_ones_even_in_the_mean():
+    draws = [torch.tensor(signs) + 1.0 for signs in product([-1.0, 1.0], repeat=3)]
+    found = [stationarity([torch.outer(rows, rows).tolist()]) for rows in draws]
+    # a gradient that the noise took away makes it 0; one draw of eight has none: 2²
+    assert sum(found) / len(found) == pytest.approx(0.5)
+    assert stationarity([torch.ones(3, 3).tolist()]) == pytest.approx(1.0)
 
 
 def test_norm_ratio_by_hand():

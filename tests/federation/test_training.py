@@ -111,20 +111,19 @@ def test_a_gradient_that_is_not_finite_stops_the_training_before_its_step(new_cl
     assert torch.equal(client.adapter()["first"], start.adapter["first"])
 
 
-def test_a_client_sends_its_mean_gram_only_when_asked(new_client, start):
+@pytest.mark.parametrize("solve_per", ["minibatch", "batch"])
+def test_a_client_sends_the_gram_matrix_at_the_servers_model_only_when_asked(
+    new_client, start, solve_per
+):
     assert "gram" not in local_training(new_client(), _request(start)).metrics
-    update = local_training(new_client(), _request(start, num_local_steps=1, share_gram=True))
+    update = local_training(new_client(), _request(start, solve_per=solve_per, share_gram=True))
     client = new_client()
     client.load(start.adapter)
     (batch,) = client.batches(1)
-    grams = []
-    for minibatch in batch.minibatches():
-        gradients = client.gradients(minibatch)
-        grams.append(gram_matrix(gradients.jacobian))
-        client.step(gradients, firm_weights(grams[-1], beta=0.1))
-    torch.testing.assert_close(
-        torch.tensor(update.metrics["gram"], dtype=torch.float64), torch.stack(grams).mean(0)
-    )
+    first = next(batch.minibatches()) if solve_per == "minibatch" else batch.whole
+    gram = gram_matrix(client.gradients(first).jacobian)
+    assert update.metrics["gram"] == gram.tolist()
+    assert update.metrics["weights"][0] == firm_weights(gram, beta=0.1).tolist()
 
 
 def _fixed(start, weights, **changes):

@@ -228,7 +228,8 @@ def fedcmoo(
     communication two_sample are the batches others, as the theory asks for.
 
     An objective that none of the round's clients serves has weight 0, and one that some serve is
-    averaged over those. The row's "weights" are w by objective, "stationarity" is min wᵀGw.
+    averaged over those. The row's "weights" are w by objective, "stationarity" is min wᵀGw: of the
+    mean gradients of the drawn batches, which compressed messages estimate.
 
     UPGrad's weights sum to 1 or more, and the local loss is Σ wⱼfⱼ with them as they are: after one
     local step of SGD the server has moved by the local learning rate times UPGrad's direction.
