@@ -28,12 +28,13 @@ from firm.report.trajectories import (
     final_kl,
     final_reward,
     final_score,
+    mean_variation,
     megabytes_up,
     over_seeds,
     reward_within,
+    solve_variation,
     weights,
     weights_disagreement,
-    weights_oscillation,
 )
 from firm.run import Sweep, UserError, compose, run_cli
 from recipes import firm_hh
@@ -173,9 +174,13 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
             )
             for name in firm[0].objectives
         ]
-        findings.append(
-            _finding(f"{world}: total variation of λ", "smaller", firm, server, weights_oscillation)
-        )
+        findings += [
+            _finding(f"{world}: total variation of λ, {of}", "smaller", firm, server, variation)
+            for of, variation in (
+                ("mean", mean_variation),
+                ("first solves", solve_variation),
+            )
+        ]
         findings.append(_finding(f"{world}: MB uploaded", "smaller", firm, server, megabytes_up))
     share = over_seeds(runs["FIRM"], megabytes_up).mean
     share /= over_seeds(runs["FedCMOO-A"], megabytes_up).mean
@@ -188,7 +193,12 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
         [
             f"FIRM uploads {100 * share:.0f} % of what FedCMOO-A does, both measured. All runs "
             "draw the same number of replies; *within* an upload, each algorithm's rounds end "
-            "when FIRM's whole upload is spent."
+            "when FIRM's whole upload is spent.",
+            "Total variation is Σ |λ_t - λ_{t-1}| over the rounds. *Mean*: of λ averaged over a "
+            "round's clients and solves. The curves are means over the clients, too, as in the "
+            "paper, but averaging alone makes FIRM's smoother than FedCMOO-A's single λ a round. "
+            "*First solves* compares like with like: of each client's first λ in a round, found at "
+            "the global model as the server's is, and only then averaged over the clients.",
         ],
     )
 
@@ -431,44 +441,41 @@ def _text(section: Section) -> str:
     parts = [f"## {section.title}", f"**The paper:** {section.claim}"]
     parts += [f"![{section.title}]({image})" for image in section.images]
     if section.findings:
-        rows = "\n".join(
-            f"| {finding.what} | {finding.values} | {finding.measured.text()} | {finding.verdict} |"
+        rows = [
+            [finding.what, finding.values, finding.measured.text(), finding.verdict]
             for finding in section.findings
-        )
-        parts.append(
-            "| measured | first / second | difference | the claim |\n|---|---|---|---|\n" + rows
-        )
+        ]
+        parts.append(_table(["measured", "first / second", "difference", "the claim"], rows))
     return "\n\n".join([*parts, *section.notes])
 
 
 def _beta_table(runs: Mapping[str, list[Record]]) -> str:
-    head = "| world | C | β | spread of λ | oscillation of λ | effect of β | cosine | rewards |\n"
+    header = ["world", "C", "β", "spread of λ", "variation of λ, mean", "first solves"]
+    header += ["effect of β", "cosine", "rewards"]
     rows = []
     for world, opening in WORLDS.items():
         for num_clients in (2, 8):
             for beta in BETAS:
                 name = f"{opening}β = {beta}, C = {num_clients}"
                 of_setting = runs.get(name) or runs[f"{opening}FIRM"]
-                cells = [
-                    over_seeds(of_setting, figure).text()
-                    for figure in (weights_disagreement, weights_oscillation, beta_effect, cosine)
-                ]
+                variations = (mean_variation, solve_variation)
+                figures = (weights_disagreement, *variations, beta_effect, cosine)
+                cells = [over_seeds(of_setting, figure).text() for figure in figures]
                 rewards = ", ".join(
                     over_seeds(of_setting, final_reward(n)).text() for n in of_setting[0].objectives
                 )
-                rows.append(
-                    f"| {world} | {num_clients} | {beta} | {' | '.join(cells)} | {rewards} |"
-                )
+                rows.append([world, str(num_clients), beta, *cells, rewards])
     about = (
         "Spread of λ: standard deviation over the clients, of one solve each, mean of all solves. "
-        "Effect of β: ‖λ(β) - λ(0)‖ / ‖1/M - λ(0)‖. Cosine: of the two gradients in a solve."
+        "Variation of λ: total variation over the rounds, as in Figure 1. Effect of β: ‖λ(β) - "
+        "λ(0)‖ / ‖1/M - λ(0)‖. Cosine: of the two gradients in a solve."
     )
-    return head + "|" + "---|" * 8 + "\n" + "\n".join(rows) + f"\n\n{about}"
+    return f"{_table(header, rows)}\n\n{about}"
 
 
 def _all_settings(runs: Mapping[str, list[Record]]) -> str:
     header = ["setting", "reward 1", "reward 2", "true helpful", "true harmless", "parse", "KL"]
-    header += ["λ 1", "oscillation", "MB up"]
+    header += ["λ 1", "variation of λ, mean", "first solves", "MB up"]
     rows = []
     for setting, of_setting in runs.items():
         first, second = of_setting[0].objectives
@@ -480,17 +487,18 @@ def _all_settings(runs: Mapping[str, list[Record]]) -> str:
             final_score("parse"),
             final_kl,
             lambda record: float(weights(record)[:, 0].mean()),
-            weights_oscillation,
+            mean_variation,
+            solve_variation,
             megabytes_up,
         ]
         cells = [over_seeds(of_setting, figure).text(2) for figure in figures]
-        rows.append(f"| {setting} | {' | '.join(cells)} |")
+        rows.append([setting, *cells])
     base = "; ".join(_base(world, runs[f"{opening}FIRM"][0]) for world, opening in WORLDS.items())
     return (
         "## All settings\n\n"
         f"Mean ± standard deviation over the seeds. The base model, {base}. Reward 1 is helpful; "
         "reward 2 harmless, or the other helpfulness model in the aligned world.\n\n"
-        f"| {' | '.join(header)} |\n|{'---|' * len(header)}\n" + "\n".join(rows)
+        f"{_table(header, rows)}"
     )
 
 
@@ -507,14 +515,14 @@ def _open_hyperparameters(sweep: Sweep) -> str:
     cfg = sweep.manifest["config"]
     run = compose(firm_hh.Config, [cfg["base"]], list(cfg["overrides"].items()))
     rows = [
-        f"| `{each.path}` | {_plain(str(each.value))} |"
+        [f"`{each.path}`", _plain(str(each.value))]
         for each in hyperparameters(run)
         if not each.source
     ]
     return (
         "## What the paper leaves open\n\n"
         "These keys have no value in the paper; the values of the runs above (the settings change "
-        "some).\n\n| key | value |\n|---|---|\n" + "\n".join(rows)
+        f"some).\n\n{_table(['key', 'value'], rows)}"
     )
 
 
@@ -528,6 +536,12 @@ def _replies(record: Record, which: Literal["first", "last"]) -> dict[str, dict]
     rounds = [row["round"] for row in record.samples]
     wanted = min(rounds) if which == "first" else max(rounds)
     return {row["prompt"]: row for row in record.samples if row["round"] == wanted}
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
 
 
 def _plain(text: str) -> str:

@@ -87,9 +87,38 @@ def solves(record: Record) -> np.ndarray:
     return np.concatenate(means)
 
 
-def weights_oscillation(record: Record) -> float:
-    """Returns the total variation of the first objective's λ, ``Σ |λ_t - λ_{t-1}|`` over rounds."""
+def mean_variation(record: Record) -> float:
+    """Returns the total variation over rounds, Σ |λ_t - λ_{t-1}|, of the first objective's mean λ.
+
+    The mean over a round's clients and solves is what the paper's curves show. It is the calmer the
+    more it averages, by √n for n independent solves, whatever the algorithm: compare algorithms
+    that average unequal numbers by ``solve_variation``.
+
+    Returns:
+        From 0 to T - 1 for T rounds.
+    """
     return float(total_variation(weights(record))[0])
+
+
+def solve_variation(record: Record) -> float:
+    """Returns the total variation over rounds of the first objective's λ in one solve a round.
+
+    That is the mean over clients of Σ |λ_t - λ_{t-1}| with λ_t of the client's first solve in a
+    round, which all clients make at the global model. Where the server weighs the objectives, its
+    weights count as every client's. A client that was not drawn in every round has fewer changes;
+    their mean counts T - 1 times.
+
+    Returns:
+        From 0 to T - 1 for T rounds; NaN where no client took part twice.
+    """
+    if any(row.get("weights") for row in record.rounds):
+        return mean_variation(record)
+    changes = []
+    for rows in record.trainings.values():
+        if len(rows) > 1:
+            firsts = [row["weights"][0] for row in rows]
+            changes.append(total_variation(firsts)[0] / (len(rows) - 1))
+    return fmean(changes) * (record.last_round - 1) if changes else float("nan")
 
 
 def weights_disagreement(record: Record) -> float:

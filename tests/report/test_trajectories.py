@@ -11,15 +11,16 @@ from firm.report.trajectories import (
     final_kl,
     final_reward,
     final_score,
+    mean_variation,
     megabytes_up,
     over_seeds,
     reward_within,
     rewards,
+    solve_variation,
     solves,
     solves_by_client,
     weights,
     weights_disagreement,
-    weights_oscillation,
 )
 
 # two clients, two rounds, two solves each; of the second objective λ is the rest
@@ -87,16 +88,29 @@ def test_the_servers_weights_count_as_every_clients(tmp_path):
     run = record(tmp_path, server=[0.25, 0.75])
     assert weights(run)[:, 0] == pytest.approx([0.25, 0.75])
     assert solves(run)[:, 0] == pytest.approx([0.25, 0.75])
-    assert weights_oscillation(run) == pytest.approx(0.5)
+    assert mean_variation(run) == pytest.approx(0.5)
+    assert solve_variation(run) == pytest.approx(0.5)
     assert weights_disagreement(run) == 0
     assert solves_by_client(run) == {}
 
 
-def test_restlessness_and_disagreement_are_those_of_the_first_objective(tmp_path):
+def test_variation_and_disagreement_are_those_of_the_first_objective(tmp_path):
     run = record(tmp_path)
-    assert weights_oscillation(run) == pytest.approx(0.1)
+    assert mean_variation(run) == pytest.approx(0.1)  # 0.5 to 0.6
+    assert solve_variation(run) == pytest.approx((0.4 + 0.0) / 2)  # 0.2 to 0.6, 0.6 to 0.6
     # spreads of the four solves between the clients: 0.4, 0.4, 0, 0.4 apart
     assert weights_disagreement(run) == pytest.approx(np.mean([0.4, 0.4, 0.0, 0.4]) / 2**0.5)
+
+
+def test_a_client_that_was_drawn_in_fewer_rounds_counts_with_its_mean_change(tmp_path):
+    run = record(tmp_path)
+    run.rounds.append({"round": 3, "bytes_up": 1})
+    run.trainings["client_1"].append({"round": 3, "weights": [[0.3, 0.7], [0.0, 1.0]]})
+    # changes 0.4 at the one, 0 and 0.3 at the other, as if each had seen three rounds
+    assert solve_variation(run) == pytest.approx(2 * (0.4 + 0.15) / 2)
+    for rows in run.trainings.values():
+        del rows[1:]
+    assert np.isnan(solve_variation(run))
 
 
 def test_figures_of_the_solves_and_of_the_end_are_read_off(tmp_path):
