@@ -1,5 +1,6 @@
 """The main recipe: it runs whole, and resumes to the same adapter."""
 
+import html
 import json
 import math
 import os
@@ -289,6 +290,30 @@ def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_e
     assert f"\nnote: {alarm}\n" in told
     assert f"\nnote: Round 3: {alarm}\n" in told.partition("held-out prompts")[2]  # at the end
     assert alarm in (out / "report.html").read_text()
+
+
+@pytest.mark.xfail(strict=True, reason="nobody tells of a KL controller without effect")
+def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_page_and_at_the_end(
+    tmp_path, capsys
+):
+    sizes = {"num_validation_prompts": 0, "num_test_prompts": 2}
+    out = run(
+        *("--out", tmp_path / "run", "--rounds", 1),
+        *(part for key, value in sizes.items() for part in (f"--evaluation.{key}", value)),
+    )
+    (about,) = rows_of(out, "run")
+    (alarm,) = about["alarms"]
+    assert "ppo.kl.horizon" in alarm
+    before, _, after = capsys.readouterr().out.partition("round 1/1")
+    assert f"note: {alarm}\n" in before
+    assert f"\nnote: Before round 1: {alarm}\n" in after.partition("held-out prompts")[2]
+    assert f"<b>Before round 1:</b> {html.escape(alarm)}</p>" in (out / "report.html").read_text()
+
+
+@pytest.mark.xfail(strict=True, reason="nobody tells of a KL controller without effect")
+def test_the_plan_of_the_papers_run_says_that_its_kl_controller_cannot_act(capsys):
+    main(parse(Config, ["--config", str(ROOT / "configs/hh_tinyllama.yaml"), "--plan"]))
+    assert "from 0.2 to 0.1959 or 0.2041 at most" in capsys.readouterr().out
 
 
 def test_what_epsilon_does_not_cover_is_said_in_the_first_round_alone():
