@@ -49,6 +49,7 @@ from firm.alignment import (
     copy_adapter,
     evaluate,
     fill_adapter_,
+    kl_alarm,
     load_adapter_,
     load_policy,
     load_prompts,
@@ -528,6 +529,7 @@ def train(
             )
 
         # start, or take up where the last checkpoint was written
+        progress.event("started", alarms=_alarms_at_start(cfg))
         if checkpoint := run.latest_checkpoint():
             state = ServerState.from_state(checkpoint[1]["server"])
             engine.restore_client_states(checkpoint[1]["clients"])
@@ -587,7 +589,7 @@ def train(
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in comparison],
     )
-    for alarm in alarms(row for row in run.rows() if row["kind"] == "round"):
+    for alarm in alarms(row for row in run.rows() if row["kind"] in ("run", "round")):
         print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
     print(f"report   {report}\nadapter  {run.path / 'adapter'}")
     return run.path
@@ -601,7 +603,7 @@ def _print_plan(cfg: Config) -> None:
     plan = make_plan(cfg, [f"client_{index}" for index in range(cfg.num_clients)], processes)
     for table in plan.tables():
         print_table(table.title, table.header, table.rows)
-    for note in plan.notes:
+    for note in [*plan.notes, *_alarms_at_start(cfg)]:
         print(printable(note, max_length=5_000))
 
 
@@ -787,11 +789,19 @@ def _run_row(
         "objectives": list(cfg.rewards),
         "clients": names,
         "rounds": cfg.rounds,
+        "alarms": _alarms_at_start(cfg),
         "calibration": {key: c.to_dict() for key, c in calibrations.items()},
         "num_trainable": sum(p.numel() for p in parameters),
         "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
         "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
+
+
+def _alarms_at_start(cfg: Config) -> list[str]:
+    """What the user should know of the configuration alone."""
+    texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
+    alarm = kl_alarm(cfg.ppo, num_steps=cfg.rounds * cfg.strategy.num_local_steps)
+    return [*texts, alarm] if alarm else texts
 
 
 def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
@@ -802,8 +812,6 @@ def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
         rows: Its rows, that of the round that just ended last.
     """
     texts = failure_alarms(rows)
-    if cfg.strategy.privacy is not None and rows[-1]["round"] == 1:
-        texts += cfg.strategy.privacy.notes()
     if isinstance(cfg.strategy, FirmConfig) and cfg.strategy.preference is None:
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
         beta = cfg.strategy.beta

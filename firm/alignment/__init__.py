@@ -29,7 +29,7 @@ from firm.alignment.policy import (
     load_tokenizer,
     take_device,
 )
-from firm.alignment.ppo import KLConfig, PPOConfig
+from firm.alignment.ppo import KLConfig, PPOConfig, kl_alarm
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
 from firm.alignment.rewards import (
     Calibration,
@@ -69,6 +69,7 @@ __all__ = [
     "copy_adapter",
     "evaluate",
     "fill_adapter_",
+    "kl_alarm",
     "load_adapter_",
     "load_adapters",
     "load_base_model",

@@ -11,6 +11,11 @@ import torch
 
 from firm.alignment.advantages import masked_mean
 
+MAX_KL_ERROR = 0.2
+"""Largest relative deviation of the KL from its target that the adaptive controller counts."""
+INERT_KL_CHANGE = 0.05
+"""A controller that cannot change the KL coefficient by this share of it is said to do nothing."""
+
 
 @dataclass(frozen=True)
 class KLConfig:
@@ -24,7 +29,10 @@ class KLConfig:
     """KL per response (nats, summed over tokens) that the adaptive controller aims at (A.1; that
     it is counted per response is not in the paper)."""
     horizon: float = 10_000
-    """Responses over which the adaptive controller corrects a deviation. Not in the paper."""
+    """Responses over which the adaptive controller corrects a deviation: a step changes the
+    coefficient by at most a fifth of batch size / horizon. 10,000, as TRL had it, is more than the
+    paper's run has: 16 rounds of 16 responses, with four local steps each, change it by 2 % at
+    most. Not in the paper."""
     estimator: Literal["k1", "k3"] = "k1"
     """k1: log ratio; k3: lower variance, never negative. Not in the paper."""
 
@@ -112,7 +120,7 @@ class PPOConfig:
             raise ValueError(
                 f"ppo.max_gradient_norm must be positive or null, got {self.max_gradient_norm}."
             )
-        if self.kl.horizon <= 0.2 * self.batch_size:
+        if self.kl.horizon <= MAX_KL_ERROR * self.batch_size:
             raise ValueError(
                 f"ppo.kl.horizon must exceed a fifth of ppo.batch_size ({self.batch_size}), got "
                 f"{self.kl.horizon}: one step of the controller could turn the penalty's sign."
@@ -194,5 +202,37 @@ def adapted_kl_coefficient(
     """
     if config.controller == "fixed":
         return coefficient
-    error = min(max(kl / config.target - 1.0, -0.2), 0.2)
+    error = min(max(kl / config.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
     return coefficient * (1.0 + error * num_responses / config.horizon)
+
+
+def kl_alarm(config: PPOConfig, *, num_steps: int) -> str | None:
+    """Returns what to tell the user whose adaptive KL controller cannot act; None otherwise.
+
+    With the largest deviation in each of n local steps the coefficient c ends at c (1 ± 0.2 B / H)ⁿ
+    for batches of B responses and horizon H. Told when even that is a change of less than 5 %, with
+    the longest horizon that allows it, and of a coefficient of 0, which any factor leaves at 0.
+
+    Args:
+        config: Hyperparameters of a local step.
+        num_steps: Local steps of a client in the whole run; with 0 there is nothing to tell.
+    """
+    kl = config.kl
+    if kl.controller == "fixed" or num_steps == 0:
+        return None
+    if kl.coefficient == 0:
+        return (
+            "the adaptive KL controller is inert: it multiplies ppo.kl.coefficient, which is 0; "
+            "start from a positive one, or set ppo.kl.controller to fixed."
+        )
+    most = MAX_KL_ERROR * config.batch_size
+    low, high = ((1 + sign * most / kl.horizon) ** num_steps for sign in (-1, 1))
+    if high - 1 >= INERT_KL_CHANGE:
+        return None
+    horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)
+    return (
+        f"the adaptive KL controller is inert: with ppo.kl.horizon {kl.horizon:,g} the run's "
+        f"{num_steps:,} local steps of {config.batch_size:,} responses take its coefficient from "
+        f"{kl.coefficient:g} to {low * kl.coefficient:.4g} or {high * kl.coefficient:.4g} at most; "
+        f"a horizon of about {float(f'{horizon:.2g}'):,g} would allow {INERT_KL_CHANGE:.0%}."
+    )

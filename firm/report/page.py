@@ -56,10 +56,13 @@ class Alarm:
 
     text: str
     rounds: tuple[int, ...]
+    """0 stands for the run's start."""
 
     @property
     def when(self) -> str:
         """The rounds in words."""
+        if self.rounds == (0,):
+            return "Before round 1"
         return f"Round{'s' * (len(self.rounds) > 1)} {', '.join(map(str, self.rounds))}"
 
 
@@ -201,7 +204,7 @@ def render(record: Record, *, inline: bool) -> str:
             contents={name: titles[name] for name in ORDER if name in titles},
             sections=sections,
             failures=failures,
-            alarms=alarms(record.rounds),
+            alarms=alarms([record.header, *record.rounds]),
             notes=[*notes, *left_out_notes(record), *_dropped_fields(record)],
             pairs=pairs,
             num_open_samples=NUM_OPEN_SAMPLES,
@@ -214,12 +217,17 @@ def render(record: Record, *, inline: bool) -> str:
     )
 
 
-def alarms(rounds: Iterable[Row]) -> list[Alarm]:
-    """Returns all that a run warned of, by rising round; equal texts stand together."""
+def alarms(rows: Iterable[Row]) -> list[Alarm]:
+    """Returns all that a run warned of, in the order of its rows; equal texts stand together.
+
+    Args:
+        rows: The run's own row, which may have alarms of its start, and those of the rounds by
+            rising round.
+    """
     rounds_by_text: dict[str, list[int]] = {}
-    for row in rounds:
+    for row in rows:
         for text in row.get("alarms") or ():
-            rounds_by_text.setdefault(text, []).append(row["round"])
+            rounds_by_text.setdefault(text, []).append(row.get("round", 0))
     return [Alarm(text, tuple(dict.fromkeys(at))) for text, at in rounds_by_text.items()]
 
 

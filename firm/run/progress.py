@@ -40,6 +40,7 @@ class Progress:
 
     Events and what they take:
 
+    - "started": alarms (texts, what the configuration alone gives reason to warn of)
     - "resumed": round, the last one that earlier sessions completed; 0 for a new run
     - "client_started": round, client
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
@@ -93,6 +94,8 @@ class Progress:
             ValueError: There is no such event.
         """
         match name:
+            case "started":
+                self._print(*(f"note: {alarm}" for alarm in info["alarms"]))
             case "resumed":
                 self._first = self._num_done = info["round"]
             case "client_started":
@@ -113,8 +116,8 @@ class Progress:
                 self._finish_round(info["row"], info.get("scores", {}))
             case _:
                 raise ValueError(
-                    f"progress knows no event {name!r}; it knows resumed, client_started, stage, "
-                    "client_finished and round_finished."
+                    f"progress knows no event {name!r}; it knows started, resumed, client_started, "
+                    "stage, client_finished and round_finished."
                 )
 
     def _view(self, info: Mapping[str, Any]) -> _ClientView:
@@ -139,7 +142,10 @@ class Progress:
             parts.append(f"{row['seconds']:.1f} s")
         if eta := self._time_left():
             parts.append(f"ETA {eta}")
-        for line in ["  ".join(parts), *(f"note: {alarm}" for alarm in row.get("alarms", ()))]:
+        self._print("  ".join(parts), *(f"note: {alarm}" for alarm in row.get("alarms", ())))
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
             shown = printable(line, max_length=_MAX_LINE)
             self._console.print(shown, markup=False, soft_wrap=True)
 

@@ -118,6 +118,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "objectives": Items(Text()),
         "clients": Items(Text()),
         "rounds": SIZE,
+        "alarms": Items(Text()),
         "calibration": ByName(Fields()),
         "num_trainable": SIZE,
         "adapter_bytes": SIZE,

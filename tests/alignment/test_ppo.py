@@ -11,6 +11,7 @@ from firm.alignment.ppo import (
     PPOConfig,
     adapted_kl_coefficient,
     entropy,
+    kl_alarm,
     policy_losses,
     value_losses,
 )
@@ -196,6 +197,50 @@ def test_the_deviation_counts_for_at_most_a_fifth(kl, factor):
     config = dataclasses.replace(ADAPTIVE, horizon=16)
     adapted = adapted_kl_coefficient(0.2, kl, num_responses=16, config=config)
     assert adapted == pytest.approx(0.2 * factor)
+
+
+def reached(config, num_steps, kl):
+    """The coefficient after local steps of this KL."""
+    coefficient = config.kl.coefficient
+    for _ in range(num_steps):
+        coefficient = adapted_kl_coefficient(
+            coefficient, kl, num_responses=config.batch_size, config=config.kl
+        )
+    return coefficient
+
+
+def test_the_controller_of_the_papers_run_is_inert_and_the_horizon_that_is_told_is_not():
+    config = PPOConfig()
+    told = kl_alarm(config, num_steps=16 * 4)
+    assert told is not None
+    low, high = reached(config, 64, 0.0), reached(config, 64, 1.0)
+    assert (low, high) == (pytest.approx(0.1959, abs=5e-5), pytest.approx(0.2041, abs=5e-5))
+    assert "64 local steps of 16 responses take" in told
+    assert "from 0.2 to 0.1959 or 0.2041 at most" in told
+    assert "horizon of about 4,200 would allow 5%" in told
+    shorter = dataclasses.replace(config, kl=KLConfig(horizon=4_200))
+    assert reached(shorter, 64, 1.0) == pytest.approx(1.05 * 0.2, rel=1e-3)
+
+
+@examples
+@given(
+    batch_size=st.sampled_from([8, 16, 128]),
+    num_steps=st.integers(1, 200),
+    horizon=st.floats(100.0, 1e6),
+)
+def test_a_controller_is_inert_where_no_kl_moves_its_coefficient(batch_size, num_steps, horizon):
+    config = PPOConfig(batch_size=batch_size, kl=KLConfig(horizon=horizon))
+    changes = [abs(reached(config, num_steps, kl) / 0.2 - 1) for kl in (0.0, 1.0)]
+    if abs(max(changes) - 0.05) > 1e-9:
+        assert (kl_alarm(config, num_steps=num_steps) is None) == (max(changes) > 0.05)
+
+
+def test_a_fixed_coefficient_or_no_step_raises_no_alarm_and_a_coefficient_of_zero_does():
+    assert kl_alarm(PPOConfig(kl=KLConfig(controller="fixed")), num_steps=1) is None
+    assert kl_alarm(PPOConfig(), num_steps=0) is None
+    zero = kl_alarm(PPOConfig(kl=KLConfig(coefficient=0.0, horizon=100)), num_steps=1000)
+    assert zero is not None
+    assert "ppo.kl.coefficient, which is 0" in zero
 
 
 def test_the_defaults_are_those_of_appendix_a1():

@@ -301,6 +301,17 @@ def test_what_the_run_warned_of_stands_above_the_figures(make_run):
     assert "<b>Round" not in write(make_run("calm"))
 
 
+def test_what_the_run_warned_of_at_its_start_stands_first(make_run):
+    run_path = make_run(alarms={3: "β does nothing"})
+    path = run_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["alarms"] = ["the KL controller is inert"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = write(run_path).partition("<main>")[0]
+    first = head.index("<b>Before round 1:</b> the KL controller is inert</p>")
+    assert first < head.index("<b>Round 3:</b> β does nothing</p>")
+
+
 def test_all_alarms_of_all_rounds_stand_above_the_figures_and_equal_ones_together(make_run):
     run_path = make_run(num_done=4)
     path = run_path / "metrics.jsonl"

@@ -58,6 +58,13 @@ def test_in_a_pipe_there_is_one_plain_line_per_round() -> None:
     assert note == "note: beta is inert"
 
 
+def test_what_the_configuration_warns_of_is_told_at_the_start() -> None:
+    pipe = console(is_terminal=False)
+    with Progress(3, CLIENTS, OBJECTIVES, console=pipe) as progress:
+        progress.event("started", alarms=["KL\nround 1/3", "β"])
+    assert text_of(pipe).splitlines() == [r"note: KL\nround 1/3", "note: β"]
+
+
 def test_a_round_with_privacy_tells_its_epsilon() -> None:
     pipe = console(is_terminal=False)
     with Progress(3, CLIENTS, OBJECTIVES, console=pipe) as progress:
