@@ -8,7 +8,7 @@ that puts the paper's claims beside what was measured. With fewer seeds finished
 seeds that all settings have are used, and the page says so.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from scipy.stats import spearmanr
 
-from firm.alignment.hyperparameters import hyperparameters
+from firm.alignment.hyperparameters import Departure, departures, hyperparameters
 from firm.report import Record
 from firm.report.trajectories import (
     Difference,
@@ -39,7 +39,7 @@ from firm.report.trajectories import (
 from firm.run import Sweep, UserError, compose, run_cli
 from recipes import firm_hh
 from recipes.figure_drawings import BETAS, PREFERENCES, WORLDS, draw_all
-from recipes.study import records
+from recipes.study import StudyConfig, records, run_config
 
 SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
 """Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
@@ -104,6 +104,10 @@ class Section:
 def main(cfg: FiguresConfig) -> Path:
     """Writes figures, data and page; returns the page's path."""
     sweep = Sweep(cfg.study)
+    study = compose(StudyConfig, [], list(sweep.manifest["config"].items()), source=str(cfg.study))
+    configs = {
+        name: run_config(study, setting=name, seed=study.seeds[0]) for name in study.settings
+    }
     runs, num_missing = common_seeds(records(sweep))
     cfg.out.mkdir(parents=True, exist_ok=True)
     images = draw_all(runs, cfg.out)
@@ -121,7 +125,8 @@ def main(cfg: FiguresConfig) -> Path:
                 *_opening(runs, sweep, num_missing),
                 *(_text(section) for section in sections),
                 _all_settings(runs),
-                _open_hyperparameters(sweep),
+                departures_section(configs),
+                _open_hyperparameters(study),
             ]
         )
         + "\n",
@@ -510,10 +515,47 @@ def _base(world: str, record: Record) -> str:
     return f"{world}: " + ", ".join(f"{name} {score['mean']:.2f}" for name, score in told)
 
 
-def _open_hyperparameters(sweep: Sweep) -> str:
+def departures_section(configs: Mapping[str, firm_hh.Config]) -> str:
+    """Returns what the paper gives and these runs have otherwise, of the settings' configurations.
+
+    Args:
+        configs: A run's configuration by setting.
+    """
+    rows = [
+        [f"`{each.path}`", _plain(str(each.paper_value)), each.source, _values(each, configs)]
+        for each in departures(configs)
+    ]
+    return (
+        "## Where these runs depart from the paper\n\n"
+        "All values of the paper's set-up (its Appendix A.1, or the place that is named) that the "
+        "runs above do not have, read off their configurations; of a number that is no count, how "
+        "many times the paper's it is. A value stands alone where all settings have it, else with "
+        "the settings that do; some of these replay an ablation of the paper.\n\n"
+        + _table(["key", "paper", "where", "here"], rows)
+    )
+
+
+def _values(departure: Departure, settings: Collection[str]) -> str:
+    """The values that settings have in place of the paper's, with the settings."""
+    by_value: dict[str, list[str]] = {}
+    for setting, value in departure.values.items():
+        text = _plain(str(value))
+        if isinstance(value, float) and value:
+            text += f" ({value / float(departure.paper_value):.3g} times)"
+        by_value.setdefault(text, []).append(setting)
+    cells = []
+    for text, names in by_value.items():
+        others = [name for name in settings if name not in names]
+        is_most = len(names) > len(others)
+        listed = ", ".join(f"`{_plain(name)}`" for name in (others if is_most else names))
+        opening = ": all but " if is_most else ": "
+        cells.append(f"{text}{opening}{listed}" if others else text)
+    return "; ".join(cells)
+
+
+def _open_hyperparameters(study: StudyConfig) -> str:
     """What the paper leaves open, and the values of these runs."""
-    cfg = sweep.manifest["config"]
-    run = compose(firm_hh.Config, [cfg["base"]], list(cfg["overrides"].items()))
+    run = compose(firm_hh.Config, [study.base], list(study.overrides.items()))
     rows = [
         [f"`{each.path}`", _plain(str(each.value))]
         for each in hyperparameters(run)

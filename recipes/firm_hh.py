@@ -121,7 +121,8 @@ class PartitionConfig:
     """How the training prompts are divided among the clients."""
 
     kind: Literal["iid", "dirichlet"] = "iid"
-    """Equal random parts, or shares of each kind of prompt that a Dirichlet distribution draws."""
+    """Equal random parts (A.1: iid), or shares of each kind of prompt that a Dirichlet distribution
+    draws."""
     alpha: float = 0.3
     """Concentration of the Dirichlet distribution (A.2.2: 0.3); small is uneven."""
 

@@ -118,7 +118,7 @@ def main(cfg: StudyConfig) -> Path | None:
         for seed in cfg.seeds
         for setting in cfg.settings
     }
-    configs = {name: _run_config(cfg, **told) for name, told in points.items()}
+    configs = {name: run_config(cfg, **told) for name, told in points.items()}
     if cfg.plan:
         return _print_plan(configs)
     settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
@@ -230,8 +230,8 @@ def _spread(values: list[float]) -> str:
     return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def _run_config(cfg: StudyConfig, *, setting: str, seed: int) -> firm_hh.Config:
-    """A run; checked, so that a wrong key is told before anything runs."""
+def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> firm_hh.Config:
+    """Returns the run of a setting; checked, so that a wrong key is told before anything runs."""
     chosen = cfg.settings[setting]
     overrides: Mapping[str, Any] = {
         "evaluation.calibration_seed": cfg.seeds[0],

@@ -33,7 +33,9 @@ class RewardModelConfig:
     """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: "brevity",
     "politeness" or "positivity", which ship, one in `file`, or one of an installed package."""
     path: str = ""
-    """The checkpoint: a folder, or a name on the Hugging Face hub."""
+    """The checkpoint: a folder, or a name on the Hugging Face hub (A.1:
+    Ray2333/gpt2-large-helpful-reward_model or Ray2333/gpt2-large-harmless-reward_model or
+    OpenAssistant/reward-model-deberta-v3-large-v2)."""
     format: CallFormat = "hh_pair"
     """How a sequence classifier reads a reply. "hh_pair": dialogue and reply as a pair, spelt as
     the Ray2333 models were trained; "question_answer": the last human turn and the reply as a pair

@@ -1,4 +1,8 @@
-"""Which keys of a configuration are the paper's and which are not, read off their docstrings."""
+"""Which keys of a configuration are the paper's and which are not, read off their docstrings.
+
+The docstrings are the one place where the values of FIRM's Appendix A.1 stand (Nourzad et al.,
+"Experimental Setup"), each beside its key: plans, pages and tests compare with them.
+"""
 
 import ast
 import dataclasses
@@ -24,15 +28,43 @@ class Hyperparameter:
     source: str
     """Where the paper gives it, such as "A.1"; empty when it does not, or not wholly."""
     paper_value: Any = None
-    """The paper's value: what the docstring states, else the default, which then is the paper's."""
+    """The paper's value: what the docstring states, else the default, which then is the paper's.
+    Where it has several, the text joins them by "or"."""
 
     @property
     def is_papers(self) -> bool:
-        """Whether the value is the paper's."""
-        if isinstance(self.paper_value, str) and not isinstance(self.value, str):
-            with suppress(TypeError, ValueError):
-                return float(self.value) == float(self.paper_value)
+        """Whether the value is the paper's, or one of them."""
+        if isinstance(self.paper_value, str):
+            return any(_is_same(self.value, each) for each in self.paper_value.split(" or "))
         return self.value == self.paper_value
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A key that has another value than the paper's in some of several configurations."""
+
+    path: str
+    source: str
+    """Where the paper gives its value, such as "A.1"."""
+    paper_value: Any
+    values: Mapping[str, Any]
+    """The other values, by the configuration's name."""
+
+
+def departures(configs: Mapping[str, Any]) -> list[Departure]:
+    """Returns the keys whose values are not the paper's, in the order of their appearance.
+
+    Args:
+        configs: Dataclasses by name, such as the runs of a study by setting.
+    """
+    found: dict[str, Departure] = {}
+    for name, config in configs.items():
+        for each in hyperparameters(config):
+            if each.source and not each.is_papers:
+                before = found.get(each.path)
+                values = {**(before.values if before else {}), name: each.value}
+                found[each.path] = Departure(each.path, each.source, each.paper_value, values)
+    return list(found.values())
 
 
 def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
@@ -40,7 +72,8 @@ def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
 
     A key is the paper's where its docstring names an appendix, as in "(A.1: 16)" or "(A.1)", or
     its class says where all defaults come from. It is not in the paper where its docstring, or
-    that of its class, says so. One that is in part comes twice.
+    that of its class, says so. One that is in part comes twice. Nothing below a class that says
+    so is compared with the paper.
 
     Args:
         config: A dataclass; nested ones and mappings of them are looked into.
@@ -48,7 +81,14 @@ def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
     yield from _hyperparameters(config, "")
 
 
-def _hyperparameters(config: Any, path: str) -> Iterator[Hyperparameter]:
+def _is_same(value: Any, paper_value: str) -> bool:
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError):
+            return float(value) == float(paper_value)
+    return value == paper_value
+
+
+def _hyperparameters(config: Any, path: str, *, is_given: bool = True) -> Iterator[Hyperparameter]:
     form, documents = type(config), field_docstrings(type(config))
     about = " ".join((form.__doc__ or "").split())
     for field in dataclasses.fields(form):
@@ -56,17 +96,19 @@ def _hyperparameters(config: Any, path: str) -> Iterator[Hyperparameter]:
         entries = value if isinstance(value, Mapping) else {"": value}
         nested = {k: v for k, v in entries.items() if dataclasses.is_dataclass(v)}
         for name, entry in nested.items():
-            yield from _hyperparameters(entry, f"{place}.{name}." if name else f"{place}.")
+            inside = f"{place}.{name}." if name else f"{place}."
+            may_be_given = is_given and not _OPEN.search(about)
+            yield from _hyperparameters(entry, inside, is_given=may_be_given)
         if nested or isinstance(value, Mapping):
             continue
         document = documents.get(field.name, "")
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        if given := _GIVEN.search(document):
+        if is_given and (given := _GIVEN.search(document)):
             stated = given[2] or default
             yield Hyperparameter(place, value, given[1], stated)
-        elif (section := _DEFAULTS.search(about)) and not _OPEN.search(document):
+        elif is_given and (section := _DEFAULTS.search(about)) and not _OPEN.search(document):
             yield Hyperparameter(place, value, section[1], default)
         if _OPEN.search(document) or _OPEN.search(about):
             yield Hyperparameter(place, value, "")

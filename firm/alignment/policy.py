@@ -76,7 +76,8 @@ class PolicyConfig:
     """Which language model is aligned and how it reads a prompt."""
 
     path: str
-    """A folder or a name on the Hugging Face hub."""
+    """A folder or a name on the Hugging Face hub (A.1: TinyLlama/TinyLlama-1.1B-Chat-v1.0 or
+    meta-llama/Llama-3.2-1B-Instruct)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the frozen parameters; the adapter is float32. Not in the paper."""
     device: str = "auto"

@@ -22,7 +22,8 @@ class KLConfig:
     """How far the policy may move from the reference."""
 
     controller: Literal["fixed", "adaptive"] = "adaptive"
-    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2."""
+    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2
+    (A.1: adaptive)."""
     coefficient: float = 0.2
     """Coefficient of the KL penalty, at the start when adaptive. Not in the paper."""
     target: float = 0.03

@@ -45,8 +45,8 @@ class PromptsConfig:
 
     source: str | list[str] = "Anthropic/hh-rlhf"
     """A .json or .jsonl file (.gz too), a dataset's folder, a dataset on the Hugging Face hub, or a
-    list of these. A colon separates a dataset from one of its folders, which names the prompts'
-    kind: "Anthropic/hh-rlhf:harmless-base"."""
+    list of these (A.1: Anthropic/hh-rlhf). A colon separates a dataset from one of its folders,
+    which names the prompts' kind: "Anthropic/hh-rlhf:harmless-base"."""
     split: str = "train"
     """Split of a dataset; a file has none and is taken whole."""
     min_tokens: int = 0

@@ -22,7 +22,7 @@ from firm.alignment import (
     load_policy,
     make_plan,
 )
-from firm.alignment.hyperparameters import field_docstrings, hyperparameters
+from firm.alignment.hyperparameters import departures, field_docstrings, hyperparameters
 from firm.alignment.memory import LiveBytes, update_memory
 from firm.alignment.plan import EVALUATION_BATCH
 from firm.alignment.policy import adapter_parameters
@@ -428,6 +428,48 @@ def test_inherited_fields_keep_their_docstrings_and_a_class_may_speak_for_all():
     assert documents["rate"] == "Rate (A.1; that it decays is not in the paper)."
     left_open = {h.path for h in hyperparameters(Heir()) if not h.source}
     assert left_open == {"batch", "rate", "plain", "own", "inner.scale"}
+
+
+def test_the_values_of_appendix_a1_are_the_papers():
+    given = {
+        h.path: h.paper_value for h in hyperparameters(config(file="hh_tinyllama")) if h.source
+    }
+    assert {path: str(value) for path, value in given.items()} == {
+        "policy.path": "TinyLlama/TinyLlama-1.1B-Chat-v1.0 or meta-llama/Llama-3.2-1B-Instruct",
+        "policy.lora.r": "16",
+        "policy.lora.alpha": "32.0",
+        "policy.lora.dropout": "0.05",
+        "policy.lora.target_modules": "['q_proj', 'k_proj', 'v_proj', 'o_proj']",
+        **dict.fromkeys(
+            ("rewards.helpful.path", "rewards.harmless.path"),
+            "Ray2333/gpt2-large-helpful-reward_model or Ray2333/gpt2-large-harmless-reward_model "
+            "or OpenAssistant/reward-model-deberta-v3-large-v2",
+        ),
+        "rounds": "16",
+        "num_clients": "8",
+        **{f"data.{part}.source": "Anthropic/hh-rlhf" for part in ("train", "validation", "test")},
+        "partition.kind": "iid",
+        "partition.alpha": "0.3",  # of A.2.2
+        "ppo.batch_size": "16",
+        "ppo.minibatch_size": "8",
+        "ppo.num_epochs": "3",
+        "ppo.actor_learning_rate": "6e-05",
+        "ppo.critic_learning_rate": "0.0001",
+        "ppo.kl.controller": "adaptive",
+        "ppo.kl.target": "0.03",
+        "strategy.beta": "0.01",
+        "strategy.normalize": "True",
+    }
+
+
+def test_one_of_several_values_is_the_papers_and_nothing_of_an_open_class_is_compared():
+    for file in ("hh_tinyllama", "hh_llama32"):
+        assert not departures({file: config(file=file)})
+    (departure,) = departures({"mine": config("--policy.path", "gpt2", file="hh_tinyllama")})
+    assert (departure.path, departure.values) == ("policy.path", {"mine": "gpt2"})
+    paths = {h.path for h in hyperparameters(config(file="miniature")) if h.source}
+    assert "rewards.helpful.path" in paths
+    assert "evaluation.metrics.parse.path" not in paths
 
 
 def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():

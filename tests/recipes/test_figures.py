@@ -13,8 +13,7 @@ from firm.report.trajectories import Difference
 from firm.run import UserError, compose
 from recipes import figures, firm_hh
 from recipes.figures import Finding, common_seeds, figure_1
-from recipes.study import StudyConfig, point_name
-from recipes.study import _run_config as run_config
+from recipes.study import StudyConfig, point_name, run_config
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,6 @@ def departures_of(**overrides: Any) -> dict[str, list[str]]:
     return {key.strip("`"): cells for key, *cells in lines}
 
 
-@pytest.mark.xfail(strict=True, reason="the page lists only what the paper leaves open")
 def test_every_departure_from_the_papers_values_is_listed_with_its_settings():
     found = departures_of()
     assert found["ppo.actor_learning_rate"] == ["6e-05", "A.1", "0.003 (50 times)"]
@@ -154,7 +152,6 @@ def test_every_departure_from_the_papers_values_is_listed_with_its_settings():
     assert not any(key.startswith("evaluation.") for key in found)
 
 
-@pytest.mark.xfail(strict=True, reason="the page lists only what the paper leaves open")
 def test_a_changed_value_adds_its_line_and_the_papers_own_takes_it_away():
     before = departures_of()
     changed = {"policy.lora.r": 8, "rounds": 2, "ppo.num_epochs": 3}

@@ -26,7 +26,8 @@ class FirmConfig(RoundConfig):
     name: Literal["firm"] = "firm"
     """The strategy."""
     beta: float = 0.01
-    """Strength of the pull towards uniform weights, β of Eq. 9; unused with a preference."""
+    """Strength of the pull towards uniform weights, β of Eq. 9 (A.1: 0.01); unused with a
+    preference."""
     preference: tuple[float, ...] | None = None
     """Preference of each objective, p of Eq. 54, scaled to sum 1; 0 leaves an objective out."""
     preferences: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -34,7 +35,8 @@ class FirmConfig(RoundConfig):
     preference_strength: float = 1.0
     """Factor of the preference term Diag(1/p); the paper's form is 1."""
     normalize: bool = True
-    """Whether the Gram matrix is divided by the mean of its diagonal (Eq. 9), or not (Eq. 2)."""
+    """Whether the Gram matrix is divided by the mean of its diagonal, as in Eq. 9 (A.1), or not, as
+    in Eq. 2."""
     norm_power: float = 0.0
     """Power of its norm that each gradient is divided by for the solve: 0 as in the paper, 1 for
     unit gradients. Not in the paper; from GAPO (arXiv:2507.01915)."""
