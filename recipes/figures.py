@@ -39,7 +39,7 @@ from firm.report.trajectories import (
 from firm.run import Sweep, UserError, compose, run_cli
 from recipes import firm_hh
 from recipes.figure_drawings import BETAS, PREFERENCES, WORLDS, draw_all
-from recipes.study import StudyConfig, records, run_config
+from recipes.study import StudyConfig, records, run_config, study_of
 
 SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
 """Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
@@ -104,7 +104,7 @@ class Section:
 def main(cfg: FiguresConfig) -> Path:
     """Writes figures, data and page; returns the page's path."""
     sweep = Sweep(cfg.study)
-    study = compose(StudyConfig, [], list(sweep.manifest["config"].items()), source=str(cfg.study))
+    study = study_of(sweep)
     configs = {
         name: run_config(study, setting=name, seed=study.seeds[0]) for name in study.settings
     }

@@ -194,6 +194,12 @@ def records(sweep: Sweep) -> dict[str, list[Record]]:
     return found
 
 
+def study_of(sweep: Sweep) -> StudyConfig:
+    """Returns the configuration of a study that was begun; keys that may change are defaults."""
+    settings = list(sweep.manifest["config"].items())
+    return compose(StudyConfig, [], settings, source=f"the study {sweep.path}")
+
+
 def table(cfg: StudyConfig, sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows: rewards, further scores, KL and bytes of every setting."""
     by_setting = records(sweep)

@@ -10,10 +10,10 @@ import pytest
 
 from firm.report import Record
 from firm.report.trajectories import Difference
-from firm.run import UserError, compose
+from firm.run import Sweep, UserError, compose, to_dict
 from recipes import figures, firm_hh
 from recipes.figures import Finding, common_seeds, figure_1
-from recipes.study import StudyConfig, point_name, run_config
+from recipes.study import FREE_KEYS, StudyConfig, point_name, run_config, study_of
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,12 @@ def test_averaging_alone_makes_no_algorithm_smoother_than_another():
             ("first solves", "does not show: no clear difference"),
         )
     }
+
+
+def test_the_configuration_of_a_study_that_was_begun_is_the_one_that_was_asked_for(tmp_path):
+    cfg = compose(StudyConfig, ["configs/figures.yaml"], [])
+    asked = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
+    assert study_of(Sweep.open(tmp_path / "study", asked, {}, resume=False)) == cfg
 
 
 def departures_of(**overrides: Any) -> dict[str, list[str]]:
