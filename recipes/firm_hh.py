@@ -54,7 +54,9 @@ from firm.alignment import (
     load_policy,
     load_prompts,
     load_tokenizer,
+    logprobs_from,
     make_plan,
+    mismatch_alarm,
     score,
     take_device,
     write_model_card,
@@ -813,6 +815,13 @@ def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
         rows: Its rows, that of the round that just ended last.
     """
     texts = failure_alarms(rows)
+    if logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation":
+        alarm = drawn(
+            "Whether rounding is small beside the KL",
+            lambda: mismatch_alarm(rows, cfg.ppo.kl),
+            instead=str,
+        )
+        texts += [alarm] if alarm else []
     if isinstance(cfg.strategy, FirmConfig) and cfg.strategy.preference is None:
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
         beta = cfg.strategy.beta

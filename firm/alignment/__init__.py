@@ -29,7 +29,7 @@ from firm.alignment.policy import (
     load_tokenizer,
     take_device,
 )
-from firm.alignment.ppo import KLConfig, PPOConfig, kl_alarm
+from firm.alignment.ppo import KLConfig, PPOConfig, kl_alarm, mismatch_alarm
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
 from firm.alignment.rewards import (
     Calibration,
@@ -39,7 +39,7 @@ from firm.alignment.rewards import (
     check_same,
     score,
 )
-from firm.alignment.rollout import RolloutConfig, Rollouts
+from firm.alignment.rollout import RolloutConfig, Rollouts, logprobs_from
 from firm.alignment.trainer import MultiObjectivePPOTrainer
 
 __all__ = [
@@ -76,7 +76,9 @@ __all__ = [
     "load_policy",
     "load_prompts",
     "load_tokenizer",
+    "logprobs_from",
     "make_plan",
+    "mismatch_alarm",
     "sample_replies",
     "score",
     "select_adapter",

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from firm.alignment.advantages import masked_mean
 from firm.alignment.policy import Adapter, copy_adapter, load_adapter_
 from firm.alignment.prompts import Prompt, PromptStream
 from firm.alignment.rewards import Judges, reward_diagnostics
+from firm.alignment.rollout import Rollouts
 from firm.alignment.trainer import Experience, Learner, MultiObjectivePPOTrainer
 from firm.federation import Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
@@ -33,6 +35,8 @@ register_metrics(
     kl_coefficient=Number(),
     response_length=Number(0),
     end_share=Number(0, 1),
+    logprob_mismatch=Number(0),
+    logprob_mismatch_per_reply=Number(0),
     clip_fraction=Number(0, 1),
     entropy=Number(),
 )
@@ -173,7 +177,7 @@ class AlignmentClient:
         prompts = self._prompts.draw(trainer.config.batch_size)
         texts = [prompt.text for prompt in prompts]
         with self._rollout:
-            rollouts = trainer.sample(trainer.encode(texts))
+            rollouts = trainer.sample(trainer.encode(texts), measures_mismatch=self._round == 1)
         experience = trainer.experience(rollouts, texts)
         with self._update:
             return PPOBatch(experience, list(trainer.minibatch_indices()))
@@ -316,4 +320,17 @@ def _batch_metrics(experience: Experience, kl_coefficient: float) -> dict[str, A
         "kl_coefficient": kl_coefficient,
         "response_length": rollouts.num_tokens.float().mean().item(),
         "end_share": rollouts.ended.float().mean().item(),
+        **_mismatch(rollouts),
+    }
+
+
+def _mismatch(rollouts: Rollouts) -> dict[str, float]:
+    """Root mean squares of the log-probabilities' mismatch, per token and per reply, in nats."""
+    if rollouts.mismatch is None:
+        return {}
+    per_token = masked_mean(rollouts.mismatch**2, rollouts.mask)
+    per_reply = rollouts.mismatch.sum(1).square().mean()
+    return {
+        "logprob_mismatch": per_token.sqrt().item(),
+        "logprob_mismatch_per_reply": per_reply.sqrt().item(),
     }

@@ -4,8 +4,10 @@ Pure functions that know no trainer. `PPOConfig` holds the hyperparameters of a 
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
 
@@ -236,4 +238,43 @@ def kl_alarm(config: PPOConfig, *, num_steps: int) -> str | None:
         f"{num_steps:,} local steps of {config.batch_size:,} responses take its coefficient from "
         f"{kl.coefficient:g} to {low * kl.coefficient:.4g} or {high * kl.coefficient:.4g} at most; "
         f"a horizon of about {float(f'{horizon:.2g}'):,g} would allow {INERT_KL_CHANGE:.0%}."
+    )
+
+
+LARGE_MISMATCH = 0.1
+"""Share of the KL from which on rounding in log-probabilities is not small beside it."""
+
+
+def mismatch_alarm(
+    rows: Sequence[Mapping[str, Any]], config: KLConfig, *, rounds: int = 3
+) -> str | None:
+    """What to tell the user whose KL is in good part rounding; None while there is nothing.
+
+    Log-probabilities of cached generation and those of a forward pass differ by rounding alone. In
+    the KL, whose other half comes from a forward pass, that is noise of mean zero. Told once: in
+    the first round where the controller aims at a KL, else after some rounds, by their last KL.
+
+    Args:
+        rows: Rows of the log so far, those of the round that just ended included. Of each client
+            row "kl" and "logprob_mismatch_per_reply" are read, both in nats per reply.
+        config: The KL controller.
+        rounds: Rounds to wait for a KL to compare with, where there is no target.
+    """
+    clients = [row for row in rows if row.get("kind") == "client" and row.get("kl") is not None]
+    mismatches = (row.get("logprob_mismatch_per_reply") for row in clients)
+    found = [mismatch for mismatch in mismatches if mismatch is not None]
+    number = max((row["round"] for row in clients), default=0)
+    is_aimed_at = config.controller == "adaptive"
+    if not found or number != (1 if is_aimed_at else rounds):
+        return None
+    kl = config.target
+    if not is_aimed_at:
+        kl = abs(fmean(row["kl"] for row in clients if row["round"] == number))
+    mismatch = fmean(found)
+    if mismatch < LARGE_MISMATCH * kl:
+        return None
+    return (
+        f"log-probabilities at generation and in a forward pass differ by {mismatch:.2g} nats per "
+        f"reply (root mean square), which is not small beside the KL of {kl:.2g}: set "
+        "rollout.logprobs to forward, or policy.dtype to float32."
     )

@@ -8,7 +8,7 @@ after that is masked out everywhere, and the text is cut before the stop string.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -51,6 +51,11 @@ class RolloutConfig:
     """Tokens that end a response beside EOS, as the tokenizer spells them. Not in the paper."""
     forward_batch_size: int = 64
     """Responses that are generated and scored by the models at once; bounds memory."""
+    logprobs: Literal["generation", "forward"] | None = None
+    """Where the sampling policy's log-probabilities come from: the cached steps that generated the
+    response (as in TRL), or a forward pass of the shape that the reference's has, so that rounding
+    adds nothing to their KL. null takes generation for a policy in float32, where the two agree to
+    some 1e-6, and forward for one in less precision. Not in the paper."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.max_prompt_tokens < 1 or self.forward_batch_size < 1:
@@ -82,13 +87,17 @@ class Rollouts:
     context_length: int
     """Q, the common padded length of the prompts."""
     logprobs: torch.Tensor
-    """Log-probabilities of the response tokens under the sampling policy, [B, T]."""
+    """Log-probabilities of the response tokens under the sampling policy, [B, T], from where
+    `RolloutConfig.logprobs` says."""
     reference_logprobs: torch.Tensor
     """The same under the reference (the policy without its adapter), [B, T]."""
     last_index: torch.Tensor
     """Index of the last token of each response, [B]."""
     ended: torch.Tensor
     """Whether the response came to an end by itself, bool [B]."""
+    mismatch: torch.Tensor | None = None
+    """Log-probabilities at generation minus those of a forward pass, [B, T], 0 at padding; rounding
+    alone. None where there was no forward pass."""
 
     @property
     def responses(self) -> torch.Tensor:
@@ -152,8 +161,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
 
     Rows are taken one at a time, so that no second tensor [B, T, V] is held.
     """
-    if logits.dtype not in (torch.float32, torch.float64):
-        logits = logits.float()  # bf16 log-sum-exp loses the log-probability's digits
+    logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
     chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
@@ -175,8 +183,16 @@ def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
 
 
 def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:
-    """The part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V]."""
-    return logits[:, context_length - 1 : -1] / (temperature + TEMPERATURE_GUARD)
+    """The part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V].
+
+    In float32 at least: dividing in less precision would round each logit once more.
+    """
+    logits = logits[:, context_length - 1 : -1]
+    return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 TEMPERATURE_GUARD = 1e-7
@@ -385,6 +401,7 @@ def rollout(
     config: RolloutConfig,
     reference: Callable[[], AbstractContextManager[Any]],
     team: Team = ALONE,
+    measures_mismatch: bool = False,
 ) -> Rollouts:
     """Sampled responses to left-padded prompts, with both policies' log-probabilities.
 
@@ -392,9 +409,11 @@ def rollout(
         model: The policy, a causal language model with an adapter.
         query_ids: Left-padded prompts, shape [B, Q].
         tokenizer: The policy's tokenizer; its pad token differs from EOS.
-        config: How to sample and where responses end.
+        config: How to sample, where responses end, and where log-probabilities come from.
         reference: A context inside which `model` is the reference policy (adapter off).
         team: Divides the rows among its processes; all get the whole result.
+        measures_mismatch: Whether the `mismatch` is there also where generation's log-probabilities
+            are taken, for another forward pass.
     """
     end_ids = end_token_ids(tokenizer, config)
     chunks = query_ids.split(config.forward_batch_size)
@@ -405,36 +424,52 @@ def rollout(
     length = max(ids.size(1) for ids, _ in sampled)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     query_responses = torch.cat([_pad_right(ids, length, pad_id) for ids, _ in sampled])
-    logprobs = torch.cat(
+    at_generation = torch.cat(
         [_pad_right(p, length - query_ids.size(1), INVALID_LOGPROB) for _, p in sampled]
     )
-    reference_logprobs = []
-    with reference():
-        for chunk in query_responses.split(config.forward_batch_size):
-
-            def logprobs_of(rows: torch.Tensor) -> torch.Tensor:
-                logits = forward(model, rows, pad_id).logits
-                logits = response_logits(logits, query_ids.size(1), config.temperature)
-                return token_logprobs(logits, rows[:, query_ids.size(1) :])
-
-            reference_logprobs.append(by_rows(team, logprobs_of, chunk))
     last_index, ended, completions = find_ends(
         query_responses[:, query_ids.size(1) :],
         tokenizer=tokenizer,
         config=config,
         end_ids=end_ids,
     )
-    positions = torch.arange(logprobs.size(1), device=logprobs.device)
+    positions = torch.arange(at_generation.size(1), device=at_generation.device)
     padding = positions > last_index.unsqueeze(1)  # [B, T]
+
+    def in_forward_passes() -> torch.Tensor:
+        def logprobs_of(rows: torch.Tensor) -> torch.Tensor:
+            logits = forward(model, rows, pad_id).logits
+            logits = response_logits(logits, query_ids.size(1), config.temperature)
+            return token_logprobs(logits, rows[:, query_ids.size(1) :])
+
+        chunks = query_responses.split(config.forward_batch_size)
+        logprobs = torch.cat([by_rows(team, logprobs_of, chunk) for chunk in chunks])
+        return logprobs.masked_fill(padding, INVALID_LOGPROB)
+
+    logprobs, mismatch = at_generation.masked_fill(padding, INVALID_LOGPROB), None
+    precision = model.get_input_embeddings().weight.dtype
+    is_forward = logprobs_from(str(precision).removeprefix("torch."), config) == "forward"
+    if is_forward or measures_mismatch:
+        passed = in_forward_passes()
+        mismatch = logprobs - passed
+        logprobs = passed if is_forward else logprobs
+    with reference():
+        reference_logprobs = in_forward_passes()
     return Rollouts(
         completions=completions,
         query_responses=query_responses,
         context_length=query_ids.size(1),
-        logprobs=logprobs.masked_fill(padding, INVALID_LOGPROB),
-        reference_logprobs=torch.cat(reference_logprobs).masked_fill(padding, INVALID_LOGPROB),
+        logprobs=logprobs,
+        reference_logprobs=reference_logprobs,
         last_index=last_index,
         ended=ended,
+        mismatch=mismatch,
     )
+
+
+def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
+    """Where the log-probabilities of a policy come from whose parameters have a type."""
+    return config.logprobs or ("generation" if dtype in ("float32", "float64") else "forward")
 
 
 def by_rows(

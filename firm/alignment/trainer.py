@@ -302,8 +302,8 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         """Raw scores [M, B] under the frozen calibrations; as they are without any."""
         return self.judges.rewards(self.objectives, raw_scores)
 
-    def sample(self, query_ids: torch.Tensor) -> Rollouts:
-        """Stage 2: responses of the current policy to left-padded prompts [B, Q]."""
+    def sample(self, query_ids: torch.Tensor, *, measures_mismatch: bool = False) -> Rollouts:
+        """Stage 2: responses of the current policy to left-padded prompts [B, Q]; see `rollout`."""
         self.policy_model.eval()
         with self._timed("rollout"):
             return rollout(
@@ -313,6 +313,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 config=self.rollout_config,
                 reference=self.null_ref_context,
                 team=self.team,
+                measures_mismatch=measures_mismatch,
             )
 
     def replies(self, prompts: Sequence[str]) -> Replies:

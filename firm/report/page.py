@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import jinja2
@@ -316,9 +317,20 @@ def _facts(record: Record) -> dict[str, str]:
         "Seed": record.settings.get("seed"),
         "Commit": formats.commit(record.run["commit"]),
         "Started": formats.moment(record.run["started"]),
+        "Rounding of log-probabilities": _mismatch(record),
         "Privacy": _guarantee(record),
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "")}
+
+
+def _mismatch(record: Record) -> str | None:
+    """How far log-probabilities at generation are from a forward pass's in the first round."""
+    rows = [row for rows in record.trainings.values() for row in rows if row["round"] == 1]
+    means = []
+    for key in ("logprob_mismatch", "logprob_mismatch_per_reply"):
+        found = [row[key] for row in rows if row.get(key) is not None]
+        means += [formats.number(fmean(found))] if found else []
+    return "{} nats per token, {} per reply".format(*means) if len(means) == 2 else None
 
 
 def _guarantee(record: Record) -> str | None:

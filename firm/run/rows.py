@@ -101,6 +101,8 @@ TRAINING: dict[str, Shape] = {
     "reward_truncated_share": ByName(SHARE),
     "kl": NUMBER,
     "kl_coefficient": NUMBER,
+    "logprob_mismatch": AMOUNT,
+    "logprob_mismatch_per_reply": AMOUNT,
     "entropy": NUMBER,
     "clip_fraction": SHARE,
     "policy_loss": ByName(NUMBER),

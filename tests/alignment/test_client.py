@@ -191,6 +191,29 @@ def test_metrics_name_every_objective_and_stage(trainer):
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_log_probabilities_is_measured_and_stays_out_of_the_kl(
+    make_trainer, make_policy, letter_count, dtype
+):
+    policy = make_policy(dtype=dtype)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:  # as loading leaves them
+            parameter.data = parameter.data.float() * ("lora_A" in name)
+    trainer = make_trainer(rewards={letter: letter_count(letter) for letter in "ab"}, policy=policy)
+    _, rows = run(trainer, 1, FirmConfig())
+    first, second = (row["clients"][0] for row in rows)
+    per_token, per_reply = first["logprob_mismatch"], first["logprob_mismatch_per_reply"]
+    assert per_token < per_reply < 10 * per_token  # replies have up to 10 tokens
+    if dtype == torch.float32:
+        assert 0 < per_reply < 1e-5
+        assert abs(first["kl"]) < 1e-5
+        assert "logprob_mismatch" not in second  # it takes another forward pass
+    else:
+        assert per_reply > 1e-3
+        assert first["kl"] == 0.0
+        assert second["logprob_mismatch"] > 1e-4
+
+
 def test_a_reward_that_is_not_a_number_fails_its_client_and_names_the_objective(
     make_trainer, letter_count
 ):
@@ -305,7 +328,9 @@ def test_a_batch_that_a_round_needs_twice_is_sampled_once_with_the_same_outcome(
 ):
     calls = []
     sample = trainer.sample
-    monkeypatch.setattr(trainer, "sample", lambda ids: calls.append(1) or sample(ids))
+    monkeypatch.setattr(
+        trainer, "sample", lambda ids, **options: calls.append(1) or sample(ids, **options)
+    )
     kept, rows = run(trainer, 2, cfg, strategy=strategy)
     assert len(calls) == 2 * 2  # clients, rounds
     assert all(row["num_steps"] > 0 for row in rows[-1]["clients"])
@@ -344,7 +369,9 @@ def test_the_order_of_the_objectives_does_not_matter(make_trainer, letter_count,
 def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):
     calls = []
     sample = trainer.sample
-    monkeypatch.setattr(trainer, "sample", lambda ids: calls.append(1) or sample(ids))
+    monkeypatch.setattr(
+        trainer, "sample", lambda ids, **options: calls.append(1) or sample(ids, **options)
+    )
     client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
     start, state = copy_adapter(trainer.adapter_parameters), client.state()
     moved = {name: parameter + 0.1 for name, parameter in start.items()}

@@ -12,6 +12,7 @@ from firm.alignment.ppo import (
     adapted_kl_coefficient,
     entropy,
     kl_alarm,
+    mismatch_alarm,
     policy_losses,
     value_losses,
 )
@@ -304,3 +305,29 @@ def test_a_horizon_that_could_turn_the_penalty_into_a_reward_is_refused():
 def test_out_of_range_hyperparameters_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         PPOConfig(**change)
+
+
+@pytest.mark.parametrize("controller", ["adaptive", "fixed"])
+def test_rounding_that_is_not_small_beside_the_kl_is_told_once(controller):
+    config = KLConfig(controller=controller, target=0.03)
+
+    def told(mismatch, kl, *, rounds):
+        rows = [{"kind": "run"}]
+        for number in range(1, rounds + 1):
+            measured = {"logprob_mismatch_per_reply": mismatch} if number == 1 else {}
+            rows += [
+                {"kind": "client", "round": number, "kl": kl * number / 3, **measured},
+                {"kind": "client", "round": number},  # with privacy there may be no figures
+                {"kind": "round", "round": number, "kl": 9.0},
+            ]
+        return mismatch_alarm(rows, config)
+
+    first = 1 if controller == "adaptive" else 3
+    for rounds in range(1, 6):
+        alarm = told(0.18, 0.03, rounds=rounds)
+        assert (alarm is not None) == (rounds == first)
+    assert "by 0.18 nats per reply" in told(0.18, 0.03, rounds=first)
+    assert "KL of 0.03" in told(0.18, 0.03, rounds=first)
+    assert told(0.18, 5.0, rounds=3) is None  # beside a KL of 5, or not the round to tell
+    assert told(2e-6, 0.03, rounds=first) is None
+    assert mismatch_alarm([], config) is None

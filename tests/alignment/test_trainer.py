@@ -13,6 +13,7 @@ from trl.experimental.ppo import PPOConfig as StockConfig
 from trl.experimental.ppo import PPOTrainer as StockTrainer
 
 from firm.alignment import KLConfig, PolicyConfig, PPOConfig, load_policy
+from firm.alignment.advantages import masked_mean
 from firm.federation import RandomStream
 
 # what stock TRL, not our subclass, warns of
@@ -263,6 +264,19 @@ def test_gradient_checkpointing_computes_again_and_changes_nothing(
     assert plain.norm() > 1e-3
     assert torch.equal(plain, again)
     assert (num_calls, num_calls_again) == (1, 1 + len(rewards))  # once more per backward pass
+
+
+def test_below_float32_the_first_ratio_is_one(make_trainer, make_policy, letter_count):
+    trainer = make_trainer(
+        rewards={letter: letter_count(letter) for letter in "ab"},
+        policy=make_policy(dtype=torch.bfloat16),
+        micro_batch_size=3,
+    )
+    experience = some_experience(trainer)
+    assert experience.rollouts.mismatch.abs().max() > 1e-3
+    means = [masked_mean(row, experience.rollouts.mask) for row in experience.advantages]
+    losses = trainer.gradients(experience, slice(None)).losses  # of the ratio times the advantage
+    torch.testing.assert_close(losses, -torch.stack(means), rtol=0, atol=1e-6)
 
 
 def test_a_bfloat16_policy_trains_a_float32_adapter(make_trainer, make_policy, letter_count):
