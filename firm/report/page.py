@@ -317,7 +317,7 @@ def _facts(record: Record) -> dict[str, str]:
         "Seed": record.settings.get("seed"),
         "Commit": formats.commit(record.run["commit"]),
         "Started": formats.moment(record.run["started"]),
-        "Rounding of log-probabilities": _mismatch(record),
+        "Log-probability mismatch": _mismatch(record),
         "Privacy": _guarantee(record),
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "")}

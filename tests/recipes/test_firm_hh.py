@@ -276,7 +276,7 @@ def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(tm
     base, _ = rows_of(out, "evaluation")
     assert (base["kl"], base["kl_se"]) == (0.0, 0.0)
     page = (out / "report.html").read_text()
-    assert re.search(r"Rounding of log-probabilities</dt><dd>0.0\d+ nats per token, 0.\d", page)
+    assert re.search(r"Log-probability mismatch</dt><dd>0.0\d+ nats per token, 0.\d", page)
 
 
 def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_end(
