@@ -48,9 +48,19 @@ def plan_of(cfg: Config, num_processes: int = 1):
     return make_plan(cfg, names, Processes(0, num_processes, cfg.processes_per_client))
 
 
+def plan_without_memory(cfg: Config, num_processes: int = 1):
+    """A plan but for its memory, whose estimate takes a second and more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firm.alignment.plan._memory", lambda *_: None)
+        return plan_of(cfg, num_processes)
+
+
+FEW_REPLIES = ("--evaluation.num_validation_prompts", 0, "--evaluation.num_test_prompts", 2)
+
+
 def test_sizes_and_messages_are_those_of_the_run(tmp_path):
-    cfg = config("--out", tmp_path / "run", "--strategy.share_gram", "true")
-    plan = plan_of(cfg)
+    cfg = config("--out", tmp_path / "run", "--strategy.share_gram", "true", *FEW_REPLIES)
+    plan = plan_without_memory(cfg)
     main(cfg)
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -79,8 +89,8 @@ FEDCMOO_A = (
     ids=["fedcmoo_a", "fedcmoo", "fsmgda"],
 )
 def test_messages_of_strategies_with_more_of_them_are_those_of_the_run(strategy, tmp_path):
-    cfg = config("--out", tmp_path / "run", "--rounds", 1, *strategy)
-    plan = plan_of(cfg)
+    cfg = config("--out", tmp_path / "run", "--rounds", 1, *strategy, *FEW_REPLIES)
+    plan = plan_without_memory(cfg)
     main(cfg)
     rows = list(map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()))
     for row in (row for row in rows if row["kind"] == "client"):
@@ -93,36 +103,42 @@ def test_messages_of_strategies_with_more_of_them_are_those_of_the_run(strategy,
 
 
 def test_fedcmoo_a_sends_m_jacobian_rows_and_fsmgda_m_adapters_more_than_firm():
-    firm = plan_of(config()).policy
+    firm = plan_without_memory(config()).policy
     rows = 2 * 4 * firm.num_trainable
-    fedcmoo = plan_of(config(*FEDCMOO_A))
+    fedcmoo = plan_without_memory(config(*FEDCMOO_A))
     assert fedcmoo.policy.bytes_up == pytest.approx(firm.bytes_up + rows, rel=0.01)
     assert fedcmoo.policy.bytes_down == pytest.approx(2 * firm.bytes_down, rel=0.01)
     assert fedcmoo.policy.uploads == pytest.approx(2 * rows, rel=0.01)  # of both clients
-    whole = plan_of(config("--ppo.minibatch_size", 8))
-    assert fedcmoo.memory.update == whole.memory.update  # a Jacobian of the whole batch
-    fsmgda = plan_of(config("--strategy.name", "fsmgda"))
+    fsmgda = plan_without_memory(config("--strategy.name", "fsmgda"))
     sent = fsmgda.policy.bytes_up - 2 * firm.adapter_bytes
     assert 0 < sent < 0.3 * firm.adapter_bytes  # names and figures
     assert fsmgda.work.training_replies == 2 * 2 * (2 * 2 - 1) * 8  # the first batch is shared
 
 
+def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(checkpoint):
+    sizes = ("--policy.path", checkpoint, "--ppo.batch_size", 8)
+    fedcmoo = plan_of(config(*sizes, "--ppo.minibatch_size", 4, *FEDCMOO_A)).memory
+    whole = plan_of(config(*sizes, "--ppo.minibatch_size", 8)).memory
+    assert fedcmoo.update == whole.update
+
+
 @pytest.mark.parametrize("compressor", ["low_rank", "top_k", "quantizing"])
 def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor, monkeypatch):
     cfg = config("--strategy.name", "fedcmoo", "--strategy.compressor", compressor)
-    whole = plan_of(cfg).policy
+    whole = plan_without_memory(cfg).policy
     monkeypatch.setattr("firm.alignment.plan._TOLD_PARAMETERS", whole.num_trainable // 3)
-    part = plan_of(cfg).policy
+    part = plan_without_memory(cfg).policy
     assert part.bytes_up == pytest.approx(whole.bytes_up, rel=0.02)
     assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)
 
 
-def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory():
+def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(checkpoint):
     other = "{path: firm/miniature/checkpoints/helpful_other, format: plain}"
     groups = f"{{other: {{clients: [1], rewards: {{helpful: {other}}}}}}}"
+    path = ("--policy.path", checkpoint)
     before, after = (
-        plan_of(config(file="miniature")),
-        plan_of(config("--groups", groups, file="miniature")),
+        plan_of(config(*path, file="miniature")),
+        plan_of(config(*path, "--groups", groups, file="miniature")),
     )
     figures = after.rewards["other/helpful"]
     assert figures.num_bytes > 0
@@ -135,10 +151,9 @@ def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory():
     assert "reward other/helpful" in titles
 
 
-def test_a_folder_with_nothing_but_its_config_is_enough(tmp_path):
-    shutil.copy("firm/miniature/checkpoints/policy/config.json", tmp_path)
-    cfg = config("--policy.path", tmp_path)
-    found, whole = plan_of(cfg), plan_of(config())
+def test_a_folder_with_nothing_but_its_config_is_enough(checkpoint, tmp_path):
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    found, whole = (plan_of(config("--policy.path", path)) for path in (tmp_path, checkpoint))
     assert (found.policy, found.memory) == (whole.policy, whole.memory)
     assert found.memory is not None
 
@@ -148,7 +163,7 @@ def test_a_folder_with_nothing_but_its_config_is_enough(tmp_path):
 def test_the_policy_is_the_one_that_is_loaded(dtype, freeze_a):
     cfg = config("--policy.dtype", dtype, "--policy.lora.freeze_a", freeze_a, file="miniature")
     policy = load_policy(cfg.policy, stream=RandomStream(0, "adapter"))
-    figures = plan_of(cfg).policy
+    figures = plan_without_memory(cfg).policy
     frozen = [p for p in policy.parameters() if not p.requires_grad]
     assert figures.num_parameters == sum(p.numel() for p in frozen)
     by_dtype = {size for size in figures.bytes_by_dtype.items() if size[0] != "buffers"}
@@ -203,10 +218,10 @@ def test_a_fake_model_takes_what_a_real_one_takes():
     assert (memory.saved[False], memory.update[False]) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it():
+def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(checkpoint):
+    layers = ("--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, o_proj]")
     whole, half = (
-        plan_of(config("--policy.lora.freeze_a", value, file="miniature"))
-        for value in ("false", "true")
+        plan_of(config(*layers, "--policy.lora.freeze_a", value)) for value in ("false", "true")
     )
     assert 2 * half.policy.adapter_bytes == whole.policy.adapter_bytes  # layers are square
     assert 2 * half.memory.jacobian == whole.memory.jacobian
@@ -297,7 +312,7 @@ def test_a_rollout_is_as_large_as_the_largest_of_training_calibration_and_evalua
 
 
 def test_work_is_counted_by_hand():
-    work = plan_of(
+    work = plan_without_memory(
         config(
             "--rounds", 3, "--num_clients", 5, "--strategy.clients_per_round", 2,
             "--strategy.num_local_steps", 2, "--strategy.solve_per", "batch",
@@ -311,13 +326,14 @@ def test_work_is_counted_by_hand():
     assert work.scored_replies == 2 * (96 + 32) + 3 * 48
 
 
-def test_every_process_has_its_clients_and_a_reward_its_own_device():
-    plan = plan_of(config("--rewards.harmless.device", "cuda:1", file="miniature"), 2)
+def test_every_process_has_its_clients_and_a_reward_its_own_device(checkpoint):
+    path = ("--policy.path", checkpoint)
+    plan = plan_of(config(*path, "--rewards.harmless.device", "cuda:1", file="miniature"), 2)
     hosted = [place.clients for place in plan.places]
     assert hosted == [["client_0", "client_2"], ["client_1", "client_3"]]
     own = plan.places[0].policy
     assert plan.places[0].rewards == {"helpful": own, "harmless": "cuda:1"}
-    alone = plan_of(config(file="miniature"), 2).memory_by_device()
+    alone = plan_of(config(*path, file="miniature"), 2).memory_by_device()
     num_bytes = plan.rewards["harmless"].num_bytes
     assert num_bytes == pytest.approx(4 * plan.rewards["harmless"].num_parameters, rel=1e-3)
     apart = plan.memory_by_device()
