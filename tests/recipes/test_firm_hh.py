@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,14 @@ from firm.alignment import AlignmentClient
 from firm.federation import RoundFailed
 from firm.run import parse
 from recipes.firm_hh import Config, _alarms, _alarms_at_start, main
+from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
 
 MORTAL_REWARD = """
 import os
-from reward_models import reward_model
+from reward_models import brevity, reward_model
 
 calls = 0
 
@@ -38,8 +41,14 @@ def mortal(completions, *, dies_at=-1, **kwargs):
     calls += 1
     if calls == dies_at:
         os.kill(os.getpid(), 9)
-    return [float(len(text.split())) for text in completions]
+    return brevity(completions=completions)
 """
+
+
+SHORT = (
+    "--rounds", 1, "--strategy.num_local_steps", 1, "--evaluation.num_test_prompts", 2,
+    "--evaluation.num_validation_prompts", 0,
+)  # fmt: skip
 
 
 def run(*arguments: object) -> Path:
@@ -52,6 +61,19 @@ def recipe(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True
     )
+
+
+@contextmanager
+def new_rewards() -> Iterator[None]:
+    """Reads files of reward functions as a new process does, and forgets them at the end."""
+    names = set(REWARD_MODELS)
+    try:
+        yield
+    finally:
+        for name in REWARD_MODELS.keys() - names:
+            del REWARD_MODELS[name]
+        for module in [name for name in sys.modules if name.startswith("reward_models_of_")]:
+            del sys.modules[module]
 
 
 def rows_of(folder: Path, kind: str) -> list[dict]:
@@ -111,37 +133,29 @@ def test_the_final_adapter_is_a_peft_folder_that_changes_the_base_model(finished
     assert not torch.allclose(before, aligned(token_ids).logits)
 
 
-def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(tmp_path):
-    rewards = tmp_path / "rewards.py"
+def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(finished, tmp_path):
+    rewards, out = tmp_path / "rewards.py", tmp_path / "killed"
     rewards.write_text(MORTAL_REWARD)
-
-    def mortal(dies_at: int) -> tuple[str, ...]:
-        return (
-            "--rewards.brevity.name", "mortal",
-            "--rewards.brevity.file", str(rewards),
-            "--rewards.brevity.options", json.dumps({"dies_at": dies_at}),
-        )  # fmt: skip
-
-    whole = recipe(*mortal(-1), "--out", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
     # calibration, base on test and validation, then 2 clients with 2 steps and a validation: the
     # tenth call is the second step of the first client of round 2
-    killed = recipe(*mortal(10), "--out", tmp_path / "killed")
-    assert killed.returncode == -signal.SIGKILL
-    assert len(rows_of(tmp_path / "killed", "round")) == 1
-    config = yaml.safe_load((tmp_path / "killed/config.yaml").read_text())
+    mortal = (
+        "--rewards.brevity.name", "mortal",
+        "--rewards.brevity.file", rewards,
+        "--rewards.brevity.options", json.dumps({"dies_at": 10}),
+        "--out", out,
+    )  # fmt: skip
+    killed = recipe(*mortal)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(rows_of(out, "round")) == 1
+    config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["rewards"]["brevity"]["options"] == {"dies_at": 10}
-    resumed = recipe(*mortal(10), "--out", tmp_path / "killed", "--resume", "true")
-    assert resumed.returncode == 0, resumed.stderr
-    adapters = [
-        load_file(tmp_path / name / "adapter/adapter_model.safetensors")
-        for name in ("whole", "killed")
-    ]
+    with new_rewards():
+        run(*mortal, "--resume", "true")
+    adapters = [load_file(p / "adapter/adapter_model.safetensors") for p in (finished, out)]
     assert adapters[0].keys() == adapters[1].keys()
     for name in adapters[0]:
         assert torch.equal(adapters[0][name], adapters[1][name]), name
-    counts = [len(rows_of(tmp_path / name, "client")) for name in ("whole", "killed")]
-    assert counts == [4, 4]
+    assert [len(rows_of(path, "client")) for path in (finished, out)] == [4, 4]
 
 
 def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, tmp_path):
@@ -184,7 +198,7 @@ def test_three_objectives_run_whole(tmp_path):
     assert "brevity" in (out / "report.html").read_text()
 
 
-def test_a_run_does_not_resume_under_another_reward(tmp_path, capsys):
+def test_a_run_does_not_resume_under_another_reward(tmp_path):
     """The same configuration, but the file behind it has changed."""
     rewards, out = tmp_path / "rewards.py", tmp_path / "run"
     source = (
@@ -193,33 +207,25 @@ def test_a_run_does_not_resume_under_another_reward(tmp_path, capsys):
         "def words(completions, **kwargs):\n"
         "    return [{} * len(text.split()) for text in completions]\n"
     )
-    arguments = ["--rewards.brevity.name", "words", "--rewards.brevity.file", str(rewards)]
+    arguments = ["--rewards.brevity.name", "words", "--rewards.brevity.file", rewards]
+    arguments += ["--out", out, *SHORT]
     rewards.write_text(source.format("words", 1.0))
-    done = recipe(*arguments, "--out", out, "--rounds", "1")
-    assert done.returncode == 0, done.stderr
+    with new_rewards():
+        run(*arguments)
     files = [out / "metrics.jsonl", out / "samples.jsonl", out / "report.html"]
     before = [path.read_bytes() for path in files]
     rewards.write_text(source.format("words", 2.0))
-    resumed = recipe(*arguments, "--out", out, "--rounds", "1", "--resume", "true")
-    assert resumed.returncode == 2
-    assert "the rewards of 'brevity' would not be comparable" in resumed.stderr
+    message = "the rewards of 'brevity' would not be comparable"
+    with new_rewards(), pytest.raises(ValueError, match=message):
+        run(*arguments, "--resume", "true")
     assert [path.read_bytes() for path in files] == before
 
 
 def test_a_calibration_that_was_fixed_beforehand_is_the_one_that_counts(tmp_path):
     fixed = {"method": "sigmoid", "mean": 0.25, "scale": 2.0, "num_samples": 7}
-    out = tmp_path / "run"
-    done = recipe(
-        "--evaluation.calibrations",
-        json.dumps({"brevity": fixed}),
-        "--out",
-        out,
-        "--rounds",
-        "1",
-    )
-    assert done.returncode == 0, done.stderr
-    with (out / "metrics.jsonl").open() as rows:
-        first = json.loads(next(rows))
+    calibrations = json.dumps({"brevity": fixed})
+    out = run("--evaluation.calibrations", calibrations, "--out", tmp_path / "run", *SHORT)
+    (first,) = rows_of(out, "run")
     assert first["calibration"]["brevity"] == fixed
     assert first["calibration"]["positivity"]["num_samples"] == 32
 
