@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from firm.run import parse, run_cli
+from recipes.firm_hh import Config, main
+from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +31,35 @@ def words(completions, *, log="", dies="", **kwargs):
     return [float(len(text.split())) for text in completions]
 """
 
+# Imports once, then forks two processes for every line on stdin. They end as processes do, with all
+# that Python and torch have to say at their end.
+NURSERY = """
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # imports may print
+import recipes.firm_hh
+from firm.run import run_cli
+
+for line in sys.stdin:
+    argv, port, errors = json.loads(line)
+    stderr = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(stderr, 2)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+            run_cli(recipes.firm_hh.main, recipes.firm_hh.Config, argv)
+            sys.exit()
+    os.close(stderr)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(json.dumps(statuses), file=answers, flush=True)
+"""
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
@@ -33,34 +67,75 @@ def runs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recipe(runs):
-    """Runs the smoke config with a reward that notes its process: ``recipe(name, number, ...)``."""
+def command_line(runs):
+    """The smoke config with a reward that notes its process: ``command_line(name, ...)``."""
     rewards = runs / "rewards.py"
     rewards.write_text(REWARD.replace("\\\\n", "\\n"))
 
-    def run(name: str, num_processes: int, *arguments: str) -> subprocess.CompletedProcess:
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
-        command = [
-            *(sys.executable, *((*torchrun, num_processes) if num_processes > 1 else ())),
-            *("recipes/firm_hh.py", "--config", "configs/smoke.yaml", "--out", runs / name),
-            *("--policy.lora.dropout", 0, "--rewards.words.name", "words"),
-            *("--rewards.words.file", rewards),
+    def build(name: str, *arguments: str) -> list[str]:
+        return [
+            *("--config", str(ROOT / "configs/smoke.yaml"), "--out", f"{runs / name}"),
+            *("--policy.lora.dropout", "0", "--rewards.words.name", "words"),
+            *("--rewards.words.file", f"{rewards}"),
             *("--rewards.words.options", f"{{log: {runs / name}.log}}"),
             *arguments,
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        return subprocess.run(
-            list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def torchrun(command_line):
+    """Runs the recipe as users do, in two processes that torchrun starts."""
+
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", "2", "recipes/firm_hh.py", *command_line(name, *arguments)),
+        ]
+        return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def one(recipe, runs) -> Path:
-    """A run in one process."""
-    done = recipe("one", 1)
-    assert done.returncode == 0, done.stderr
+def fork_two(runs, command_line):
+    """Runs the recipe in two processes of torchrun's environment, without a start for each run."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as nursery:
+        assert nursery.stdin
+        assert nursery.stdout
+        ask, answers = nursery.stdin, nursery.stdout
+
+        def run(name: str, *arguments: str) -> None:
+            errors = runs / f"{name}.stderr"
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            asked = [command_line(name, *arguments), port, str(errors)]
+            print(json.dumps(asked), file=ask, flush=True)
+            assert json.loads(answers.readline()) == [0, 0], errors.read_text()
+
+        yield run
+        ask.close()
+        assert nursery.wait(timeout=30) == 0
+
+
+@pytest.fixture(scope="module")
+def one(runs, command_line) -> Path:
+    """A run in one process, this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        try:
+            main(parse(Config, command_line("one")))
+        finally:
+            REWARD_MODELS.pop("words", None)
     return runs / "one"
 
 
@@ -82,8 +157,8 @@ def client_rows(folder: Path) -> list[dict]:
     return [row for row in rows if row["kind"] == "client"]
 
 
-def test_two_processes_share_the_clients_and_give_the_adapter_of_one(recipe, runs, one):
-    done = recipe("two", 2)
+def test_two_processes_share_the_clients_and_give_the_adapter_of_one(torchrun, runs, one):
+    done = torchrun("two")
     assert done.returncode == 0, done.stderr
     assert distance(adapter(one), adapter(runs / "two")) == 0
     for row, expected in zip(client_rows(runs / "two"), client_rows(one), strict=True):
@@ -99,23 +174,23 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(recipe, run
     assert sorted(map(len, asked))[0] == len(asked[1])  # nothing was scored twice
 
 
-def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(recipe, runs, one):
+def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
+    torchrun, fork_two, runs, one
+):
     start = time.monotonic()
     options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 'yes'}}")
-    died = recipe("dying", 2, *options)
+    died = torchrun("dying", *options)
     assert died.returncode != 0
     assert time.monotonic() - start < 60
     assert "resume from the last checkpoint" in died.stderr
     assert "process 1 of the run's 2, which worked on client_1, is gone" in died.stderr
     assert "]: Traceback" not in died.stderr  # how torchrun's processes would show theirs
-    resumed = recipe("dying", 2, *options, "--resume", "true")
-    assert resumed.returncode == 0, resumed.stderr
+    fork_two("dying", *options, "--resume", "true")
     assert distance(adapter(runs / "dying"), adapter(one)) == 0
 
 
-def test_two_processes_on_one_client_equal_one(recipe, runs, one):
-    done = recipe("team", 2, "--processes_per_client", "2")
-    assert done.returncode == 0, done.stderr
+def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
+    fork_two("team", "--processes_per_client", "2")
     rows = list(zip(client_rows(runs / "team"), client_rows(one), strict=True))
     for mine, theirs in rows[:2]:  # of round 1, the first solve: Adam then amplifies rounding
         # float32 sums over half batches: they differ by less than 1e-6 on one processor, by 3e-6 on
@@ -129,8 +204,10 @@ def test_two_processes_on_one_client_equal_one(recipe, runs, one):
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch
 
 
-def test_processes_per_client_that_do_not_divide_are_refused(recipe, runs):
-    done = recipe("odd", 1, "--processes_per_client", "2")
-    assert done.returncode == 2
-    assert "processes_per_client must divide the number of processes, got 2 and 1" in done.stderr
+def test_processes_per_client_that_do_not_divide_are_refused(command_line, runs, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_cli(main, Config, command_line("odd", "--processes_per_client", "2"))
+    assert end.value.code == 2
+    message = "processes_per_client must divide the number of processes, got 2 and 1"
+    assert message in capsys.readouterr().err
     assert not (runs / "odd").exists()
