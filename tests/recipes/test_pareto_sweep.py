@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,10 +37,27 @@ CONFIG = SweepConfig(
 )
 
 
+class HereExecutor(Executor):
+    """Does at once, in this process, what a pool does in processes that import for seconds each.
+
+    What goes there goes through pickle. Studies (test_study) run in processes of their own.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def submit(self, fn, /, *args, **kwargs) -> Future:
+        fn, args, kwargs = pickle.loads(pickle.dumps((fn, args, kwargs)))
+        future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setattr("firm.run.sweep.ProcessPoolExecutor", HereExecutor)
         return main(replace(CONFIG, out=tmp_path_factory.mktemp("sweeps") / "sweep"))
 
 

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -54,14 +57,30 @@ def test_a_setting_has_a_folder_of_its_own_below_the_study(tmp_path, capsys):
         parse(study.StudyConfig, ["--settings", settings])
 
 
-def test_a_study_runs_all_settings_and_draws_them_side_by_side(tmp_path, capsys):
-    base = str(ROOT / "configs/smoke.yaml")
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory) -> list[str]:
+    """The command line of a study of two settings."""
+    out = tmp_path_factory.mktemp("studies") / "study"
     settings = "{FIRM: {}, server: {overrides: {strategy.name: fsmgda}}}"
     tiny = "{rounds: 1, strategy.num_local_steps: 1, evaluation.num_validation_prompts: 0}"
-    arguments = ["--base", base, "--settings", settings, "--overrides", tiny, "--seeds", "[0]"]
-    out = study.main(parse(study.StudyConfig, [*arguments, "--out", str(tmp_path / "study")]))
+    return [
+        *("--base", str(ROOT / "configs/smoke.yaml"), "--settings", settings),
+        *("--overrides", tiny, "--seeds", "[0]", "--out", str(out)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def studied(arguments) -> tuple[Path, str]:
+    """The study's folder and what was printed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.chdir(ROOT)
+        out = study.main(parse(study.StudyConfig, arguments))
     assert out is not None
-    printed = capsys.readouterr().out
+    return out, printed.getvalue()
+
+
+def test_a_study_runs_all_settings_and_draws_them_side_by_side(studied):
+    out, printed = studied
     assert "server" in printed
     page = (out / "report.html").read_text()
     for name in ("firm-seed_0", "server-seed_0"):
@@ -70,20 +89,19 @@ def test_a_study_runs_all_settings_and_draws_them_side_by_side(tmp_path, capsys)
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
 
 
-def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(tmp_path, capsys):
-    base = str(ROOT / "configs/smoke.yaml")
-    tiny = "{rounds: 1, strategy.num_local_steps: 1, evaluation.num_validation_prompts: 0}"
-    arguments = ["--base", base, "--settings", "{A: {}, B: {}}", "--overrides", tiny]
-    arguments += ["--seeds", "[0]", "--out", str(tmp_path / "study")]
-    out = study.main(parse(study.StudyConfig, arguments))
-    assert out is not None
-    log = out / "points/a-seed_0/metrics.jsonl"
+def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(
+    arguments, studied, tmp_path, capsys
+):
+    out = tmp_path / "study"
+    shutil.copytree(studied[0], out)
+    log = out / "points/firm-seed_0/metrics.jsonl"
     log.write_text(re.sub(r'"(mean|kl|bytes_up)": [-.\de]+', r'"\1": Infinity', log.read_text()))
-    capsys.readouterr()
-    assert study.main(parse(study.StudyConfig, [*arguments, "--resume", "true"])) == out
+    changed = [*arguments, "--out", str(out), "--resume", "true"]
+    assert study.main(parse(study.StudyConfig, changed)) == out
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    (a,) = [line for line in lines if line[:1] == ["A"]]
-    (b,) = [line for line in lines if line[:1] == ["B"]]
-    assert a == ["A", "0.000"]  # bytes
-    assert len(b) > len(a)
-    assert "in the log of a-seed_0 are not valid and left out" in (out / "report.html").read_text()
+    (firm,) = [line for line in lines if line[:1] == ["FIRM"]]
+    (server,) = [line for line in lines if line[:1] == ["server"]]
+    assert firm == ["FIRM", "0.000"]  # bytes
+    assert len(server) > len(firm)
+    page = (out / "report.html").read_text()
+    assert "in the log of firm-seed_0 are not valid and left out" in page
