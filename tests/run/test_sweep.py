@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,15 +46,22 @@ if __name__ == "__main__":
 POINTS = {"one": {"n": 1}, "two": {"n": 2}}
 
 
-@pytest.fixture
-def work(tmp_path, monkeypatch):
+@contextmanager
+def imported_work(folder: Path) -> Iterator[Callable[[str, dict], None]]:
     """A function that other processes can import."""
-    (tmp_path / "sweep_work.py").write_text(WORK)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "sweep_work", raising=False)
-    import sweep_work  # pyright: ignore[reportMissingImports]
+    (folder / "sweep_work.py").write_text(WORK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "sweep_work", raising=False)
+        import sweep_work  # pyright: ignore[reportMissingImports]
 
-    return sweep_work.work
+        yield sweep_work.work
+
+
+@pytest.fixture
+def work(tmp_path) -> Iterator[Callable[[str, dict], None]]:
+    with imported_work(tmp_path) as function:
+        yield function
 
 
 def rows(sweep: Sweep, name: str) -> list[dict]:
@@ -74,31 +83,41 @@ def test_every_point_is_run_once_in_another_process_and_says_so(tmp_path, work):
     assert list(sweep.work(work, POINTS)) == []
 
 
-def test_a_point_that_fails_leaves_the_others_to_go_on_and_is_named(tmp_path, work):
-    points = {"bad": {"n": -1}, "good": {"n": 2}}
-    sweep = Sweep.open(tmp_path / "sweep", {}, points, resume=False)
-    outcomes = list(sweep.work(work, points))
-    assert sweep.pending() == ["bad"]
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory) -> tuple[Sweep, list[Outcome]]:
+    """A sweep and what it yielded while one point failed and others did two of its points."""
+    points = {"bad": {"n": -1}, "held": {"n": 1}, "done": {"n": 2}, "good": {"n": 3}}
+    folder = tmp_path_factory.mktemp("sweeps")
+    sweep = Sweep.open(folder / "sweep", {}, points, resume=False)
+    with imported_work(folder) as work, Run.create(sweep.run_path("held"), {}):
+        outcomes = sweep.work(work, points)
+        first = next(outcomes)
+        with Run.create(sweep.run_path("done"), {}):
+            pass
+        return sweep, [first, *outcomes]
+
+
+def test_a_point_that_fails_leaves_the_others_to_go_on_and_is_named(eventful):
+    sweep, outcomes = eventful
+    assert [outcome.name for outcome in outcomes] == ["bad", "good"]
+    assert not sweep.is_done("bad")
+    assert sweep.is_done("good")
     assert "Traceback" in (sweep.path / "logs" / "bad.txt").read_text()
     with pytest.raises(UserError, match=r"1 of 2 points.*\n  bad: ValueError: n must not be neg"):
         summarise(outcomes)
     summarise([Outcome("good", 1.0)])
 
 
-def test_a_point_that_another_process_is_at_is_left_to_it(tmp_path, work):
-    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
-    with Run.create(sweep.run_path("one"), {}):
-        outcomes = list(sweep.work(work, POINTS))
-    assert [outcome.name for outcome in outcomes] == ["two"]
+def test_a_point_that_another_process_is_at_is_left_to_it(eventful):
+    sweep, outcomes = eventful
+    assert "held" not in [outcome.name for outcome in outcomes]
+    assert rows(sweep, "held") == []
 
 
-def test_a_point_that_another_process_has_finished_meanwhile_is_not_run_again(tmp_path, work):
-    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
-    outcomes = sweep.work(work, POINTS)
-    assert next(outcomes).name == "one"
-    with Run.create(sweep.run_path("two"), {}):
-        pass
-    assert list(outcomes) == []
+def test_a_point_that_another_process_has_finished_meanwhile_is_not_run_again(eventful):
+    sweep, outcomes = eventful
+    assert "done" not in [outcome.name for outcome in outcomes]
+    assert rows(sweep, "done") == []
 
 
 def test_a_sweep_that_is_terminated_ends_its_workers_and_their_runs_say_so(tmp_path, work):
