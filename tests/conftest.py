@@ -24,6 +24,33 @@ settings.load_profile("unhurried")
 
 torch.set_num_threads(1)  # bit-for-bit promises hold at one thread count
 
+LONGEST = (
+    "recipes/test_processes.py",
+    "alignment/test_plan.py",
+    "recipes/test_firm_hh.py",
+    "recipes/test_fmoo.py",
+    "alignment/test_trainer.py",
+    "recipes/test_study.py",
+    "recipes/test_build_miniature.py",
+    "federation/engines/test_hostile.py",
+    "recipes/test_pareto_sweep.py",
+    "federation/engines/test_time_limit.py",
+)
+"""Files that take ten seconds and more. They come first: with `--dist loadfile` a long one that
+came last would leave the other workers without work."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps xdist from handing out files by their number of tests, few of which may be long."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first."""
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
 
 @pytest.fixture(scope="session")
 def firm_data() -> Path:
