@@ -240,8 +240,8 @@ def test_workers_change_nothing(new_apart, request_of, same, num_workers):
 def test_a_free_worker_takes_the_next_client(new_apart, request_of):
     first, last, done = new_apart("a"), new_apart("c"), threading.Event()
     load_first, load_last = first.load, last.load
-    first.load = lambda adapter: load_first(adapter) if done.wait(20) else 1 / 0
-    last.load = lambda adapter: (load_last(adapter), done.set())
+    first.load = lambda *given: load_first(*given) if done.wait(20) else 1 / 0
+    last.load = lambda *given: (load_last(*given), done.set())
     with closing(LocalEngine([first, new_apart("b"), last], num_workers=2)) as engine:
         replies, failures = engine.map(request_of(1, {}), ["a", "b", "c"])
     assert [reply.client for reply in replies] == ["a", "b", "c"]  # "a" waited for "c"
@@ -294,11 +294,11 @@ def test_a_worker_computes_with_the_threads_that_torch_is_set_to(new_apart, requ
     client, counts = new_apart("a"), []
     images, kernels, load = torch.rand(64, 3, 64, 64), torch.rand(64, 3, 3, 3), client.load
 
-    def convolve_and_load(adapter):
+    def convolve_and_load(*given):
         counts.append(len(os.listdir("/proc/self/task")))
         torch.nn.functional.conv2d(images, kernels)  # threads that oneDNN starts stay
         counts.append(len(os.listdir("/proc/self/task")))
-        load(adapter)
+        load(*given)
 
     client.load = convolve_and_load
     with closing(LocalEngine([client], num_workers=2)) as engine:
@@ -318,7 +318,7 @@ def test_closing_ends_the_workers(new_apart, request_of):
 def test_one_worker_is_the_callers_own_thread(new_client, request_of):
     client, threads = new_client("a"), []
     load = client.load
-    client.load = lambda adapter: (load(adapter), threads.append(threading.current_thread()))
+    client.load = lambda *given: (load(*given), threads.append(threading.current_thread()))
     LocalEngine([client]).map(request_of(1, {}), ["a"])
     assert threads == [threading.current_thread()]
 

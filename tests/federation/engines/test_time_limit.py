@@ -85,7 +85,7 @@ def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(
         engine.map(request_of(1, {}), ["a", "b"])
         if hangs:
             load = clients[0].load
-            clients[0].load = lambda adapter: (load(adapter), time.sleep(60))
+            clients[0].load = lambda *given: (load(*given), time.sleep(60))
             began = time.perf_counter()
             replies, failures = engine.map(request_of(2, {"a": 1, "b": 1}), ["a", "b"])
             assert time.perf_counter() - began < 30
