@@ -89,9 +89,9 @@ def test_the_thread_that_receives_has_freed_its_tensors_when_the_message_is_ther
 
 
 def test_two_members_sum_gather_and_fail_together(two_processes):
-    members = two_processes("-c", MEMBER)
-    first, second = (out.splitlines() for _, out, _ in members)
-    assert len(second) == 5, members[1][2]
+    members = two_processes(MEMBER)
+    first, second = (member.stdout.splitlines() for member in members)
+    assert len(second) == 5, members[1].stderr
     assert first[0] == f"sum {[[3.0] * 3] * 2} {[[1.0] * 3] * 2}"
     assert second[0] == f"sum {[[3.0] * 3] * 2} {[[2.0] * 3] * 2}"
     assert first[1] == second[1] == "gather [0, 5]"

@@ -57,9 +57,9 @@ def folder(two_processes, tmp_path_factory):
     """A file per strategy with the state that two processes end with."""
     folder = tmp_path_factory.mktemp("states")
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['member'](sys.argv[2])"
-    members = two_processes("-c", program, __file__, str(folder))
-    errors = [error for _, _, error in members]
-    assert [process.returncode for process, _, _ in members] == [0, 0], errors
+    members = two_processes(program, __file__, str(folder))
+    errors = [member.stderr for member in members]
+    assert [member.returncode for member in members] == [0, 0], errors
     return folder
 
 

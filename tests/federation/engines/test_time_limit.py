@@ -140,8 +140,8 @@ def test_what_cannot_be_interrupted_ends_its_process_with_a_line(program):
     ],
 )
 def test_a_process_that_is_killed_or_frozen_is_named_with_its_clients(two_processes, how, told):
-    (_, out, err), _ = two_processes("-c", TWO_PROCESSES, how)
-    assert told in out, err
+    server, _ = two_processes(TWO_PROCESSES, how)
+    assert told in server.stdout, server.stderr
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0.0}, {"timeout": 1.0, "num_workers": 2}])
