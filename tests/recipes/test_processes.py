@@ -85,20 +85,6 @@ def command_line(runs):
 
 
 @pytest.fixture(scope="module")
-def torchrun(command_line):
-    """Runs the recipe as users do, in two processes that torchrun starts."""
-
-    def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", "2", "recipes/firm_hh.py", *command_line(name, *arguments)),
-        ]
-        return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def fork_two(runs, command_line):
     """Runs the recipe in two processes of torchrun's environment, without a start for each run."""
     with subprocess.Popen(
@@ -157,9 +143,8 @@ def client_rows(folder: Path) -> list[dict]:
     return [row for row in rows if row["kind"] == "client"]
 
 
-def test_two_processes_share_the_clients_and_give_the_adapter_of_one(torchrun, runs, one):
-    done = torchrun("two")
-    assert done.returncode == 0, done.stderr
+def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, runs, one):
+    fork_two("two")
     assert distance(adapter(one), adapter(runs / "two")) == 0
     for row, expected in zip(client_rows(runs / "two"), client_rows(one), strict=True):
         measured = ("seconds", "bytes_up")  # the update tells its seconds, in as many digits
@@ -175,11 +160,15 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(torchrun, r
 
 
 def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
-    torchrun, fork_two, runs, one
+    command_line, fork_two, runs, one
 ):
     start = time.monotonic()
     options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 'yes'}}")
-    died = torchrun("dying", *options)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        *("recipes/firm_hh.py", *command_line("dying", *options)),
+    ]
+    died = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert died.returncode != 0
     assert time.monotonic() - start < 60
     assert "resume from the last checkpoint" in died.stderr
