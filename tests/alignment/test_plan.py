@@ -39,6 +39,14 @@ def in_the_project(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.fixture(scope="module")
+def shallow(make_model, tmp_path_factory) -> Path:
+    """A folder with the settings of a tiny Llama of one layer, all that a plan needs."""
+    folder = tmp_path_factory.mktemp("shallow")
+    make_model(num_hidden_layers=1).config.save_pretrained(folder)
+    return folder
+
+
 def config(*arguments: object, file: str = "smoke") -> Config:
     return parse(Config, ["--config", f"configs/{file}.yaml", *map(str, arguments)])
 
@@ -115,8 +123,8 @@ def test_fedcmoo_a_sends_m_jacobian_rows_and_fsmgda_m_adapters_more_than_firm():
     assert fsmgda.work.training_replies == 2 * 2 * (2 * 2 - 1) * 8  # the first batch is shared
 
 
-def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(checkpoint):
-    sizes = ("--policy.path", checkpoint, "--ppo.batch_size", 8)
+def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(shallow):
+    sizes = ("--policy.path", shallow, "--ppo.batch_size", 8)
     fedcmoo = plan_of(config(*sizes, "--ppo.minibatch_size", 4, *FEDCMOO_A)).memory
     whole = plan_of(config(*sizes, "--ppo.minibatch_size", 8)).memory
     assert fedcmoo.update == whole.update
@@ -132,10 +140,10 @@ def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor,
     assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)
 
 
-def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(checkpoint):
+def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(shallow):
     other = "{path: firm/miniature/checkpoints/helpful_other, format: plain}"
     groups = f"{{other: {{clients: [1], rewards: {{helpful: {other}}}}}}}"
-    path = ("--policy.path", checkpoint)
+    path = ("--policy.path", shallow)
     before, after = (
         plan_of(config(*path, file="miniature")),
         plan_of(config(*path, "--groups", groups, file="miniature")),
@@ -151,9 +159,9 @@ def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(checkpoi
     assert "reward other/helpful" in titles
 
 
-def test_a_folder_with_nothing_but_its_config_is_enough(checkpoint, tmp_path):
-    shutil.copy(checkpoint / "config.json", tmp_path)
-    found, whole = (plan_of(config("--policy.path", path)) for path in (tmp_path, checkpoint))
+def test_a_folder_with_nothing_but_its_config_is_enough(shallow, tmp_path):
+    shutil.copy(shallow / "config.json", tmp_path)
+    found, whole = (plan_of(config("--policy.path", path)) for path in (tmp_path, shallow))
     assert (found.policy, found.memory) == (whole.policy, whole.memory)
     assert found.memory is not None
 
@@ -218,8 +226,8 @@ def test_a_fake_model_takes_what_a_real_one_takes():
     assert (memory.saved[False], memory.update[False]) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(checkpoint):
-    layers = ("--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, o_proj]")
+def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(shallow):
+    layers = ("--policy.path", shallow, "--policy.lora.target_modules", "[q_proj, o_proj]")
     whole, half = (
         plan_of(config(*layers, "--policy.lora.freeze_a", value)) for value in ("false", "true")
     )
@@ -229,8 +237,8 @@ def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(checkpoint):
     assert half.memory.saved[False] < whole.memory.saved[False]
 
 
-def test_a_minibatch_in_parts_and_a_team_take_less(checkpoint):
-    sizes = ["--policy.path", checkpoint, "--rollout.max_prompt_tokens", 40]
+def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
+    sizes = ["--policy.path", shallow, "--rollout.max_prompt_tokens", 40]
     whole = plan_of(config(*sizes)).memory
     parts = plan_of(config(*sizes, "--ppo.micro_batch_size", 1)).memory
     team = plan_of(config(*sizes, "--processes_per_client", 4), num_processes=4).memory
@@ -296,10 +304,10 @@ def test_the_cache_of_a_rollout_is_what_the_model_keeps(make_model, checkpoint):
     assert memory.scores == 2 * 5 * 20 * 15 * 4  # kept and stacked, 15 tokens, float32
 
 
-def test_a_rollout_is_as_large_as_the_largest_of_training_calibration_and_evaluation(checkpoint):
+def test_a_rollout_is_as_large_as_the_largest_of_training_calibration_and_evaluation(shallow):
     def rows(batch, calibration, limit):
         cfg = config(
-            "--policy.path", checkpoint, "--ppo.batch_size", batch,
+            "--policy.path", shallow, "--ppo.batch_size", batch,
             "--evaluation.num_calibration_prompts", calibration,
             "--rollout.forward_batch_size", limit,
         )  # fmt: skip
@@ -326,8 +334,8 @@ def test_work_is_counted_by_hand():
     assert work.scored_replies == 2 * (96 + 32) + 3 * 48
 
 
-def test_every_process_has_its_clients_and_a_reward_its_own_device(checkpoint):
-    path = ("--policy.path", checkpoint)
+def test_every_process_has_its_clients_and_a_reward_its_own_device(shallow):
+    path = ("--policy.path", shallow)
     plan = plan_of(config(*path, "--rewards.harmless.device", "cuda:1", file="miniature"), 2)
     hosted = [place.clients for place in plan.places]
     assert hosted == [["client_0", "client_2"], ["client_1", "client_3"]]

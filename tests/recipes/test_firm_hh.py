@@ -263,9 +263,9 @@ def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_
                 "--policy.path", str(firm_data / "models/stories260K"),
                 "--out", str(tmp_path / "stories"),
                 "--rounds", "1", "--num_clients", "2", "--strategy.num_local_steps", "1",
-                "--evaluation.num_calibration_prompts", "32",
+                "--evaluation.num_calibration_prompts", "16",
                 "--evaluation.num_validation_prompts", "0",
-                "--evaluation.num_test_prompts", "16",
+                "--evaluation.num_test_prompts", "8",
             ],
         )
     )  # fmt: skip
