@@ -372,3 +372,36 @@ def test_the_order_of_the_objectives_does_not_matter(cfg, optimizer):
 
     for one, other in zip(ends([0, 1]), ends([1, 0]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.xfail(strict=True, reason="all clients take the same number of local steps")
+@pytest.mark.parametrize(
+    "config", [FedAvgConfig, FedMgdaConfig, QFedAvgConfig, AflConfig, FsmgdaConfig, FirmConfig]
+)
+def test_in_a_local_epoch_clients_of_unequal_shards_go_over_their_own_samples_once(config):
+    workspace, seen = _workspace(batch_size=4), {"small": [], "large": []}
+    clients = [
+        _client(workspace, "small", indices=torch.arange(8)),
+        _client(workspace, "large", indices=torch.arange(8, 36)),
+    ]
+    for client in clients:
+        _record(client, seen[client.name])
+    state = ServerState(clients[0].adapter(), workspace.data.objectives, seed=0)
+    cfg = config(num_local_epochs=1)
+    _, rows = STRATEGIES[cfg.name](state, list(seen), LocalEngine(clients), cfg)
+    num_trainings = 2 if config is FsmgdaConfig else 1  # one of each objective
+    assert sorted(seen["small"]) == sorted(list(range(8)) * num_trainings)
+    assert sorted(seen["large"]) == sorted(list(range(8, 36)) * num_trainings)
+    assert [row["num_steps"] for row in rows["clients"]] == [2 * num_trainings, 7 * num_trainings]
+
+
+def _record(client, seen):
+    """Has a client note the samples that it takes steps on."""
+    draw = client.batches
+
+    def batches(num_steps):
+        for batch in draw(num_steps):
+            seen.extend(batch.indices.tolist())
+            yield batch
+
+    client.batches = batches
