@@ -836,13 +836,20 @@ def _facts(cfg: Config, final: Evaluation, run: Run) -> dict[str, Any]:
         "strategy": cfg.strategy.name,
         "clients": cfg.num_clients,
         "rounds": cfg.rounds,
-        "local steps per round": cfg.strategy.num_local_steps,
+        **_local_work(cfg),
         "seed": cfg.seed,
         "reward models": ", ".join(f"{n}: {c.path or c.name}" for n, c in cfg.rewards.items()),
         "held-out prompts": final.num_prompts,
         "replies per prompt": final.num_samples,
         "commit": run.record()["commit"],
     }
+
+
+def _local_work(cfg: Config) -> dict[str, int]:
+    """How long a client trains in a round."""
+    if cfg.strategy.num_local_epochs is not None:
+        return {"local epochs per round": cfg.strategy.num_local_epochs}
+    return {"local steps per round": cfg.strategy.num_local_steps}
 
 
 if __name__ == "__main__":

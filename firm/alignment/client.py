@@ -142,6 +142,11 @@ class AlignmentClient:
         self._counts_before = self._counts()
         load_adapter_(self._trainer.adapter_parameters, adapter)
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches of one pass over the shard; prompts that fill none begin the next batch."""
+        return self.num_examples // self._trainer.config.batch_size
+
     def batches(self, num_steps: int) -> Iterator[PPOBatch]:
         """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
         trainer = self._trainer

@@ -436,6 +436,11 @@ def make_plan(cfg: _Run, clients: Sequence[str], processes: Processes) -> Plan:
         name: _reward_figures(reward, f"--{key}.path", notes)
         for key, (name, reward) in sources.items()
     }
+    if cfg.strategy.num_local_epochs is not None:
+        notes.append(
+            "strategy.num_local_epochs: how many local steps an epoch has follows from a client's "
+            "prompts, which are not read; steps, replies and uploaded metrics are those of one."
+        )
     return Plan(
         policy_path=cfg.policy.path,
         dtype=cfg.policy.dtype,

@@ -48,6 +48,9 @@ class Client(Protocol):
     Everything that outlives a round (optimizer moments, critic, KL coefficient, generators,
     position in the shard) belongs to ``state``; the adapter itself comes from the server each time.
 
+    A client may have ``batches_per_epoch``, the batches in one pass over its shard: a local epoch
+    takes as many local steps.
+
     A client may have ``skip_failed_batches()``, which leaves out, from the present state on, as
     many batches as were drawn since the last ``load``. Engines call it after a failure, once they
     have restored the accepted state: a client that drew the same batch again would fail for ever.

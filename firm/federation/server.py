@@ -74,6 +74,10 @@ class RoundConfig:
 
     num_local_steps: int = 1
     """Local steps per round and client, K, each on a fresh batch. Its value is not in the paper."""
+    num_local_epochs: int | None = None
+    """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of
+    a number of steps: a client's K is then E times the whole batches in its shard. null counts in
+    num_local_steps, which must stay 1 otherwise."""
     aggregation: Aggregation = "uniform"
     """Whether clients count alike (1/C, as in Algorithm 1 of FIRM) or by their number of
     examples."""
@@ -111,6 +115,17 @@ class RoundConfig:
     def __post_init__(self) -> None:
         if self.num_local_steps < 1:
             raise ValueError(f"num_local_steps must be at least 1, got {self.num_local_steps}.")
+        if self.num_local_epochs is not None:
+            if self.num_local_epochs < 1:
+                raise ValueError(
+                    f"num_local_epochs must be at least 1, got {self.num_local_epochs}; null "
+                    "counts in num_local_steps."
+                )
+            if self.num_local_steps != 1:
+                raise ValueError(
+                    "local training has num_local_steps or num_local_epochs, got both, "
+                    f"{self.num_local_steps} and {self.num_local_epochs}; leave one of them out."
+                )
         if self.clients_per_round is not None and self.clients_per_round < 1:
             raise ValueError(
                 f"clients_per_round must be at least 1, got {self.clients_per_round}; "
@@ -155,10 +170,17 @@ class RoundConfig:
         if self.privacy is not None:
             self._check_privacy(self.privacy)
 
+    def local_work(self) -> dict[str, Any]:
+        """Returns the fields of a request that say how long local training is."""
+        return {
+            "num_local_steps": self.num_local_steps,
+            "num_local_epochs": self.num_local_epochs,
+        }
+
     def training(self) -> dict[str, Any]:
         """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
         return {
-            "num_local_steps": self.num_local_steps,
+            **self.local_work(),
             "share_gram": self.share_gram,
             "privacy": self.privacy,
         }

@@ -188,6 +188,21 @@ def start_losses(client: Client) -> list[float]:
     return [float(loss) for loss in losses()]
 
 
+def batches_per_epoch(client: Client) -> int:
+    """Returns the number of batches in one pass over the client's shard.
+
+    Raises:
+        ValueError: When the client cannot tell it.
+    """
+    count = getattr(client, "batches_per_epoch", None)
+    if count is None:
+        raise ValueError(
+            f"num_local_epochs needs the number of batches in a shard, and {client.name} has no "
+            "batches_per_epoch; set num_local_steps instead, or add it."
+        )
+    return count
+
+
 def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
     """Yields some batches, after others that are drawn and not used.
 

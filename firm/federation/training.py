@@ -6,7 +6,7 @@ al. 2023, arXiv:2310.09866).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from firm.federation.aggregation import flat
-from firm.federation.client import Adapter, Client, Gradients
+from firm.federation.client import Adapter, Batch, Client, Gradients
 from firm.federation.diagnostics import beta_effect, cosines, gradient_norms
 from firm.federation.messages import (
     COUNT,
@@ -43,6 +43,7 @@ from firm.federation.schema import (
     register_metrics,
 )
 from firm.federation.sharing import (
+    batches_per_epoch,
     drawn_batches,
     served_objectives,
     shared_columns,
@@ -57,6 +58,8 @@ WEIGHTINGS = {"firm": firm_weights, "fixed": fixed_weights}
 
 NUM_STEPS = Number(1, MAX_ROUND, is_integer=True)
 """K."""
+NUM_EPOCHS = Optional(Number(1, MAX_ROUND, is_integer=True))
+"""E, in place of K; None counts in steps."""
 _OPTIONS = Fields(
     {
         "beta": Number(0),
@@ -99,13 +102,15 @@ class _Privacy:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining(Request):
-    """Asks for an update after K local steps from the server's adapter."""
+    """Asks for an update after K local steps, or E local epochs, from the server's adapter."""
 
     task: ClassVar[str] = "local_training"
     answer: ClassVar[type[Answer]] = Update
 
     num_local_steps: Annotated[int, NUM_STEPS]
     """Local steps K."""
+    num_local_epochs: Annotated[int | None, NUM_EPOCHS] = None
+    """Local epochs E in place of K."""
     weighting: Annotated[str, Text(tuple(WEIGHTINGS))]
     """How weights are found, a name in ``WEIGHTINGS``."""
     weighting_options: Annotated[dict[str, Any], _OPTIONS] = field(default_factory=dict)
@@ -174,6 +179,8 @@ class ObjectiveTraining(Request):
 
     num_local_steps: Annotated[int, NUM_STEPS]
     """Local steps K of each training."""
+    num_local_epochs: Annotated[int | None, NUM_EPOCHS] = None
+    """Local epochs E of each training, in place of K."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ register_metrics(by_objective=ByObjective(_OwnMetrics()))
 
 @task(LocalTraining)
 def local_training(client: Client, request: LocalTraining) -> Update:
-    """Returns a client's update after K local steps from the server's adapter.
+    """Returns a client's update after K local steps from the server's adapter, or E epochs.
 
     In each local step the client draws a batch and passes over its minibatches; in each pass the
     gradients of all objectives are combined by weights that their own Gram matrix gives. Fixed
@@ -231,7 +238,7 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
 
     Args:
         client: Who trains; serves the objectives in its attribute ``served``, or all.
-        request: θ_t and K.
+        request: θ_t, and K or E.
 
     Raises:
         ValueError: When the client serves no objective.
@@ -270,7 +277,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
         find = partial(_served_weights, served, options)
     num_steps, solves = 0, []
     weights = torch.empty(0)
-    for batch in drawn_batches(client, request.num_local_steps, skipped=request.skipped_batches):
+    for batch in _batches(client, request):
         num_steps += 1
         if request.solve_per == "batch":
             weights, solve = _solve(client.gradients(batch.whole).jacobian, find)
@@ -302,7 +309,7 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
     factors = torch.tensor(request.factors or [1.0] * count, dtype=torch.float64)
     sum_gradients = getattr(client, "weighted_gradients", None) or _combined(client)
     num_steps, num_passes = 0, 0
-    for batch in drawn_batches(client, request.num_local_steps, skipped=request.skipped_batches):
+    for batch in _batches(client, request):
         num_steps += 1
         for minibatch in batch.minibatches():
             num_passes += 1
@@ -313,6 +320,14 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
         "weights": [weights.tolist()] * num_passes,
         "num_steps": num_steps,
     }
+
+
+def _batches(client: Client, request: LocalTraining) -> Iterator[Batch]:
+    """The batches of the local steps, K of them or those of E epochs."""
+    count = request.num_local_steps
+    if request.num_local_epochs is not None:
+        count = request.num_local_epochs * batches_per_epoch(client)
+    return drawn_batches(client, count, skipped=request.skipped_batches)
 
 
 def _combined(client: Client) -> Callable[[Any, torch.Tensor], Gradients]:

@@ -203,9 +203,11 @@ class SampleBatch:
 class SupervisedClient:
     """A client with a shard of supervised data; implements ``Client``.
 
-    Batches go through the shard in a new random order every epoch, as often as needed; order,
-    augmentation and dropout of batch n follow from the seed, the client's name and n alone, so that
-    a count is all the state there is.
+    Batches go through the shard in a new random order every epoch, as often as needed. An epoch has
+    whole batches alone, floor(N / B) of them: the fewer than B samples that are left over stand
+    elsewhere in the next order, where Hu et al. (arXiv:2006.11489, Algorithm 1) take all N. A shard
+    of fewer than B samples is one batch. Order, augmentation and dropout of batch n follow from the
+    seed, the client's name and n alone, so that a count is all the state there is.
 
     Args:
         name: Unique in the federation.
@@ -266,10 +268,14 @@ class SupervisedClient:
         self._losses: list[list[float]] = []
         self._num_drawn = 0
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one pass over the shard, at least 1."""
+        return self.num_examples // self._batch_size
+
     def batches(self, num_steps: int) -> Iterator[SampleBatch]:
         """Yields one batch per local step."""
-        size = min(self._workspace.cfg.batch_size or self.num_examples, self.num_examples)
-        per_epoch = self.num_examples // size  # what is left over comes in another order next time
+        size, per_epoch = self._batch_size, self.batches_per_epoch
         for _ in range(num_steps):
             number = self._num_batches
             epoch, place = divmod(number, per_epoch)
@@ -350,6 +356,10 @@ class SupervisedClient:
         """Returns the losses of every local step, by objective."""
         columns = list(zip(*self._losses, strict=True)) or [() for _ in self.objectives]
         return {"losses": dict(zip(self.objectives, map(list, columns), strict=True))}
+
+    @property
+    def _batch_size(self) -> int:
+        return min(self._workspace.cfg.batch_size or self.num_examples, self.num_examples)
 
     def _remembered(self, batch: SampleBatch) -> Gradients | None:
         """The true gradients of this batch at these parameters, where they are known."""

@@ -130,6 +130,24 @@ def test_weights_per_batch_are_solved_once_per_local_step(trainer):
     assert len(rows[0]["clients"][0]["weights"]) == 2
 
 
+def test_in_a_local_epoch_a_client_replies_to_each_of_its_prompts_once(trainer):
+    size = trainer.config.batch_size
+    texts = [f"\n\nHuman: {i} cab\n\nAssistant:" for i in range(2 * size)]
+    prompts = [Prompt(text, "") for text in texts]
+    client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
+    drawn, draw = [], client._prompts.draw
+
+    def recorded(batch_size):
+        drawn.extend(batch := draw(batch_size))
+        return batch
+
+    client._prompts.draw = recorded
+    state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=("a", "b"), seed=SEED)
+    _, rows = firm(state, ["client_0"], LocalEngine([client]), FirmConfig(num_local_epochs=1))
+    assert sorted(prompt.text for prompt in drawn) == sorted(texts)
+    assert rows["clients"][0]["num_steps"] == client.batches_per_epoch == 2
+
+
 def test_each_local_step_draws_fresh_prompts_and_replies_of_the_policy_as_it_is(trainer):
     client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
     client.load(copy_adapter(trainer.adapter_parameters))

@@ -154,6 +154,25 @@ def test_a_client_that_cannot_tell_its_losses_says_so(new_client, start):
         local_training(client, _request(start, share_losses=True))
 
 
+def test_local_epochs_are_each_clients_own_number_of_steps(new_client, start, same):
+    request = _request(start, num_local_steps=1, num_local_epochs=2)
+    for count in (1, 4):
+        client = new_client()
+        client.batches_per_epoch = count
+        update = local_training(client, request)
+        by_steps = local_training(new_client(), _request(start, num_local_steps=2 * count))
+        assert update.metrics["num_steps"] == 2 * count
+        assert same(update.adapter, by_steps.adapter)
+        alone = replace(_alone(start, num_local_steps=1), num_local_epochs=2)
+        assert objective_training(client, alone).metrics["num_steps"] == 2 * 2 * count
+
+
+def test_a_client_that_cannot_count_an_epoch_says_so(new_client, start):
+    request = _request(start, num_local_steps=1, num_local_epochs=1)
+    with pytest.raises(ValueError, match="client_0 has no batches_per_epoch; set num_local_steps"):
+        local_training(new_client(), request)
+
+
 def test_skipped_batches_are_drawn_and_not_used(new_client, start, same):
     client = new_client(num_minibatches=1)
     update = local_training(client, _fixed(start, None, skipped_batches=2, num_local_steps=1))

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -374,7 +375,6 @@ def test_the_order_of_the_objectives_does_not_matter(cfg, optimizer):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="all clients take the same number of local steps")
 @pytest.mark.parametrize(
     "config", [FedAvgConfig, FedMgdaConfig, QFedAvgConfig, AflConfig, FsmgdaConfig, FirmConfig]
 )
@@ -405,3 +405,31 @@ def _record(client, seen):
             yield batch
 
     client.batches = batches
+
+
+def test_an_epoch_has_whole_batches_and_leaves_the_rest_to_another_order():
+    client = _client(_workspace(batch_size=6))  # 20 samples
+    assert client.batches_per_epoch == 3
+    first = torch.cat([batch.indices for batch in client.batches(3)])
+    assert len(set(first.tolist())) == 18
+    left_over = set(range(5, 25)) - set(first.tolist())
+    later = torch.cat([batch.indices for batch in client.batches(9)])
+    assert left_over <= set(later.tolist())
+    assert _client(_workspace(batch_size=64)).batches_per_epoch == 1
+    assert _client(_workspace(batch_size=None)).batches_per_epoch == 1
+
+
+def test_rounds_of_epochs_go_on_where_a_client_was_restored():
+    workspace = _workspace(batch_size=6)
+    start, clients, cfg = _model_state(workspace), [_client(workspace)], FedAvgConfig()
+    cfg = replace(cfg, num_local_epochs=2)
+    engine, names = LocalEngine(clients), ["client_0"]
+    half, _ = fedavg(start, names, engine, cfg)
+    whole, _ = fedavg(half, names, engine, cfg)
+    resumed = LocalEngine([_client(workspace)])
+    resumed.restore_client_states(engine.client_states(half.accepted))
+    assert _same(fedavg(half, names, resumed, cfg)[0].adapter, whole.adapter)
+
+
+def _model_state(workspace):
+    return ServerState(_client(workspace).adapter(), workspace.data.objectives, seed=0)

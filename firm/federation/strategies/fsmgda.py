@@ -49,7 +49,7 @@ class FsmgdaConfig(RoundConfig):
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
         """Returns what a round asks of clients; see ``Agreement``."""
-        return {ObjectiveTraining: {"num_local_steps": self.num_local_steps}}
+        return {ObjectiveTraining: self.local_work()}
 
 
 def fsmgda(
@@ -72,7 +72,7 @@ def fsmgda(
     this_round = Round(state, clients, engine, cfg)
 
     # every client trains once for each of its objectives, always from θ_t, and sends Δ_{s,i}
-    request = this_round.request(ObjectiveTraining, {"num_local_steps": cfg.num_local_steps})
+    request = this_round.request(ObjectiveTraining, cfg.local_work())
 
     def check(content: ObjectiveUpdates) -> str | None:
         reasons = (too_long(adapter, request, cfg) for adapter in content.updates.values())

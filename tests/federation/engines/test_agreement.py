@@ -57,6 +57,7 @@ def test_the_agreed_request_is_carried_out_with_the_sites_own_values(start):
         ({"factors": [1.0, 0.0]}, "factors must be None"),
         ({"skipped_batches": 1}, "skipped_batches must be 0"),
         ({"num_local_steps": 2}, "num_local_steps must be 1, as agreed, got 2"),
+        ({"num_local_epochs": 2}, "num_local_epochs must be None, as agreed, got 2"),
         ({"proximal": 0.1}, "proximal must be 0"),
         ({"weighting": "fixed"}, "weighting must be 'firm'"),
         ({"weighting_options": {"beta": 9.0}}, "weighting_options must be "),
