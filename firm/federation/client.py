@@ -51,6 +51,11 @@ class Client(Protocol):
     A client may have ``batches_per_epoch``, the batches in one pass over its shard: a local epoch
     takes as many local steps.
 
+    A client may have ``weighted_gradients(minibatch, weights)``, which returns the gradient of the
+    weighted sum of the losses as a Jacobian of one row, from one backward pass; and
+    ``weighted_steps(num_steps, weights, proximal=...)``, which takes all local steps on that sum by
+    itself and returns how many it took, 0 where it leaves them to the loop.
+
     A client may have ``skip_failed_batches()``, which leaves out, from the present state on, as
     many batches as were drawn since the last ``load``. Engines call it after a failure, once they
     have restored the accepted state: a client that drew the same batch again would fail for ever.

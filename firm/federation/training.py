@@ -308,8 +308,13 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
     )
     factors = torch.tensor(request.factors or [1.0] * count, dtype=torch.float64)
     sum_gradients = getattr(client, "weighted_gradients", None) or _combined(client)
+    steps_by_itself = getattr(client, "weighted_steps", None)
     num_steps, num_passes = 0, 0
-    for batch in _batches(client, request):
+    if steps_by_itself is not None and request.skipped_batches == 0:
+        num_steps = num_passes = steps_by_itself(
+            _num_steps(client, request), weights * factors, proximal=request.proximal
+        )
+    for batch in _batches(client, request) if num_steps == 0 else ():
         num_steps += 1
         for minibatch in batch.minibatches():
             num_passes += 1
@@ -323,11 +328,15 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
 
 
 def _batches(client: Client, request: LocalTraining) -> Iterator[Batch]:
-    """The batches of the local steps, K of them or those of E epochs."""
-    count = request.num_local_steps
-    if request.num_local_epochs is not None:
-        count = request.num_local_epochs * batches_per_epoch(client)
-    return drawn_batches(client, count, skipped=request.skipped_batches)
+    """The batches of the local steps."""
+    return drawn_batches(client, _num_steps(client, request), skipped=request.skipped_batches)
+
+
+def _num_steps(client: Client, request: LocalTraining) -> int:
+    """K, or as many as E epochs have."""
+    if request.num_local_epochs is None:
+        return request.num_local_steps
+    return request.num_local_epochs * batches_per_epoch(client)
 
 
 def _combined(client: Client) -> Callable[[Any, torch.Tensor], Gradients]:

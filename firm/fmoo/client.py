@@ -11,6 +11,7 @@ from torch import nn
 
 from firm.federation import Adapter, Gradients, State, derive_seed
 from firm.federation.schema import ByObjective, Items, Number, register_metrics
+from firm.fmoo import linear
 from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
@@ -124,6 +125,15 @@ class Workspace:
     def parameters(self) -> dict[str, nn.Parameter]:
         """This thread's model's parameters by name."""
         return self._replica.parameters
+
+    @property
+    def linear_heads(self) -> list[nn.Linear] | None:
+        """This thread's heads, where model and losses are as ``linear.descend_`` takes them."""
+        heads = [head for head in self.model.heads if isinstance(head, nn.Linear)]
+        if not isinstance(self.model.encoder, nn.Flatten) or len(heads) < len(self.model.heads):
+            return None
+        is_known = set(self.data.losses) in ({"binary"}, {"squared"})
+        return heads if is_known and self.data.inputs.dtype == torch.float32 else None
 
     @property
     def generator(self) -> torch.Generator:
@@ -281,11 +291,12 @@ class SupervisedClient:
             epoch, place = divmod(number, per_epoch)
             if self._order is None or self._order[0] != epoch:
                 generator = torch.Generator().manual_seed(self._derived("order", epoch))
-                self._order = epoch, torch.randperm(self.num_examples, generator=generator)
+                order = torch.randperm(self.num_examples, generator=generator)
+                self._order = epoch, self._indices[order]
             chosen = self._order[1][place * size : (place + 1) * size]
             self._num_batches += 1
             self._num_drawn += 1
-            yield SampleBatch(number, self._indices[chosen])
+            yield SampleBatch(number, chosen)
 
     def gradients(self, minibatch: SampleBatch) -> Gradients:
         """Returns the gradients of all objectives, [M, d], those that are not served zero.
@@ -318,6 +329,65 @@ class SupervisedClient:
         losses = self._batch_losses(minibatch)
         row = jacobian((factors @ losses)[None], self._workspace.parameters)
         return self._reported(Gradients(row, losses.detach()))
+
+    def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
+        """Takes local steps of plain SGD on Σⱼ wⱼ Lⱼ, where the model is a linear map.
+
+        They are those of ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and ten
+        times faster on small batches: see ``firm.fmoo.linear``.
+
+        Args:
+            num_steps: How many.
+            weights: w, shape [M]; those of objectives that are not served do not count.
+            proximal: μ, for a loss with + μ/2 ‖θ - θ_t‖².
+
+        Returns:
+            How many were taken: all, or 0 where model, losses, optimizer or an attack are others.
+
+        Raises:
+            ValueError: A loss is not finite; names the objective.
+        """
+        workspace, cfg = self._workspace, self._workspace.cfg
+        heads = workspace.linear_heads
+        is_plain = cfg.optimizer == "sgd" and cfg.momentum == cfg.weight_decay == 0
+        is_scaled = self._attack.kind == "scaling" and self._attack.has_attacker(self.name)
+        if heads is None or not is_plain or is_scaled:
+            return 0
+        batches = torch.stack([batch.indices for batch in self.batches(num_steps)])
+        factors = torch.zeros(len(self.objectives))
+        factors[list(self.served)] = weights.float()[list(self.served)]
+        widths = torch.tensor([head.out_features for head in heads])
+        weight = torch.cat([head.weight.detach() for head in heads])
+        bias = torch.cat([head.bias.detach() for head in heads])
+        losses = linear.descend_(
+            weight.numpy(),
+            bias.numpy(),
+            inputs=workspace.data.inputs.flatten(1).numpy(),
+            targets=workspace.data.targets.flatten(1).numpy(),
+            batches=batches.numpy(),
+            factors=(factors / widths).repeat_interleave(widths).numpy(),
+            is_binary=workspace.data.losses[0] == "binary",
+            lr=cfg.lr,
+            proximal=proximal,
+        )
+        with torch.no_grad():
+            for head, rows, row_biases in zip(
+                heads, weight.split(widths.tolist()), bias.split(widths.tolist()), strict=True
+            ):
+                head.weight.copy_(rows)
+                head.bias.copy_(row_biases)
+        by_row = torch.from_numpy(losses).split(widths.tolist(), dim=1)
+        by_objective = torch.stack([rows.mean(dim=1) for rows in by_row], dim=1)  # [K, M]
+        is_finite = by_objective.isfinite().all(dim=0).tolist()
+        if not all(is_finite):
+            raise ValueError(
+                f"The loss of objective {is_finite.index(False)} is not finite; look for values "
+                "that are too large in the data, or lower lr."
+            )
+        told = attacked_losses(by_objective, client=self.name, attack=self._attack)
+        self._losses.extend(told.tolist())
+        self._memo = None
+        return num_steps
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Takes one optimizer step along the weighted sum of the rows."""

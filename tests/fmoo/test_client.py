@@ -433,3 +433,56 @@ def test_rounds_of_epochs_go_on_where_a_client_was_restored():
 
 def _model_state(workspace):
     return ServerState(_client(workspace).adapter(), workspace.data.objectives, seed=0)
+
+
+LINEAR = {
+    "logistic": (("binary",), 1, {}),
+    "attributes": (("binary", "binary"), 3, {}),
+    "least squares": (("squared", "squared"), 1, {}),
+    "biased": (("squared", "squared"), 1, {"attack": AttackConfig("bias", ("client_0",), 5.0)}),
+    "of one objective": (("squared", "squared"), 1, {"served": (1,)}),
+}
+
+
+@pytest.mark.parametrize("proximal", [0.0, 0.5])
+@pytest.mark.parametrize("case", LINEAR)
+def test_steps_of_a_linear_model_at_once_are_those_one_by_one(case, proximal, monkeypatch):
+    losses, width, options = LINEAR[case]
+    workspace = _linear_workspace(losses, width)
+    start = _model_state(workspace)
+    cfg = FedAvgConfig(weights=(1.0, 2.0)[: len(losses)], proximal=proximal, num_local_epochs=2)
+    at_once, rows = fedavg(start, ["client_0"], LocalEngine([_client(workspace, **options)]), cfg)
+    monkeypatch.setattr(SupervisedClient, "weighted_steps", lambda *_, **__: 0)
+    by_one, others = fedavg(start, ["client_0"], LocalEngine([_client(workspace, **options)]), cfg)
+    assert rows["clients"][0]["num_steps"] == others["clients"][0]["num_steps"] == 10
+    for name, parameter in by_one.adapter.items():
+        torch.testing.assert_close(at_once.adapter[name], parameter, rtol=1e-4, atol=1e-6)
+    for name, told in others["clients"][0]["losses"].items():
+        assert rows["clients"][0]["losses"][name] == pytest.approx(told, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}, {"lr": 1e30}])
+def test_other_optimizers_take_steps_one_by_one_and_a_loss_that_is_infinite_stops(options):
+    workspace = _linear_workspace(("squared",), 1, **options)
+    client = _client(workspace)
+    if "lr" in options:
+        with pytest.raises(ValueError, match="The loss of objective 0 is not finite"):
+            client.weighted_steps(8, torch.ones(1), proximal=0.0)
+    else:
+        assert client.weighted_steps(8, torch.ones(1), proximal=0.0) == 0
+        assert client.state() == {"num_batches": 0}
+    attack = AttackConfig("scaling", ("client_0",), 3.0)
+    assert _client(workspace, attack=attack).weighted_steps(8, torch.ones(1), proximal=0.0) == 0
+
+
+def _linear_workspace(losses, width, **options):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(40, 7, generator=generator)
+    targets = torch.randn(40, len(losses), width, generator=generator)
+    targets = (targets > 0).float() if losses[0] == "binary" else targets
+    names = ("left", "right")[: len(losses)]
+    data = TaskData(inputs, targets[:, :, 0] if width == 1 else targets, names, losses)
+    cfg = LocalConfig(**{"lr": 0.2, "batch_size": 4, **options})
+    torch.manual_seed(0)
+    model = MultiTaskModel(nn.Flatten(), [nn.Linear(7, width) for _ in losses])
+    return Workspace(model, data, cfg)
