@@ -153,6 +153,9 @@ class AlgorithmConfig:
 
     rounds: int | None = None
     """Rounds of this algorithm alone; by default the study's."""
+    attack_amount: float | None = None
+    """Amount of the attack on this algorithm alone, as algorithms read losses on scales of their
+    own; by default the study's."""
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "rounds"):
@@ -228,6 +231,7 @@ class Config:
         for name, algorithm in self.algorithms.items():
             check_folder_name(name, "algorithms: an algorithm's name")
             _check_participation(self, name, algorithm)
+            attack_on(algorithm, self)  # checks the amount
         if self.target_loss is not None and not self.target_loss > 0:
             raise ValueError(
                 f"target_loss must be positive, got {self.target_loss}; null runs all rounds."
@@ -392,8 +396,8 @@ def federate(cfg: Config, algorithm: AlgorithmConfig, splits: Splits, seed: int)
             shards[name], held_out[name] = own, torch.tensor(kept, dtype=torch.int64)
     if algorithm.is_centralised:
         shards = {"everyone": [index for shard in shards.values() for index in shard]}
-    names = list(shards)
-    if strangers := set(cfg.attack.clients) - set(names):
+    names, attack = list(shards), attack_on(algorithm, cfg)
+    if strangers := set(attack.clients) - set(names):
         raise ValueError(
             f"attack.clients names {min(strangers)!r}, which is none of the clients {names[0]} to "
             f"{names[-1]}."
@@ -414,15 +418,22 @@ def federate(cfg: Config, algorithm: AlgorithmConfig, splits: Splits, seed: int)
             shard,
             seed=seed,
             served=sorted((place + step) % count for step in range(num_served)),
-            attack=cfg.attack,
+            attack=attack,
         )
         for place, (name, shard) in enumerate(indices.items())
     ]
     strategy = algorithm.strategy
-    if cfg.attack.kind != "none":
-        strategy = replace(strategy, always=cfg.attack.clients)
+    if attack.kind != "none":
+        strategy = replace(strategy, always=attack.clients)
     engine = LocalEngine(clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
     return Federation(strategy, workspace, clients, engine, indices, held_out)
+
+
+def attack_on(algorithm: AlgorithmConfig, cfg: Config) -> AttackConfig:
+    """The attack on an algorithm."""
+    if algorithm.attack_amount is None:
+        return cfg.attack
+    return replace(cfg.attack, amount=algorithm.attack_amount)
 
 
 def partition(data: TaskData, cfg: Config, count: int, seed: int) -> dict[str, Sequence[int]]:

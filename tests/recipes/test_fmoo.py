@@ -240,6 +240,14 @@ def test_attackers_take_part_in_every_round(tmp_path):
     assert all("client_3" in row["clients"] for row in rounds)
 
 
+def test_an_algorithm_may_have_an_attack_of_its_own_amount():
+    text = "{strategy: {name: fedavg}, attack_amount: 300}"
+    attack = ["--attack.kind", "bias", "--attack.clients", "[client_0]", "--attack.amount", "1"]
+    cfg = parse(Config, [*attack, "--algorithms", f"{{a: {text}, b: {{strategy: {{name: afl}}}}}}"])
+    amounts = [module.attack_on(cfg.algorithms[name], cfg).amount for name in ("a", "b")]
+    assert amounts == [300, 1]
+
+
 def test_the_share_of_improved_clients_is_told_where_it_is_evaluated(tmp_path):
     out = main(_config(tmp_path / "study", "--improved_share", "true", "--seeds", "[0]"))
     shares = {row["round"]: row.get("improved") for row in _rows(out / "firm/seed_0", "round")}

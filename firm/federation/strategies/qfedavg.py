@@ -39,6 +39,11 @@ class QFedAvgConfig(ScalarConfig):
     """Whether every update is scaled to unit length first; Hu et al. found it unstable for large
     q. A zero update stays zero."""
 
+    losses: Literal["mean", "total"] = "mean"
+    """Whether F_k is a client's mean loss, or its total, the mean times its number of examples, by
+    which the clients with much data decide at large q. Li et al. have the mean, Hu et al. the
+    total, in sums of their batches' means."""
+
     averages: ClassVar[bool] = False
     reads_losses: ClassVar[bool] = True
 
@@ -47,6 +52,8 @@ class QFedAvgConfig(ScalarConfig):
             raise ValueError(f"q must be non-negative and finite, got {self.q}.")
         if not 0 < self.lipschitz < inf:
             raise ValueError(f"lipschitz must be positive and finite, got {self.lipschitz}.")
+        if self.losses not in ("mean", "total"):
+            raise ValueError(f"losses must be mean or total, got {self.losses!r}.")
         if self.aggregation != "uniform":
             raise ValueError(
                 f"q-FedAvg weighs clients by their losses; aggregation must be uniform, got "
@@ -60,7 +67,7 @@ def qfedavg(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of q-FedAvg, and the round's rows for the log.
 
-    With F_k client k's loss at θ_t and Δw_k = L(θ_t - θ_k),
+    With F_k client k's loss at θ_t, its mean or its total, and Δw_k = L(θ_t - θ_k),
 
         θ_{t+1} = θ_t - η Σ F_k^q Δw_k / Σ h_k,  h_k = q F_k^(q-1) ‖Δw_k‖² + L F_k^q.
 
@@ -85,16 +92,18 @@ def qfedavg(
         cfg.local_training(), check=lambda update: update_losses_problem(update, state.objectives)
     )
     updates = [reply.content for reply in replies]
-    losses = [max(loss, MIN_LOSS) for loss in losses_of(updates, cfg.weights)]
+    sizes = [1 if cfg.losses == "mean" else update.num_examples for update in updates]
+    means = losses_of(updates, cfg.weights)
+    losses = [max(size * mean, MIN_LOSS) for size, mean in zip(sizes, means, strict=True)]
     norms = update_lengths(state.adapter, updates)
     lengths = norms if cfg.normalize_updates else None
 
     largest = max(losses)
     powers = [(loss / largest) ** cfg.q for loss in losses]
-    sizes = norms if lengths is None else [float(norm > 0) for norm in norms]
+    steps = norms if lengths is None else [float(norm > 0) for norm in norms]
     total = sum(
-        cfg.q * power / loss * (cfg.lipschitz * size) ** 2 + cfg.lipschitz * power
-        for power, loss, size in zip(powers, losses, sizes, strict=True)
+        cfg.q * power / loss * (cfg.lipschitz * step) ** 2 + cfg.lipschitz * power
+        for power, loss, step in zip(powers, losses, steps, strict=True)
     )
     weights = [power * cfg.lipschitz / total for power in powers]
     factors = [cfg.learning_rate(state) * weight for weight in weights]

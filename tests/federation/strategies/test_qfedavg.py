@@ -27,6 +27,19 @@ def test_one_round_of_two_clients_by_hand(new_plain_client, origin, run_rounds, 
     assert rows[0]["round"]["weights"] == pytest.approx({"a": 192 / 816, "b": 12 / 816})
 
 
+def test_total_losses_count_a_clients_examples(new_plain_client, origin, run_rounds):
+    clients = [
+        new_plain_client("a", [[4.0, 0.0, 0.0]] * 2, num_examples=2),
+        new_plain_client("b", [[0.0, 2.0, 0.0]] * 2, num_examples=20),
+    ]
+    cfg = QFedAvgConfig(losses="total")
+    _, rows = run_rounds(qfedavg, clients, origin, cfg)
+    # losses 2 * 8 and 20 * 2, updates 2 and 1 long: h = 4 + 16 and 1 + 40
+    assert rows[0]["round"]["weights"] == pytest.approx({"a": 16 / 61, "b": 40 / 61})
+    with pytest.raises(ValueError, match="losses must be mean or total, got 'sum'"):
+        QFedAvgConfig(losses="sum")
+
+
 @pytest.mark.parametrize("lipschitz", [0.1, 10.0])
 def test_q_zero_is_fedavg(new_client, start, run_rounds, point, lipschitz):
     def clients():
