@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ MIN_SHARE = 1e-12
 """Share of the preferred losses that a zero loss counts as; its logarithm would be infinite."""
 TIE = 1e-9
 """Preferred losses this close to the largest, relatively, count as largest."""
+RELEASED_TIE = 0.1
+"""The same in the authors' released code."""
 
 
 def fedcmoo_weights(
@@ -77,6 +80,7 @@ def fedcmoo_pref_weights(
     *,
     threshold: float = 0.01,
     min_weight: float = 0.0,
+    variant: Literal["printed", "released"] = "printed",
 ) -> ArrayT:
     """Returns FedCMOO-Pref's weights: towards r₁F₁ = ... = r_M F_M without raising what is worst.
 
@@ -91,6 +95,12 @@ def fedcmoo_pref_weights(
     min-norm weights have (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ on J̄. Where rounding makes it infeasible all the
     same, they are what is returned: they raise no loss.
 
+    The authors' released code departs from this in three places, which are the variant "released":
+    J* holds all k with rₖFₖ of at least 0.9 times the largest; where μ is below the threshold no
+    loss may rise, (Gw)ₖ ≥ 0 for every k; and the minimum is reached by mixing with uniform weights,
+    w ← (1 - M·min_weight) w + min_weight (0.8 w + 0.2/M for 1/(5M)), and not by a projection, so
+    that weights above it are drawn together too.
+
     Args:
         gram: Gram matrix of the objectives' gradients, shape [..., M, M]. Never changed.
         losses: F, the objectives' losses, non-negative, shape [..., M].
@@ -100,6 +110,7 @@ def fedcmoo_pref_weights(
         threshold: ε, the divergence below which the sum of the losses falls as fast as it can.
         min_weight: Least weight of an objective, at most 1/M: the result is projected onto the
             weights that keep it (Euclidean). The paper's practical improvement has 1/(5M).
+        variant: The programme as the paper prints it, or as the authors' released code has it.
 
     Returns:
         w, shape [..., M], in the type, dtype and device of ``gram``: non-negative, sums to 1.
@@ -137,15 +148,20 @@ def fedcmoo_pref_weights(
             f"min_weight must lie between 0 and 1/{len(active)}, one over the number of "
             f"objectives, got {min_weight}."
         )
+    if variant not in ("printed", "released"):
+        raise ValueError(f"variant must be printed or released, got {variant!r}.")
+    is_released = variant == "released"
     batch = matrix[..., active[:, None], active].reshape(-1, len(active), len(active))
     rows = values[..., active].reshape(-1, len(active))
     found = np.array(
         [
-            _preferred(single, row, multiples[active], threshold)
+            _preferred(single, row, multiples[active], threshold, is_released=is_released)
             for single, row in zip(batch, rows, strict=True)
         ]
     )
-    if min_weight > 0:
+    if is_released:
+        found = (1 - len(active) * min_weight) * found + min_weight
+    elif min_weight > 0:
         found = box_projection(found, np.full(len(active), min_weight), np.ones(len(active)))
     weights = np.zeros(values.shape)
     weights[..., active] = found.reshape(*values.shape[:-1], len(active))
@@ -153,9 +169,14 @@ def fedcmoo_pref_weights(
 
 
 def _preferred(
-    gram: np.ndarray, losses: np.ndarray, multiples: np.ndarray, threshold: float
+    gram: np.ndarray,
+    losses: np.ndarray,
+    multiples: np.ndarray,
+    threshold: float,
+    *,
+    is_released: bool,
 ) -> np.ndarray:
-    """Eq. 19 for one matrix [M, M]."""
+    """Eq. 19 for one matrix [M, M], or the released code's programme."""
     num_objectives = len(gram)
     if np.trace(gram) <= 0 or num_objectives == 1:
         return np.full(num_objectives, 1 / num_objectives)  # no direction to choose
@@ -169,9 +190,11 @@ def _preferred(
     towards = multiples * (logs - divergence)  # a
     effect = gram @ towards  # Ga
     is_falling = effect > 0  # J
-    is_worst = wanted >= wanted.max() * (1 - TIE)  # J*
+    is_worst = wanted >= wanted.max() * (1 - (RELEASED_TIE if is_released else TIE))  # J*
     floors = np.where(is_falling & ~is_worst, -np.inf, effect * is_falling.any())
     floors[is_worst] = 0.0
+    if is_released and divergence <= threshold:
+        floors[:] = 0.0
     gains = effect if divergence > threshold else gram.sum(axis=1)
     weights = linear_program(gains, gram, floors)
     if weights is None:

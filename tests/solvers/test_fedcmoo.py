@@ -152,6 +152,39 @@ def test_a_minimum_weight_is_a_euclidean_projection():
     np.testing.assert_allclose(weights, [13 / 15, 1 / 15, 1 / 15], atol=1e-12)
 
 
+@pytest.mark.parametrize(("first_loss", "threshold"), [(0.95, 0.0), (0.85, 0.01)])
+def test_the_released_code_keeps_more_losses_from_rising(first_loss, threshold):
+    gram, losses = np.array([[1.0, -0.9], [-0.9, 4.0]]), np.array([first_loss, 1.0])
+    printed, released = (
+        fedcmoo_pref_weights(gram, losses, (1, 1), threshold=threshold, variant=variant)
+        for variant in ("printed", "released")
+    )
+    # the second loss is the worst, and lowering it may raise the first one as far as a would
+    towards, _ = _towards(losses, np.ones(2))
+    assert (gram @ printed)[0] == pytest.approx((gram @ towards)[0], abs=1e-8)
+    assert (gram @ printed)[0] < -0.01
+    # within 0.9 of the worst, or below the threshold, it may not: w is held at 0.9/1.9
+    np.testing.assert_allclose(released, [0.9 / 1.9, 1 / 1.9], atol=1e-8)
+
+
+def test_the_released_code_has_the_printed_constraints_elsewhere():
+    gram, losses = np.array([[1.0, -0.9], [-0.9, 4.0]]), np.array([0.85, 1.0])
+    printed = fedcmoo_pref_weights(gram, losses, (1, 1), threshold=0.0)
+    released = fedcmoo_pref_weights(gram, losses, (1, 1), threshold=0.0, variant="released")
+    np.testing.assert_allclose(released, printed, atol=1e-12)
+
+
+def test_the_released_code_mixes_with_uniform_weights():
+    gram, losses = np.eye(3), np.array([3.0, 1.0, 1.0])
+    options = {"min_weight": 1 / 15, "variant": "released"}
+    weights = fedcmoo_pref_weights(gram, losses, (1, 1, 1), **options)
+    np.testing.assert_allclose(weights, 0.8 * np.array([1, 0, 0]) + 0.2 / 3, atol=1e-12)
+    losses = np.ones(3)  # inside already: drawn together, where a projection would leave them
+    plain = fedcmoo_pref_weights(np.diag([1.0, 2.0, 4.0]), losses, (1, 1, 1), variant="released")
+    weights = fedcmoo_pref_weights(np.diag([1.0, 2.0, 4.0]), losses, (1, 1, 1), **options)
+    np.testing.assert_allclose(weights, 0.8 * plain + 0.2 / 3, atol=1e-12)
+
+
 def test_an_objective_without_preference_is_left_out(random_gram):
     gram, losses = random_gram("well conditioned", 3, np.random.default_rng(0)), np.ones(3)
     weights = fedcmoo_pref_weights(gram, losses, (1, 0, 2))
@@ -184,6 +217,7 @@ def test_where_the_programme_has_no_solution_no_loss_is_raised(monkeypatch, rand
         ([1.0, 1.0], (0, 0), {}, "not all zero"),
         ([1.0, 1.0], (1,), {}, "one entry for each of the 2"),
         ([1.0, 1.0], (1, 1), {"threshold": -1.0}, "threshold must be non-negative"),
+        ([1.0, 1.0], (1, 1), {"variant": "coded"}, "variant must be printed or released"),
         ([1.0, 1.0], (1, 1), {"min_weight": 0.6}, "between 0 and 1/2"),
         ([1.0, 1.0], (1, 1), {"min_weight": -0.1}, "between 0 and 1/2"),
     ],

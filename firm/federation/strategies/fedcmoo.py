@@ -188,6 +188,9 @@ class FedCmooPrefConfig(GramConfig):
     min_weight: float | None = None
     """Least weight of an objective; null takes 1/(5M), the paper's practical improvement, and 0
     follows the preference alone."""
+    variant: Literal["printed", "released"] = "printed"
+    """The programme of the weights as the paper prints it, or as the authors' released code has it:
+    see ``firm.solvers.fedcmoo_pref_weights`` for their three differences."""
 
     reads_losses: ClassVar[bool] = True
 
@@ -214,7 +217,12 @@ class FedCmooPrefConfig(GramConfig):
             multiples = multiples[active]
         least = 1 / (5 * len(gram)) if self.min_weight is None else self.min_weight
         return fedcmoo_pref_weights(
-            gram, losses, multiples, threshold=self.threshold, min_weight=least
+            gram,
+            losses,
+            multiples,
+            threshold=self.threshold,
+            min_weight=least,
+            variant=self.variant,
         )
 
 
@@ -271,7 +279,8 @@ def fedcmoo_pref(
     """Returns the server's state after one round of FedCMOO-Pref, and the rows for the log.
 
     As ``fedcmoo``, but the weights come of the losses at θ_t too, which clients tell with their
-    Jacobians: the means over those that serve an objective, in the row's "start_losses".
+    Jacobians: the means over those that serve an objective, in the row's "start_losses". The
+    programme is the printed one, from which the authors' released code departs: ``cfg.variant``.
 
     Args:
         state: The server's state; never changed.

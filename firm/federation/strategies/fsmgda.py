@@ -3,6 +3,11 @@
 Yang et al. (2023), "Federated Multi-Objective Learning", arXiv:2310.09866, Algorithm 1. The two
 differ in the clients alone: a client whose batch is its whole shard takes full local gradient
 steps, which is FMGDA. With one client and one local step they are the centralised MGD and SMGD.
+
+A run ends with its last iterate, which no theorem of the paper is about. For strongly convex
+objectives (Theorems 3 and 7) the paper returns an x_t drawn at random with weights proportional to
+(1 - μη/2)^(1-t); for others (Theorems 1 and 5) its bound is that of the best x_t. The weights need
+μ, which no neural network has, and the paper's experiments are curves over all rounds.
 """
 
 from collections.abc import Sequence

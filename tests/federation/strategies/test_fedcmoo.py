@@ -342,6 +342,16 @@ def test_preferred_weights_come_of_the_gram_matrix_and_the_mean_losses(
     assert json.dumps(rows)
 
 
+def test_the_released_variant_mixes_the_printed_ones_weights(new_plain_client, origin, run_rounds):
+    clients = [new_plain_client("a", [[2.0, 1.0, 0.0], [0.0, 2.0, 1.0]])]
+    weights = {}
+    for variant, least in (("printed", 0.0), ("released", None)):
+        cfg = replace(EXACT_PREF, preference=(3.0, 1.0), min_weight=least, variant=variant)
+        _, rows = run_rounds(fedcmoo_pref, clients, origin, cfg)
+        weights[variant] = torch.tensor(list(rows[0]["round"]["weights"].values()))
+    torch.testing.assert_close(weights["released"], 0.8 * weights["printed"] + 0.1)
+
+
 def test_wanted_ratios_of_the_losses_are_reached(new_plain_client, origin, run_rounds, point):
     def ratio(preference):
         clients = [
