@@ -803,6 +803,8 @@ def _run_row(
 def _alarms_at_start(cfg: Config) -> list[str]:
     """What the user should know of the configuration alone."""
     texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
+    if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
+        return texts
     alarm = kl_alarm(cfg.ppo, num_steps=cfg.rounds * cfg.strategy.num_local_steps)
     return [*texts, alarm] if alarm else texts
 

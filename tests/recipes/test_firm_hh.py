@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,14 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
     assert f"\nnote: Before round 1: {alarm}\n" in after.partition("held-out prompts")[2]
     page = html.unescape((out / "report.html").read_text())
     assert f"<b>Before round 1:</b> {alarm}</p>" in page
+
+
+def test_where_local_work_is_told_in_epochs_the_kl_controller_is_not_judged_by_one_step():
+    keys = ["--ppo.kl.controller", "adaptive", "--ppo.kl.horizon", "10000"]
+    cfg = parse(Config, ["--config", str(SMOKE), *keys])
+    assert len(_alarms_at_start(cfg)) == 1
+    strategy = replace(cfg.strategy, num_local_steps=1, num_local_epochs=5)
+    assert _alarms_at_start(replace(cfg, strategy=strategy)) == []
 
 
 def test_the_plan_of_the_papers_run_says_that_its_kl_controller_cannot_act(capsys):
