@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerBase,
-    get_scheduler,
 )
 from trl.experimental.ppo import PPOConfig as TrlPPOConfig
 from trl.experimental.ppo import PPOTrainer
@@ -264,12 +264,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         """TRL's hook: the first learner, whose optimizer and schedule the callbacks see."""
         self.learner = self.new_learner()
         self.optimizer = self.learner.actor_optimizer
-        self.lr_scheduler = get_scheduler(
-            self.config.learning_rate_schedule,
-            self.optimizer,
-            num_warmup_steps=0,
-            num_training_steps=num_training_steps,
-        )
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self._rate_factor(step))
 
     def new_learner(self, judges: Judges | None = None) -> Learner:
         """A fresh critic, fresh optimizers and the initial KL coefficient; perhaps own judges."""
@@ -347,7 +342,6 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
     def valued(self, experience: Experience) -> Experience:
         """The same responses and scores, valued by the learner that is in charge now."""
-        self.policy_model.eval()
         return self._valued(experience.rollouts, experience.raw_scores, experience.scores)
 
     @torch.no_grad()
@@ -356,6 +350,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     ) -> Experience:
         """Stage 4: values, KL-shaped rewards and advantages for scores [M, B]."""
         config = self.config
+        self.policy_model.eval()
         with self._timed("values"):
             values = torch.cat(
                 [
@@ -507,9 +502,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         Args:
             rounds_done: At least 0; within a round a fraction counts.
         """
-        factor = 1.0
-        if self.config.learning_rate_schedule == "linear":
-            factor = max(0.0, self.num_rounds - rounds_done) / self.num_rounds
+        factor = self._rate_factor(rounds_done)
         learner, config = self.learner, self.config
         for optimizer, rate in (
             (learner.actor_optimizer, config.actor_learning_rate),
@@ -517,6 +510,12 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         ):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
+
+    def _rate_factor(self, rounds_done: float) -> float:
+        """What the schedule multiplies learning rates by."""
+        if self.config.learning_rate_schedule == "constant":
+            return 1.0
+        return max(0.0, self.num_rounds - rounds_done) / self.num_rounds
 
     def finish_batch(self, experience: Experience) -> None:
         """Ends a local step: the KL controller adapts."""
