@@ -119,7 +119,7 @@ class FaultyClient:
     def load(self, adapter: Adapter, round: int = 1) -> None:
         """Begins a round."""
         self._num_loads += 1
-        self._client.load(adapter)
+        self._client.load(adapter, round)
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Steps, or does not."""
