@@ -329,8 +329,8 @@ def _mismatch(record: Record) -> str | None:
     means = []
     for key in ("logprob_mismatch", "logprob_mismatch_per_reply"):
         found = [row[key] for row in rows if row.get(key) is not None]
-        means += [formats.number(fmean(found))] if found else []
-    return "{} nats per token, {} per reply".format(*means) if len(means) == 2 else None
+        means += [fmean(found)] if found else []
+    return "{:.2g} nats per token, {:.2g} per reply".format(*means) if len(means) == 2 else None
 
 
 def _guarantee(record: Record) -> str | None:
