@@ -10,14 +10,18 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import dataclasses
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from hypothesis import settings
+
+from firm.federation.strategies import STRATEGIES
 
 settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
 settings.load_profile("unhurried")
@@ -50,6 +54,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     places = {folder / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture(scope="session")
+def exact_config() -> Callable[..., Any]:
+    """A strategy's configuration with nothing compressed: `exact_config(name, **options)`."""
+
+    def build(name: str, **options: Any) -> Any:
+        kind = get_type_hints(STRATEGIES[name])["cfg"]
+        fields = {field.name for field in dataclasses.fields(kind)}
+        exact = {"compressor": "none", "communication": "one_way"}
+        return kind(**{key: value for key, value in exact.items() if key in fields}, **options)
+
+    return build
 
 
 @pytest.fixture(scope="session")

@@ -85,9 +85,14 @@ def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def make_policy(make_model) -> Callable[..., PeftModel]:
-    """A tiny Llama with an adapter that does something (B is random, unlike a fresh adapter's)."""
+    """A tiny Llama with an adapter that does something: B is random.
 
-    def make(*, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> PeftModel:
+    A fresh adapter does nothing, and is in float32 as loading leaves it.
+    """
+
+    def make(
+        *, dropout: float = 0.0, dtype: torch.dtype = torch.float32, fresh: bool = False
+    ) -> PeftModel:
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=4,
@@ -97,7 +102,11 @@ def make_policy(make_model) -> Callable[..., PeftModel]:
             init_lora_weights=False,
         )
         with without_needless_warnings():
-            return get_peft_model(make_model().to(dtype), config).eval()
+            policy = get_peft_model(make_model().to(dtype), config).eval()
+        for name, parameter in policy.named_parameters() if fresh else ():
+            if "lora_" in name:
+                parameter.data = parameter.data.float() * ("lora_A" in name)
+        return policy
 
     return make
 

@@ -1,5 +1,7 @@
 """An alignment client in a federation: alone it is local training, identical ones are one."""
 
+from typing import get_type_hints
+
 import pytest
 import torch
 
@@ -14,22 +16,28 @@ from firm.alignment import (
 )
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.strategies import (
+    STRATEGIES,
     FedAvgConfig,
     FedCmooConfig,
-    FedMgdaConfig,
     FirmConfig,
     FsmgdaConfig,
     fedavg,
     fedcmoo,
-    fedmgda,
     firm,
     fsmgda,
 )
+from firm.federation.training import ObjectiveTraining, objective_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
 SEED = 11
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WITHOUT_LOSSES = [
+    name
+    for name, strategy in STRATEGIES.items()
+    if not getattr(get_type_hints(strategy)["cfg"], "reads_losses", False)
+]
+"""Strategies that ask for no losses on a whole shard, which prompts have none of."""
 PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 
 
@@ -213,10 +221,7 @@ def test_metrics_name_every_objective_and_stage(trainer):
 def test_rounding_of_log_probabilities_is_measured_and_stays_out_of_the_kl(
     make_trainer, make_policy, letter_count, dtype
 ):
-    policy = make_policy(dtype=dtype)
-    for name, parameter in policy.named_parameters():
-        if "lora_" in name:  # as loading leaves them
-            parameter.data = parameter.data.float() * ("lora_A" in name)
+    policy = make_policy(dtype=dtype, fresh=True)
     trainer = make_trainer(rewards={letter: letter_count(letter) for letter in "ab"}, policy=policy)
     _, rows = run(trainer, 1, FirmConfig())
     first, second = (row["clients"][0] for row in rows)
@@ -364,24 +369,43 @@ def test_a_batch_that_a_round_needs_twice_is_sampled_once_with_the_same_outcome(
     assert_equal_adapters(kept, again)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "cfg"),
-    [
-        (firm, FirmConfig()),
-        (fedavg, FedAvgConfig()),
-        (fedmgda, FedMgdaConfig()),
-        (fedcmoo, FEDCMOO_A),
-        (fsmgda, FsmgdaConfig(num_local_steps=2)),
-    ],
-)
-def test_the_order_of_the_objectives_does_not_matter(make_trainer, letter_count, strategy, cfg):
-    ends = []
+@pytest.mark.parametrize("name", WITHOUT_LOSSES)
+def test_the_order_of_the_objectives_does_not_matter(
+    make_trainer, letter_count, exact_config, name
+):
+    cfg, ends = exact_config(name, num_local_steps=2 if name == "fsmgda" else 1), []
     for objectives in ("abc", "cab"):
         rewards = {name: letter_count(name) for name in objectives}
-        trainer = make_trainer(rewards=rewards, dropout=0.1, kl=KLConfig(horizon=100))
-        ends.append(run(trainer, 2, cfg, strategy=strategy, rounds=3)[0])
+        trainer = make_trainer(
+            rewards=rewards,
+            dropout=0.1,
+            kl=KLConfig(horizon=100),
+        )
+        ends.append(run(trainer, 2, cfg, strategy=STRATEGIES[name], rounds=3)[0])
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_objective_that_is_trained_by_itself_does_not_notice_the_others(
+    make_trainer, letter_count
+):
+    ends = []
+    for other in ("b", "c"):
+        trainer = make_trainer(rewards={"a": letter_count("a"), "other": letter_count(other)})
+        client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+        request = ObjectiveTraining(
+            round=1,
+            objectives=trainer.objectives,
+            adapter=copy_adapter(trainer.adapter_parameters),
+            accepted={},
+            num_local_steps=2,
+        )
+        ends.append([objective_training(client, request).updates for _ in range(2)])
+    for one, another in zip(*ends, strict=True):
+        assert_equal_adapters(one["a"], another["a"])
+    assert not torch.equal(
+        *(torch.cat([p.flatten() for p in e[0]["other"].values()]) for e in ends)
+    )
 
 
 def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):

@@ -358,11 +358,7 @@ def test_padding_has_the_invalid_logprob_in_both_policies_and_so_no_kl(
 
 
 def test_an_adapter_that_changes_nothing_has_no_kl(make_policy, tokenizer, query_ids):
-    policy = make_policy()
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.zeros_(parameter)
-    rollouts = roll(policy, tokenizer, query_ids)
+    rollouts = roll(make_policy(fresh=True), tokenizer, query_ids)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs)
     # the policy's come from cached steps, the reference's from one pass: float32 rounding remains
     assert kl.abs().max() < 1e-5
@@ -372,10 +368,7 @@ def test_an_adapter_that_changes_nothing_has_no_kl(make_policy, tokenizer, query
 def test_below_float32_an_adapter_that_changes_nothing_has_no_kl_at_all(
     make_policy, tokenizer, query_ids, dtype
 ):
-    policy = make_policy(dtype=dtype)
-    for name, parameter in policy.named_parameters():
-        if "lora_" in name:  # as loading leaves them
-            parameter.data = parameter.data.float() * ("lora_A" in name)
+    policy = make_policy(dtype=dtype, fresh=True)
     for seed in range(3):
         rollouts = roll(policy, tokenizer, query_ids, seed=seed, forward_batch_size=3)
         assert torch.equal(rollouts.logprobs, rollouts.reference_logprobs)

@@ -51,6 +51,8 @@ class QuadraticClient:
         served: Objectives that the client has losses for; the others' gradients are zero.
         scale: Factor of all losses, and so of their gradients.
         bias: Added to all losses.
+        uneven_draws: Whether a batch draws one more random number while the first parameter is
+            positive, as a longer reply does.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class QuadraticClient:
         served: tuple[int, ...] | None = None,
         scale: float = 1.0,
         bias: float = 0.0,
+        uneven_draws: bool = False,
     ):
         self.name, self.objectives, self.num_examples = name, objectives, num_examples
         self._targets, self._noise, self._num_minibatches = targets, noise, num_minibatches
@@ -85,7 +88,7 @@ class QuadraticClient:
         self._num_loads, self._fails_in, self._diverges_in = 0, fails_in, diverges_in
         self._num_batches = self._num_drawn = 0
         self.served = tuple(range(len(objectives))) if served is None else served
-        self._scale, self._bias = scale, bias
+        self._scale, self._bias, self._uneven_draws = scale, bias, uneven_draws
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
         self._num_loads += 1
@@ -101,6 +104,8 @@ class QuadraticClient:
             self._num_drawn += 1
             with self._stream:
                 noise = self._noise * torch.randn(self._num_minibatches, 3)
+                if self._uneven_draws and self._parameters["first"][0] > 0:
+                    torch.randn(1)
             yield QuadraticBatch(noise)
 
     def gradients(self, minibatch: torch.Tensor) -> Gradients:
