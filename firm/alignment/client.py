@@ -144,8 +144,11 @@ class AlignmentClient:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches of one pass over the shard; prompts that fill none begin the next batch."""
-        return self.num_examples // self._trainer.config.batch_size
+        """Whole batches of one pass over the shard, at least 1.
+
+        Prompts that fill none begin the next batch.
+        """
+        return max(1, self.num_examples // self._trainer.config.batch_size)
 
     def batches(self, num_steps: int) -> Iterator[PPOBatch]:
         """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""

@@ -333,8 +333,8 @@ class SupervisedClient:
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
         """Takes local steps of plain SGD on Σⱼ wⱼ Lⱼ, where the model is a linear map.
 
-        They are those of ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and ten
-        times faster on small batches: see ``firm.fmoo.linear``.
+        They are those of ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and
+        faster on small batches: see ``firm.fmoo.linear``.
 
         Args:
             num_steps: How many.

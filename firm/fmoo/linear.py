@@ -1,7 +1,7 @@
 """Gradient descent on linear models, many steps at a time.
 
-A step on ten samples of a hundred features is 20 µs of arithmetic; autograd, an optimizer and their
-checks make it 450 µs. Here a local training is one loop over arrays.
+On ten samples of a hundred features autograd, an optimizer and their checks take far longer than
+the arithmetic of a step. Here a local training is one loop over arrays.
 """
 
 from collections.abc import Sequence
