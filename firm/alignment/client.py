@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from firm.alignment.advantages import masked_mean
-from firm.alignment.policy import Adapter, copy_adapter, load_adapter_
+from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.prompts import Prompt, PromptStream
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.rollout import Rollouts
 from firm.alignment.trainer import Experience, Learner, MultiObjectivePPOTrainer
-from firm.federation import Gradients, RandomStream
+from firm.federation import Adapter, Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
 

@@ -23,9 +23,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.prompts import PromptFormat
-from firm.federation import RandomStream
-
-Adapter = dict[str, torch.Tensor]
+from firm.federation import Adapter, RandomStream
 
 _LOADING_ERRORS = (
     OSError,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,19 +24,6 @@ RewardFn = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 Method = Literal["sigmoid", "minmax", "none"]
 
 LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
-
-
-@runtime_checkable
-class RewardModel(Protocol):
-    """One objective: a reward function that knows its name."""
-
-    name: str
-
-    def __call__(
-        self, prompts: list[str], completions: list[str], **kwargs: Any
-    ) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """One number per completion, larger is better."""
-        ...
 
 
 def score(

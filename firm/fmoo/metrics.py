@@ -263,33 +263,6 @@ def speed_ups(rounds_by_steps: Mapping[int, int | None]) -> dict[int, float | No
     }
 
 
-def normalised_losses(losses: ArrayLike, reference: ArrayLike | None = None) -> np.ndarray:
-    """Returns each objective's losses over its reference, so that one radar chart holds them all.
-
-    Args:
-        losses: Final losses, one row per algorithm, shape [A, M], non-negative.
-        reference: What becomes 1, shape [M], positive: losses of an initial model, say. By default
-            the largest loss of the objective among the algorithms.
-
-    Returns:
-        Shape [A, M]; in [0, 1] by default. Where all losses of an objective are 0, so are these.
-
-    Raises:
-        ValueError: On shapes that differ, values that are not finite, negative losses, or a
-            reference that is not positive.
-    """
-    values = _array(losses, "losses", ndim=2)
-    if values.min() < 0:
-        raise ValueError(f"losses must be non-negative, got {values.min():g}.")
-    if reference is None:
-        largest = values.max(axis=0)
-        return values / np.where(largest > 0, largest, 1.0)
-    ones = _array(reference, "reference", ndim=1, shape=values.shape[1:])
-    if ones.min() <= 0:
-        raise ValueError(f"reference must be positive, got {ones.min():g}.")
-    return values / ones
-
-
 def numbers_sent(num_bytes: float, *, bytes_per_number: int = 4) -> float:
     """Returns how many numbers so many bytes hold: the unit in which the papers count messages.
 

@@ -372,18 +372,6 @@ class Run:
         envelope = self._latest_envelope(log=logger.warning)
         return (envelope["round"], envelope["state"]) if envelope else None
 
-    def best_checkpoint(self) -> tuple[int, State] | None:
-        """Returns round and state of the checkpoint with the highest score, None without scores.
-
-        Of equal ones it is the earliest.
-        """
-        scores = self._scores_on_disk(self._latest_envelope())
-        for number in sorted(scores, key=lambda number: (-scores[number], number)):
-            with suppress(ValueError):  # damaged: the next best
-                envelope = load_state(self._folder(number))
-                return envelope["round"], envelope["state"]
-        return None
-
     def _latest_envelope(self, log: Callable[..., None] = logger.debug) -> State | None:
         problems = []
         for _, path in reversed(self._checkpoints()):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from firm.alignment.rewards import (
     Calibration,
-    RewardModel,
     calibrate,
     check_same,
     normalize,
@@ -45,7 +44,6 @@ def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
             return length(prompts, completions)
 
     judge = Judge()
-    assert isinstance(judge, RewardModel)
     scores = score({"slow": slow, judge.name: judge}, PROMPTS, REPLIES)
     assert scores.tolist() == [[1.0, 2.0, 3.0]] * 2
 

@@ -10,7 +10,6 @@ from firm.fmoo.metrics import (
     delta_m,
     improved_share,
     local_progress,
-    normalised_losses,
     numbers_sent,
     preference_correlation,
     rank_correlation,
@@ -141,12 +140,6 @@ def test_speed_ups_are_those_of_table_2_of_fmgda():
     assert speed_ups({1: 82, 5: None})[5] is None
 
 
-def test_normalised_losses_put_the_largest_of_each_objective_at_1():
-    losses = [[1.0, 0.0, 30.0], [4.0, 0.0, 10.0]]
-    assert normalised_losses(losses).tolist() == [[0.25, 0.0, 1.0], [1.0, 0.0, 1 / 3]]
-    assert normalised_losses(losses, [2.0, 1.0, 10.0]).tolist() == [[0.5, 0, 3], [2, 0, 1]]
-
-
 def test_numbers_are_counted_in_their_own_size():
     assert numbers_sent(4 * 34_635) == 34_635
     assert numbers_sent(100, bytes_per_number=2) == 50
@@ -185,8 +178,6 @@ def test_total_variation_lies_between_staying_and_changing_wholly(num_objectives
         (lambda: speed_ups({}), "at least one number"),
         (lambda: speed_ups({1: None, 5: 3}), "K = 1 reaches"),
         (lambda: speed_ups({1: 3, 5: 0}), "begins below"),
-        (lambda: normalised_losses([[-1.0]]), "losses must be non-negative"),
-        (lambda: normalised_losses([[1.0]], [0.0]), "reference must be positive"),
         (lambda: numbers_sent(-1), "num_bytes must be non-negative"),
         (lambda: numbers_sent(1, bytes_per_number=0), "bytes_per_number must be at least 1"),
         (lambda: total_variation([[0.5, 0.6]]), "sum to 1"),
