@@ -28,6 +28,7 @@ import firm.alignment.client  # registers the metrics of language models
 import firm.fmoo.client  # noqa: F401  # and those of the classic wing
 from firm.federation import (
     Adapter,
+    Client,
     Gradients,
     LocalEngine,
     RoundFailed,
@@ -247,7 +248,7 @@ def mutated_messages(
 # --- Clients and sites ----------------------------------------------------------------------------
 
 
-class Quadratic:
+class Quadratic(Client):
     """A client in a page: objective j is half the squared distance to its target.
 
     Args:
@@ -255,7 +256,8 @@ class Quadratic:
         num_examples: Size of its shard, which it keeps to itself where privacy says so.
     """
 
-    objectives: tuple[str, ...] = OBJECTIVES
+    objectives = OBJECTIVES
+    capabilities = frozenset({"losses"})
 
     def __init__(self, name: str, num_examples: int = 17) -> None:
         self.name, self.num_examples = name, num_examples

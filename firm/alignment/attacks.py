@@ -8,7 +8,7 @@ client's metrics to its update, follows from rewards that are wrong. Updates are
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from firm.alignment.rewards import Calibration, Judges, RewardFn, score
 from firm.federation import Client
@@ -74,7 +74,7 @@ def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Cl
     if attack is None or attack.is_on_rewards:
         return client
     kind: Any = attack.kind
-    return Attacker(client, kind, scale=attack.scale, seed=seed)
+    return cast(Client, Attacker(client, kind, scale=attack.scale, seed=seed))
 
 
 def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:

@@ -17,7 +17,7 @@ from firm.alignment.prompts import Prompt, PromptStream
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.rollout import Rollouts
 from firm.alignment.trainer import Experience, Learner, MultiObjectivePPOTrainer
-from firm.federation import Adapter, Gradients, RandomStream
+from firm.federation import Adapter, Client, Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
 
@@ -71,8 +71,8 @@ class _Drawn:
     seconds: dict[str, float]
 
 
-class AlignmentClient:
-    """A client of the federation that trains by PPO; implements `firm.federation.Client`.
+class AlignmentClient(Client):
+    """A client of the federation that trains by PPO.
 
     Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
     in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge; where
@@ -90,6 +90,8 @@ class AlignmentClient:
         stream_name: By default `name`; equal for clients that are to be identical.
         on_event: Told of progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
+
+    capabilities = frozenset({"epochs"})
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from firm.federation.aggregation import moved, update_length
-from firm.federation.client import Adapter, Batch, Client, Gradients, State
+from firm.federation.client import Adapter, Batch, Client
 from firm.federation.randomness import derive_seed
 from firm.federation.serialization import pack
 
@@ -22,11 +22,10 @@ s‖θ_c - θ_t‖ far into a random direction that all colluders share."""
 
 
 class Attacker:
-    """A client whose updates are attacked on their way out; implements ``Client``.
+    """A client whose updates are attacked on their way out.
 
-    It trains, keeps its state and tells its metrics as the client within does. Optional methods
-    and attributes (``losses``, ``weighted_gradients``, ``served``, ``shared``) are that client's.
-    Only the adapter after local training is another; gradients and Jacobians are honest.
+    Only the adapter after local training is another; everything else, gradients and Jacobians
+    included, is that of the client within, to which all other attributes lead.
 
     Args:
         client: The client within; loaded, trained and restored by way of this one alone.
@@ -48,8 +47,6 @@ class Attacker:
             raise ValueError(f"kind must be one of {kinds}, got {kind!r}.")
         if not 0 < scale < inf:
             raise ValueError(f"scale must be positive and finite, got {scale}.")
-        self.name, self.objectives = client.name, client.objectives
-        self.num_examples = client.num_examples
         self._client, self._kind, self._scale, self._seed = client, kind, scale, seed
         self._start: Adapter = {}
         self._is_training = False
@@ -70,14 +67,6 @@ class Attacker:
         yield from self._client.batches(num_steps)
         self._is_training = False
 
-    def gradients(self, minibatch: Any) -> Gradients:
-        """Returns the client's gradients."""
-        return self._client.gradients(minibatch)
-
-    def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Takes the client's step."""
-        self._client.step(gradients, weights)
-
     def adapter(self) -> Adapter:
         """Returns what is sent in place of the adapter; during local training the adapter."""
         adapter = self._client.adapter()
@@ -92,18 +81,6 @@ class Attacker:
             }
         factor = -self._scale if self._kind == "sign_flip" else self._scale
         return moved(self._start, [adapter], [factor])
-
-    def state(self) -> State:
-        """Returns the client's state."""
-        return self._client.state()
-
-    def restore(self, state: State) -> None:
-        """Returns the client to a state of its own."""
-        self._client.restore(state)
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns the client's metrics, those of the honest training."""
-        return self._client.metrics()
 
 
 def common_direction(start: Adapter, *, seed: int) -> dict[str, torch.Tensor]:

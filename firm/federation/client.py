@@ -4,11 +4,15 @@ Nothing here knows text or images. Whatever can turn a minibatch into one gradie
 and take a step can be federated by every strategy, on every engine.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
+
+from firm.gradients import combine
 
 Adapter = dict[str, torch.Tensor]
 """The trained parameters by name: detached CPU float tensors, always in the same order."""
@@ -42,28 +46,27 @@ class Batch(Protocol):
         ...
 
 
-class Client(Protocol):
+Capability = Literal["losses", "epochs", "weighted_gradients"]
+
+_NEEDS: dict[Capability, tuple[str, str]] = {
+    "losses": ("losses on a client's whole shard", "choose another strategy"),
+    "epochs": ("the number of batches in a client's shard", "set num_local_steps instead"),
+    "weighted_gradients": (
+        "the gradient of a weighted sum of losses from one backward pass",
+        "choose another strategy",
+    ),
+}
+"""What each capability is in words, and the remedy where it is missing."""
+
+
+class Client(ABC):
     """A private shard of data with a model that can give gradients and take steps.
+
+    A client implements the abstract methods. The others have defaults, and those that cannot be
+    guessed are declared in ``capabilities``.
 
     Everything that outlives a round (optimizer moments, critic, KL coefficient, generators,
     position in the shard) belongs to ``state``; the adapter itself comes from the server each time.
-
-    A client may have ``batches_per_epoch``, the batches in one pass over its shard: a local epoch
-    takes as many local steps.
-
-    A client may have ``weighted_gradients(minibatch, weights)``, which returns the gradient of the
-    weighted sum of the losses as a Jacobian of one row, from one backward pass; and
-    ``weighted_steps(num_steps, weights, proximal=...)``, which takes all local steps on that sum by
-    itself and returns how many it took, 0 where it leaves them to the loop.
-
-    A client may have ``skip_failed_batches()``, which leaves out, from the present state on, as
-    many batches as were drawn since the last ``load``. Engines call it after a failure, once they
-    have restored the accepted state: a client that drew the same batch again would fail for ever.
-
-    A client whose optimizer outlives a round has ``alone(objective, state)``, for strategies that
-    train on each objective by itself: it returns to the batches and random numbers of a state, but
-    to what training on this objective alone has left in the optimizer, fresh at first. ``state``
-    then holds that for each objective.
     """
 
     name: str
@@ -72,7 +75,12 @@ class Client(Protocol):
     """Size of the shard; ``by_examples`` aggregation weighs by it."""
     objectives: tuple[str, ...]
     """Names of the M objectives, in the order of the Jacobian's rows."""
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    """Optional methods that clients of this class implement."""
+    shared: slice = slice(None)
+    """The Jacobian's columns that all objectives share."""
 
+    @abstractmethod
     def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts a local training from the server's adapter, which is copied.
 
@@ -80,16 +88,16 @@ class Client(Protocol):
             adapter: θ_t.
             round: The run's round, from 1, for what changes with it (a learning rate's schedule).
         """
-        ...
 
+    @abstractmethod
     def batches(self, num_steps: int) -> Iterator[Batch]:
         """Yields one batch per local step, lazily: the model after step k draws batch k + 1."""
-        ...
 
+    @abstractmethod
     def gradients(self, minibatch: Any) -> Gradients:
         """Returns the gradients of all objectives at the current parameters."""
-        ...
 
+    @abstractmethod
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Takes one optimizer step along the weighted gradient, and the critic's step.
 
@@ -97,26 +105,106 @@ class Client(Protocol):
             gradients: What ``gradients`` returned for this minibatch.
             weights: Weights of the objectives, shape [M], non-negative, sum 1.
         """
-        ...
 
+    @abstractmethod
     def adapter(self) -> Adapter:
         """Returns a copy of the current adapter."""
-        ...
 
+    @abstractmethod
     def state(self) -> State:
         """Returns a deep copy of everything but the adapter that shapes later rounds."""
-        ...
 
+    @abstractmethod
     def restore(self, state: State) -> None:
         """Returns to a state that ``state`` gave; the argument stays untouched."""
-        ...
 
+    @abstractmethod
     def metrics(self) -> dict[str, Any]:
         """Returns JSON-able metrics of the local training since ``load``.
 
         Those that are registered (``register_metrics``) reach the server.
         """
-        ...
+
+    @cached_property
+    def served(self) -> tuple[int, ...]:
+        """Indices of the objectives that the client has losses for; the others' gradients are zero.
+
+        By default all.
+        """
+        return tuple(range(len(self.objectives)))
+
+    def losses(self) -> torch.Tensor:
+        """Returns the mean losses over the whole shard at the loaded adapter, shape [M].
+
+        Raises:
+            ValueError: The client has no such losses.
+        """
+        raise ValueError(missing(self.name, "losses"))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches in one pass over the shard; a local epoch takes as many local steps.
+
+        Raises:
+            ValueError: The client has no such number.
+        """
+        raise ValueError(missing(self.name, "epochs"))
+
+    def weighted_gradients(self, minibatch: Any, weights: torch.Tensor) -> Gradients:
+        """Returns the gradient of the weighted sum of the losses as a Jacobian of one row.
+
+        With the capability "weighted_gradients" that takes one backward pass, and training on
+        weights that are known computes no Jacobian.
+
+        Args:
+            minibatch: As in ``gradients``.
+            weights: Shape [M].
+        """
+        gradients = self.gradients(minibatch)
+        return replace(gradients, jacobian=combine(gradients.jacobian, weights)[None])
+
+    def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
+        """Takes all local steps on a weighted sum of the losses at once, where the client can.
+
+        Args:
+            num_steps: How many.
+            weights: Shape [M].
+            proximal: μ, for a loss with + μ/2 ‖θ - θ_t‖².
+
+        Returns:
+            How many were taken; 0, the default, leaves them to the loop over batches.
+        """
+        return 0
+
+    def alone(self, objective: str, state: State) -> None:
+        """Returns to a state's batches and random numbers, to train on one objective by itself.
+
+        A client whose optimizer outlives a round keeps one for each objective that is trained by
+        itself, fresh at first, and has it in ``state``. By default all of the state is restored.
+
+        Args:
+            objective: Name of the objective.
+            state: What ``state`` gave.
+        """
+        self.restore(state)
+
+    def skip_failed_batches(self) -> None:  # noqa: B027  # it is no duty of every client
+        """Leaves out, from the present state on, as many batches as were drawn since ``load``.
+
+        Engines call it after a failure, once they have restored the accepted state: a client that
+        drew the same batch again would fail for ever. By default nothing is left out.
+        """
+
+
+def missing(client: str, capability: Capability) -> str:
+    """Returns the message that a client lacks a capability.
+
+    Args:
+        client: The client's name, or its kind.
+        capability: What it lacks.
+    """
+    need, remedy = _NEEDS[capability]
+    return f"the strategy needs {need}, which {client} does not have; {remedy}."
 
 
 @dataclass(frozen=True)

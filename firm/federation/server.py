@@ -11,7 +11,15 @@ import torch
 
 from firm.federation.accounting import require_accountant
 from firm.federation.aggregation import Aggregation, update_length
-from firm.federation.client import Adapter, Failure, Reply, State
+from firm.federation.client import (
+    Adapter,
+    Capability,
+    Client,
+    Failure,
+    Reply,
+    State,
+    missing,
+)
 from firm.federation.diagnostics import (
     disagreement_bound,
     drift,
@@ -109,6 +117,8 @@ class RoundConfig:
     sends_adapters_only: ClassVar[bool] = False
     """Whether clients send nothing that trains the model but their adapters, which is all that
     privacy covers."""
+    reads_losses: ClassVar[bool] = False
+    """Whether clients send their losses at θ_t."""
     averages: ClassVar[bool] = True
     """Whether the server's step is a mean of adapters, so that it may be one of products."""
 
@@ -169,6 +179,20 @@ class RoundConfig:
         self._check_robust()
         if self.privacy is not None:
             self._check_privacy(self.privacy)
+
+    def check_clients(self, kind: type[Client]) -> None:
+        """Raises ``ValueError`` naming a capability that the strategy needs and clients lack.
+
+        Args:
+            kind: The clients' class.
+        """
+        needs: dict[Capability, bool] = {
+            "losses": self.reads_losses,
+            "epochs": self.num_local_epochs is not None,
+        }
+        for capability, is_needed in needs.items():
+            if is_needed and capability not in kind.capabilities:
+                raise ValueError(missing(kind.__name__, capability))
 
     def local_work(self) -> dict[str, Any]:
         """Returns the fields of a request that say how long local training is."""

@@ -158,7 +158,7 @@ def served_objectives(client: Client) -> tuple[int, ...]:
         ValueError: When there are none, or one does not exist.
     """
     count = len(client.objectives)
-    served = tuple(getattr(client, "served", range(count)))
+    served = client.served
     if not served or not set(served) <= set(range(count)):
         raise ValueError(
             f"{client.name} must serve some of the objectives 0 to {count - 1}, got {served}."
@@ -167,40 +167,15 @@ def served_objectives(client: Client) -> tuple[int, ...]:
 
 
 def shared_columns(client: Client, adapter: Adapter) -> slice:
-    """Returns the Jacobian's columns that all objectives share; all unless the client says."""
+    """Returns the Jacobian's columns that all objectives share, with both ends given."""
     size = sum(parameter.numel() for parameter in adapter.values())
-    start, stop, _ = getattr(client, "shared", slice(None)).indices(size)
+    start, stop, _ = client.shared.indices(size)
     return slice(start, stop)
 
 
 def start_losses(client: Client) -> list[float]:
-    """Returns the client's losses at the loaded adapter, shape [M].
-
-    Raises:
-        ValueError: When the client cannot tell its losses.
-    """
-    losses = getattr(client, "losses", None)
-    if losses is None:
-        raise ValueError(
-            f"This strategy reads losses, and {client.name} has no method losses(); choose "
-            "another strategy or add it."
-        )
-    return [float(loss) for loss in losses()]
-
-
-def batches_per_epoch(client: Client) -> int:
-    """Returns the number of batches in one pass over the client's shard.
-
-    Raises:
-        ValueError: When the client cannot tell it.
-    """
-    count = getattr(client, "batches_per_epoch", None)
-    if count is None:
-        raise ValueError(
-            f"num_local_epochs needs the number of batches in a shard, and {client.name} has no "
-            "batches_per_epoch; set num_local_steps instead, or add it."
-        )
-    return count
+    """Returns the client's losses at the loaded adapter, shape [M]."""
+    return [float(loss) for loss in client.losses()]
 
 
 def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:

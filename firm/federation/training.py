@@ -43,14 +43,13 @@ from firm.federation.schema import (
     register_metrics,
 )
 from firm.federation.sharing import (
-    batches_per_epoch,
     drawn_batches,
     served_objectives,
     shared_columns,
     start_losses,
 )
 from firm.federation.tasks import task
-from firm.gradients import combine, gram_matrix
+from firm.gradients import gram_matrix
 from firm.solvers import firm_weights, fixed_weights
 
 WEIGHTINGS = {"firm": firm_weights, "fixed": fixed_weights}
@@ -203,8 +202,8 @@ def local_training(client: Client, request: LocalTraining) -> Update:
 
     In each local step the client draws a batch and passes over its minibatches; in each pass the
     gradients of all objectives are combined by weights that their own Gram matrix gives. Fixed
-    weights need no Gram matrix, and a client with ``weighted_gradients`` no Jacobian either. A
-    client that serves some of the objectives finds the weights of these alone.
+    weights need no Gram matrix, and a client with the capability "weighted_gradients" no Jacobian
+    either. A client that serves some of the objectives finds the weights of these alone.
 
     With privacy the update is what ``protected`` lets out, and no more.
     """
@@ -218,9 +217,8 @@ def local_training(client: Client, request: LocalTraining) -> Update:
 def _trained(client: Client, request: LocalTraining) -> Update:
     client.load(request.adapter, request.round)
     shared = {"start_losses": start_losses(client)} if request.share_losses else {}
-    weighted = getattr(client, "weighted_gradients", None)
     is_direct = request.weighting == "fixed" and not request.share_gram
-    if request.factors is not None or (is_direct and weighted is not None):
+    if request.factors is not None or (is_direct and "weighted_gradients" in client.capabilities):
         metrics = _train_on_sum(client, request)
     else:
         metrics = _train_on_solves(client, request)
@@ -237,18 +235,17 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
     order of the objectives decides nothing.
 
     Args:
-        client: Who trains; serves the objectives in its attribute ``served``, or all.
+        client: Who trains.
         request: θ_t, and K or E.
 
     Raises:
         ValueError: When the client serves no objective.
     """
     start = client.state()
-    return_alone = getattr(client, "alone", lambda objective, state: client.restore(state))
     served = [client.objectives[objective] for objective in served_objectives(client)]
     updates, metrics = {}, {}
     for name in sorted(served):
-        return_alone(name, start)
+        client.alone(name, start)
         client.load(request.adapter, request.round)
         weights = [float(other == name) for other in client.objectives]
         alone = LocalTraining(
@@ -307,18 +304,16 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
         torch.eye(count, dtype=torch.float64), weights=request.weighting_options["weights"]
     )
     factors = torch.tensor(request.factors or [1.0] * count, dtype=torch.float64)
-    sum_gradients = getattr(client, "weighted_gradients", None) or _combined(client)
-    steps_by_itself = getattr(client, "weighted_steps", None)
     num_steps, num_passes = 0, 0
-    if steps_by_itself is not None and request.skipped_batches == 0:
-        num_steps = num_passes = steps_by_itself(
+    if request.skipped_batches == 0:
+        num_steps = num_passes = client.weighted_steps(
             _num_steps(client, request), weights * factors, proximal=request.proximal
         )
     for batch in _batches(client, request) if num_steps == 0 else ():
         num_steps += 1
         for minibatch in batch.minibatches():
             num_passes += 1
-            gradients = sum_gradients(minibatch, weights * factors)
+            gradients = client.weighted_gradients(minibatch, weights * factors)
             client.step(_pulled_back(gradients, client, request), torch.ones(1))
     return {
         **client.metrics(),
@@ -336,17 +331,7 @@ def _num_steps(client: Client, request: LocalTraining) -> int:
     """K, or as many as E epochs have."""
     if request.num_local_epochs is None:
         return request.num_local_steps
-    return request.num_local_epochs * batches_per_epoch(client)
-
-
-def _combined(client: Client) -> Callable[[Any, torch.Tensor], Gradients]:
-    """Returns what ``weighted_gradients`` would be, for a client that has none."""
-
-    def weighted_gradients(minibatch: Any, weights: torch.Tensor) -> Gradients:
-        gradients = client.gradients(minibatch)
-        return replace(gradients, jacobian=combine(gradients.jacobian, weights)[None])
-
-    return weighted_gradients
+    return request.num_local_epochs * client.batches_per_epoch
 
 
 def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from firm.federation import Adapter, Gradients, State, derive_seed
+from firm.federation import Adapter, Client, Gradients, State, derive_seed
 from firm.federation.schema import ByObjective, Items, Number, register_metrics
 from firm.fmoo import linear
 from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
@@ -210,8 +210,8 @@ class SampleBatch:
         yield self
 
 
-class SupervisedClient:
-    """A client with a shard of supervised data; implements ``Client``.
+class SupervisedClient(Client):
+    """A client with a shard of supervised data.
 
     Batches go through the shard in a new random order every epoch, as often as needed. An epoch has
     whole batches alone, floor(N / B) of them: the fewer than B samples that are left over stand
@@ -231,6 +231,8 @@ class SupervisedClient:
     Raises:
         ValueError: Without samples or objectives.
     """
+
+    capabilities = frozenset({"losses", "epochs", "weighted_gradients"})
 
     def __init__(
         self,

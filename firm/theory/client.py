@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firm.federation import Adapter, Gradients, State, derive_seed
+from firm.federation import Adapter, Client, Gradients, State, derive_seed
 from firm.federation.schema import Items, Number, PerObjective, register_metrics
 from firm.gradients import combine
 from firm.solvers import smoothed_weights
@@ -55,8 +55,8 @@ class TransitionBatch:
         yield self.whole
 
 
-class TabularClient:
-    """A client of T-FIRM; implements ``Client``.
+class TabularClient(Client):
+    """A client of T-FIRM.
 
     A local step is the critics' (when the batch is drawn), then the M policy gradients of Eq. 10,
     the weights λ* of Eq. 11 that the federation solves for, their average λ_t, and one step of

@@ -35,7 +35,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WITHOUT_LOSSES = [
     name
     for name, strategy in STRATEGIES.items()
-    if not getattr(get_type_hints(strategy)["cfg"], "reads_losses", False)
+    if not get_type_hints(strategy)["cfg"].reads_losses
 ]
 """Strategies that ask for no losses on a whole shard, which prompts have none of."""
 PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]

@@ -10,6 +10,7 @@ import torch
 
 from firm.federation import (
     Adapter,
+    Client,
     Failure,
     Gradients,
     LocalEngine,
@@ -39,7 +40,7 @@ class QuadraticBatch:
         return iter(self.noise)
 
 
-class QuadraticClient:
+class QuadraticClient(Client):
     """Objective j is the half squared distance to its own target, up to a batch's noise.
 
     Args:
@@ -53,7 +54,10 @@ class QuadraticClient:
         bias: Added to all losses.
         uneven_draws: Whether a batch draws one more random number while the first parameter is
             positive, as a longer reply does.
+        batches_per_epoch: By default the client cannot tell.
     """
+
+    capabilities = frozenset({"losses"})
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class QuadraticClient:
         scale: float = 1.0,
         bias: float = 0.0,
         uneven_draws: bool = False,
+        batches_per_epoch: int | None = None,
     ):
         self.name, self.objectives, self.num_examples = name, objectives, num_examples
         self._targets, self._noise, self._num_minibatches = targets, noise, num_minibatches
@@ -87,8 +92,14 @@ class QuadraticClient:
         self._stream = RandomStream(7, "client", stream_name or name)
         self._num_loads, self._fails_in, self._diverges_in = 0, fails_in, diverges_in
         self._num_batches = self._num_drawn = 0
-        self.served = tuple(range(len(objectives))) if served is None else served
+        if served is not None:
+            self.served = served
         self._scale, self._bias, self._uneven_draws = scale, bias, uneven_draws
+        self._batches_per_epoch = batches_per_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._batches_per_epoch or super().batches_per_epoch
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
         self._num_loads += 1
@@ -175,6 +186,7 @@ class QuadraticClient:
 class SummingClient(QuadraticClient):
     """A client that takes the gradient of a weighted sum in one pass, and shares two parameters."""
 
+    capabilities = frozenset({"losses", "weighted_gradients"})
     shared = slice(0, 2)
     num_sums = 0
 

@@ -118,8 +118,8 @@ def test_optional_methods_are_those_of_the_client_within(new_client, new_plain_c
     assert summing.num_sums == 2
     assert attacker.losses().tolist() == summing.losses().tolist()
     plain = Attacker(new_client(), "sign_flip")
-    assert not hasattr(plain, "weighted_gradients")
-    assert not hasattr(plain, "shared")
+    assert "weighted_gradients" not in plain.capabilities
+    assert shared_columns(plain, start.adapter) == slice(0, 3)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,5 @@ def test_a_budget_without_a_rank_is_refused(new_client, start, budget, message):
 
 def test_everything_is_served_and_shared_unless_a_client_says_otherwise(new_client, start):
     client = new_client()
-    del client.served
     assert served_objectives(client) == (0, 1)
     assert shared_columns(client, start.adapter) == slice(0, 3)

@@ -1,10 +1,11 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from firm.federation import local_training
+from firm.federation import Client, local_training
 from firm.federation.training import LocalTraining, ObjectiveTraining, objective_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
@@ -149,16 +150,15 @@ def test_losses_are_those_at_the_servers_model(new_client, start):
 
 def test_a_client_that_cannot_tell_its_losses_says_so(new_client, start):
     client = new_client()
-    client.losses = None
-    with pytest.raises(ValueError, match="client_0 has no method losses"):
+    client.losses = partial(Client.losses, client)
+    with pytest.raises(ValueError, match="needs losses on a client's whole shard, which client_0"):
         local_training(client, _request(start, share_losses=True))
 
 
 def test_local_epochs_are_each_clients_own_number_of_steps(new_client, start, same):
     request = _request(start, num_local_steps=1, num_local_epochs=2)
     for count in (1, 4):
-        client = new_client()
-        client.batches_per_epoch = count
+        client = new_client(batches_per_epoch=count)
         update = local_training(client, request)
         by_steps = local_training(new_client(), _request(start, num_local_steps=2 * count))
         assert update.metrics["num_steps"] == 2 * count
@@ -169,7 +169,7 @@ def test_local_epochs_are_each_clients_own_number_of_steps(new_client, start, sa
 
 def test_a_client_that_cannot_count_an_epoch_says_so(new_client, start):
     request = _request(start, num_local_steps=1, num_local_epochs=1)
-    with pytest.raises(ValueError, match="client_0 has no batches_per_epoch; set num_local_steps"):
+    with pytest.raises(ValueError, match="which client_0 does not have; set num_local_steps"):
         local_training(new_client(), request)
 
 

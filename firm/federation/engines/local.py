@@ -189,12 +189,9 @@ class LocalEngine:
 
     def _leave_out_failed_batches(self, client: Client, round: int, state: State) -> None:
         """Moves a client's accepted state past the batches that the failed task had drawn."""
-        skip: Callable[[], None] | None = getattr(client, "skip_failed_batches", None)
-        if skip is None:
-            return
         try:
             client.restore(state)
-            skip()
+            client.skip_failed_batches()
             self._states.write(client.name, round, client.state())
         except Exception:
             logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)

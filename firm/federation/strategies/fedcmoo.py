@@ -82,9 +82,6 @@ class GramConfig(RoundConfig):
             )
         super().__post_init__()
 
-    reads_losses: ClassVar[bool] = False
-    """Whether clients send their losses at θ_t with their Jacobians."""
-
     def jacobians(self) -> dict[str, Any]:
         """Returns the fields of a ``JacobianRequest`` that the configuration decides."""
         return {
