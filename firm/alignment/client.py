@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from itertools import combinations
 from typing import Any
 
@@ -60,15 +59,26 @@ class PPOBatch:
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A batch that was drawn from a state of streams and adapter, and where the streams ended."""
+class _FirstBatch:
+    """The batch that was drawn first after `load`, for tasks that return to the same state."""
 
+    round: int
+    adapter: Adapter
+    """The one that was loaded."""
     start: bytes
-    learner: bytes
-    """Whose critic and KL coefficient its experience has."""
+    """The random streams before the draw, packed."""
     batch: PPOBatch
+    learner: tuple[Learner, int]
+    """Who valued the batch, and after how many steps since it was restored."""
     streams: dict[str, Any]
+    """The random streams after the draw."""
     seconds: dict[str, float]
+
+    def is_of(self, round: int, adapter: Adapter, start: bytes) -> bool:
+        """Whether a draw from this state would give the same batch."""
+        return (self.round, self.start) == (round, start) and all(
+            torch.equal(parameter, adapter[name]) for name, parameter in self.adapter.items()
+        )
 
 
 class AlignmentClient(Client):
@@ -77,8 +87,11 @@ class AlignmentClient(Client):
     Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
     in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge; where
     objectives are trained by themselves, each has a learner of its own. All the client's randomness
-    comes from three streams of its own: prompts, rollout and update. The batch that is drawn first
-    from a state is kept, for strategies that ask twice in one round.
+    comes from three streams of its own: prompts, rollout and update.
+
+    Some strategies ask twice in one round from one state: for a Jacobian and then for a training,
+    or for one training per objective. Their first batch is the same and is sampled once: it is kept
+    until all objectives are trained on together, which ends a client's round.
 
     Args:
         name: Unique name, such as "client_0".
@@ -126,7 +139,7 @@ class AlignmentClient(Client):
         self._prompts = PromptStream(prompts, prompt_order)
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
-        self._drawn: _Drawn | None = None
+        self._first: _FirstBatch | None = None
         self._num_drawn = 0
         self._counts_before = self._counts()
 
@@ -137,7 +150,7 @@ class AlignmentClient(Client):
             adapter: The server's; copied.
             round: The run's round, from 1, which the learning rates' schedule follows.
         """
-        self._round = round
+        self._round, self._adapter = round, adapter
         self._trainer.learner = self._learner
         self._trainer.seconds = defaultdict(float)
         self._batches, self._minibatches, self._num_drawn = [], [], 0
@@ -155,24 +168,10 @@ class AlignmentClient(Client):
     def batches(self, num_steps: int) -> Iterator[PPOBatch]:
         """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
         trainer = self._trainer
-        start = sha256(pack([self._streams(), self.adapter()])).digest()
-        learner = sha256(pack(self._learner.state())).digest()
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             self._num_drawn += 1
-            if step > 1:
-                batch = self._draw()
-            elif self._drawn is not None and self._drawn.start == start:
-                batch = self._drawn.batch
-                if self._drawn.learner != learner:
-                    batch = replace(batch, experience=trainer.valued(batch.experience))
-                self._restore_streams(self._drawn.streams)
-                for stage, seconds in self._drawn.seconds.items():
-                    trainer.seconds[stage] += seconds
-            else:
-                batch = self._draw()
-                seconds = dict(trainer.seconds)
-                self._drawn = _Drawn(start, learner, batch, self._streams(), seconds)
+            batch = self._draw() if self._num_drawn > 1 else self._draw_first()
             self._batches.append(_batch_metrics(batch.experience, trainer.learner.kl_coefficient))
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
@@ -180,6 +179,30 @@ class AlignmentClient(Client):
             yield batch
             if len(self._minibatches) > num_steps_before:  # else it was only looked at
                 trainer.finish_batch(batch.experience)
+
+    def _draw_first(self) -> PPOBatch:
+        """The first batch since `load`: the one that is kept, if it was drawn from this state."""
+        trainer, start = self._trainer, pack(self._streams())
+        learner = self._learner, self._learner.num_steps
+        first = self._first
+        if first is None or not first.is_of(self._round, self._adapter, start):
+            batch = self._draw()
+            self._first = _FirstBatch(
+                self._round,
+                self._adapter,
+                start,
+                batch,
+                learner,
+                self._streams(),
+                dict(trainer.seconds),
+            )
+            return batch
+        self._restore_streams(first.streams)
+        for stage, seconds in first.seconds.items():
+            trainer.seconds[stage] += seconds
+        if first.learner == learner:
+            return first.batch
+        return replace(first.batch, experience=trainer.valued(first.batch.experience))
 
     def _draw(self) -> PPOBatch:
         """Responses of the policy as it is to fresh prompts, and their minibatches."""
@@ -208,6 +231,8 @@ class AlignmentClient(Client):
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """One optimizer step of adapter and critic."""
+        if self._learner is self._common:
+            self._first = None
         self._trainer.step(gradients, weights)
         self._minibatches.append(gradients.aux.metrics)
 

@@ -93,7 +93,7 @@ class ValueHeads(torch.nn.Module):
         torch.nn.init.zeros_(self.score.bias)
 
 
-@dataclass
+@dataclass(eq=False)
 class Learner:
     """What one client trains beside the adapter: critic, optimizers, KL coefficient.
 
@@ -107,6 +107,8 @@ class Learner:
     kl_coefficient: float
     judges: Judges | None = None
     """Who scores this client's replies; None leaves it to the trainer's own reward functions."""
+    num_steps: int = 0
+    """Optimizer steps since it was made or restored."""
 
     def state(self) -> dict[str, Any]:
         """A deep copy of everything that training changes."""
@@ -126,6 +128,7 @@ class Learner:
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self.kl_coefficient = state["kl_coefficient"]
+        self.num_steps = 0
 
 
 def _copied(tree: Any) -> Any:
@@ -492,6 +495,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             for optimizer in (self.learner.actor_optimizer, self.learner.critic_optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
+            self.learner.num_steps += 1
 
     def set_learning_rates(self, rounds_done: float) -> None:
         """Sets both learning rates as the schedule has them when so many rounds are done.

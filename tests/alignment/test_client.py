@@ -359,7 +359,7 @@ def test_a_batch_that_a_round_needs_twice_is_sampled_once_with_the_same_outcome(
     assert all(row["num_steps"] > 0 for row in rows[-1]["clients"])
 
     def forgetful(self, num_steps):
-        self._drawn = None
+        self._first = None
         return batches(self, num_steps)
 
     batches = AlignmentClient.batches
@@ -422,6 +422,15 @@ def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):
         client.load(adapter)
         list(client.batches(1))
     assert len(calls) == 3
+
+
+def test_a_batch_is_not_kept_once_all_objectives_are_trained_on(trainer):
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    assert client._first.batch is batch
+    client.step(client.gradients(batch.whole), torch.tensor([0.5, 0.5]))
+    assert client._first is None
 
 
 def test_the_servers_exact_weights_are_uniform_under_a_large_beta(trainer):
