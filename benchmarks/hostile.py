@@ -42,13 +42,10 @@ from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import METRICS, Reading, Schema
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies import (
-    STRATEGIES,
-    FedCmooConfig,
-    FedCmooPrefConfig,
-    FirmConfig,
-    FsmgdaConfig,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedcmoo import FedCmooConfig, FedCmooPrefConfig
+from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.tasks import TASKS
 from firm.gradients import jacobian
 from firm.network import link

@@ -30,7 +30,8 @@ from firm.federation import Adapter, Engine, Failure, Reply, ServerState
 from firm.federation.aggregation import weighted_mean
 from firm.federation.lora import averaging_error, truncation_error
 from firm.federation.messages import Request
-from firm.federation.strategies import STRATEGIES, FirmConfig, firm
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.run import parse, print_table
 from recipes.firm_hh import Config, main
 
@@ -87,7 +88,7 @@ def watched() -> Iterator[list[tuple[float, float]]]:
         state: ServerState, clients: Sequence[str], engine: Engine, cfg: FirmConfig
     ) -> tuple[ServerState, dict[str, Any]]:
         seen: Any = Watched(engine)
-        result = firm(state, clients, seen, cfg)
+        result = firm_round(state, clients, seen, cfg)
         weights = [1.0] * len(seen.adapters)
         if not any("lora_A" in name for name in state.adapter):
             errors.append((0.0, 0.0))  # with one A for all the mean of B is exact
@@ -101,7 +102,7 @@ def watched() -> Iterator[list[tuple[float, float]]]:
     try:
         yield errors
     finally:
-        STRATEGIES["firm"] = firm
+        STRATEGIES["firm"] = firm_round
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,9 @@ from firm.federation.aggregation import weighted_mean
 from firm.federation.outside import check_name, printable
 from firm.federation.strategies import (
     STRATEGIES,
-    FedAvgConfig,
-    FedCmooConfig,
-    FirmConfig,
-    FsmgdaConfig,
+    StrategyConfig,
 )
+from firm.federation.strategies.firm import FirmConfig
 from firm.report import alarms, update_report
 from firm.run import (
     CheckpointConfig,
@@ -232,9 +230,7 @@ class Config:
     """Sampling."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
     """A local step."""
-    strategy: FirmConfig | FedAvgConfig | FedCmooConfig | FsmgdaConfig = field(
-        default_factory=FirmConfig
-    )
+    strategy: StrategyConfig = field(default_factory=FirmConfig)
     """A round."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured."""
@@ -296,6 +292,7 @@ class Config:
                 f"evaluation.metrics has {min(shared)!r}, which is an objective too; rename one."
             )
         self.strategy.check(list(self.rewards))
+        self.strategy.check_clients(AlignmentClient)
         _check_groups(self)
         _check_calibrations(self)
 

@@ -34,14 +34,7 @@ from firm.federation.partition import (
 )
 from firm.federation.strategies import (
     STRATEGIES,
-    AflConfig,
-    FedAvgConfig,
-    FedCmooConfig,
-    FedCmooPrefConfig,
-    FedMgdaConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    QFedAvgConfig,
+    StrategyConfig,
 )
 from firm.fmoo import (
     AttackConfig,
@@ -79,17 +72,6 @@ from recipes import fmoo_page
 ROOT = Path(__file__).parent.parent
 FREE_KEYS = ("resume", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""
-
-StrategyConfig = (
-    FedCmooConfig
-    | FedCmooPrefConfig
-    | FsmgdaConfig
-    | FedMgdaConfig
-    | FedAvgConfig
-    | QFedAvgConfig
-    | AflConfig
-    | FirmConfig
-)
 
 
 @dataclass(frozen=True)

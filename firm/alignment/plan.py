@@ -39,7 +39,6 @@ from firm.federation import (
 )
 from firm.federation.messages import Answer, Request
 from firm.federation.serialization import pack
-from firm.federation.server import RoundConfig
 from firm.federation.sharing import (
     CorrectionRequest,
     GramCorrection,
@@ -47,6 +46,7 @@ from firm.federation.sharing import (
     JacobianShare,
 )
 from firm.federation.strategies import STRATEGIES
+from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining, ObjectiveTraining, ObjectiveUpdates
 from firm.gradients import COMPRESSORS, message_to_dict
 
@@ -388,7 +388,7 @@ class _Run(Protocol):
     @property
     def ppo(self) -> PPOConfig: ...
     @property
-    def strategy(self) -> RoundConfig: ...
+    def strategy(self) -> StrategyConfig: ...
     @property
     def evaluation(self) -> _Evaluation: ...
     @property

@@ -196,15 +196,16 @@ class Client(ABC):
         """
 
 
-def missing(client: str, capability: Capability) -> str:
+def missing(client: str, capability: Capability, *, strategy: str = "the strategy") -> str:
     """Returns the message that a client lacks a capability.
 
     Args:
         client: The client's name, or its kind.
         capability: What it lacks.
+        strategy: What needs it.
     """
     need, remedy = _NEEDS[capability]
-    return f"the strategy needs {need}, which {client} does not have; {remedy}."
+    return f"{strategy} needs {need}, which {client} does not have; {remedy}."
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 A file states what differs from the defaults, and `--key.path value` overrides it:
 
 - A *section* (a nested dataclass) is merged: keys that are not named keep their values.
-- A section of several *forms* (a union of dataclasses, told apart by their `name`) keeps, when
-  another form is chosen, the keys that were given before and that the new form has too.
+- A section of several *forms*, told apart by their `name` (a union of dataclasses, or a dataclass
+  whose class method `forms` returns those that are registered), keeps, when another form is chosen,
+  the keys that were given before and that the new form has too.
 - A list or a dictionary replaces the default as a whole, since which objectives there are is one
   choice; `--rewards.helpful.path value` changes one entry and leaves the others.
 
@@ -22,7 +23,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -165,6 +177,16 @@ class _Section:
             value = self.values.get(f.name)
             if isinstance(value, _Section):
                 yield from (f"{f.name}.{path}" for path in value.key_paths())
+
+
+@runtime_checkable
+class _Registered(Protocol):
+    """A dataclass that stands for others, which register themselves."""
+
+    @classmethod
+    def forms(cls) -> Sequence[type]:
+        """Returns the others."""
+        ...
 
 
 def _fields(form: type) -> list[dataclasses.Field]:
@@ -346,9 +368,17 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _forms(kind: Any) -> list[type]:
-    """The dataclasses that `kind` is or is a union of; empty for other types."""
-    members = _members(kind)
-    return [form for form in members if isinstance(form, type) and dataclasses.is_dataclass(form)]
+    """The dataclasses that `kind` is or is a union of; empty for other types.
+
+    A dataclass with a class method `forms` stands for those that it returns.
+    """
+    forms = []
+    for member in _members(kind):
+        if isinstance(member, _Registered):
+            forms += member.forms()
+        elif isinstance(member, type) and dataclasses.is_dataclass(member):
+            forms.append(member)
+    return forms
 
 
 def _forms_by_name(forms: Sequence[type]) -> dict[str, type]:

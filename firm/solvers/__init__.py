@@ -8,11 +8,11 @@ optimality check raises; it never returns its last iterate in silence.
 
 from firm.solvers.constraints import linear_constraints
 from firm.solvers.fedcmoo import fedcmoo_pref_weights, fedcmoo_weights
-from firm.solvers.firm import firm_weights
 from firm.solvers.fixed import fixed_weights
 from firm.solvers.kkt import kkt_gap
 from firm.solvers.min_norm import min_norm_weights
 from firm.solvers.projections import project_to_box_simplex, project_to_simplex
+from firm.solvers.regularised import firm_weights
 from firm.solvers.smoothed import smoothed_weights
 
 __all__ = [

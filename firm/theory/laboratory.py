@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from firm.federation import LocalEngine, ServerState, derive_seed
-from firm.federation.strategies import FirmConfig, firm
+from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.theory.client import ActorCriticConfig, TabularClient
 from firm.theory.exact import gradient_bound
 from firm.theory.mdp import Mdp, MdpConfig, random_mdp
@@ -77,7 +77,7 @@ def run_experiment(cfg: ExperimentConfig, *, seed: int) -> tuple[Mdp, Trace]:
     state = ServerState(adapter=start, objectives=clients[0].objectives, seed=seed)
     rows: list[list[dict[str, Any]]] = []
     for _ in range(cfg.num_steps // cfg.num_local_steps):
-        state, metrics = firm(state, names, engine, strategy)
+        state, metrics = firm_round(state, names, engine, strategy)
         rows.append(metrics["clients"])
         if cfg.trajectory == "held":
             state = replace(state, adapter=start)

@@ -15,17 +15,11 @@ from firm.alignment import (
     load_adapter_,
 )
 from firm.federation import LocalEngine, RandomStream, ServerState
-from firm.federation.strategies import (
-    STRATEGIES,
-    FedAvgConfig,
-    FedCmooConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    fedavg,
-    fedcmoo,
-    firm,
-    fsmgda,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
 from firm.federation.training import ObjectiveTraining, objective_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
@@ -46,7 +40,7 @@ def trainer(make_trainer, letter_count):
     return make_trainer(rewards={"a": letter_count("a"), "b": letter_count("b")}, dropout=0.1)
 
 
-def run(trainer, num_clients, cfg, *, rounds=2, strategy=firm, stream_name=None):
+def run(trainer, num_clients, cfg, *, rounds=2, strategy=firm_round, stream_name=None):
     start = copy_adapter(trainer.adapter_parameters)
     clients = [
         AlignmentClient(
@@ -151,7 +145,7 @@ def test_in_a_local_epoch_a_client_replies_to_each_of_its_prompts_once(trainer):
 
     client._prompts.draw = recorded
     state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=("a", "b"), seed=SEED)
-    _, rows = firm(state, ["client_0"], LocalEngine([client]), FirmConfig(num_local_epochs=1))
+    _, rows = firm_round(state, ["client_0"], LocalEngine([client]), FirmConfig(num_local_epochs=1))
     assert sorted(prompt.text for prompt in drawn) == sorted(texts)
     assert rows["clients"][0]["num_steps"] == client.batches_per_epoch == 2
 
@@ -277,8 +271,8 @@ def test_reward_diagnostics_are_logged_per_round(make_trainer, letter_count):
         copy_adapter(trainer.adapter_parameters), objectives=("a", "b", "c"), seed=1
     )
     engine = LocalEngine([AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)])
-    state, first = firm(start, ["client_0"], engine, FirmConfig())
-    _, second = firm(state, ["client_0"], engine, FirmConfig())
+    state, first = firm_round(start, ["client_0"], engine, FirmConfig())
+    _, second = firm_round(state, ["client_0"], engine, FirmConfig())
     for metrics in (first, second):
         row = metrics["clients"][0]
         assert row["reward_truncated_share"] == {"a": 0.25}  # of this round, not of all so far
@@ -331,7 +325,7 @@ def test_a_client_without_a_judge_serves_the_other_objectives_alone(trainer, let
     assert gradients.jacobian[1].any()
 
     state = ServerState(start, objectives=("a", "b"), seed=SEED)
-    _, rows = firm(state, ["partial"], LocalEngine([client]), FirmConfig())
+    _, rows = firm_round(state, ["partial"], LocalEngine([client]), FirmConfig())
     (row,) = rows["clients"]
     assert row["weights"] == [[0.0, 1.0]] * 6
     assert row["reward"]["a"] is None
@@ -491,10 +485,10 @@ def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
     other = AlignmentClient("other", others, trainer, seed=SEED)
     engine, names = LocalEngine([client, other]), ["client_0"]
     state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=("a", "b"), seed=SEED)
-    state, _ = firm(state, names, engine, FirmConfig())
-    state, rows = firm(state, [*names, "other"], engine, FirmConfig())
+    state, _ = firm_round(state, names, engine, FirmConfig())
+    state, rows = firm_round(state, [*names, "other"], engine, FirmConfig())
     assert [failure["client"] for failure in rows["round"]["failures"]] == names
-    state, rows = firm(state, names, engine, FirmConfig())
+    state, rows = firm_round(state, names, engine, FirmConfig())
     assert rows["round"]["failures"] == []
     batches = [texts for texts in drawn if texts is not drawn[2]]  # without the other client's
     assert len(batches) == 3

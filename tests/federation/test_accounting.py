@@ -9,7 +9,7 @@ from scipy.stats import norm
 from firm.federation import Update, accounting
 from firm.federation.accounting import gaussian_epsilon, spend
 from firm.federation.privacy import PrivacyConfig
-from firm.federation.strategies import FirmConfig
+from firm.federation.strategies.firm import FirmConfig
 
 DELTA = 1e-5
 

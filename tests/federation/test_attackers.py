@@ -8,18 +8,11 @@ from firm.federation.aggregation import flat, update_length
 from firm.federation.attackers import Attacker, common_direction
 from firm.federation.serialization import pack
 from firm.federation.sharing import served_objectives, shared_columns
-from firm.federation.strategies import (
-    AflConfig,
-    FedAvgConfig,
-    FedCmooConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    afl,
-    fedavg,
-    fedcmoo,
-    firm,
-    fsmgda,
-)
+from firm.federation.strategies.afl import AflConfig, afl
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
 from firm.federation.training import LocalTraining, local_training
 
 FIRM = {"weighting": "firm", "weighting_options": {"beta": 0.1}}
@@ -125,7 +118,7 @@ def test_optional_methods_are_those_of_the_client_within(new_client, new_plain_c
 @pytest.mark.parametrize(
     ("strategy", "cfg"),
     [
-        (firm, FirmConfig()),
+        (firm_round, FirmConfig()),
         (fedavg, FedAvgConfig(proximal=0.1)),
         (afl, AflConfig()),
         (fsmgda, FsmgdaConfig()),
@@ -161,15 +154,15 @@ def test_a_federation_with_attackers_resumes_as_if_it_had_not_stopped(
         ]
 
     cfg, names = FirmConfig(), [client.name for client in clients()]
-    whole, _ = run_rounds(firm, clients(), start, cfg, num_rounds=3)
+    whole, _ = run_rounds(firm_round, clients(), start, cfg, num_rounds=3)
     engine = LocalEngine(clients())
-    state, _ = firm(start, names, engine, cfg)
+    state, _ = firm_round(start, names, engine, cfg)
     saved = engine.client_states(state.accepted)
     assert pack(saved)
     engine = LocalEngine(clients())
     engine.restore_client_states(saved)
     for _ in range(2):
-        state, _ = firm(state, names, engine, cfg)
+        state, _ = firm_round(state, names, engine, cfg)
     assert same(state.adapter, whole.adapter)
 
 

@@ -13,18 +13,13 @@ from firm.federation.lora import (
     product_mean,
     truncation_error,
 )
-from firm.federation.strategies import (
-    AflConfig,
-    FedAvgConfig,
-    FedCmooConfig,
-    FedMgdaConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    QFedAvgConfig,
-    fedavg,
-    fedcmoo,
-    firm,
-)
+from firm.federation.strategies.afl import AflConfig
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.fedmgda import FedMgdaConfig
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategies.qfedavg import QFedAvgConfig
 
 A, B = "layer.q.lora_A.weight", "layer.q.lora_B.weight"
 RANK, NUM_IN, NUM_OUT = 3, 10, 7
@@ -212,7 +207,7 @@ def test_aggregation_and_the_servers_step_take_products_where_asked():
 
 @pytest.mark.parametrize(
     ("strategy", "config"),
-    [(firm, FirmConfig), (fedavg, FedAvgConfig), (fedcmoo, FedCmooConfig)],
+    [(firm_round, FirmConfig), (fedavg, FedAvgConfig), (fedcmoo, FedCmooConfig)],
 )
 def test_strategies_that_average_hand_the_option_on(
     strategy, config, new_client, start, run_rounds

@@ -23,21 +23,17 @@ from firm.federation.privacy import (
 )
 from firm.federation.robust import RobustConfig
 from firm.federation.serialization import pack
-from firm.federation.server import RoundConfig, accept
-from firm.federation.strategies import (
-    FedAvgConfig,
-    FedCmooConfig,
-    FedCmooPrefConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    QFedAvgConfig,
-    fedavg,
-    firm,
-)
+from firm.federation.server import accept
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import FedCmooConfig, FedCmooPrefConfig
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
 
 SEEDED = PrivacyConfig(clip_norm=0.05, noise_multiplier=1.0, noise_seed=3)
-STRATEGIES = {"firm": (firm, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}
+STRATEGIES = {"firm": (firm_round, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}
 
 
 # --- clipping -------------------------------------------------------------------------------------
@@ -90,7 +86,7 @@ def test_nothing_of_a_delta_that_is_not_finite_leaves_its_client(value, new_clie
     with pytest.raises(ValueError, match=r"length is (nan|inf)"):
         clipped({name: v + value for name, v in start.adapter.items()}, start.adapter, 1.0)
     engine = LocalEngine([new_client(n, diverges_in=d, num_minibatches=1) for n, d in NANS])
-    _, rows = firm(start, ["a", "b"], engine, FirmConfig(privacy=SEEDED))
+    _, rows = firm_round(start, ["a", "b"], engine, FirmConfig(privacy=SEEDED))
     assert rows["round"]["clients"] == ["b"]
     assert "length is nan" in rows["round"]["failures"][0]["reason"]
 
@@ -203,17 +199,17 @@ def test_with_a_noise_seed_a_run_repeats_and_resumes_bit_for_bit(
 ):
     cfg = FirmConfig(privacy=replace(SEEDED, at=at, statistics="noisy"), clients_per_round=2)
     clients = [new_client(each) for each in "abc"]
-    whole, rows = run_rounds(firm, clients, start, cfg, num_rounds=4)
+    whole, rows = run_rounds(firm_round, clients, start, cfg, num_rounds=4)
     clients, names = [new_client(each) for each in "abc"], list("abc")
     engine = LocalEngine(clients)
     state = start
     for _ in range(2):
-        state, _ = firm(state, names, engine, cfg)
+        state, _ = firm_round(state, names, engine, cfg)
     saved = state.to_state(), engine.client_states(state.accepted)
     state, engine = ServerState.from_state(saved[0]), LocalEngine([new_client(n) for n in names])
     engine.restore_client_states(saved[1])
     for row in rows[2:]:
-        state, again = firm(state, names, engine, cfg)
+        state, again = firm_round(state, names, engine, cfg)
         assert again["round"]["privacy"] == row["round"]["privacy"]
         assert [c.get("weights") for c in again["clients"]] == [
             c.get("weights") for c in row["clients"]
@@ -250,10 +246,10 @@ def test_neither_the_raw_delta_nor_an_exact_figure_is_in_what_travels(
     at, statistics, new_client, start
 ):
     plain, private = (RecordingEngine([new_client("a", num_minibatches=1)]) for _ in range(2))
-    firm(start, ["a"], plain, FirmConfig())  # one solve, so that means are exact figures too
+    firm_round(start, ["a"], plain, FirmConfig())  # one solve, so that means are exact figures too
     (raw,) = plain.contents
     privacy = replace(SEEDED, at=at, statistics=statistics)
-    _, rows = firm(start, ["a"], private, FirmConfig(privacy=privacy))
+    _, rows = firm_round(start, ["a"], private, FirmConfig(privacy=privacy))
     (sent,), (wire,) = private.contents, private.wire
 
     assert delta_norm(raw.adapter, start.adapter) > privacy.clip_norm
@@ -276,9 +272,9 @@ def test_neither_the_raw_delta_nor_an_exact_figure_is_in_what_travels(
 
 def test_exact_statistics_are_those_without_privacy_and_help_to_choose_the_limit(new_client, start):
     (plain, private), norms = (RecordingEngine([new_client("a")]) for _ in range(2)), []
-    firm(start, ["a"], plain, FirmConfig(share_gram=True))
+    firm_round(start, ["a"], plain, FirmConfig(share_gram=True))
     privacy = replace(SEEDED, statistics="exact")
-    firm(start, ["a"], private, FirmConfig(share_gram=True, privacy=privacy))
+    firm_round(start, ["a"], private, FirmConfig(share_gram=True, privacy=privacy))
     raw, sent = plain.contents[0], private.contents[0]
     for key in ("weights", "gradient_norms", "cosines", "gram", "step_losses"):
         assert sent.metrics[key] == raw.metrics[key]
@@ -326,7 +322,7 @@ def test_an_error_leaves_its_client_by_its_type_alone(new_client, start):
     clients = [new_client("a", fails_in=(1,)), new_client("b")]
     for privacy, has_text in ((None, True), (SEEDED, False)):
         cfg = FirmConfig(privacy=privacy)
-        _, rows = firm(start, ["a", "b"], LocalEngine(clients), cfg)
+        _, rows = firm_round(start, ["a", "b"], LocalEngine(clients), cfg)
         clients = [new_client("a", fails_in=(1,)), new_client("b")]
         (failure,) = rows["round"]["failures"]
         assert "ArithmeticError" in failure["reason"]
@@ -348,7 +344,7 @@ def test_rows_with_privacy_can_be_logged(new_client, start, run_rounds):
     for statistics in ("none", "noisy", "exact"):
         cfg = FirmConfig(privacy=replace(SEEDED, statistics=statistics), clients_per_round=2)
         clients = [new_client(each) for each in "abc"]
-        _, rows = run_rounds(firm, clients, start, cfg, num_rounds=2)
+        _, rows = run_rounds(firm_round, clients, start, cfg, num_rounds=2)
         json.dumps(rows, allow_nan=False)
         spent = rows[-1]["round"]["privacy"]
         assert ("clipped" in spent) == (statistics != "none")
@@ -382,7 +378,7 @@ BAD_ROUNDS = {
     "fedcmoo_pref": (FedCmooPrefConfig, {}, "strategies firm and fedavg, got FedCmooPrefConfig"),
     "fsmgda": (FsmgdaConfig, {}, "strategies firm and fedavg, got FsmgdaConfig"),
     "qfedavg": (QFedAvgConfig, {}, "strategies firm and fedavg, got QFedAvgConfig"),
-    "plain": (RoundConfig, {}, "strategies firm and fedavg, got RoundConfig"),
+    "plain": (StrategyConfig, {}, "strategies firm and fedavg, got StrategyConfig"),
     "examples": (FirmConfig, {"aggregation": "by_examples"}, "aggregation must be uniform"),
     "products": (FirmConfig, {"lora_mean": "products"}, "lora_mean must be factors"),
     "robust": (FirmConfig, {"robust": RobustConfig(rule="median")}, "robust.rule must be none"),

@@ -21,21 +21,19 @@ from firm.federation.robust import (
     squared_distances,
     trimmed_mean,
 )
-from firm.federation.server import RoundConfig
-from firm.federation.strategies import (
-    AflConfig,
-    FedAvgConfig,
+from firm.federation.strategies.afl import AflConfig
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import (
     FedCmooConfig,
     FedCmooPrefConfig,
-    FedMgdaConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    QFedAvgConfig,
-    fedavg,
     fedcmoo,
     fedcmoo_pref,
-    firm,
 )
+from firm.federation.strategies.fedmgda import FedMgdaConfig
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategy import StrategyConfig
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "norm_clipping", "normalization"]
 
@@ -285,9 +283,9 @@ def test_rules_that_mean_nothing_are_refused(options, message):
 def test_keys_that_do_not_go_with_a_rule_are_refused(options, message):
     cfg = RobustConfig("krum", 2)
     with pytest.raises(ValueError, match=message):
-        RoundConfig(robust=cfg, **options)
-    RoundConfig(robust=cfg, clients_per_round=7)
-    RoundConfig(robust=RobustConfig("multi_krum", 2), lora_mean="products")
+        StrategyConfig(robust=cfg, **options)
+    StrategyConfig(robust=cfg, clients_per_round=7)
+    StrategyConfig(robust=RobustConfig("multi_krum", 2), lora_mean="products")
 
 
 @pytest.mark.parametrize("config", [AflConfig, FedMgdaConfig, FsmgdaConfig, QFedAvgConfig])
@@ -303,7 +301,7 @@ def test_two_normalisations_are_refused():
 
 TARGETS = [[2.0, 0.0, 1.0], [0.0, 2.0, 1.0]]
 STRATEGIES = {
-    "firm": (firm, FirmConfig, {}),
+    "firm": (firm_round, FirmConfig, {}),
     "fedavg": (fedavg, FedAvgConfig, {}),
     "fedcmoo": (fedcmoo, FedCmooConfig, {"communication": "one_way", "compressor": "none"}),
     "fedcmoo_pref": (
@@ -346,7 +344,7 @@ def test_the_server_learning_rate_goes_on_from_the_robust_mean(
     clients = [
         new_plain_client(f"c{i}", [[2.0 * x, 0.0, 0.0]] * 2) for i, x in enumerate((1, 2, 9))
     ]
-    for strategy, config in ((firm, FirmConfig), (fedavg, FedAvgConfig)):
+    for strategy, config in ((firm_round, FirmConfig), (fedavg, FedAvgConfig)):
         cfg = config(robust=RobustConfig("median"), server_learning_rate=0.5)
         state, _ = run_rounds(strategy, clients, origin, cfg)
         assert point(state).tolist() == [1.0, 0.0, 0.0]  # half of the median step 2
@@ -361,7 +359,7 @@ def test_a_round_with_too_few_updates_for_the_rule_fails_and_changes_nothing(
         r"^6 clients finished round 1, quorum 7 of robust\.rule krum with 2 attackers left \(c3"
     )
     with pytest.raises(RoundFailed, match=message):
-        run_rounds(firm, clients, start, FirmConfig(robust=RobustConfig("krum", 2)))
+        run_rounds(firm_round, clients, start, FirmConfig(robust=RobustConfig("krum", 2)))
     assert same(start.to_state(), before)
 
 
@@ -370,7 +368,7 @@ def test_an_update_that_is_not_finite_never_reaches_the_rule(new_client, start, 
         new_client(f"c{i}", diverges_in=(1,) if i == 1 else (), num_minibatches=1) for i in range(4)
     ]
     cfg = FirmConfig(robust=RobustConfig("median", 1))
-    state, rows = run_rounds(firm, clients, start, cfg)
+    state, rows = run_rounds(firm_round, clients, start, cfg)
     (failure,) = rows[0]["round"]["failures"]
     assert failure == {
         "client": "c1",
@@ -393,7 +391,7 @@ def test_refused_attackers_count_against_those_that_are_assumed(
         if client.name in refused:
             client.adapter = lambda: {"first": torch.tensor([torch.nan])}
     cfg = FirmConfig(robust=RobustConfig(rule, 2))
-    state, rows = firm(start, names, LocalEngine(clients), cfg)
+    state, rows = firm_round(start, names, LocalEngine(clients), cfg)
     assert set(state.accepted) == set(names) - set(refused)
     assert rows["round"]["robust"]["num_attackers"] == max(0, 2 - num_refused)
     if rule == "trimmed_mean" and num_refused >= 2:  # nobody is left to be trimmed
@@ -409,7 +407,7 @@ def test_clients_that_only_fail_are_not_taken_for_attackers(rule, new_client, st
     clients = [new_client(name, fails_in=(1,) if i < 5 else ()) for i, name in enumerate(names)]
     cfg = FirmConfig(robust=RobustConfig(rule, 2))
     with pytest.raises(RoundFailed, match=r"3 clients finished round 1, quorum [57] of"):
-        firm(start, names, LocalEngine(clients), cfg)
+        firm_round(start, names, LocalEngine(clients), cfg)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -419,7 +417,7 @@ def test_a_round_of_refused_answers_alone_fails(rule, new_client, start):
     for client in clients:
         client.adapter = dict
     with pytest.raises(RoundFailed, match="no clients finished round 1, quorum 1"):
-        firm(start, names, LocalEngine(clients), FirmConfig(robust=RobustConfig(rule, 2)))
+        firm_round(start, names, LocalEngine(clients), FirmConfig(robust=RobustConfig(rule, 2)))
 
 
 @pytest.mark.parametrize("rule", RULES)

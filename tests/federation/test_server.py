@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from firm.federation import Failure, Reply, RoundFailed, ServerState, Update
 from firm.federation.diagnostics import disagreement_drift
 from firm.federation.engines.engine import checked_reply
-from firm.federation.server import RoundConfig, accept, round_metrics
-from firm.federation.strategies import FedAvgConfig, FirmConfig
-from firm.federation.strategies.firm import firm
+from firm.federation.server import accept, round_metrics
+from firm.federation.strategies.fedavg import FedAvgConfig
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
@@ -145,17 +146,17 @@ def test_unknown_fields_and_metrics_are_left_out_and_counted(start):
 def test_an_update_beyond_the_norm_limit_is_refused(start):
     good, far = _reply("a", 1.0, [[0.5, 0.5]]), Reply("b", _update(adapter=_adapter(10.1)), 100, 70)
     lost = Failure("c", "TimeoutError: too late", 100)
-    cfg = RoundConfig(max_update_norm=10.0)
+    cfg = StrategyConfig(max_update_norm=10.0)
     replies, failures = accept(_request(start), [good, far], [lost], cfg=cfg)
     assert replies == [good]
     reason = "its update has norm 10.01, above max_update_norm 10"
     assert failures == [lost, Failure("b", reason, 100, 70, is_refused=True)]
-    accept(_request(start), [far], [], cfg=RoundConfig())  # any length without a limit
+    accept(_request(start), [far], [], cfg=StrategyConfig())  # any length without a limit
 
 
 def test_what_no_engine_has_read_is_no_answer(start):
     replies = [Reply("a", vars(_update()), 100, 70), _reply("b", 1.0, [[0.5, 0.5]])]
-    accepted, failures = accept(_request(start), replies, [], cfg=RoundConfig())
+    accepted, failures = accept(_request(start), replies, [], cfg=StrategyConfig())
     assert [reply.client for reply in accepted] == ["b"]
     assert failures[0].reason == "its answer is no Update but dict"
 
@@ -166,7 +167,7 @@ def test_a_strategy_checks_what_it_needs_and_a_check_that_raises_refuses(start):
     def check(update):
         return {"a": None, "b": "the name is b"}[update.client]
 
-    accepted, failures = accept(_request(start), replies, [], cfg=RoundConfig(), check=check)
+    accepted, failures = accept(_request(start), replies, [], cfg=StrategyConfig(), check=check)
     assert [reply.client for reply in accepted] == ["a"]
     assert [failure.reason for failure in failures] == [
         "the name is b",
@@ -178,7 +179,7 @@ def test_answers_that_differ_from_most_in_what_all_must_share_are_refused(start)
     replies = [_reply(name, 1.0, [[0.5, 0.5]]) for name in "abc"]
     widths = {"a": 4, "b": 7, "c": 4}
     accepted, failures = accept(
-        _request(start), replies, [], cfg=RoundConfig(), common=lambda u: widths[u.client]
+        _request(start), replies, [], cfg=StrategyConfig(), common=lambda u: widths[u.client]
     )
     assert [reply.client for reply in accepted] == ["a", "c"]
     assert failures[0].reason == "its answer has 7, the others' 4"
@@ -189,10 +190,10 @@ def test_a_round_below_its_quorum_raises_with_every_reason(start):
     failures = [Failure("b", "ValueError: no prompts", cause=cause), Failure("c", "KeyError: 1")]
     message = r"no clients finished round 1, quorum 1 \(b: ValueError: no prompts; c: KeyError: 1\)"
     with pytest.raises(RoundFailed, match=message) as raised:
-        accept(_request(start), [], failures, cfg=RoundConfig())
+        accept(_request(start), [], failures, cfg=StrategyConfig())
     assert raised.value.__cause__ is cause
 
-    good, cfg = _reply("a", 1.0, [[0.5, 0.5]]), RoundConfig(quorum=2)
+    good, cfg = _reply("a", 1.0, [[0.5, 0.5]]), StrategyConfig(quorum=2)
     with pytest.raises(RoundFailed, match=r"^1 client finished round 1, quorum 2 \(b: .*resume"):
         accept(_request(start), [good], failures, cfg=cfg)
     accept(_request(start), [good, good], failures, cfg=cfg)
@@ -283,7 +284,7 @@ def test_the_bounds_of_a_round_hold_for_the_gradients_at_the_global_model(
         return [new_client(name, own) for name, own in zip(names, targets, strict=True)]
 
     cfg = FirmConfig(share_gram=True, beta=beta, num_local_steps=num_local_steps)
-    _, (metrics,) = run_rounds(firm, build(), start, cfg)
+    _, (metrics,) = run_rounds(firm_round, build(), start, cfg)
     row = metrics["round"]
 
     jacobians = []
@@ -322,7 +323,7 @@ def test_the_disagreement_bound_and_the_norm_ratio_by_hand(start):
         ({"max_update_norm": 0.0}, "max_update_norm must be positive, got 0.0"),
     ],
 )
-@pytest.mark.parametrize("config", [RoundConfig, FirmConfig, FedAvgConfig])
+@pytest.mark.parametrize("config", [StrategyConfig, FirmConfig, FedAvgConfig])
 def test_rounds_that_cannot_be_run_are_refused(config, values, message):
     config()
     with pytest.raises(ValueError, match=message):

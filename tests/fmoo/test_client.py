@@ -9,18 +9,14 @@ import torch
 from torch import nn
 
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies import (
-    STRATEGIES,
-    AflConfig,
-    FedAvgConfig,
-    FedCmooConfig,
-    FedMgdaConfig,
-    FirmConfig,
-    FsmgdaConfig,
-    QFedAvgConfig,
-    fedavg,
-    fedcmoo,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.afl import AflConfig
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.fedmgda import FedMgdaConfig
+from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategies.qfedavg import QFedAvgConfig
 from firm.fmoo.attacks import AttackConfig
 from firm.fmoo.client import LocalConfig, SupervisedClient, Workspace, rotated
 from firm.fmoo.models import Dropout, MultiTaskModel

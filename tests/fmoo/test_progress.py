@@ -3,7 +3,8 @@
 import torch
 
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies import FedAvgConfig, FsmgdaConfig, fedavg, fsmgda
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
 from firm.fmoo import LocalConfig, ModelConfig, SupervisedClient, TaskData, Workspace, build_model
 from firm.fmoo.progress import local_models
 

@@ -132,7 +132,11 @@ CASES = {
     ),
     "a strategy that does not exist": (
         ["--strategy.name", "fedprox"],
-        ["strategy.name must be one of firm, fedavg", "got 'fedprox'"],
+        ["strategy.name must be one of afl, fedavg", "got 'fedprox'"],
+    ),
+    "a strategy that reads losses on a shard of prompts": (
+        ["--strategy.name", "qfedavg"],
+        ["strategy.name qfedavg needs losses on a client's whole shard", "AlignmentClient"],
     ),
     "no config file": (
         ["--config", "no/such.yaml"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, ServerState, derive_seed
-from firm.federation.strategies import FirmConfig, firm
+from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 from firm.theory import ActorCriticConfig, CriticConfig, TabularClient, exact, policy_gradients
@@ -143,7 +143,7 @@ def test_a_state_is_a_copy(mdp, theta):
 def test_a_round_of_one_client_is_its_own_training(mdp, theta):
     start = ServerState(adapter=adapter_of(theta), objectives=("a", "b"), seed=0)
     engine = LocalEngine([client_of(mdp)])
-    after, metrics = firm(start, ["client_0"], engine, FIRM)
+    after, metrics = firm_round(start, ["client_0"], engine, FIRM)
     assert torch.equal(after.adapter["theta"], train(client_of(mdp), theta, 3))
     (row,) = metrics["clients"]
     assert np.array(row["theta"]).shape == (3, 12)
@@ -156,7 +156,7 @@ def test_a_round_averages_the_clients(mdp, theta):
     start = ServerState(adapter=adapter_of(theta), objectives=("a", "b"), seed=0)
     names = ["client_0", "client_1"]
     engine = LocalEngine([client_of(mdp, name=name) for name in names])
-    after, _ = firm(start, names, engine, FIRM)
+    after, _ = firm_round(start, names, engine, FIRM)
     ends = [train(client_of(mdp, name=name), theta, 3) for name in names]
     assert not torch.equal(*ends)
     torch.testing.assert_close(after.adapter["theta"], sum(ends) / 2, rtol=0, atol=1e-15)

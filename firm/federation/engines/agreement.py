@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from firm.federation.accounting import message_epsilon
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Model, Reading, shown
+from firm.federation.strategy import StrategyConfig
 from firm.federation.tasks import TASKS
 
 MAX_REFUSALS = 10_000
@@ -28,23 +29,6 @@ MAX_REFUSALS = 10_000
 
 class Refused(PermissionError):
     """A site does not do what it was asked; the text is its own and quotes no data."""
-
-
-class StrategyConfig(Protocol):
-    """The configuration of a strategy, as far as it says what is asked of clients."""
-
-    @property
-    def privacy(self) -> PrivacyConfig | None:
-        """What may leave a client."""
-        ...
-
-    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns the fields of every request of a round beside ``ENVELOPE``, by its type.
-
-        A field that is not among them has its default, and one whose value is
-        ``DECIDED_BY_SERVER`` is the server's to decide in each round.
-        """
-        ...
 
 
 class Agreement:

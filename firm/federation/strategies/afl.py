@@ -13,9 +13,10 @@ import torch
 
 from firm.federation.aggregation import moved, server_step
 from firm.federation.engines.engine import Engine
+from firm.federation.rounds import Round, losses_of, update_losses_problem
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
-from firm.federation.strategies.rounds import Round, losses_of, update_losses_problem
+from firm.federation.strategy import strategy
 from firm.solvers import project_to_simplex
 
 
@@ -48,6 +49,7 @@ class AflConfig(ScalarConfig):
         super().__post_init__()
 
 
+@strategy
 def afl(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: AflConfig
 ) -> tuple[ServerState, dict[str, Any]]:
@@ -62,11 +64,6 @@ def afl(
 
     The row's "weights" are the λ that the step was taken with, by client of the round.
 
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What AFL leaves to choose.
 
     Raises:
         RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or told a loss that

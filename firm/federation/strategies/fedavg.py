@@ -14,14 +14,15 @@ import numpy as np
 from firm.federation.aggregation import server_step, shares
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
-from firm.federation.server import RoundConfig, ServerState
-from firm.federation.strategies.rounds import Round, update_lengths, zero_updates
+from firm.federation.rounds import Round, update_lengths, zero_updates
+from firm.federation.server import ServerState
+from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining
 from firm.solvers import fixed_weights
 
 
 @dataclass(frozen=True)
-class ScalarConfig(RoundConfig):
+class ScalarConfig(StrategyConfig):
     """What local training on a fixed weighted sum of the objectives leaves to choose."""
 
     weights: tuple[float, ...] | None = None
@@ -57,7 +58,7 @@ class ScalarConfig(RoundConfig):
         }
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``Agreement``."""
+        """Returns what a round asks of clients; see ``StrategyConfig``."""
         return {LocalTraining: self.local_training()}
 
     def learning_rate(self, state: ServerState) -> float:
@@ -96,20 +97,11 @@ class FedAvgConfig(ScalarConfig):
         super().__post_init__()
 
 
+@strategy
 def fedavg(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FedAvgConfig
 ) -> tuple[ServerState, dict[str, Any]]:
-    """Returns the server's state after one round of FedAvg, and the round's rows for the log.
-
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What FedAvg leaves to choose.
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
-    """
+    """Returns the server's state after one round of FedAvg, and the round's rows for the log."""
     this_round = Round(state, clients, engine, cfg)
     replies = this_round.train(cfg.local_training())
     updates, done = this_round.robust(replies)

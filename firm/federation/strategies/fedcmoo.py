@@ -18,11 +18,11 @@ from firm.federation.client import Reply, State
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import DECIDED_BY_SERVER, Request
+from firm.federation.rounds import Round, losses_problem
 from firm.federation.sampling import sample_clients
-from firm.federation.server import RoundConfig, ServerState
+from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
-from firm.federation.strategies.rounds import Round, losses_problem
-from firm.federation.strategies.upgrad import upgrad_weights
+from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining
 from firm.gradients import (
     COMPRESSORS,
@@ -43,6 +43,7 @@ from firm.solvers import (
     firm_weights,
     project_to_simplex,
 )
+from firm.solvers.upgrad import upgrad_weights
 
 CompressorName = Literal[
     "none", "low_rank", "top_k", "random_mask", "count_sketch", "hybrid", "quantizing"
@@ -54,7 +55,7 @@ BIASED = ("low_rank", "top_k", "random_mask")
 
 
 @dataclass(frozen=True)
-class GramConfig(RoundConfig):
+class GramConfig(StrategyConfig):
     """What ApproxGramJacobian and the server's step leave to choose."""
 
     compressor: CompressorName = "low_rank"
@@ -91,7 +92,7 @@ class GramConfig(RoundConfig):
         }
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``Agreement``."""
+        """Returns what a round asks of clients; see ``StrategyConfig``."""
         is_two_sample = self.communication == "two_sample"
         jacobians = {**self.jacobians(), "seed": DECIDED_BY_SERVER}
         training = {
@@ -164,9 +165,6 @@ class FedCmooConfig(GramConfig):
                 "use solver steps and normalize_gram false, as the theory does."
             )
 
-    def check(self, objectives: Sequence[str]) -> None:
-        """Does nothing: any objectives will do."""
-
 
 @dataclass(frozen=True)
 class FedCmooPrefConfig(GramConfig):
@@ -223,6 +221,7 @@ class FedCmooPrefConfig(GramConfig):
         )
 
 
+@strategy
 def fedcmoo(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FedCmooConfig
 ) -> tuple[ServerState, dict[str, Any]]:
@@ -239,11 +238,6 @@ def fedcmoo(
     UPGrad's weights sum to 1 or more, and the local loss is Σ wⱼfⱼ with them as they are: after one
     local step of SGD the server has moved by the local learning rate times UPGrad's direction.
 
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What FedCMOO leaves to choose.
 
     Raises:
         RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase.
@@ -270,6 +264,7 @@ def fedcmoo(
     )
 
 
+@strategy
 def fedcmoo_pref(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FedCmooPrefConfig
 ) -> tuple[ServerState, dict[str, Any]]:
@@ -279,11 +274,6 @@ def fedcmoo_pref(
     Jacobians: the means over those that serve an objective, in the row's "start_losses". The
     programme is the printed one, from which the authors' released code departs: ``cfg.variant``.
 
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What FedCMOO-Pref leaves to choose.
 
     Raises:
         RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase, or told losses that

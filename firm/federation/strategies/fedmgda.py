@@ -12,9 +12,10 @@ import torch
 
 from firm.federation.aggregation import server_step, shares, update_matrix
 from firm.federation.engines.engine import Engine
+from firm.federation.rounds import Round, update_lengths, zero_updates
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
-from firm.federation.strategies.rounds import Round, update_lengths, zero_updates
+from firm.federation.strategy import strategy
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
@@ -39,6 +40,7 @@ class FedMgdaConfig(ScalarConfig):
         super().__post_init__()
 
 
+@strategy
 def fedmgda(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FedMgdaConfig
 ) -> tuple[ServerState, dict[str, Any]]:
@@ -51,14 +53,6 @@ def fedmgda(
 
     The row's "weights" are λ by client.
 
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What FedMGDA+ leaves to choose.
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
     """
     this_round = Round(state, clients, engine, cfg)
 

@@ -12,15 +12,16 @@ import numpy as np
 from firm.federation.aggregation import aggregate, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
-from firm.federation.server import RoundConfig, ServerState
-from firm.federation.strategies.rounds import Round
+from firm.federation.rounds import Round
+from firm.federation.server import ServerState
+from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining
 from firm.solvers import firm_weights, linear_constraints
-from firm.solvers.firm import Solver
+from firm.solvers.regularised import Solver
 
 
 @dataclass(frozen=True)
-class FirmConfig(RoundConfig):
+class FirmConfig(StrategyConfig):
     """What FIRM leaves to choose."""
 
     name: Literal["firm"] = "firm"
@@ -101,24 +102,15 @@ class FirmConfig(RoundConfig):
         }
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``Agreement``."""
+        """Returns what a round asks of clients; see ``StrategyConfig``."""
         return {LocalTraining: self.local_training(objectives)}
 
 
-def firm(
+@strategy
+def firm_round(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FirmConfig
 ) -> tuple[ServerState, dict[str, Any]]:
-    """Returns the server's state after one round of FIRM, and the round's rows for the log.
-
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What FIRM leaves to choose.
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
-    """
+    """Returns the server's state after one round of FIRM, and the round's rows for the log."""
     this_round = Round(state, clients, engine, cfg)
 
     # the server sends the adapter θ_t to the clients of this round, and each of them takes K local

@@ -18,15 +18,16 @@ from firm.federation.aggregation import moved, server_step, update_matrix, weigh
 from firm.federation.client import Adapter, Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request, Update
-from firm.federation.server import RoundConfig, ServerState, too_long
-from firm.federation.strategies.rounds import Round
+from firm.federation.rounds import Round
+from firm.federation.server import ServerState, too_long
+from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import ObjectiveTraining, ObjectiveUpdates
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
 
 @dataclass(frozen=True)
-class FsmgdaConfig(RoundConfig):
+class FsmgdaConfig(StrategyConfig):
     """What FSMGDA leaves to choose."""
 
     name: Literal["fsmgda"] = "fsmgda"
@@ -49,14 +50,12 @@ class FsmgdaConfig(RoundConfig):
             )
         super().__post_init__()
 
-    def check(self, objectives: Sequence[str]) -> None:
-        """Does nothing: any objectives will do."""
-
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``Agreement``."""
+        """Returns what a round asks of clients; see ``StrategyConfig``."""
         return {ObjectiveTraining: self.local_work()}
 
 
+@strategy
 def fsmgda(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: FsmgdaConfig
 ) -> tuple[ServerState, dict[str, Any]]:
@@ -65,14 +64,6 @@ def fsmgda(
     An objective that none of the round's clients serves has weight 0. The row's "weights" are λ by
     objective; its "drift" is that of each client's updates under these weights.
 
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What FSMGDA leaves to choose.
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round.
     """
     this_round = Round(state, clients, engine, cfg)
 
@@ -110,7 +101,7 @@ def fsmgda(
     return this_round.finish(adapter, seen, entries={"weights": weights})
 
 
-def _mean_update(name: str, contents: Sequence[ObjectiveUpdates], cfg: RoundConfig) -> Adapter:
+def _mean_update(name: str, contents: Sequence[ObjectiveUpdates], cfg: StrategyConfig) -> Adapter:
     serving = [content for content in contents if name in content.updates]
     uniform = cfg.aggregation == "uniform"
     counts = [1 if uniform else content.num_examples for content in serving]

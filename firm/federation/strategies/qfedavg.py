@@ -10,15 +10,16 @@ from typing import Any, ClassVar, Literal
 
 from firm.federation.aggregation import moved
 from firm.federation.engines.engine import Engine
-from firm.federation.server import ServerState
-from firm.federation.strategies.fedavg import ScalarConfig
-from firm.federation.strategies.rounds import (
+from firm.federation.rounds import (
     Round,
     losses_of,
     update_lengths,
     update_losses_problem,
     zero_updates,
 )
+from firm.federation.server import ServerState
+from firm.federation.strategies.fedavg import ScalarConfig
+from firm.federation.strategy import strategy
 
 MIN_LOSS = 1e-10
 """What a zero loss counts as; its power q - 1 would be infinite below q = 1."""
@@ -62,6 +63,7 @@ class QFedAvgConfig(ScalarConfig):
         super().__post_init__()
 
 
+@strategy
 def qfedavg(
     state: ServerState, clients: Sequence[str], engine: Engine, cfg: QFedAvgConfig
 ) -> tuple[ServerState, dict[str, Any]]:
@@ -77,11 +79,6 @@ def qfedavg(
     The row's "weights" are F_k^q L / Σ h_k by client: what each update is multiplied by. They sum
     to 1 at q = 0, and to less otherwise.
 
-    Args:
-        state: The server's state; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: What q-FedAvg leaves to choose.
 
     Raises:
         RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or told a loss that

@@ -13,7 +13,9 @@ from firm.federation.engines.agreement import Refused
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies import FedCmooConfig, FirmConfig, FsmgdaConfig
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.training import LocalTraining
 
 PRIVACY = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client")

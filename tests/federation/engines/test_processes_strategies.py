@@ -9,7 +9,10 @@ import torch
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, ServerState
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.serialization import pack
-from firm.federation.strategies import STRATEGIES, FedCmooConfig, FirmConfig, FsmgdaConfig
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategies.fsmgda import FsmgdaConfig
 
 QuadraticClient = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["QuadraticClient"]
 NAMES = [f"client_{index}" for index in range(5)]

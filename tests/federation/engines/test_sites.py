@@ -17,7 +17,9 @@ from firm.federation.engines import (
     SitesReturned,
 )
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies import STRATEGIES, FedCmooConfig, FirmConfig
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.firm import FirmConfig
 
 FINGERPRINT = {"version": "1", "configuration": "abc"}
 PLACES = {"hospital": ["client_0"], "bank": ["client_1", "client_2"]}

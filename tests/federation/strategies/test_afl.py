@@ -5,7 +5,9 @@ import torch
 
 from firm.federation import ServerState
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies import STRATEGIES, AflConfig, FedAvgConfig, afl, fedavg
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.afl import AflConfig, afl
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 
 
 def _two(new_plain_client, **attack):

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, RoundFailed, ServerState
-from firm.federation.strategies import (
-    STRATEGIES,
-    FedAvgConfig,
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import (
     FedCmooConfig,
     FedCmooPrefConfig,
-    fedavg,
     fedcmoo,
     fedcmoo_pref,
 )

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, Reply, ServerState, Update
-from firm.federation.strategies import (
-    STRATEGIES,
-    FedAvgConfig,
-    FedMgdaConfig,
-    fedavg,
-    fedmgda,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedmgda import FedMgdaConfig, fedmgda
 
 FEDMGDA = FedMgdaConfig(normalize_updates=False)
 

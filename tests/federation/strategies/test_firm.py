@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies import STRATEGIES, FirmConfig, firm
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
@@ -16,7 +17,7 @@ def _run(clients, state, cfg, num_rounds=3):
     """Returns the server's state after some rounds, and the rows of each."""
     engine, names, rows = LocalEngine(clients), [client.name for client in clients], []
     for _ in range(num_rounds):
-        state, metrics = firm(state, names, engine, cfg)
+        state, metrics = firm_round(state, names, engine, cfg)
         rows.append(metrics)
     return state, rows
 
@@ -163,24 +164,24 @@ def test_a_client_that_fails_or_diverges_is_as_if_not_sampled_but_for_its_batche
     cfg = FirmConfig(num_local_steps=2)
     clients = [new_client("a"), new_client("b", **{fault: (2,)})]
     engine = LocalEngine(clients)
-    state, _ = firm(start, ["a", "b"], engine, cfg)
-    state, metrics = firm(state, ["a", "b"], engine, cfg)
+    state, _ = firm_round(start, ["a", "b"], engine, cfg)
+    state, metrics = firm_round(state, ["a", "b"], engine, cfg)
     assert state.accepted == {"a": 2, "b": 1}
     assert metrics["round"]["clients"] == ["a"]
     assert [failure["client"] for failure in metrics["round"]["failures"]] == ["b"]
     assert [row["client"] for row in metrics["clients"]] == ["a"]
-    final, _ = firm(state, ["a", "b"], engine, cfg)
+    final, _ = firm_round(state, ["a", "b"], engine, cfg)
 
     honest = new_client("b")
     spared = LocalEngine([new_client("a"), honest])
-    expected, _ = firm(start, ["a", "b"], spared, cfg)
-    expected, _ = firm(expected, ["a"], spared, cfg)
+    expected, _ = firm_round(start, ["a", "b"], spared, cfg)
+    expected, _ = firm_round(expected, ["a"], spared, cfg)
     states = spared.client_states(expected.accepted)
     honest.restore(states["b"]["state"])
     list(honest.batches(NUM_DRAWN[fault]))
     states["b"]["state"] = honest.state()
     spared.restore_client_states(states)
-    expected, _ = firm(expected, ["a", "b"], spared, cfg)
+    expected, _ = firm_round(expected, ["a", "b"], spared, cfg)
     assert same(final.adapter, expected.adapter)
     assert same(engine.client_states(final.accepted), spared.client_states(expected.accepted))
 
@@ -190,8 +191,8 @@ def test_a_round_that_nobody_finishes_raises_and_may_be_repeated(new_client, sta
     with pytest.raises(
         RuntimeError, match=r"round 1, quorum 1 \(a: ArithmeticError: the quadratic"
     ):
-        firm(start, ["a", "b"], engine, FirmConfig())
-    state, _ = firm(start, ["a", "b"], engine, FirmConfig())
+        firm_round(start, ["a", "b"], engine, FirmConfig())
+    state, _ = firm_round(start, ["a", "b"], engine, FirmConfig())
     assert state.accepted == {"a": 1, "b": 1}
 
 
@@ -239,13 +240,13 @@ def test_a_resumed_run_ends_like_one_that_was_not_stopped(new_client, start, sam
     whole, _ = _run([new_client(name) for name in names], start, cfg, num_rounds=5)
     first, state = engine(), start
     for _ in range(2):
-        state, _ = firm(state, names, first, cfg)
+        state, _ = firm_round(state, names, first, cfg)
     saved_server, saved_clients = state.to_state(), first.client_states(state.accepted)
 
     second, state = engine(), ServerState.from_state(saved_server)
     second.restore_client_states(saved_clients)
     for _ in range(3):
-        state, _ = firm(state, names, second, cfg)
+        state, _ = firm_round(state, names, second, cfg)
     assert same(vars(state), vars(whole))
 
 
@@ -283,7 +284,7 @@ def test_the_given_state_stays_as_it_was(new_client, start):
 
 
 def test_the_strategy_is_found_by_its_configurations_name():
-    assert STRATEGIES[FirmConfig().name] is firm
+    assert STRATEGIES[FirmConfig().name] is firm_round
 
 
 @pytest.mark.parametrize(

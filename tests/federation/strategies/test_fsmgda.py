@@ -5,13 +5,9 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, RoundFailed, ServerState
-from firm.federation.strategies import (
-    STRATEGIES,
-    FedAvgConfig,
-    FsmgdaConfig,
-    fedavg,
-    fsmgda,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
 from firm.solvers import min_norm_weights
 
 LEFT, RIGHT = [4.0, 0.0, 0.0], [0.0, 2.0, 0.0]

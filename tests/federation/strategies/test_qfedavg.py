@@ -2,13 +2,9 @@ import pytest
 import torch
 
 from firm.federation import RoundFailed
-from firm.federation.strategies import (
-    STRATEGIES,
-    FedAvgConfig,
-    QFedAvgConfig,
-    fedavg,
-    qfedavg,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.qfedavg import QFedAvgConfig, qfedavg
 
 
 def _two(new_plain_client, **attack):

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation.strategies import FedAvgConfig, FedCmooConfig, fedavg, fedcmoo
-from firm.federation.strategies.upgrad import upgrad_weights
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.solvers.upgrad import upgrad_weights
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from firm.federation.robust import robust_updates
 from firm.federation.sampling import sample_clients
 from firm.federation.server import (
     Check,
-    RoundConfig,
     ServerState,
     accept,
     num_refused,
     round_metrics,
 )
+from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
 from firm.solvers import fixed_weights
 
@@ -41,7 +41,7 @@ class Round:
     """
 
     def __init__(
-        self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: RoundConfig
+        self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: StrategyConfig
     ) -> None:
         self._start = time.perf_counter()
         self._state, self._engine, self._cfg = state, engine, cfg
@@ -121,7 +121,7 @@ class Round:
         """Returns the valid replies of "local_training"; see ``ask``.
 
         Args:
-            fields: Those of ``LocalTraining`` that ``RoundConfig.training`` gave, and what the
+            fields: Those of ``LocalTraining`` that ``StrategyConfig.training`` gave, and what the
                 server decided in this round.
             clients: Whom to ask; the sampled ones by default.
             check: As in ``ask``.

@@ -1,0 +1,274 @@
+"""Strategies: the options that all have, and the registry that each one's file fills."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+from firm.federation.accounting import require_accountant
+from firm.federation.aggregation import Aggregation
+from firm.federation.client import Capability, Client, missing
+from firm.federation.lora import LoraMean
+from firm.federation.messages import Request
+from firm.federation.privacy import PrivacyConfig
+from firm.federation.robust import RobustConfig
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """Options of a round that every strategy has; a strategy's own come on top."""
+
+    name: str = ""
+    """The strategy."""
+    num_local_steps: int = 1
+    """Local steps per round and client, K, each on a fresh batch. Its value is not in the paper."""
+    num_local_epochs: int | None = None
+    """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of
+    a number of steps: a client's K is then E times the whole batches in its shard. null counts in
+    num_local_steps, which must stay 1 otherwise."""
+    aggregation: Aggregation = "uniform"
+    """Whether clients count alike (1/C, as in Algorithm 1 of FIRM) or by their number of
+    examples."""
+    clients_per_round: int | None = None
+    """Clients drawn for each round, without replacement; null takes all, as the paper does."""
+    always: tuple[str, ...] = ()
+    """Names of clients that take part in every round, such as attackers; the others are drawn for
+    the places that are left. Not in the paper."""
+    quorum: int = 1
+    """Fewest clients whose updates a round needs; with fewer the run stops. Not in the paper."""
+    max_update_norm: float | None = None
+    """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length. Not in the paper."""
+    share_gram: bool = False
+    """Whether clients send the Gram matrix of their first solve, M² numbers, with each update: at
+    the common model θ_t it bounds the disagreement drift and, for the batches drawn there, how far
+    θ_t is from Pareto stationarity. Not in the paper."""
+    server_learning_rate: float = 1.0
+    """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
+    Algorithm 1 of FIRM does."""
+    lora_mean: LoraMean = "factors"
+    """What of a LoRA layer is averaged: A and B apart, as adapters are in Algorithm 1 of FIRM, or
+    their products B·A, which are then brought back to rank r. Products are not in the paper."""
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    """What the mean is taken of where some clients may attack. Not in the paper."""
+
+    privacy: PrivacyConfig | None = None
+    """Differential privacy of the clients; null: none. Not in the paper."""
+
+    sends_adapters_only: ClassVar[bool] = False
+    """Whether clients send nothing that trains the model but their adapters, which is all that
+    privacy covers."""
+    reads_losses: ClassVar[bool] = False
+    """Whether clients send their losses at θ_t."""
+    averages: ClassVar[bool] = True
+    """Whether the server's step is a mean of adapters, so that it may be one of products."""
+
+    def __post_init__(self) -> None:
+        if self.num_local_steps < 1:
+            raise ValueError(f"num_local_steps must be at least 1, got {self.num_local_steps}.")
+        if self.num_local_epochs is not None:
+            if self.num_local_epochs < 1:
+                raise ValueError(
+                    f"num_local_epochs must be at least 1, got {self.num_local_epochs}; null "
+                    "counts in num_local_steps."
+                )
+            if self.num_local_steps != 1:
+                raise ValueError(
+                    "local training has num_local_steps or num_local_epochs, got both, "
+                    f"{self.num_local_steps} and {self.num_local_epochs}; leave one of them out."
+                )
+        if self.clients_per_round is not None and self.clients_per_round < 1:
+            raise ValueError(
+                f"clients_per_round must be at least 1, got {self.clients_per_round}; "
+                "null takes all."
+            )
+        if len(set(self.always)) < len(self.always):
+            raise ValueError(f"always must name each client once, got {list(self.always)}.")
+        if self.clients_per_round is not None and self.clients_per_round <= len(self.always):
+            raise ValueError(
+                f"clients_per_round must be more than the {len(self.always)} that always take "
+                f"part, got {self.clients_per_round}."
+            )
+        if self.quorum < 1:
+            raise ValueError(f"quorum must be at least 1 client, got {self.quorum}.")
+        if self.clients_per_round is not None and self.quorum > self.clients_per_round:
+            raise ValueError(
+                f"quorum must be at most clients_per_round ({self.clients_per_round}), "
+                f"got {self.quorum}."
+            )
+        if self.max_update_norm is not None and not self.max_update_norm > 0:
+            raise ValueError(
+                f"max_update_norm must be positive, got {self.max_update_norm}; null accepts any."
+            )
+        if not 0 < self.server_learning_rate < inf:
+            raise ValueError(
+                "server_learning_rate must be positive and finite, got "
+                f"{self.server_learning_rate}."
+            )
+        if self.lora_mean not in ("factors", "products"):
+            raise ValueError(f"lora_mean must be factors or products, got {self.lora_mean!r}.")
+        if self.lora_mean == "products" and not self.averages:
+            raise ValueError(
+                "lora_mean products is for strategies that take the clients' mean (firm, fedavg, "
+                f"fedcmoo and fedcmoo_pref); {type(self).__name__} needs factors."
+            )
+        if self.lora_mean == "products" and self.server_learning_rate != 1:
+            raise ValueError(
+                "lora_mean products is for the mean itself; server_learning_rate must be 1, got "
+                f"{self.server_learning_rate}."
+            )
+        self._check_robust()
+        if self.privacy is not None:
+            self._check_privacy(self.privacy)
+
+    @classmethod
+    def forms(cls) -> list[type["StrategyConfig"]]:
+        """Returns the registered configurations of this kind, told apart by ``name``."""
+        return [_CONFIGS[name] for name in sorted(STRATEGIES) if issubclass(_CONFIGS[name], cls)]
+
+    def check(self, objectives: Sequence[str]) -> None:
+        """Checks the options that depend on the objectives; by default none does.
+
+        Args:
+            objectives: Names of the M objectives, in order.
+
+        Raises:
+            ValueError: An option does not fit these objectives.
+        """
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns the fields of every request of a round beside ``ENVELOPE``, by its type.
+
+        A field that is not among them has its default, and one whose value is
+        ``DECIDED_BY_SERVER`` is the server's to decide in each round. A site agrees to these
+        requests and to no others.
+
+        Args:
+            objectives: Names of the M objectives, in order.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
+
+    def check_clients(self, kind: type[Client]) -> None:
+        """Raises ``ValueError`` naming a capability that the strategy needs and clients lack.
+
+        Args:
+            kind: The clients' class.
+        """
+        needs: dict[Capability, bool] = {
+            "losses": self.reads_losses,
+            "epochs": self.num_local_epochs is not None,
+        }
+        for capability, is_needed in needs.items():
+            if is_needed and capability not in kind.capabilities:
+                name = f"strategy.name {self.name}"
+                raise ValueError(missing(kind.__name__, capability, strategy=name))
+
+    def local_work(self) -> dict[str, Any]:
+        """Returns the fields of a request that say how long local training is."""
+        return {
+            "num_local_steps": self.num_local_steps,
+            "num_local_epochs": self.num_local_epochs,
+        }
+
+    def training(self) -> dict[str, Any]:
+        """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
+        return {
+            **self.local_work(),
+            "share_gram": self.share_gram,
+            "privacy": self.privacy,
+        }
+
+    def _check_robust(self) -> None:
+        """Raises ``ValueError`` on a robust rule that does not go with the other keys."""
+        rule, least = self.robust.rule, self.robust.min_updates
+        if rule == "none":
+            return
+        if not self.averages:
+            raise ValueError(
+                "robust is for strategies that take the clients' mean (firm, fedavg, fedcmoo and "
+                f"fedcmoo_pref); {type(self).__name__} needs robust.rule none, got {rule}."
+            )
+        if self.aggregation != "uniform":
+            raise ValueError(
+                "a robust rule counts all alike, since clients tell their own number of examples; "
+                f"aggregation must be uniform with robust.rule {rule}, got {self.aggregation}."
+            )
+        if self.lora_mean == "products" and rule != "multi_krum":
+            raise ValueError(
+                "lora_mean products takes whole adapters, which of the robust rules only "
+                f"multi_krum leaves several of; set lora_mean to factors with robust.rule {rule}."
+            )
+        if self.clients_per_round is not None and self.clients_per_round < least:
+            raise ValueError(
+                f"robust.rule {rule} with num_attackers {self.robust.num_attackers} needs "
+                f"clients_per_round of at least {least}, got {self.clients_per_round}."
+            )
+
+    def _check_privacy(self, privacy: PrivacyConfig) -> None:
+        """Raises ``ValueError`` where ε would not hold of what is sent or done with it."""
+        if not self.sends_adapters_only:
+            raise ValueError(
+                "privacy covers the mean of adapters, and not the Jacobians, losses or updates by "
+                "objective that others send; it is for strategies firm and fedavg, got "
+                f"{type(self).__name__}."
+            )
+        if self.aggregation != "uniform":
+            raise ValueError(
+                "privacy needs clients that count alike, or one could change the mean by more than "
+                f"its share; aggregation must be uniform, got {self.aggregation}."
+            )
+        if self.lora_mean != "factors":
+            raise ValueError(
+                "privacy clips A and B, whose products have no such limit; lora_mean must be "
+                f"factors, got {self.lora_mean}."
+            )
+        if self.robust.rule != "none":
+            raise ValueError(
+                "privacy is accounted for the plain mean; robust.rule must be none, got "
+                f"{self.robust.rule}."
+            )
+        if self.max_update_norm is not None:
+            raise ValueError(
+                "privacy.clip_norm limits the updates already, and refusing one would tell of it; "
+                f"max_update_norm must be null, got {self.max_update_norm}."
+            )
+        if self.share_gram and privacy.statistics != "exact":
+            raise ValueError(
+                "share_gram sends exact Gram matrices; with privacy set it to false, or "
+                f"privacy.statistics to exact, got {privacy.statistics}."
+            )
+        require_accountant()
+
+
+Strategy = Callable[..., tuple[Any, dict[str, Any]]]
+"""One round of an algorithm: ``(state, clients, engine, cfg) -> (state, metrics)``.
+
+From the server's state (never changed), the names of all clients in the order in which their
+updates are summed, the engine that runs them and the strategy's configuration, to the state after
+the round and the round's rows for the log. Raises ``RoundFailed`` when fewer than ``cfg.quorum``
+clients finished.
+"""
+
+STRATEGIES: dict[str, Strategy] = {}
+"""Every strategy by its configuration's ``name``."""
+_CONFIGS: dict[str, type[StrategyConfig]] = {}
+
+Function = TypeVar("Function", bound=Strategy)
+
+
+def strategy(function: Function) -> Function:
+    """Registers a strategy under the ``name`` of its configuration, the type of its ``cfg``.
+
+    Raises:
+        ValueError: The name is missing or taken, or ``cfg`` is no ``StrategyConfig``.
+    """
+    config = get_type_hints(function).get("cfg")
+    if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
+        raise ValueError(f"{function.__name__} needs an argument cfg, a StrategyConfig.")
+    name = config.__dataclass_fields__["name"].default
+    if not name or name in STRATEGIES:
+        raise ValueError(
+            f"{config.__name__} needs a name of its own, got {name!r}; taken: "
+            f"{', '.join(STRATEGIES)}."
+        )
+    STRATEGIES[name], _CONFIGS[name] = function, config
+    return function
