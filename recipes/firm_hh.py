@@ -100,7 +100,7 @@ from reward_models import RewardModelConfig, load_reward_model
 ROOT = Path(__file__).parent.parent
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = ("name", "resume", "out", "tracking", "plan", "client_timeout")
+FREE_KEYS = ("name", "plugins", "resume", "out", "tracking", "plan", "client_timeout")
 """What may differ from the run's own configuration when it is resumed."""
 
 
@@ -194,6 +194,9 @@ class Config:
     """The objectives: one reward model each."""
     name: str = "firm_hh"
     """Opens the run directory's name."""
+    plugins: tuple[str, ...] = ()
+    """Modules, or Python files, that register strategies of their own; imported before all other
+    keys are read."""
     out: Path | None = None
     """Run directory; by default runs/NAME-TIME."""
     plan: bool = False

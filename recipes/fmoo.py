@@ -70,7 +70,7 @@ from firm.run.guard import drawing
 from recipes import fmoo_page
 
 ROOT = Path(__file__).parent.parent
-FREE_KEYS = ("resume", "out", "algorithms", "seeds", "num_workers", "tracking")
+FREE_KEYS = ("resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""
 
 
@@ -188,6 +188,9 @@ class Config:
     count."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Weights & Biases, a run of its own for every algorithm and seed."""
+    plugins: tuple[str, ...] = ()
+    """Modules, or Python files, that register strategies of their own; imported before all other
+    keys are read."""
     out: Path | None = None
     """The study's directory; by default runs/fmoo-TIME."""
     resume: bool = False

@@ -6,6 +6,7 @@ A file states what differs from the defaults, and `--key.path value` overrides i
 - A section of several *forms*, told apart by their `name` (a union of dataclasses, or a dataclass
   whose class method `forms` returns those that are registered), keeps, when another form is chosen,
   the keys that were given before and that the new form has too.
+- A top-level key `plugins` names modules that register such forms; they are imported first.
 - A list or a dictionary replaces the default as a whole, since which objectives there are is one
   choice; `--rewards.helpful.path value` changes one entry and leaves the others.
 
@@ -41,6 +42,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from firm.federation.outside import printable
 from firm.run.errors import UserError, exit_on_user_error
+from firm.run.plugins import import_plugin
 
 Config = TypeVar("Config")
 
@@ -113,10 +115,20 @@ def compose(
     Raises:
         UserError: As `parse`.
     """
-    root = _Section.of(config_class)
+    contents = []
     for file in map(str, files):
         with _named_in_errors(file):
-            _lay(config_class, root, (), _read_file(file), "")
+            contents.append((file, _read_file(file)))
+    if "plugins" in get_type_hints(config_class):
+        mappings = [content for _, content in contents if isinstance(content, Mapping)]
+        given = [content["plugins"] for content in mappings if "plugins" in content]
+        given += [value for key, value in overrides if key == "plugins"]
+        for name in _lay(tuple[str, ...], None, (), given[-1], "plugins") if given else ():
+            import_plugin(name)
+    root = _Section.of(config_class)
+    for file, content in contents:
+        with _named_in_errors(file):
+            _lay(config_class, root, (), content, "")
     # A form's name decides which keys there are: it goes first, wherever it stands.
     for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
         with _named_in_errors(source):

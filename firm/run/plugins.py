@@ -1,0 +1,43 @@
+"""Plugins: modules that register strategies and the like when they are imported."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from firm.run.errors import UserError
+
+
+def import_plugin(name: str) -> None:
+    """Imports a module, once, so that what it registers can be configured.
+
+    Args:
+        name: The module's name, or the path of a Python file, which ends in ".py".
+
+    Raises:
+        UserError: There is no such module or file, or it cannot be imported.
+    """
+    try:
+        if name.endswith(".py"):
+            _import_file(Path(name).expanduser().resolve())
+        else:
+            importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # whatever another's module raises ends in one line
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
+
+
+def _import_file(path: Path) -> None:
+    module_name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no Python file")
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
