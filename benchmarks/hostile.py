@@ -150,7 +150,7 @@ def example(schema: Schema, reading: Reading) -> Any:
         case schemas.Number():
             return int(max(schema.low, 1)) if schema.is_integer else float(max(schema.low, 0.5))
         case schemas.Text():
-            return schema.choices[0] if schema.choices else "text"
+            return next(iter(schema.choices)) if schema.choices else "text"
     return {}  # a mapping with fields of its own
 
 

@@ -71,7 +71,6 @@ from firm.federation import (
     ProcessesEngine,
     RandomStream,
     ServerState,
-    beta_alarm,
     dirichlet_partition,
     failure_alarms,
     iid_partition,
@@ -824,12 +823,11 @@ def _alarms(cfg: Config, rows: list[dict[str, Any]]) -> list[str]:
             instead=str,
         )
         texts += [alarm] if alarm else []
-    if isinstance(cfg.strategy, FirmConfig) and cfg.strategy.preference is None:
-        solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
-        beta = cfg.strategy.beta
-        alarm = drawn("Whether β does nothing", lambda: beta_alarm(solves, beta), instead=str)
-        texts += [alarm] if alarm else []
-    return texts
+    return texts + drawn(
+        "What the strategy warns of",
+        lambda: cfg.strategy.alarms(rows),
+        instead=lambda text: [text],
+    )
 
 
 def _facts(cfg: Config, final: Evaluation, run: Run) -> dict[str, Any]:

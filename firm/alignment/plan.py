@@ -546,7 +546,7 @@ class _Listener:
             content = self._jacobian(request)
         elif isinstance(request, LocalTraining):
             self.num_clients, num_adapters = len(clients), 1
-            self.solves_by_clients = request.weighting == "firm"
+            self.solves_by_clients = request.weighting != "fixed"
             self.takes_whole_batches |= self.solves_by_clients and request.solve_per == "batch"
         else:
             self.num_clients, self.num_trainings = len(clients), m

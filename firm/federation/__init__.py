@@ -26,9 +26,11 @@ from firm.federation.messages import Update
 from firm.federation.partition import dirichlet_partition, iid_partition
 from firm.federation.randomness import RandomStream, derive_seed
 from firm.federation.server import RoundFailed, ServerState
+from firm.federation.strategies import STRATEGIES
 from firm.federation.training import local_training
 
 __all__ = [
+    "STRATEGIES",
     "Adapter",
     "Batch",
     "Client",

@@ -68,6 +68,20 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
     return torch.linalg.vector_norm(weights - unregularised).item() / distance
 
 
+def solve_figures(gram: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
+    """Returns what is logged of one solve, JSON-able.
+
+    Args:
+        gram: Gram matrix, shape [M, M].
+        weights: λ that were found for it, shape [M].
+    """
+    return {
+        "gradient_norms": gradient_norms(gram).tolist(),
+        "cosines": cosines(gram).tolist(),
+        "beta_effect": beta_effect(weights, firm_weights(gram, beta=0.0)),
+    }
+
+
 def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
     """Returns the smallest β whose effect on the weights of a Gram matrix is as given.
 

@@ -6,7 +6,7 @@ told by the field's path. The same schemas generate the mutated messages of the 
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -99,7 +99,7 @@ class Flag:
 class Text:
     """A short text that a terminal can show, or one of a few."""
 
-    choices: tuple[str, ...] | None = None
+    choices: Collection[str] | None = None
     max_length: int = MAX_TEXT
 
     def read(self, value: Any, path: str, reading: Reading) -> str:

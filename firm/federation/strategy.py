@@ -1,6 +1,6 @@
 """Strategies: the options that all have, and the registry that each one's file fills."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -146,6 +146,14 @@ class StrategyConfig:
             objectives: Names of the M objectives, in order.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
+
+    def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns what a user should be told after a round, each text once; by default nothing.
+
+        Args:
+            rows: Rows of the log so far, those of the round that just ended included.
+        """
+        return []
 
     def check_clients(self, kind: type[Client]) -> None:
         """Raises ``ValueError`` naming a capability that the strategy needs and clients lack.

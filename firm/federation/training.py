@@ -6,16 +6,16 @@ al. 2023, arXiv:2310.09866).
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Batch, Client, Gradients
-from firm.federation.diagnostics import beta_effect, cosines, gradient_norms
+from firm.federation.diagnostics import solve_figures
 from firm.federation.messages import (
     COUNT,
     MAX_CLIENTS,
@@ -31,7 +31,6 @@ from firm.federation.schema import (
     Fields,
     Flag,
     Invalid,
-    Items,
     Metrics,
     Named,
     Number,
@@ -39,6 +38,7 @@ from firm.federation.schema import (
     Parameters,
     PerObjective,
     Reading,
+    Schema,
     Text,
     register_metrics,
 )
@@ -50,28 +50,54 @@ from firm.federation.sharing import (
 )
 from firm.federation.tasks import task
 from firm.gradients import gram_matrix
-from firm.solvers import firm_weights, fixed_weights
+from firm.solvers import fixed_weights
 
-WEIGHTINGS = {"firm": firm_weights, "fixed": fixed_weights}
-"""Functions from a Gram matrix [M, M] and options to weights [M], by the name that travels."""
+WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {}
+"""Functions that find weights, by the name that travels; see ``weighting``."""
+_OPTIONS: dict[str, Schema] = {}
+_GIVEN = Fields(_OPTIONS)
+
+WeightingFunction = TypeVar("WeightingFunction", bound=Callable[..., torch.Tensor])
+
+
+def weighting(name: str, **options: Schema) -> Callable[[WeightingFunction], WeightingFunction]:
+    """Returns a decorator that registers how a local training finds its weights.
+
+    The function takes a Gram matrix [M, M], the indices of the objectives that the client serves
+    and the options by keyword, and returns weights [M].
+
+    Args:
+        name: The name that travels.
+        options: What each option may be; the function checks what concerns several.
+
+    Raises:
+        ValueError: The name is taken, or an option has another schema elsewhere.
+    """
+
+    def register(function: WeightingFunction) -> WeightingFunction:
+        if name in WEIGHTINGS:
+            raise ValueError(f"a weighting {name!r} exists already; choose another name.")
+        for option, schema in options.items():
+            if _OPTIONS.setdefault(option, schema) != schema:
+                raise ValueError(f"the option {option!r} exists already; choose another name.")
+        WEIGHTINGS[name] = function
+        return function
+
+    return register
+
+
+@weighting("fixed", weights=Optional(PerObjective(Number(0))))
+def _fixed(
+    gram: torch.Tensor, served: Sequence[int], *, weights: Sequence[float] | None = None
+) -> torch.Tensor:
+    """Weights that are known before."""
+    return fixed_weights(gram, weights=weights)
+
 
 NUM_STEPS = Number(1, MAX_ROUND, is_integer=True)
 """K."""
 NUM_EPOCHS = Optional(Number(1, MAX_ROUND, is_integer=True))
 """E, in place of K; None counts in steps."""
-_OPTIONS = Fields(
-    {
-        "beta": Number(0),
-        "preference": Optional(Items(Number(0))),
-        "preference_strength": Number(0),
-        "normalize": Flag(),
-        "norm_power": Number(),
-        "solver": Text(("exact", "cvxpy")),
-        "constraints": Items(Items(Number())),
-        "weights": Optional(PerObjective(Number(0))),
-    }
-)
-"""Options of the weightings; each function checks its own."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +136,11 @@ class LocalTraining(Request):
     """Local steps K."""
     num_local_epochs: Annotated[int | None, NUM_EPOCHS] = None
     """Local epochs E in place of K."""
-    weighting: Annotated[str, Text(tuple(WEIGHTINGS))]
+    weighting: Annotated[str, Text(WEIGHTINGS)]
     """How weights are found, a name in ``WEIGHTINGS``."""
-    weighting_options: Annotated[dict[str, Any], _OPTIONS] = field(default_factory=dict)
+    weighting_options: Annotated[dict[str, Any], _GIVEN] = field(default_factory=dict)
     """Arguments of that function."""
-    options_by_client: Annotated[dict[str, dict[str, Any]], Named(_OPTIONS, MAX_CLIENTS)] = field(
+    options_by_client: Annotated[dict[str, dict[str, Any]], Named(_GIVEN, MAX_CLIENTS)] = field(
         default_factory=dict
     )
     """Arguments of clients that have their own."""
@@ -268,10 +294,7 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
 def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
     options = request.options_by_client.get(client.name, request.weighting_options)
-    find = partial(WEIGHTINGS[request.weighting], **options)
-    served = list(served_objectives(client))
-    if request.weighting == "firm" and len(served) < len(client.objectives):
-        find = partial(_served_weights, served, options)
+    find = partial(WEIGHTINGS[request.weighting], served=served_objectives(client), **options)
     num_steps, solves = 0, []
     weights = torch.empty(0)
     for batch in _batches(client, request):
@@ -353,21 +376,6 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"losses": losses} if losses else {}
 
 
-def _served_weights(served: list[int], options: dict[str, Any], gram: torch.Tensor) -> torch.Tensor:
-    """FIRM's weights [M] of the served objectives' own problem, 0 for the others.
-
-    A zero gradient is the shortest of all: left in, its objective would get all the weight.
-    """
-    own = dict(options)
-    if own.get("preference") is not None:
-        own["preference"] = [own["preference"][j] for j in served]
-    if own.get("constraints"):
-        own["constraints"] = [[*(row[j] for j in served), row[-1]] for row in own["constraints"]]
-    weights = torch.zeros(len(gram), dtype=gram.dtype)
-    weights[served] = firm_weights(gram[served][:, served], **own)
-    return weights
-
-
 def _solve(
     jacobian: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -379,9 +387,7 @@ def _solve(
     solve_end = time.perf_counter()
     return weights, {
         "weights": weights.tolist(),
-        "gradient_norms": gradient_norms(gram).tolist(),
-        "cosines": cosines(gram).tolist(),
-        "beta_effect": beta_effect(weights, firm_weights(gram, beta=0.0)),
+        **solve_figures(gram, weights),
         "gram_matrix": gram,
         "gram": gram_end - start,
         "solve": solve_end - gram_end,

@@ -361,5 +361,5 @@ def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn
     short = {"kind": "client", "round": 3, "beta_effect": [0.9]}
     assert _alarms(cfg, [*rows, short, end]) == [alarm]
     (note,) = _alarms(cfg, [*rows, {**rows[0], "cosines": []}, end])
-    assert note.startswith("Whether β does nothing could not be drawn")
+    assert note.startswith("What the strategy warns of could not be drawn")
     assert undrawn == [note]

@@ -3,19 +3,22 @@
 Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment" (Nourzad et al.).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
+import torch
 
 from firm.federation.aggregation import aggregate, server_step
+from firm.federation.diagnostics import beta_alarm
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
 from firm.federation.rounds import Round
+from firm.federation.schema import Flag, Items, Number, Optional, Text
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.federation.training import LocalTraining
+from firm.federation.training import LocalTraining, weighting
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
 
@@ -69,6 +72,14 @@ class FirmConfig(StrategyConfig):
         for client in self.preferences:
             self.of_client(client).check(objectives)
 
+    def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns the alarm about a β that does nothing, where there is one."""
+        if self.preference is not None:
+            return []
+        solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
+        alarm = beta_alarm(solves, self.beta)
+        return [alarm] if alarm else []
+
     def of_client(self, name: str) -> Self:
         """Returns what holds for one client, with its own preference where it has one."""
         preference = self.preferences.get(name, self.preference)
@@ -104,6 +115,40 @@ class FirmConfig(StrategyConfig):
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
         """Returns what a round asks of clients; see ``StrategyConfig``."""
         return {LocalTraining: self.local_training(objectives)}
+
+
+@weighting(
+    "firm",
+    beta=Number(0),
+    preference=Optional(Items(Number(0))),
+    preference_strength=Number(0),
+    normalize=Flag(),
+    norm_power=Number(),
+    solver=Text(get_args(Solver)),
+    constraints=Items(Items(Number())),
+)
+def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) -> torch.Tensor:
+    """Returns FIRM's weights of the served objectives' own problem, 0 for the others, shape [M].
+
+    A zero gradient is the shortest of all: left in, its objective would get all the weight.
+
+    Args:
+        gram: Gram matrix of all objectives' gradients, shape [M, M].
+        served: Indices of the objectives that the client has losses for.
+        options: Arguments of ``firm_weights``.
+    """
+    rows = list(served)
+    if len(rows) == len(gram):
+        return firm_weights(gram, **options)
+    if options.get("preference") is not None:
+        options["preference"] = [options["preference"][j] for j in rows]
+    if options.get("constraints"):
+        options["constraints"] = [
+            [*(bounds[j] for j in rows), bounds[-1]] for bounds in options["constraints"]
+        ]
+    weights = torch.zeros(len(gram), dtype=gram.dtype)
+    weights[rows] = firm_weights(gram[rows][:, rows], **options)
+    return weights
 
 
 @strategy
