@@ -51,7 +51,7 @@ from firm.alignment import (
 )
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.prompts import encode_prompts
-from firm.alignment.rollout import forward, response_logits, rollout, token_logprobs
+from firm.alignment.rollout import Queries, response_logprobs, rollout
 from firm.federation import RandomStream
 from firm.federation.partition import dirichlet_partition
 from firm.gradients import gram_matrix, jacobian
@@ -300,10 +300,10 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
     def losses(rows: Sequence[int]) -> torch.Tensor:
         texts = [prompts[row].text for row in rows]
-        queries, _ = encode_prompts(texts, tokenizer, max_prompt_tokens=64)
+        token_ids, _ = encode_prompts(texts, tokenizer, max_prompt_tokens=64)
         replies = rollout(
             policy,
-            queries,
+            Queries(texts, token_ids),
             tokenizer=tokenizer,
             config=sampling,
             reference=policy.disable_adapter,
@@ -311,9 +311,7 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
         scores = torch.tensor([r(prompts=texts, completions=replies.completions) for r in rewards])
         centred = scores - scores.mean(dim=1, keepdim=True)
         advantages = centred / (scores.std(dim=1, keepdim=True) + 1e-8)  # [M, B]
-        logits = forward(policy, replies.query_responses, pad_id).logits
-        logits = response_logits(logits, replies.context_length, sampling.temperature)
-        logprobs = token_logprobs(logits, replies.responses)  # [B, T]
+        logprobs = response_logprobs(policy, replies, pad_id, sampling.temperature)  # [B, T]
         return -(advantages * (logprobs * replies.mask).sum(dim=1)).mean(dim=1)  # [M]
 
     kinds = [prompt.kind for prompt in prompts]

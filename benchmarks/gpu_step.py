@@ -44,6 +44,7 @@ from firm.alignment import (
     load_tokenizer,
     make_plan,
 )
+from firm.alignment.rollout import Queries
 from firm.federation import Processes, RandomStream
 from firm.gradients import gram_matrix
 from firm.run import print_table
@@ -209,12 +210,12 @@ def local_step(trainer: MultiObjectivePPOTrainer, stages: Stages) -> None:
     query_ids = torch.randint(len(SPECIAL), len(tokenizer), size)
     prompts = tokenizer.batch_decode(query_ids)
     with stages.of("rollout and reference"):
-        rollouts = trainer.sample(query_ids)
+        rollouts = trainer.sample(Queries(prompts, query_ids))
     with stages.of("rewards, values, advantages"):
-        experience = trainer.experience(rollouts, prompts)
+        experience = trainer.experience(rollouts)
     for index in trainer.minibatch_indices():
         with stages.of("forward and backward"):
-            gradients = trainer.gradients(experience, index)
+            gradients = trainer.gradients(experience.rows(index))
         with stages.of("Gram matrix and weights"):
             weights = firm_weights(gram_matrix(gradients.jacobian).cpu())
         with stages.of("optimizer step"):

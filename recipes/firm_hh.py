@@ -804,7 +804,8 @@ def _alarms_at_start(cfg: Config) -> list[str]:
     texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
     if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
         return texts
-    alarm = kl_alarm(cfg.ppo, num_steps=cfg.rounds * cfg.strategy.num_local_steps)
+    num_steps = cfg.rounds * cfg.strategy.num_local_steps
+    alarm = kl_alarm(cfg.ppo.kl, batch_size=cfg.ppo.batch_size, num_steps=num_steps)
     return [*texts, alarm] if alarm else texts
 
 

@@ -1,12 +1,13 @@
-"""The language wing: PPO with one policy gradient per reward model, stages 1 to 5 and 9 of a round.
+"""The language wing: one policy gradient per reward model, stages 1 to 5 and 9 of a round.
 
-`prompts`, `rollout`, `rewards`, `advantages` and `ppo` are the stages, pure where they can be;
-`trainer` alone knows TRL; `client` is what the federation drives; `evaluation` says what a policy
-is worth on held-out prompts.
+`prompts`, `rollout`, `rewards` and an estimator of `estimators` are the stages, pure where they can
+be; `trainer` alone knows TRL; `client` is what the federation drives; `evaluation` says what a
+policy is worth on held-out prompts.
 """
 
 from firm.alignment.adapters import fill_adapter_, load_adapters, select_adapter
 from firm.alignment.client import AlignmentClient
+from firm.alignment.estimators import PPOConfig
 from firm.alignment.evaluation import (
     Comparison,
     Evaluation,
@@ -15,6 +16,7 @@ from firm.alignment.evaluation import (
     evaluate,
     sample_replies,
 )
+from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
 from firm.alignment.model_card import write_model_card
 from firm.alignment.plan import Plan, make_plan
 from firm.alignment.policy import (
@@ -29,7 +31,6 @@ from firm.alignment.policy import (
     load_tokenizer,
     take_device,
 )
-from firm.alignment.ppo import KLConfig, PPOConfig, kl_alarm, mismatch_alarm
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
 from firm.alignment.rewards import (
     Calibration,

@@ -62,28 +62,6 @@ def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return centred * torch.rsqrt(variances.mean() + 1e-8)
 
 
-def kl_penalty(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, estimator: str = "k1"
-) -> torch.Tensor:
-    """Estimate per token of the KL divergence from the reference policy, shape [B, T].
-
-    Args:
-        logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
-        reference_logprobs: The same under the reference, shape [B, T].
-        estimator: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
-            negative). The sampling distribution is the policy's.
-
-    Raises:
-        ValueError: There is no such estimator.
-    """
-    log_ratio = reference_logprobs - logprobs
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k3":
-        return (log_ratio.exp() - 1) - log_ratio
-    raise ValueError(f"no KL estimator {estimator!r}: choose k1 or k3.")
-
-
 def shaped_rewards(
     scores: torch.Tensor, kl: torch.Tensor, *, kl_coefficient: float, score_index: torch.Tensor
 ) -> torch.Tensor:

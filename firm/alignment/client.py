@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from firm.alignment.advantages import masked_mean
+from firm.alignment.estimators import Experience
+from firm.alignment.learner import Learner
 from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.prompts import Prompt, PromptStream
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.rollout import Rollouts
-from firm.alignment.trainer import Experience, Learner, MultiObjectivePPOTrainer
+from firm.alignment.trainer import MultiObjectivePPOTrainer
 from firm.federation import Adapter, Client, Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
@@ -29,33 +31,29 @@ register_metrics(
     reward_correlation=ByObjective(Optional(Number(-1.001, 1.001)), pairs=True),
     reward_truncated_share=Named(Number(0, 1)),
     policy_loss=_BY_OBJECTIVE,
-    value_loss=_BY_OBJECTIVE,
-    kl=Number(),
-    kl_coefficient=Number(),
     response_length=Number(0),
     end_share=Number(0, 1),
     logprob_mismatch=Number(0),
     logprob_mismatch_per_reply=Number(0),
-    clip_fraction=Number(0, 1),
-    entropy=Number(),
 )
 
 
 @dataclass(frozen=True)
-class PPOBatch:
-    """One local step's experience and its minibatches: PPO epochs times parts."""
+class ExperienceBatch:
+    """One local step's experience and its minibatches: epochs times parts."""
 
     experience: Experience
     indices: list[np.ndarray]
+    """Rows of each minibatch."""
 
     @property
-    def whole(self) -> tuple[Experience, slice]:
+    def whole(self) -> Experience:
         """All rows at once, for weights that are solved per batch."""
-        return self.experience, slice(None)
+        return self.experience
 
-    def minibatches(self) -> Iterator[tuple[Experience, np.ndarray]]:
-        """What `gradients` takes, in the order of use."""
-        return ((self.experience, index) for index in self.indices)
+    def minibatches(self) -> Iterator[Experience]:
+        """Yields what `gradients` takes, in the order of use."""
+        return (self.experience.rows(index) for index in self.indices)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class _FirstBatch:
     """The one that was loaded."""
     start: bytes
     """The random streams before the draw, packed."""
-    batch: PPOBatch
+    batch: ExperienceBatch
     learner: tuple[Learner, int]
     """Who valued the batch, and after how many steps since it was restored."""
     streams: dict[str, Any]
@@ -82,10 +80,10 @@ class _FirstBatch:
 
 
 class AlignmentClient(Client):
-    """A client of the federation that trains by PPO.
+    """A client of the federation that aligns a language model.
 
     Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
-    in and puts this client's learner (critic, optimizer moments, KL coefficient) in charge; where
+    in and puts this client's learner (estimator, optimizer moments) in charge; where
     objectives are trained by themselves, each has a learner of its own. All the client's randomness
     comes from three streams of its own: prompts, rollout and update.
 
@@ -163,16 +161,21 @@ class AlignmentClient(Client):
 
         Prompts that fill none begin the next batch.
         """
-        return max(1, self.num_examples // self._trainer.config.batch_size)
+        return max(1, self.num_examples // self._trainer.config.num_prompts)
 
-    def batches(self, num_steps: int) -> Iterator[PPOBatch]:
+    def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
         """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             self._num_drawn += 1
             batch = self._draw() if self._num_drawn > 1 else self._draw_first()
-            self._batches.append(_batch_metrics(batch.experience, trainer.learner.kl_coefficient))
+            self._batches.append(
+                {
+                    **_batch_metrics(batch.experience),
+                    **trainer.learner.estimator.metrics(batch.experience),
+                }
+            )
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
             num_steps_before = len(self._minibatches)
@@ -180,7 +183,7 @@ class AlignmentClient(Client):
             if len(self._minibatches) > num_steps_before:  # else it was only looked at
                 trainer.finish_batch(batch.experience)
 
-    def _draw_first(self) -> PPOBatch:
+    def _draw_first(self) -> ExperienceBatch:
         """The first batch since `load`: the one that is kept, if it was drawn from this state."""
         trainer, start = self._trainer, pack(self._streams())
         learner = self._learner, self._learner.num_steps
@@ -202,39 +205,39 @@ class AlignmentClient(Client):
             trainer.seconds[stage] += seconds
         if first.learner == learner:
             return first.batch
-        return replace(first.batch, experience=trainer.valued(first.batch.experience))
+        return replace(first.batch, experience=trainer.estimated_anew(first.batch.experience))
 
-    def _draw(self) -> PPOBatch:
+    def _draw(self) -> ExperienceBatch:
         """Responses of the policy as it is to fresh prompts, and their minibatches."""
         trainer = self._trainer
-        prompts = self._prompts.draw(trainer.config.batch_size)
-        texts = [prompt.text for prompt in prompts]
+        prompts = self._prompts.draw(trainer.config.num_prompts)
+        queries = trainer.encode([prompt.text for prompt in prompts])
         with self._rollout:
-            rollouts = trainer.sample(trainer.encode(texts), measures_mismatch=self._round == 1)
-        experience = trainer.experience(rollouts, texts)
+            rollouts = trainer.sample(queries, measures_mismatch=self._round == 1)
+        experience = trainer.experience(rollouts)
         with self._update:
-            return PPOBatch(experience, list(trainer.minibatch_indices()))
+            return ExperienceBatch(experience, list(trainer.minibatch_indices()))
 
-    def gradients(self, minibatch: tuple[Experience, np.ndarray | slice]) -> Gradients:
-        """The M policy losses of a minibatch and their Jacobian [M, d]."""
+    def gradients(self, minibatch: Experience) -> Gradients:
+        """Returns the M losses of a minibatch and their Jacobian [M, d]."""
         team = self._trainer.team
         with self._update:
             if team.size == 1:
-                gradients = self._trainer.gradients(*minibatch)
+                gradients = self._trainer.gradients(minibatch)
             else:
                 seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
                 with RandomStream(seed, "dropout", team.rank):
-                    gradients = self._trainer.gradients(*minibatch)
+                    gradients = self._trainer.gradients(minibatch)
         for j in set(range(len(self.objectives))).difference(self.served):
             gradients.jacobian[j] = 0.0
         return gradients
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """One optimizer step of adapter and critic."""
+        """Takes one optimizer step of the adapter and of what the estimator trains beside."""
         if self._learner is self._common:
             self._first = None
         self._trainer.step(gradients, weights)
-        self._minibatches.append(gradients.aux.metrics)
+        self._minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
 
     def adapter(self) -> Adapter:
         """A copy of the adapter as it is now, on the CPU."""
@@ -273,7 +276,7 @@ class AlignmentClient(Client):
     def skip_failed_batches(self) -> None:
         """Leaves out the prompts of as many batches as were drawn since `load`."""
         for _ in range(self._num_drawn):
-            self._prompts.draw(self._trainer.config.batch_size)
+            self._prompts.draw(self._trainer.config.num_prompts)
 
     def _streams(self) -> dict[str, Any]:
         return {
@@ -290,7 +293,7 @@ class AlignmentClient(Client):
     def metrics(self) -> dict[str, Any]:
         """Figures of the local training since `load`, averaged over its batches and minibatches."""
         batch = {key: np.mean([b[key] for b in self._batches], axis=0) for key in self._batches[0]}
-        minibatch = {
+        means = {
             key: torch.stack([m[key] for m in self._minibatches]).mean(0).tolist()
             for key in self._minibatches[0]
         }
@@ -301,10 +304,10 @@ class AlignmentClient(Client):
             "reward_correlation": _by_name(pairs, batch.pop("reward_correlation")),
             "reward_truncated_share": self._reward_truncated_share(),
             **{key: float(value) for key, value in batch.items()},
-            "policy_loss": self._named(minibatch["policy_loss"]),
-            "value_loss": self._named(minibatch["value_loss"]),
-            "clip_fraction": minibatch["clip_fraction"],
-            "entropy": minibatch["entropy"],
+            **{
+                key: self._named(mean) if isinstance(mean, list) else mean
+                for key, mean in means.items()
+            },
             "seconds": dict(self._trainer.seconds),
         }
 
@@ -341,18 +344,16 @@ def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | No
     }
 
 
-def _batch_metrics(experience: Experience, kl_coefficient: float) -> dict[str, Any]:
+def _batch_metrics(experience: Experience) -> dict[str, Any]:
     """Figures of one batch of rollouts, numbers and lists of one number per objective."""
     rollouts = experience.rollouts
-    diagnostics = reward_diagnostics(experience.raw_scores, rollouts.num_tokens)
+    diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
     return {
         "reward_raw": diagnostics["mean"].tolist(),
         "reward_raw_std": diagnostics["spread"].tolist(),
         "reward_correlation": diagnostics["correlation"].tolist(),
         "reward_length_correlation": diagnostics["length_correlation"].tolist(),
-        "reward": experience.scores.mean(1).tolist(),
-        "kl": experience.kl.sum(1).mean().item(),
-        "kl_coefficient": kl_coefficient,
+        "reward": experience.rewards.mean(1).tolist(),
         "response_length": rollouts.num_tokens.float().mean().item(),
         "end_share": rollouts.ended.float().mean().item(),
         **_mismatch(rollouts),

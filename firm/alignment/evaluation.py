@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapters import Reference
-from firm.alignment.advantages import kl_penalty
+from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, normalize, score
 from firm.alignment.rollout import RolloutConfig, encode_dialogues, rollout
@@ -57,12 +57,10 @@ def sample_replies(
         config: How to sample and where replies end.
         reference: A context inside which `model` is the base model.
     """
-    query_ids = encode_dialogues(
+    queries = encode_dialogues(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
-    )
-    rollouts = rollout(
-        model, query_ids.to(model.device), tokenizer=tokenizer, config=config, reference=reference
-    )
+    ).to(model.device)
+    rollouts = rollout(model, queries, tokenizer=tokenizer, config=config, reference=reference)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
     return Replies(rollouts.completions, kl, rollouts.num_tokens, rollouts.ended)
 

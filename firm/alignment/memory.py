@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from firm.alignment.estimators.ppo import entropy, policy_losses
 from firm.alignment.policy import adapter_parameters
-from firm.alignment.ppo import entropy, policy_losses
 from firm.alignment.rollout import RolloutConfig, forward, response_logits, token_logprobs
 
 

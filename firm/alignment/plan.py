@@ -23,10 +23,10 @@ from transformers import (
     PretrainedConfig,
 )
 
+from firm.alignment.estimators import PPOConfig
 from firm.alignment.hyperparameters import Hyperparameter, hyperparameters
 from firm.alignment.memory import LiveBytes, response_logprobs, update_memory, with_fake_parameters
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
-from firm.alignment.ppo import PPOConfig
 from firm.alignment.rollout import RolloutConfig
 from firm.federation import (
     Failure,

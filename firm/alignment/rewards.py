@@ -250,23 +250,23 @@ class Judges:
     calibrations: Mapping[str, Calibration] | None = None
     """By objective; without them scores are rewards."""
 
-    def raw_scores(
+    def scores(
         self, objectives: Sequence[str], prompts: Sequence[str], completions: Sequence[str]
     ) -> torch.Tensor:
-        """Raw scores [M, B] of all objectives; 0 for those that nobody here judges."""
-        raw = torch.zeros(len(objectives), len(completions))
+        """Returns the scores [M, B] of all objectives; 0 for those that nobody here judges."""
+        scores = torch.zeros(len(objectives), len(completions))
         fns = {name: self.reward_fns[name] for name in objectives if name in self.reward_fns}
-        raw[[objectives.index(name) for name in fns]] = score(fns, prompts, completions)
-        return raw
+        scores[[objectives.index(name) for name in fns]] = score(fns, prompts, completions)
+        return scores
 
-    def rewards(self, objectives: Sequence[str], raw: torch.Tensor) -> torch.Tensor:
-        """Rewards [M, B] of raw scores; those of objectives that nobody here judges stay 0."""
+    def rewards(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
+        """Returns the rewards [M, B] of scores; those of objectives that nobody judges stay 0."""
         if self.calibrations is None:
-            return raw
+            return scores
         judged = {name: self.calibrations[name] for name in objectives if name in self.reward_fns}
         places = [objectives.index(name) for name in judged]
-        rewards = raw.clone()
-        rewards[places] = normalize(raw[places], judged)
+        rewards = scores.clone()
+        rewards[places] = normalize(scores[places], judged)
         return rewards
 
 

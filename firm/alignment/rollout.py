@@ -7,7 +7,7 @@ after that is masked out everywhere, and the text is cut before the stop string.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -24,14 +24,11 @@ from firm.alignment.prompts import (
     format_prompt,
     truncate_by_turns,
 )
+from firm.alignment.rows import ALONE, Rows, by_chunks
 from firm.federation import Team
 
 INVALID_LOGPROB = 1.0
 """Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
-
-
-ALONE = Team()
-"""One process that has all rows for itself."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,51 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class Queries(Rows):
+    """B prompts that wait for a response."""
+
+    prompts: list[str]
+    """Dialogues, as the reward models read them."""
+    token_ids: torch.Tensor
+    """The same as the policy reads them, left-padded, [B, Q]."""
+
+    def to(self, device: Any) -> "Queries":
+        """Returns the prompts with their tokens on a device."""
+        return replace(self, token_ids=self.token_ids.to(device))
+
+    def repeated(self, count: int) -> "Queries":
+        """Returns every prompt so many times in a row, [B * count]."""
+        return (
+            self.rows(torch.arange(self.num_rows).repeat_interleave(count)) if count > 1 else self
+        )
+
+
+@dataclass(frozen=True)
+class Sequences(Rows):
+    """B prompts with their responses: what a forward pass reads."""
+
+    queries: Queries
+    """The prompts, of Q tokens."""
+    query_responses: torch.Tensor
+    """Prompt and raw response token ids, [B, Q + T]."""
+
+    @property
+    def context_length(self) -> int:
+        """Q, the common padded length of the prompts."""
+        return self.queries.token_ids.size(1)
+
+    @property
+    def responses(self) -> torch.Tensor:
+        """Raw response token ids, [B, T]."""
+        return self.query_responses[:, self.context_length :]
+
+
+@dataclass(frozen=True)
+class Rollouts(Sequences):
     """B sampled responses of at most T tokens to prompts of Q tokens."""
 
     completions: list[str]
     """Texts of the responses, cut before a stop string, without special tokens."""
-    query_responses: torch.Tensor
-    """Prompt and raw response token ids, [B, Q + T]."""
-    context_length: int
-    """Q, the common padded length of the prompts."""
     logprobs: torch.Tensor
     """Log-probabilities of the response tokens under the sampling policy, [B, T], from where
     `RolloutConfig.logprobs` says."""
@@ -98,11 +131,6 @@ class Rollouts:
     mismatch: torch.Tensor | None = None
     """Log-probabilities at generation minus those of a forward pass, [B, T], 0 at padding; rounding
     alone. None where there was no forward pass."""
-
-    @property
-    def responses(self) -> torch.Tensor:
-        """Raw response token ids, [B, T]."""
-        return self.query_responses[:, self.context_length :]
 
     @property
     def mask(self) -> torch.Tensor:
@@ -136,8 +164,8 @@ def encode_dialogues(
     *,
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
-) -> torch.Tensor:
-    """Dialogues as the policy reads them, left-padded token ids [B, Q].
+) -> Queries:
+    """Returns dialogues as the policy reads them, left-padded to Q tokens.
 
     Args:
         dialogues: B dialogues that wait for a reply; a long one loses its oldest turns.
@@ -153,7 +181,8 @@ def encode_dialogues(
         )
         for dialogue in dialogues
     ]
-    return encode_prompts(texts, tokenizer, max_prompt_tokens=max_prompt_tokens)[0]
+    token_ids, _ = encode_prompts(texts, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    return Queries(list(dialogues), token_ids)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -191,6 +220,15 @@ def response_logits(logits: torch.Tensor, context_length: int, temperature: floa
     return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
 
 
+def response_logprobs(
+    model: Any, sequences: Sequences, pad_token_id: int, temperature: float
+) -> torch.Tensor:
+    """Returns the responses' log-probabilities in a forward pass, shape [B, T]."""
+    logits = forward(model, sequences.query_responses, pad_token_id).logits
+    logits = response_logits(logits, sequences.context_length, temperature)
+    return token_logprobs(logits, sequences.responses)
+
+
 def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -221,7 +259,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> 
 @torch.no_grad()
 def generate(
     model: Any,
-    query_ids: torch.Tensor,
+    queries: Queries,
     *,
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
@@ -232,7 +270,7 @@ def generate(
 
     Args:
         model: The policy; its own sampling defaults are overridden.
-        query_ids: Left-padded prompts, shape [B, Q].
+        queries: B prompts of Q tokens.
         tokenizer: Gives the pad id.
         config: Length and temperature.
         end_ids: Tokens after which a row is finished.
@@ -244,30 +282,32 @@ def generate(
         tempered distribution that was sampled from.
     """
     if team.size == 1:
-        return _generate(model, query_ids, tokenizer, config, end_ids)
-    draws = _SharedDraws(query_ids.size(0), team.share(query_ids.size(0)), config)
-    own = query_ids[draws.rows]
+        return _generate(model, queries, tokenizer, config, end_ids)
+    draws = _SharedDraws(queries.num_rows, team.share(queries.num_rows), config)
+    own = queries.rows(draws.rows)
     ids, logprobs = team.together(lambda: _generate(model, own, tokenizer, config, end_ids, draws))
     gathered = team.gather((ids, logprobs, draws.vocabulary))
     parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)
     draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
-    draws.skip_to(length, query_ids.device)
+    draws.skip_to(length, queries.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-    sequences = [_pad_right(ids, query_ids.size(1) + length, pad_id) for ids, _ in parts]
+    context_length = queries.token_ids.size(1)
+    sequences = [_pad_right(ids, context_length + length, pad_id) for ids, _ in parts]
     logprobs = [_pad_right(part, length, INVALID_LOGPROB) for _, part in parts]
-    return torch.cat(sequences).to(query_ids.device), torch.cat(logprobs).to(query_ids.device)
+    return torch.cat(sequences).to(queries.device), torch.cat(logprobs).to(queries.device)
 
 
 def _generate(
     model: Any,
-    query_ids: torch.Tensor,
+    queries: Queries,
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     end_ids: Sequence[int],
     draws: "_SharedDraws | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples and log-probabilities, by the global generator or by draws that a team shares."""
+    query_ids = queries.token_ids
     if not len(query_ids):  # a batch smaller than the team
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
@@ -395,7 +435,7 @@ def _until_stop(
 @torch.no_grad()
 def rollout(
     model: Any,
-    query_ids: torch.Tensor,
+    queries: Queries,
     *,
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
@@ -407,7 +447,7 @@ def rollout(
 
     Args:
         model: The policy, a causal language model with an adapter.
-        query_ids: Left-padded prompts, shape [B, Q].
+        queries: B prompts, left-padded to Q tokens.
         tokenizer: The policy's tokenizer; its pad token differs from EOS.
         config: How to sample, where responses end, and where log-probabilities come from.
         reference: A context inside which `model` is the reference policy (adapter off).
@@ -416,34 +456,29 @@ def rollout(
             are taken, for another forward pass.
     """
     end_ids = end_token_ids(tokenizer, config)
-    chunks = query_ids.split(config.forward_batch_size)
     sampled = [
         generate(model, chunk, tokenizer=tokenizer, config=config, end_ids=end_ids, team=team)
-        for chunk in chunks
+        for chunk in queries.split(config.forward_batch_size)
     ]
     length = max(ids.size(1) for ids, _ in sampled)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-    query_responses = torch.cat([_pad_right(ids, length, pad_id) for ids, _ in sampled])
-    at_generation = torch.cat(
-        [_pad_right(p, length - query_ids.size(1), INVALID_LOGPROB) for _, p in sampled]
+    sequences = Sequences(
+        queries, torch.cat([_pad_right(ids, length, pad_id) for ids, _ in sampled])
     )
+    num_tokens = length - sequences.context_length
+    at_generation = torch.cat([_pad_right(p, num_tokens, INVALID_LOGPROB) for _, p in sampled])
     last_index, ended, completions = find_ends(
-        query_responses[:, query_ids.size(1) :],
-        tokenizer=tokenizer,
-        config=config,
-        end_ids=end_ids,
+        sequences.responses, tokenizer=tokenizer, config=config, end_ids=end_ids
     )
-    positions = torch.arange(at_generation.size(1), device=at_generation.device)
+    positions = torch.arange(num_tokens, device=at_generation.device)
     padding = positions > last_index.unsqueeze(1)  # [B, T]
 
     def in_forward_passes() -> torch.Tensor:
-        def logprobs_of(rows: torch.Tensor) -> torch.Tensor:
-            logits = forward(model, rows, pad_id).logits
-            logits = response_logits(logits, query_ids.size(1), config.temperature)
-            return token_logprobs(logits, rows[:, query_ids.size(1) :])
+        def logprobs_of(rows: Sequences) -> torch.Tensor:
+            return response_logprobs(model, rows, pad_id, config.temperature)
 
-        chunks = query_responses.split(config.forward_batch_size)
-        logprobs = torch.cat([by_rows(team, logprobs_of, chunk) for chunk in chunks])
+        size = config.forward_batch_size
+        logprobs = by_chunks(logprobs_of, sequences, size=size, team=team)
         return logprobs.masked_fill(padding, INVALID_LOGPROB)
 
     logprobs, mismatch = at_generation.masked_fill(padding, INVALID_LOGPROB), None
@@ -456,9 +491,9 @@ def rollout(
     with reference():
         reference_logprobs = in_forward_passes()
     return Rollouts(
+        sequences.queries,
+        sequences.query_responses,
         completions=completions,
-        query_responses=query_responses,
-        context_length=query_ids.size(1),
         logprobs=logprobs,
         reference_logprobs=reference_logprobs,
         last_index=last_index,
@@ -470,17 +505,6 @@ def rollout(
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
     """Where the log-probabilities of a policy come from whose parameters have a type."""
     return config.logprobs or ("generation" if dtype in ("float32", "float64") else "forward")
-
-
-def by_rows(
-    team: Team, function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
-) -> torch.Tensor:
-    """A function of rows [B, ...], each member of the team computing its share, shape [B, ...]."""
-    if team.size == 1:
-        return function(rows)
-    own = rows[team.share(len(rows))]
-    parts = team.gather(team.together(lambda: function(own) if len(own) else None))
-    return torch.cat([part for part in parts if part is not None]).to(rows.device)
 
 
 def _pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from firm.alignment.advantages import (
     gae,
-    kl_penalty,
     masked_mean,
     shaped_rewards,
     whiten,
     whiten_together,
 )
+from firm.alignment.kl import kl_penalty
 
 seeds = st.integers(0, 2**32)
 sizes = st.tuples(st.integers(1, 4), st.integers(2, 7))  # B, T

@@ -34,7 +34,7 @@ def judges(calibrations=MAPS):
 def scores(attack, calibrations=MAPS):
     """Raw scores and rewards, shape [2, 2, B]."""
     attacked = attacked_judges(judges(calibrations), attack)
-    raw = attacked.raw_scores(OBJECTIVES, PROMPTS, REPLIES)
+    raw = attacked.scores(OBJECTIVES, PROMPTS, REPLIES)
     return torch.stack([raw, attacked.rewards(OBJECTIVES, raw)])
 
 
@@ -76,7 +76,7 @@ def test_flipped_scores_that_no_map_follows_are_negated(calibrations):
 def test_an_attacked_reward_model_goes_on_counting_for_the_true_one():
     honest = judges()
     lying = attacked_judges(honest, AttackConfig("label_flip"))
-    lying.raw_scores(OBJECTIVES, PROMPTS, REPLIES)
+    lying.scores(OBJECTIVES, PROMPTS, REPLIES)
     fn = lying.reward_fns["length"]
     assert (fn.num_scored, fn.num_truncated, fn.name) == (4, 0, "length")
     assert not hasattr(lying.reward_fns["vowels"], "num_truncated")
@@ -87,7 +87,7 @@ def test_a_broken_reward_is_told_as_of_an_honest_client():
     broken = Judges({"length": lambda **_: [1.0, float("nan"), 1.0, 1.0]})
     attacked = attacked_judges(broken, AttackConfig("reward_scaling", scale=2.0))
     with pytest.raises(ValueError, match="nan at index 1"):
-        attacked.raw_scores(OBJECTIVES[:1], PROMPTS, REPLIES)
+        attacked.scores(OBJECTIVES[:1], PROMPTS, REPLIES)
 
 
 def test_an_attack_is_on_the_judges_or_on_the_client():

@@ -113,7 +113,7 @@ def test_the_learning_rates_schedule_follows_the_round(trainer, monkeypatch, num
     rates, step = [], trainer.step
 
     def recorded(gradients, weights):
-        optimizers = trainer.learner.actor_optimizer, trainer.learner.critic_optimizer
+        optimizers = trainer.learner.actor_optimizer, trainer.learner.estimator.critic_optimizer
         rates.extend(optimizer.param_groups[0]["lr"] for optimizer in optimizers)
         step(gradients, weights)
 
@@ -155,9 +155,9 @@ def test_each_local_step_draws_fresh_prompts_and_replies_of_the_policy_as_it_is(
     client.load(copy_adapter(trainer.adapter_parameters))
     texts = []
     for batch in client.batches(2):
-        experience = batch.whole[0]
+        experience = batch.whole
         trainer.policy_model.eval()
-        logprobs = trainer.gradients(experience, slice(None)).losses
+        logprobs = trainer.gradients(experience).losses
         assert logprobs.isfinite().all()
         texts.append(experience.rollouts.query_responses)
         for minibatch in batch.minibatches():
@@ -305,12 +305,12 @@ def test_a_client_with_judges_of_its_own_learns_from_them_and_leaves_the_others_
         batches.append(batch.experience)
     other, usual = batches
     assert other.rollouts.completions == usual.rollouts.completions
-    assert torch.equal(other.raw_scores[0], usual.raw_scores[0])
-    assert not torch.equal(other.raw_scores[1], usual.raw_scores[1])
+    assert torch.equal(other.scores[0], usual.scores[0])
+    assert not torch.equal(other.scores[1], usual.scores[1])
     penalty = 0.5 * (~other.rollouts.ended)
-    expected = (other.raw_scores[1] / 0.5).clamp(0, 1) - penalty
-    assert torch.allclose(other.scores[1], expected)
-    assert torch.equal(usual.scores, usual.raw_scores - penalty)
+    expected = (other.scores[1] / 0.5).clamp(0, 1) - penalty
+    assert torch.allclose(other.rewards[1], expected)
+    assert torch.equal(usual.rewards, usual.scores - penalty)
 
 
 def test_a_client_without_a_judge_serves_the_other_objectives_alone(trainer, letter_count):
@@ -474,11 +474,11 @@ def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
     client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
     drawn, score = [], trainer.experience
 
-    def fussy(rollouts, texts, *arguments, **options):
-        drawn.append(texts)
+    def fussy(rollouts):
+        drawn.append(texts := rollouts.queries.prompts)
         if len(drawn) == 2 or (len(drawn) > 2 and drawn[1][0] in texts):
             raise ValueError("cannot score this prompt")
-        return score(rollouts, texts, *arguments, **options)
+        return score(rollouts)
 
     trainer.experience = fussy
     others = [Prompt(prompt.text.replace("cab", "bac"), "") for prompt in PROMPTS]

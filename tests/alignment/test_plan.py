@@ -26,6 +26,7 @@ from firm.alignment.hyperparameters import departures, field_docstrings, hyperpa
 from firm.alignment.memory import LiveBytes, update_memory
 from firm.alignment.plan import EVALUATION_BATCH
 from firm.alignment.policy import adapter_parameters
+from firm.alignment.rollout import Queries
 from firm.federation import Processes, RandomStream
 from firm.run import parse, print_table
 from recipes.firm_hh import Config, main
@@ -200,10 +201,10 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (16, 40))
     prompts = trainer.processing_class.batch_decode(query_ids)
-    experience = trainer.experience(trainer.sample(query_ids), prompts)
-    index = np.arange(8)
+    experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
+    minibatch = experience.rows(np.arange(8))
     with LiveBytes(trainer.policy_model) as live:
-        gradients = trainer.gradients(experience, index)
+        gradients = trainer.gradients(minibatch)
     taken = live.peak - gradients.jacobian.nbytes
     cfg = config(
         "--policy.path", checkpoint,

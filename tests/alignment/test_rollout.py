@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firm.alignment.advantages import kl_penalty
+from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rollout import (
     INVALID_LOGPROB,
+    Queries,
     RolloutConfig,
     Rollouts,
     encode_dialogues,
@@ -52,6 +53,10 @@ def query_ids(tokenizer) -> torch.Tensor:
 
 def settings_of(**changes) -> RolloutConfig:
     return RolloutConfig(**{"max_new_tokens": 10, "stop_strings": [], **changes})
+
+
+def queries(token_ids: torch.Tensor) -> Queries:
+    return Queries([""] * len(token_ids), token_ids)
 
 
 def real_tokens(row: torch.Tensor) -> torch.Tensor:
@@ -113,7 +118,9 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     config = settings_of(temperature=temperature)
     query_ids = query_ids.repeat(4, 1)
     torch.manual_seed(0)
-    ids, logprobs = generate(model, query_ids, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    ids, logprobs = generate(
+        model, queries(query_ids), tokenizer=tokenizer, config=config, end_ids=[EOS]
+    )
     assert torch.equal(ids[:, : query_ids.size(1)], query_ids)
     responses = ids[:, query_ids.size(1) :]
     assert logprobs.shape == responses.shape
@@ -132,7 +139,7 @@ def test_tokens_are_sampled_from_the_whole_tempered_distribution(llama, tokenize
     config = settings_of(max_new_tokens=1, temperature=temperature)
     torch.manual_seed(0)
     ids, _ = generate(
-        llama, query.expand(20_000, 3), tokenizer=tokenizer, config=config, end_ids=[EOS]
+        llama, queries(query.expand(20_000, 3)), tokenizer=tokenizer, config=config, end_ids=[EOS]
     )
     shares = torch.bincount(ids[:, -1], minlength=15) / len(ids)
 
@@ -147,7 +154,7 @@ def test_tokens_are_sampled_from_the_whole_tempered_distribution(llama, tokenize
 def test_a_temperature_near_zero_gives_the_greedy_reply(llama, tokenizer):
     query = torch.tensor([[4, 9, 7]])
     config = settings_of(max_new_tokens=6, temperature=1e-3)
-    ids, logprobs = generate(llama, query, tokenizer=tokenizer, config=config, end_ids=[])
+    ids, logprobs = generate(llama, queries(query), tokenizer=tokenizer, config=config, end_ids=[])
     with torch.no_grad():
         greedy = llama(input_ids=ids).logits[0, 2:-1].argmax(-1)
     assert torch.equal(ids[0, 3:], greedy)
@@ -157,7 +164,9 @@ def test_a_temperature_near_zero_gives_the_greedy_reply(llama, tokenizer):
 def test_the_checkpoint_s_own_sampling_defaults_do_not_count(llama, tokenizer, query_ids):
     def sample(model):
         torch.manual_seed(0)
-        return generate(model, query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[EOS])
+        return generate(
+            model, queries(query_ids), tokenizer=tokenizer, config=settings_of(), end_ids=[EOS]
+        )
 
     opinionated = copy.deepcopy(llama)
     defaults = opinionated.generation_config
@@ -172,7 +181,7 @@ def test_equal_seeds_give_equal_responses_and_others_do_not(llama, tokenizer, qu
         torch.manual_seed(noise)  # the stream does not look at the global generator
         with RandomStream(seed, "rollout"):
             return generate(
-                llama, query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[EOS]
+                llama, queries(query_ids), tokenizer=tokenizer, config=settings_of(), end_ids=[EOS]
             )
 
     first, again, other = sample(0, 1), sample(0, 2), sample(1, 1)
@@ -185,7 +194,11 @@ def test_rows_are_padded_after_any_end_token(llama, tokenizer, query_ids):
     end_ids = [EOS, 4, 9]
     torch.manual_seed(0)
     ids, _ = generate(
-        llama, query_ids.repeat(8, 1), tokenizer=tokenizer, config=settings_of(), end_ids=end_ids
+        llama,
+        queries(query_ids.repeat(8, 1)),
+        tokenizer=tokenizer,
+        config=settings_of(),
+        end_ids=end_ids,
     )
     responses = ids[:, query_ids.size(1) :]
     for end_id in (4, 9):
@@ -299,7 +312,7 @@ def roll(policy, tokenizer, query_ids, *, seed=0, **changes) -> Rollouts:
     torch.manual_seed(seed)
     return rollout(
         policy,
-        query_ids,
+        queries(query_ids),
         tokenizer=tokenizer,
         config=settings_of(**changes),
         reference=policy.disable_adapter,
@@ -397,7 +410,7 @@ def test_the_reference_is_asked_inside_its_context_only(policy, tokenizer, query
         torch.manual_seed(0)
         rollouts = rollout(
             policy,
-            query_ids,
+            queries(query_ids),
             tokenizer=tokenizer,
             config=settings_of(forward_batch_size=2),
             reference=reference,
@@ -420,7 +433,7 @@ def test_texts_are_the_decoded_responses_up_to_their_end(policy, tokenizer, quer
 def test_rollouts_carry_no_graph(policy, tokenizer, query_ids):
     rollouts = rollout(
         policy,
-        query_ids,
+        queries(query_ids),
         tokenizer=tokenizer,
         config=settings_of(),
         reference=contextlib.nullcontext,  # the adapter stays on, and it asks for gradients
@@ -445,8 +458,8 @@ def test_the_model_never_sees_more_responses_at_once_than_allowed(policy, tokeni
 def test_masks_and_score_places_by_hand():
     rollouts = Rollouts(
         completions=["", "", ""],
+        queries=queries(torch.tensor([[7], [7], [7]])),
         query_responses=torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6], [7, 0, 8, 9]]),
-        context_length=1,
         logprobs=torch.zeros(3, 3),
         reference_logprobs=torch.zeros(3, 3),
         last_index=torch.tensor([1, 2, -1]),  # two tokens, three, none
@@ -499,7 +512,9 @@ def test_every_sampling_default_of_a_checkpoint_is_overridden(make_model, tokeni
 
     def sample(model):
         torch.manual_seed(0)
-        return generate(model, query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[2])
+        return generate(
+            model, queries(query_ids), tokenizer=tokenizer, config=settings_of(), end_ids=[2]
+        )
 
     model = make_model()
     expected = sample(model)
@@ -512,7 +527,7 @@ def test_without_end_ids_nothing_ends_generation(make_model, tokenizer):
     torch.manual_seed(0)
     query_ids = torch.tensor([[4, 9, 7]]).repeat(64, 1)
     ids, _ = generate(
-        make_model(), query_ids, tokenizer=tokenizer, config=settings_of(), end_ids=[]
+        make_model(), queries(query_ids), tokenizer=tokenizer, config=settings_of(), end_ids=[]
     )
     tail = ids[:, 3:]
     has_eos = (tail[:, :5] == 2).any(1)
@@ -538,12 +553,14 @@ def test_dialogues_become_left_padded_ids_in_the_policy_s_format(tokenizer):
         "\n\nHuman: abc\n\nAssistant:",
         "\n\nHuman: d\n\nAssistant: e\n\nHuman: fg\n\nAssistant:",
     ]
-    ids = encode_dialogues(
+    encoded = encode_dialogues(
         dialogues,
         tokenizer,
         prompt_format=PromptFormat("plain", template="a{prompt}"),
         max_prompt_tokens=8,
     )
+    ids = encoded.token_ids
+    assert encoded.prompts == dialogues
     assert tokenizer.batch_decode(ids.tolist()) == ["aabc", "<pad>afg"]
     assert ids[1, 0] == PAD
 
@@ -557,7 +574,7 @@ def test_a_dialogue_that_is_too_long_loses_its_oldest_turns(tokenizer):
     def encode(text: str, max_prompt_tokens: int) -> torch.Tensor:
         return encode_dialogues(
             [text], tokenizer, prompt_format=PromptFormat(), max_prompt_tokens=max_prompt_tokens
-        )
+        ).token_ids
 
     assert torch.equal(encode(dialogue, limit), encode(last_two, 1000))
     assert encode(dialogue, limit - 1).size(1) < limit
@@ -587,7 +604,7 @@ def test_a_team_samples_what_one_process_samples_and_leaves_its_generator_alike(
     options = {"tokenizer": tokenizer, "config": config, "end_ids": [tokenizer.eos_token_id]}
 
     torch.manual_seed(1)
-    ids, logprobs = generate(model, query_ids, **options)
+    ids, logprobs = generate(model, queries(query_ids), **options)
     after = torch.get_rng_state()
 
     given: list = []
@@ -595,7 +612,7 @@ def test_a_team_samples_what_one_process_samples_and_leaves_its_generator_alike(
         torch.manual_seed(1)
         is_second_turn = len(given) == num_members
         seat = Seat(rank, num_members, given=given)
-        team_ids, team_logprobs = generate(model, query_ids, **options, team=seat)
+        team_ids, team_logprobs = generate(model, queries(query_ids), **options, team=seat)
         if is_second_turn:
             assert torch.equal(team_ids, ids)
             assert torch.equal(torch.get_rng_state(), after)

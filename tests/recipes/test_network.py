@@ -254,16 +254,16 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
     seen_texts, seen_scores, fails = [], [], []
     experience = world.trainer.experience
 
-    def overheard(rollouts, texts, *arguments, **options):
-        result = experience(rollouts, texts, *arguments, **options)
+    def overheard(rollouts):
+        result, texts = experience(rollouts), rollouts.queries.prompts
         seen_texts.extend(texts)
         seen_texts.extend(
             world.trainer.processing_class.batch_decode(
                 rollouts.responses, skip_special_tokens=True
             )
         )
-        seen_scores.extend(result.raw_scores.flatten().tolist())
         seen_scores.extend(result.scores.flatten().tolist())
+        seen_scores.extend(result.rewards.flatten().tolist())
         if fails:
             raise ValueError(f"cannot score {texts[0]} and {seen_texts[-1]}")
         return result

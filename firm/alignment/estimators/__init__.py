@@ -1,0 +1,28 @@
+"""Estimators: how scored replies become one loss per objective; one file is one estimator.
+
+A configuration chooses one by its `name`. A new one is a file with a configuration under
+`register_estimator` and an implementation of `Estimator`.
+"""
+
+from firm.alignment.estimators.estimator import (
+    ESTIMATORS,
+    Estimator,
+    EstimatorConfig,
+    Experience,
+    MinibatchGradients,
+    Policy,
+    register_estimator,
+)
+from firm.alignment.estimators.ppo import PPO, PPOConfig
+
+__all__ = [
+    "ESTIMATORS",
+    "PPO",
+    "Estimator",
+    "EstimatorConfig",
+    "Experience",
+    "MinibatchGradients",
+    "PPOConfig",
+    "Policy",
+    "register_estimator",
+]

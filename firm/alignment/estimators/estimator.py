@@ -1,0 +1,291 @@
+"""What an estimator is: how scored replies become M losses, their gradients and a step beside.
+
+One file is one estimator: a configuration (``EstimatorConfig``) that makes it, and the estimator
+itself (``Estimator``), of which every learner has its own.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from firm.alignment.kl import MAX_KL_ERROR, KLConfig
+from firm.alignment.rollout import (
+    RolloutConfig,
+    Rollouts,
+    Sequences,
+    forward,
+    response_logits,
+)
+from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks
+from firm.federation import Team
+from firm.gradients import jacobian
+
+
+@dataclass(frozen=True)
+class Experience(Rows):
+    """One batch of scored rollouts; estimators add what their losses need."""
+
+    rollouts: Rollouts
+    scores: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """As the reward models gave them, [M, B]."""
+    rewards: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """Calibrated scores, less the penalty of replies without an end, [M, B]."""
+
+
+@dataclass(frozen=True)
+class MinibatchGradients:
+    """What rows of a minibatch add to it; those of its parts sum to the minibatch's."""
+
+    jacobian: torch.Tensor
+    """Gradients of the M losses in the adapter's parameters, [M, d]."""
+    losses: torch.Tensor
+    """Detached, [M]."""
+    metrics: Mapping[str, torch.Tensor]
+    """Figures to log, scalars or [M]."""
+    own: torch.Tensor | None = None
+    """What the estimator's own step needs, such as the gradient of a critic."""
+
+    def add_(self, other: "MinibatchGradients") -> None:
+        """Adds another part's, in place."""
+        self.jacobian.add_(other.jacobian)
+        self.losses.add_(other.losses)
+        for name, figure in self.metrics.items():
+            figure.add_(other.metrics[name])
+        if self.own is not None and other.own is not None:
+            self.own.add_(other.own)
+
+    def summed(self, team: Team) -> "MinibatchGradients":
+        """Returns the sum over the members of a team."""
+        return MinibatchGradients(
+            team.sum(self.jacobian),
+            team.sum(self.losses),
+            {name: team.sum(figure) for name, figure in self.metrics.items()},
+            None if self.own is None else team.sum(self.own),
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy as an estimator uses it: forward passes, and the parameters of its adapter."""
+
+    model: Any
+    """With its adapter."""
+    parameters: Sequence[torch.nn.Parameter]
+    """The adapter's, d entries together."""
+    pad_token_id: int
+    config: RolloutConfig
+    """Temperature, and rows of a forward pass."""
+    team: Team = ALONE
+    """Processes that divide the rows of a batch."""
+    timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Opens a context whose seconds count for a stage."""
+
+    def forward(self, rows: Sequences, model: Any = None) -> Any:
+        """Returns the output of the policy, or of another model, with its hidden states."""
+        return forward(model or self.model, rows.query_responses, self.pad_token_id)
+
+    def logits(self, output: Any, rows: Sequences) -> torch.Tensor:
+        """Returns the tempered logits of the responses, shape [b, T, V]."""
+        return response_logits(output.logits, rows.context_length, self.config.temperature)
+
+    def by_chunks(self, function: Callable[[Any], torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Returns a function of rows, shape [B, ...], of as many at once as memory is meant for."""
+        return by_chunks(function, rows, size=self.config.forward_batch_size, team=self.team)
+
+    def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
+        """Returns the gradients of M losses in the adapter's parameters, shape [M, d]."""
+        return jacobian(losses, self.parameters)
+
+
+class Estimator(Protocol):
+    """How one learner turns scored replies into M losses and their gradients."""
+
+    def experience(
+        self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
+    ) -> Experience:
+        """Stage 4: returns a batch with everything that its losses need.
+
+        Args:
+            rollouts: B replies; those to one prompt stand together.
+            scores: As the reward models gave them, shape [M, B].
+            rewards: Calibrated, shape [M, B].
+        """
+        ...
+
+    def gradients(self, part: Any, minibatch: Any) -> MinibatchGradients:
+        """Stages 5 and 6: returns what some rows of a minibatch add to it; steps nothing.
+
+        Args:
+            part: The rows, of the type that `experience` gives.
+            minibatch: All rows of the minibatch, whose means the losses are.
+        """
+        ...
+
+    def step(self, own: torch.Tensor | None) -> None:
+        """Stage 9: takes the step of what is trained beside the adapter, if anything is.
+
+        Args:
+            own: The minibatch's `MinibatchGradients.own`.
+        """
+        ...
+
+    def end_batch(self, experience: Any) -> None:
+        """Ends a local step."""
+        ...
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Sets the learning rate of what is trained beside, in multiples of the configured one."""
+        ...
+
+    def metrics(self, experience: Any) -> dict[str, float]:
+        """Returns figures of a batch, registered by ``register_metrics``."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Returns everything that training changes, for a checkpoint; it may share memory."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Returns to a state, which is this estimator's from then on."""
+        ...
+
+
+@dataclass(frozen=True)
+class EstimatorConfig(ABC):
+    """Hyperparameters of a local step, whatever the estimator, with A.1's values where it has one.
+
+    A subclass gives `name` a default, which is what configurations choose it by.
+    """
+
+    name: str = ""
+    """The estimator."""
+    batch_size: int = 16
+    """Responses per local step, each to a fresh prompt unless the estimator compares several to one
+    (A.1: 16)."""
+    minibatch_size: int = 8
+    """Responses per optimizer step; divides the batch (A.1: 8)."""
+    micro_batch_size: int | None = None
+    """Responses per forward and backward pass; the minibatch's gradients are their sum, so that a
+    minibatch is one optimizer step however it is divided. By default the whole minibatch. Bounds
+    memory. Not in the paper."""
+    num_epochs: int = 3
+    """PPO epochs over a batch (A.1: 3)."""
+    actor_learning_rate: float = 6e-5
+    """Learning rate of the adapter (A.1)."""
+    actor_optimizer: Literal["adam", "sgd"] = "adam"
+    """Adam, or the plain gradient step of Algorithm 1. Which one the experiments used is not in
+    the paper."""
+    learning_rate_schedule: Literal["constant", "linear"] = "constant"
+    """Constant, or linear decay to zero over the run's rounds, whoever takes part in them. Not in
+    the paper."""
+    missing_end_penalty: float = 0.0
+    """Subtracted from every score of a response that did not end by itself. Not in the paper."""
+    max_gradient_norm: float | None = None
+    """Clip the combined gradient to this norm. Not in the paper."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL penalty and its controller."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.minibatch_size < 1 or self.batch_size % self.minibatch_size:
+            raise ValueError(
+                f"ppo.batch_size must be a multiple of ppo.minibatch_size, got {self.batch_size} "
+                f"and {self.minibatch_size}."
+            )
+        if self.batch_size % self.replies_per_prompt:
+            raise ValueError(
+                f"ppo.batch_size must be a multiple of the {self.replies_per_prompt} replies to a "
+                f"prompt, got {self.batch_size}."
+            )
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(
+                f"ppo.micro_batch_size must be at least 1 or null, got {self.micro_batch_size}."
+            )
+        if self.num_epochs < 1:
+            raise ValueError(f"ppo.num_epochs must be at least 1, got {self.num_epochs}.")
+        self.check_positive("actor_learning_rate")
+        self.check_positive("missing_end_penalty", or_zero=True)
+        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
+            raise ValueError(
+                f"ppo.max_gradient_norm must be positive or null, got {self.max_gradient_norm}."
+            )
+        if self.kl.horizon <= MAX_KL_ERROR * self.batch_size:
+            raise ValueError(
+                f"ppo.kl.horizon must exceed a fifth of ppo.batch_size ({self.batch_size}), got "
+                f"{self.kl.horizon}: one step of the controller could turn the penalty's sign."
+            )
+
+    def check_positive(self, *names: str, or_zero: bool = False) -> None:
+        """Raises ``ValueError`` where a field is not finite and positive, or 0 if that will do."""
+        for name in names:
+            value = getattr(self, name)
+            if not (0 < value < math.inf or (or_zero and value == 0)):
+                how = "non-negative" if or_zero else "positive"
+                raise ValueError(f"ppo.{name} must be {how}, got {value}.")
+
+    @property
+    def replies_per_prompt(self) -> int:
+        """How many replies to one prompt the estimator compares; 1 unless it needs a group."""
+        return 1
+
+    @property
+    def num_prompts(self) -> int:
+        """Fresh prompts of a local step."""
+        return self.batch_size // self.replies_per_prompt
+
+    def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module | None:
+        """Returns a fresh module that is trained by Adam beside the adapter; None: nothing is.
+
+        Args:
+            policy: The model with its adapter, perhaps without storage.
+            num_objectives: M.
+        """
+        return None
+
+    @abstractmethod
+    def estimator(
+        self,
+        policy: Policy,
+        *,
+        critic: torch.nn.Module | None,
+        optimizer: Callable[..., torch.optim.Optimizer],
+    ) -> Estimator:
+        """Returns a fresh estimator.
+
+        Args:
+            policy: The policy, shared by all estimators.
+            critic: A copy of what `new_critic` returned, this estimator's own.
+            optimizer: Adam, from parameters and `lr`.
+        """
+
+    @abstractmethod
+    def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> Experience:
+        """Returns an experience without content, with which a plan rehearses `gradients`.
+
+        Args:
+            rollouts: B replies of full length.
+            num_objectives: M.
+        """
+
+
+ESTIMATORS: dict[str, type[EstimatorConfig]] = {}
+"""The configurations of all estimators, by the name that chooses them."""
+
+Config = TypeVar("Config", bound=type[EstimatorConfig])
+
+
+def register_estimator(config: Config) -> Config:
+    """Adds an estimator by its configuration; a decorator of the class.
+
+    Raises:
+        ValueError: The name is taken, or there is none.
+    """
+    name = config.__dataclass_fields__["name"].default
+    if not name or name in ESTIMATORS:
+        raise ValueError(f"an estimator needs a name of its own, got {name!r}: choose another.")
+    ESTIMATORS[name] = config
+    return config

@@ -1,0 +1,342 @@
+"""PPO with a critic: a clipped loss per objective on advantages of its own.
+
+The functions are pure; `PPO` joins them. With one objective, a value network and a fixed KL
+coefficient it is TRL's PPO bit for bit.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
+from firm.alignment.estimators.estimator import (
+    EstimatorConfig,
+    Experience,
+    MinibatchGradients,
+    Policy,
+    register_estimator,
+)
+from firm.alignment.kl import KLPenalty
+from firm.alignment.rollout import INVALID_LOGPROB, Rollouts, Sequences, token_logprobs
+from firm.alignment.rows import BY_OBJECTIVE
+from firm.federation.schema import ByObjective, Number, Optional, register_metrics
+
+register_metrics(
+    value_loss=ByObjective(Optional(Number())), clip_fraction=Number(0, 1), entropy=Number()
+)
+
+
+@register_estimator
+@dataclass(frozen=True)
+class PPOConfig(EstimatorConfig):
+    """Hyperparameters of PPO. Defaults are Appendix A.1 where it gives a value."""
+
+    name: Literal["ppo"] = "ppo"
+    """The estimator."""
+    critic_learning_rate: float = 1e-4
+    """Learning rate of the value heads (A.1)."""
+    critic: Literal["heads", "network"] = "heads"
+    """One linear value head per objective on the policy's last hidden state, detached, or a
+    separate value network with one output per objective. Not in the paper (T-FIRM's critic is
+    linear)."""
+    clip_range: float = 0.2
+    """The probability ratio is clipped to 1 ± this. Not in the paper."""
+    value_clip_range: float = 0.2
+    """New values are clipped to the old ones ± this. Not in the paper."""
+    gamma: float = 1.0
+    """Discount per token. Not in the paper."""
+    gae_lambda: float = 0.95
+    """Lambda of the generalised advantage estimate. Not in the paper."""
+    whiten_rewards: bool = False
+    """Scale the rewards per token to unit variance. Not in the paper."""
+    advantage_scale: Literal["by_objective", "shared"] = "by_objective"
+    """Whether each objective's advantages are whitened by themselves, so that all gradients count
+    alike (with fixed weights that is GDPO's normalise, then sum, arXiv:2601.05242), or all are
+    scaled by one factor, which keeps the rewards' own spreads (with fixed weights: linear
+    scalarisation). Not in the paper."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("critic_learning_rate", "clip_range")
+        self.check_positive("value_clip_range", or_zero=True)
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"ppo.{name} must be in [0, 1], got {getattr(self, name)}.")
+
+    def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
+        """Returns value heads, or a sequence classifier of the policy's architecture."""
+        if self.critic == "heads":
+            return ValueHeads(policy.config.hidden_size, num_objectives)
+        architecture: Any = copy.deepcopy(policy.get_base_model().config)
+        architecture.num_labels = num_objectives
+        return AutoModelForSequenceClassification.from_config(architecture)
+
+    def estimator(
+        self,
+        policy: Policy,
+        *,
+        critic: torch.nn.Module | None,
+        optimizer: Callable[..., torch.optim.Optimizer],
+    ) -> "PPO":
+        """Returns a fresh estimator; see `EstimatorConfig`."""
+        assert critic is not None
+        return PPO(self, policy, critic, optimizer)
+
+    def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> "PPOExperience":
+        """Returns an experience without content; see `EstimatorConfig`."""
+        zeros = torch.zeros(num_objectives, *rollouts.logprobs.shape)  # [M, B, T]
+        scores, kl = zeros[:, :, 0], zeros[0]
+        return PPOExperience(rollouts, scores, scores, zeros, zeros, zeros, kl)
+
+
+class ValueHeads(torch.nn.Module):
+    """One linear value head per objective on hidden states: [B, L, H] to [B, L, M].
+
+    The heads start at zero: M equal objectives stay equal, and the first advantages are the
+    returns themselves.
+    """
+
+    base_model_prefix = "score"  # TRL's wrapper asks every value model for its trunk
+
+    def __init__(self, hidden_size: int, num_objectives: int) -> None:
+        super().__init__()
+        self.score = torch.nn.Linear(hidden_size, num_objectives)
+        torch.nn.init.zeros_(self.score.weight)
+        torch.nn.init.zeros_(self.score.bias)
+
+
+@dataclass(frozen=True)
+class PPOExperience(Experience):
+    """A batch with its values and advantages."""
+
+    values: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """Value estimates at sampling time, [M, B, T]."""
+    advantages: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """Whitened, zero outside the response, [M, B, T]."""
+    returns: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """Targets of the critic, [M, B, T]."""
+    kl: torch.Tensor
+    """KL from the reference per token, [B, T]."""
+
+
+class PPO:
+    """One learner's PPO; implements `Estimator`.
+
+    Args:
+        config: Its hyperparameters.
+        policy: The policy, shared with other learners.
+        critic: This learner's own.
+        optimizer: Adam, from parameters and `lr`.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        policy: Policy,
+        critic: torch.nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer],
+    ) -> None:
+        self.config = config
+        self.critic = critic
+        self.critic_optimizer = optimizer(critic.parameters(), lr=config.critic_learning_rate)
+        self.kl = KLPenalty(config.kl)
+        self._policy = policy
+
+    @torch.no_grad()
+    def experience(
+        self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
+    ) -> PPOExperience:
+        """Stage 4: values, rewards per token with the KL penalty, advantages."""
+        config, policy = self.config, self._policy
+        policy.model.eval()
+        with policy.timed("values"):
+            values = policy.by_chunks(lambda rows: self._values(rows).transpose(0, 1), rollouts)
+            values = values.transpose(0, 1).masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
+        with policy.timed("advantages"):
+            kl = self.kl.per_token(rollouts)
+            per_token = shaped_rewards(
+                rewards,
+                kl,
+                kl_coefficient=self.kl.coefficient,
+                score_index=rollouts.score_index,
+            )  # [M, B, T]
+            if config.whiten_rewards:
+                mask = rollouts.value_mask
+                per_token = torch.stack(
+                    [whiten(r, mask, shift_mean=False).masked_fill(~mask, 0) for r in per_token]
+                )
+            advantages, returns = gae(
+                per_token, values, gamma=config.gamma, gae_lambda=config.gae_lambda
+            )
+            mask = rollouts.mask
+            if config.advantage_scale == "shared":
+                advantages = whiten_together(advantages, mask)
+            else:
+                advantages = torch.stack([whiten(a, mask) for a in advantages])
+            advantages = advantages.masked_fill(~mask, 0)
+        return PPOExperience(rollouts, scores, rewards, values, advantages, returns, kl)
+
+    def gradients(self, part: PPOExperience, minibatch: PPOExperience) -> MinibatchGradients:
+        """Stages 5 and 6: the M clipped losses of some rows, their Jacobian, the critic's gradient.
+
+        Losses are means over a minibatch's tokens, of which the part has its share.
+        """
+        config, policy, rollouts = self.config, self._policy, part.rollouts
+        mask, value_mask = rollouts.mask, rollouts.value_mask
+        # 1.0 if the part is the whole minibatch
+        share = mask.sum() / minibatch.rollouts.mask.sum().clamp(min=1)
+        value_share = value_mask.sum() / minibatch.rollouts.value_mask.sum()
+        policy.model.train()
+        with policy.timed("forward"):
+            output = policy.forward(rollouts)
+            logits = policy.logits(output, rollouts)
+            losses, clip_fractions = policy_losses(
+                token_logprobs(logits, rollouts.responses).masked_fill(~mask, INVALID_LOGPROB),
+                rollouts.logprobs,
+                part.advantages,
+                mask,
+                clip_range=config.clip_range,
+            )
+            critic_losses = value_losses(
+                self._values(rollouts, output).masked_fill(~value_mask, 0),
+                part.values,
+                part.returns,
+                value_mask,
+                clip_range=config.value_clip_range,
+            )
+        losses, critic_losses = losses * share, critic_losses * value_share
+        with policy.timed("critic"):
+            critic_gradients = torch.autograd.grad(
+                critic_losses.sum(), list(self.critic.parameters())
+            )
+        with policy.timed("backward"):
+            jacobian = policy.jacobian(losses)
+        return MinibatchGradients(
+            jacobian,
+            losses.detach(),
+            {
+                "value_loss": critic_losses.detach(),
+                "clip_fraction": clip_fractions.mean() * share,
+                "entropy": masked_mean(entropy(logits.detach()), mask) * share,
+            },
+            own=torch.cat([gradient.flatten() for gradient in critic_gradients]),
+        )
+
+    def step(self, own: torch.Tensor | None) -> None:
+        """Stage 9: the critic along its own gradient."""
+        assert own is not None
+        parameters = list(self.critic.parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, gradient in zip(parameters, own.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        self.critic_optimizer.step()
+        self.critic_optimizer.zero_grad()
+
+    def end_batch(self, experience: PPOExperience) -> None:
+        """Ends a local step: the KL controller adapts."""
+        self.kl.adapt(experience.kl)
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Sets the critic's learning rate."""
+        for group in self.critic_optimizer.param_groups:
+            group["lr"] = self.config.critic_learning_rate * factor
+
+    def metrics(self, experience: PPOExperience) -> dict[str, float]:
+        """Returns the KL of a batch and its coefficient."""
+        return self.kl.metrics(experience.kl)
+
+    def state(self) -> dict[str, Any]:
+        """Returns critic, its optimizer's moments and the KL coefficient."""
+        return {
+            "critic": self.critic.state_dict(),
+            "critic_optimizer": self.critic_optimizer.state_dict(),
+            "kl_coefficient": self.kl.coefficient,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Returns to a state that `state` gave."""
+        self.critic.load_state_dict(state["critic"])
+        self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+        self.kl.coefficient = state["kl_coefficient"]
+
+    def _values(self, rows: Sequences, output: Any = None) -> torch.Tensor:
+        """Value of every response position and objective, [M, b, T].
+
+        Args:
+            rows: b rows.
+            output: The policy's on them, if it is there already.
+        """
+        critic: Any = self.critic
+        if self.config.critic == "network":
+            trunk = getattr(critic, critic.base_model_prefix)
+            hidden = self._policy.forward(rows, trunk).hidden_states[-1]
+        else:
+            output = output or self._policy.forward(rows)
+            hidden = output.hidden_states[-1].detach().float()
+        values = critic.score(hidden)[:, rows.context_length - 1 : -1]  # [b, T, M]
+        return torch.stack([values[..., j] for j in range(values.size(-1))])
+
+
+def policy_losses(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip_range: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped surrogate loss of every objective (Schulman et al., 2017, Eq. 7, negated).
+
+    Args:
+        logprobs: Log-probabilities under the current policy, shape [B, T]; carries the graph.
+        old_logprobs: Log-probabilities at sampling time, shape [B, T].
+        advantages: One advantage per objective and token, shape [M, B, T].
+        mask: Response tokens, shape [B, T].
+        clip_range: The ratio is clipped to [1 - clip_range, 1 + clip_range].
+
+    Returns:
+        Losses [M] and, detached, the share of tokens whose ratio the clip holds back [M].
+    """
+    ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
+    clipped_ratio = torch.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range)
+    losses, clip_fractions = [], []
+    for advantage in advantages:
+        loss, clipped = -advantage * ratio, -advantage * clipped_ratio
+        losses.append(masked_mean(torch.max(loss, clipped), mask))
+        clip_fractions.append(masked_mean((clipped > loss).float(), mask))
+    return torch.stack(losses), torch.stack(clip_fractions).detach()
+
+
+def value_losses(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    clip_range: float,
+) -> torch.Tensor:
+    """Clipped squared error of every objective's value estimate, shape [M].
+
+    Args:
+        values: Current estimates, shape [M, B, T]; carries the graph.
+        old_values: Estimates at sampling time, shape [M, B, T].
+        returns: Targets, shape [M, B, T].
+        mask: Tokens that have a value, shape [B, T].
+        clip_range: Values are clipped to the old ones ± this; the larger error counts.
+    """
+    losses = []
+    for value, old, target in zip(values, old_values, returns, strict=True):
+        clipped = torch.clamp(value, old - clip_range, old + clip_range)
+        error = torch.max(torch.square(value - target), torch.square(clipped - target))
+        losses.append(0.5 * masked_mean(error, mask))
+    return torch.stack(losses)
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
+    probabilities = torch.softmax(logits, dim=-1)
+    return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)

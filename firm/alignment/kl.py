@@ -1,0 +1,192 @@
+"""How far the policy moves from the reference: the KL per token, its coefficient, and alarms."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+
+from firm.alignment.rollout import Rollouts
+from firm.federation.schema import Number, register_metrics
+
+register_metrics(kl=Number(), kl_coefficient=Number())
+
+MAX_KL_ERROR = 0.2
+"""Largest relative deviation of the KL from its target that the adaptive controller counts."""
+INERT_KL_CHANGE = 0.05
+"""A controller that cannot change the KL coefficient by this share of it is said to do nothing."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """How far the policy may move from the reference."""
+
+    controller: Literal["fixed", "adaptive"] = "adaptive"
+    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2
+    (A.1: adaptive)."""
+    coefficient: float = 0.2
+    """Coefficient of the KL penalty, at the start when adaptive. Not in the paper."""
+    target: float = 0.03
+    """KL per response (nats, summed over tokens) that the adaptive controller aims at (A.1; that
+    it is counted per response is not in the paper)."""
+    horizon: float = 10_000
+    """Responses over which the adaptive controller corrects a deviation: a step changes the
+    coefficient by at most a fifth of batch size / horizon. 10,000, as TRL had it, is more than the
+    paper's run has: 16 rounds of 16 responses, with four local steps each, change it by 2 % at
+    most. Not in the paper."""
+    estimator: Literal["k1", "k3"] = "k1"
+    """k1: log ratio; k3: lower variance, never negative. Not in the paper."""
+
+    def __post_init__(self) -> None:
+        if not self.coefficient >= 0:
+            raise ValueError(f"kl.coefficient must be non-negative, got {self.coefficient}.")
+        if not (self.target > 0 and self.horizon > 0):
+            raise ValueError(
+                f"kl.target and kl.horizon must be positive, got {self.target} and {self.horizon}."
+            )
+
+
+def kl_penalty(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, estimator: str = "k1"
+) -> torch.Tensor:
+    """Estimate per token of the KL divergence from the reference policy, shape [B, T].
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
+        reference_logprobs: The same under the reference, shape [B, T].
+        estimator: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
+            negative). The sampling distribution is the policy's.
+
+    Raises:
+        ValueError: There is no such estimator.
+    """
+    log_ratio = reference_logprobs - logprobs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k3":
+        return (log_ratio.exp() - 1) - log_ratio
+    raise ValueError(f"no KL estimator {estimator!r}: choose k1 or k3.")
+
+
+def adapted_kl_coefficient(
+    coefficient: float, kl: float, *, num_responses: int, config: KLConfig
+) -> float:
+    """The KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
+
+    Args:
+        coefficient: The coefficient in force.
+        kl: Mean KL per response just measured, nats.
+        num_responses: Responses in the batch. The relative deviation counts up to 20 %, so a
+            horizon's worth of responses changes the coefficient by a fifth or so at most.
+        config: Controller and its constants; a fixed controller returns `coefficient`.
+    """
+    if config.controller == "fixed":
+        return coefficient
+    error = min(max(kl / config.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coefficient * (1.0 + error * num_responses / config.horizon)
+
+
+class KLPenalty:
+    """The KL penalty of one learner, whose coefficient follows the controller.
+
+    Attributes:
+        coefficient: Weight of the penalty, in force now.
+    """
+
+    def __init__(self, config: KLConfig) -> None:
+        self._config = config
+        self.coefficient = config.coefficient
+
+    def per_token(self, rollouts: Rollouts) -> torch.Tensor:
+        """Returns the estimate of the KL from the reference, shape [B, T]."""
+        return kl_penalty(
+            rollouts.logprobs, rollouts.reference_logprobs, estimator=self._config.estimator
+        )
+
+    def adapt(self, kl: torch.Tensor) -> None:
+        """Ends a local step of this KL per token, shape [B, T]."""
+        self.coefficient = adapted_kl_coefficient(
+            self.coefficient, _per_response(kl), num_responses=len(kl), config=self._config
+        )
+
+    def metrics(self, kl: torch.Tensor) -> dict[str, float]:
+        """Returns the figures of a batch: the mean KL per response in nats, and the coefficient."""
+        return {"kl": _per_response(kl), "kl_coefficient": self.coefficient}
+
+
+def _per_response(kl: torch.Tensor) -> float:
+    return kl.sum(1).mean().item()
+
+
+def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None:
+    """Returns what to tell the user whose adaptive KL controller cannot act; None otherwise.
+
+    With the largest deviation in each of n local steps the coefficient c ends at c (1 ± 0.2 B / H)ⁿ
+    for batches of B responses and horizon H. Told when even that is a change of less than 5 %, with
+    the longest horizon that allows it, and of a coefficient of 0, which any factor leaves at 0.
+
+    Args:
+        config: The KL controller.
+        batch_size: Responses in a local step, B.
+        num_steps: Local steps of a client in the whole run; with 0 there is nothing to tell.
+    """
+    if config.controller == "fixed" or num_steps == 0:
+        return None
+    if config.coefficient == 0:
+        return (
+            "the adaptive KL controller is inert: it multiplies ppo.kl.coefficient, which is 0; "
+            "start from a positive one, or set ppo.kl.controller to fixed."
+        )
+    most = MAX_KL_ERROR * batch_size
+    low, high = (
+        config.coefficient * (1 + sign * most / config.horizon) ** num_steps for sign in (-1, 1)
+    )
+    if high / config.coefficient - 1 >= INERT_KL_CHANGE:
+        return None
+    horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)
+    return (
+        f"the adaptive KL controller is inert: with ppo.kl.horizon {config.horizon:,g} the run's "
+        f"{num_steps:,} local steps of {batch_size:,} responses take its coefficient from "
+        f"{config.coefficient:g} to {low:.4g} or {high:.4g} at most; a horizon of about "
+        f"{float(f'{horizon:.2g}'):,g} would allow {INERT_KL_CHANGE:.0%}."
+    )
+
+
+LARGE_MISMATCH = 0.1
+"""Share of the KL from which on rounding in log-probabilities is not small beside it."""
+
+
+def mismatch_alarm(
+    rows: Sequence[Mapping[str, Any]], config: KLConfig, *, rounds: int = 3
+) -> str | None:
+    """What to tell the user whose KL is in good part rounding; None while there is nothing.
+
+    Log-probabilities of cached generation and those of a forward pass differ by rounding alone. In
+    the KL, whose other half comes from a forward pass, that is noise of mean zero. Told once: in
+    the first round where the controller aims at a KL, else after some rounds, by their last KL.
+
+    Args:
+        rows: Rows of the log so far, those of the round that just ended included. Of each client
+            row "kl" and "logprob_mismatch_per_reply" are read, both in nats per reply.
+        config: The KL controller.
+        rounds: Rounds to wait for a KL to compare with, where there is no target.
+    """
+    clients = [row for row in rows if row.get("kind") == "client" and row.get("kl") is not None]
+    mismatches = (row.get("logprob_mismatch_per_reply") for row in clients)
+    found = [mismatch for mismatch in mismatches if mismatch is not None]
+    number = max((row["round"] for row in clients), default=0)
+    is_aimed_at = config.controller == "adaptive"
+    if not found or number != (1 if is_aimed_at else rounds):
+        return None
+    kl = config.target
+    if not is_aimed_at:
+        kl = abs(fmean(row["kl"] for row in clients if row["round"] == number))
+    mismatch = fmean(found)
+    if mismatch < LARGE_MISMATCH * kl:
+        return None
+    return (
+        f"log-probabilities at generation and in a forward pass differ by {mismatch:.2g} nats per "
+        f"reply (root mean square), which is not small beside the KL of {kl:.2g}: set "
+        "rollout.logprobs to forward, or policy.dtype to float32."
+    )

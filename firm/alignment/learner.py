@@ -1,0 +1,54 @@
+"""What one client trains beside the adapter, and what its optimizer remembers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firm.alignment.estimators import Estimator
+from firm.alignment.rewards import Judges
+
+
+@dataclass(eq=False)
+class Learner:
+    """An estimator with what it trains, and the adapter's optimizer.
+
+    The optimizer is bound to the one adapter in the model but holds moments of its own: a client is
+    switched in by copying its adapter and handing its learner to the trainer.
+    """
+
+    estimator: Estimator
+    actor_optimizer: torch.optim.Optimizer
+    judges: Judges | None = None
+    """Who scores this client's replies; None leaves it to the trainer's own reward functions."""
+    num_steps: int = 0
+    """Optimizer steps since it was made or restored."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns a deep copy of everything that training changes."""
+        return _copied(
+            {
+                "estimator": self.estimator.state(),
+                "actor_optimizer": self.actor_optimizer.state_dict(),
+            }
+        )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state()` gave; the given state stays untouched."""
+        state = _copied(state)
+        self.actor_optimizer.load_state_dict(state["actor_optimizer"])
+        # checkpoints of earlier versions have the estimator's entries beside the optimizer's
+        self.estimator.restore(state.get("estimator", state))
+        self.num_steps = 0
+
+
+def _copied(tree: Any) -> Any:
+    """A deep copy of nested mappings and sequences whose tensors are detached clones."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, Mapping):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_copied(value) for value in tree]
+    return tree
