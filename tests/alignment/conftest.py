@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from firm.alignment import KLConfig, MultiObjectivePPOTrainer, PPOConfig, RolloutConfig
+from firm.alignment import KLConfig, MultiObjectivePPOTrainer, RolloutConfig
+from firm.alignment.estimators import ESTIMATORS
 from firm.alignment.policy import without_needless_warnings
 
 LETTERS = "abcdefghij "
@@ -146,22 +147,21 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
     """A trainer of the tiny policy: 3 local steps of 3 epochs and 2 minibatches."""
 
     def make(
-        *, rewards, value_model=None, dropout=0.0, policy=None, **changes
+        *, rewards, estimator="ppo", value_model=None, dropout=0.0, policy=None, **changes
     ) -> MultiObjectivePPOTrainer:
         config = {
             "batch_size": 16,
             "minibatch_size": 8,
             "num_epochs": 3,
             "actor_learning_rate": 3e-3,
-            "critic_learning_rate": 3e-3,
             "learning_rate_schedule": "linear",
-            "clip_range": 0.1,
             "missing_end_penalty": 0.5,
             "kl": KLConfig(controller="fixed", coefficient=0.1),
+            **({"critic_learning_rate": 3e-3, "clip_range": 0.1} if estimator == "ppo" else {}),
             **changes,
         }
         return MultiObjectivePPOTrainer(
-            PPOConfig(**config),
+            ESTIMATORS[estimator](**config),
             rollout_config=RolloutConfig(max_new_tokens=10, temperature=0.8, stop_strings=[]),
             policy=policy or make_policy(dropout=dropout),
             tokenizer=tokenizer,

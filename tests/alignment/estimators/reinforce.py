@@ -1,0 +1,93 @@
+"""An estimator of another package: REINFORCE on groups of replies, without a critic.
+
+The loss of objective j is Σ_b c_jb ℓ_b with ℓ_b the negative log-probability of reply b, so that
+one backward pass gives all M gradients.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from firm.alignment.estimators import (
+    EstimatorConfig,
+    Experience,
+    MinibatchGradients,
+    register_estimator,
+)
+from firm.alignment.rollout import token_logprobs
+from firm.alignment.rows import BY_OBJECTIVE
+from firm.federation.schema import Number, register_metrics
+from firm.gradients import PerSequenceGradients
+
+register_metrics(reply_loss=Number())
+
+
+@register_estimator
+@dataclass(frozen=True)
+class ReinforceConfig(EstimatorConfig):
+    """Hyperparameters of REINFORCE."""
+
+    name: Literal["reinforce"] = "reinforce"
+    group_size: int = 4
+    """Replies to each prompt, whose mean reward is the baseline."""
+
+    @property
+    def replies_per_prompt(self) -> int:
+        return self.group_size
+
+    def estimator(self, policy, *, critic, optimizer) -> "Reinforce":
+        assert critic is None
+        return Reinforce(self, policy)
+
+    def rehearsal(self, rollouts, num_objectives) -> "ReinforceExperience":
+        zeros = torch.zeros(num_objectives, rollouts.num_rows)
+        return ReinforceExperience(rollouts, zeros, zeros, zeros)
+
+
+@dataclass(frozen=True)
+class ReinforceExperience(Experience):
+    coefficients: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """c, the reward over its group's mean, [M, B]."""
+
+
+class Reinforce:
+    """One learner's REINFORCE, which has nothing to learn beside the adapter."""
+
+    def __init__(self, config: ReinforceConfig, policy) -> None:
+        self._config, self._policy = config, policy
+
+    def experience(self, rollouts, scores, rewards) -> ReinforceExperience:
+        groups = rewards.unflatten(1, (-1, self._config.group_size))  # [M, prompts, G]
+        advantages = (groups - groups.mean(2, keepdim=True)).flatten(1)
+        return ReinforceExperience(rollouts, scores, rewards, advantages)
+
+    def gradients(self, part, minibatch) -> MinibatchGradients:
+        policy, rollouts = self._policy, part.rollouts
+        coefficients = part.coefficients / minibatch.num_rows
+        with PerSequenceGradients(policy.model, policy.parameters) as per_sequence:
+            logits = policy.logits(policy.forward(rollouts), rollouts)
+            logprobs = token_logprobs(logits, rollouts.responses)
+            reply_losses = -(logprobs * rollouts.mask).sum(1)  # [b]
+            jacobian = per_sequence.jacobian(reply_losses, coefficients)
+        reply_losses = reply_losses.detach()
+        return MinibatchGradients(
+            jacobian,
+            coefficients @ reply_losses,
+            {"reply_loss": reply_losses.sum() / minibatch.num_rows},
+        )
+
+    def step(self, own) -> None:
+        assert own is None
+
+    def end_batch(self, experience) -> None: ...
+
+    def set_learning_rate(self, factor) -> None: ...
+
+    def metrics(self, experience) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict:
+        return {}
+
+    def restore(self, state) -> None: ...

@@ -1,0 +1,127 @@
+"""What an estimator of another package needs: one file, and nothing else touched."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from firm.alignment import AlignmentClient, Prompt, copy_adapter
+from firm.alignment.estimators import ESTIMATORS, EstimatorConfig, PPOConfig, register_estimator
+from firm.alignment.rollout import token_logprobs
+from firm.federation import LocalEngine, ServerState
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.run.plugins import import_plugin
+
+PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    import_plugin(str(Path(__file__).with_name("reinforce.py")))
+    yield
+    ESTIMATORS.pop("reinforce", None)
+
+
+@pytest.fixture
+def make(make_trainer, letter_count):
+    """A trainer of groups of four replies to each of four prompts."""
+
+    def make(**changes):
+        return make_trainer(
+            rewards={letter: letter_count(letter) for letter in "abc"},
+            estimator="reinforce",
+            **changes,
+        )
+
+    return make
+
+
+def run(trainer, cfg, strategy):
+    engine = LocalEngine([AlignmentClient("client_0", PROMPTS, trainer, seed=1)])
+    state = ServerState(
+        copy_adapter(trainer.adapter_parameters), objectives=trainer.objectives, seed=1
+    )
+    rows = []
+    for _ in range(2):
+        state, metrics = strategy(state, ["client_0"], engine, cfg)
+        rows.append(metrics["clients"][0])
+    return state.adapter, rows
+
+
+@pytest.mark.parametrize(
+    ("cfg", "strategy"), [(FirmConfig(num_local_steps=2), firm_round), (FedCmooConfig(), fedcmoo)]
+)
+def test_it_trains_a_client_whose_row_has_its_figures_and_none_of_ppo_s(make, cfg, strategy):
+    trainer = make()
+    before = copy_adapter(trainer.adapter_parameters)
+    adapter, rows = run(trainer, cfg, strategy)
+    assert any(not torch.equal(adapter[name], before[name]) for name in before)
+    for row in rows:
+        assert row["reply_loss"] > 0
+        assert row["policy_loss"].keys() == {"a", "b", "c"}
+        assert row["num_steps"] == cfg.num_local_steps
+        assert not {"value_loss", "clip_fraction"} & row.keys()
+
+
+def test_replies_to_a_prompt_stand_together_and_an_epoch_has_each_prompt_once(make):
+    trainer = make()
+    client = AlignmentClient("client_0", PROMPTS[:8], trainer, seed=1)
+    assert client.batches_per_epoch == 2
+    client.load(copy_adapter(trainer.adapter_parameters))
+    drawn = []
+    for batch in client.batches(2):
+        prompts = batch.whole.rollouts.queries.prompts
+        assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
+        assert len(set(batch.whole.rollouts.completions)) > 4  # each reply is sampled by itself
+        drawn += prompts[::4]
+    assert sorted(drawn) == sorted(prompt.text for prompt in PROMPTS[:8])
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_one_backward_pass_gives_all_gradients(make, micro_batch_size):
+    trainer = make(micro_batch_size=micro_batch_size)
+    torch.manual_seed(0)
+    experience = trainer.experience(trainer.sample(trainer.encode([p.text for p in PROMPTS[:4]])))
+    rollouts = experience.rollouts
+    output = trainer.policy_model(
+        input_ids=rollouts.query_responses, attention_mask=rollouts.query_responses != 0
+    )
+    logits = output.logits[:, rollouts.context_length - 1 : -1] / 0.8
+    logprobs = (token_logprobs(logits, rollouts.responses) * rollouts.mask).sum(1)
+    parameters = list(trainer.adapter_parameters.values())
+    expected = [
+        torch.autograd.grad(-(row * logprobs).mean(), parameters, retain_graph=True)
+        for row in experience.coefficients
+    ]
+    calls = []
+    head = trainer.policy_model.get_base_model().lm_head
+    handle = head.register_full_backward_hook(lambda *_: calls.append(1))
+    gradients = trainer.gradients(experience)
+    handle.remove()
+    assert len(calls) == (1 if micro_batch_size is None else 6)
+    for row, alone in zip(gradients.jacobian, expected, strict=True):
+        flat = torch.cat([gradient.flatten() for gradient in alone])
+        torch.testing.assert_close(row, flat, rtol=1e-3, atol=1e-5)
+
+
+def test_a_batch_has_whole_groups():
+    with pytest.raises(ValueError, match="multiple of the 3 replies to a prompt, got 16"):
+        ESTIMATORS["reinforce"](group_size=3)
+
+
+def test_a_name_is_taken_once():
+    assert ESTIMATORS["ppo"] is PPOConfig
+
+    @dataclass(frozen=True)
+    class Second(PPOConfig):
+        """Another one."""
+
+    @dataclass(frozen=True)
+    class Nameless(EstimatorConfig):
+        """A configuration without a name."""
+
+    for config, name in ((Second, "ppo"), (Nameless, "")):
+        with pytest.raises(ValueError, match=f"a name of its own, got '{name}'"):
+            register_estimator(config)
