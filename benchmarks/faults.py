@@ -30,13 +30,14 @@ from firm.federation import Adapter, Client, Engine, LocalEngine, Processes, Ser
 from firm.federation.engines import Agreement, ProcessesEngine, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_loading import build_clients, common_calibrations, load
 from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
 from firm.network.loopback import run_job
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli
-from recipes import firm_hh
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**search_path(ROOT), "OMP_NUM_THREADS": "1"}
@@ -153,15 +154,15 @@ class Runs:
     """
 
     def __init__(self, processes: Processes, folder: Path) -> None:
-        self.cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], _OVERRIDES)
-        self.names, self.folder = firm_hh.client_names(self.cfg), folder
-        self.world = firm_hh.load(self.cfg, processes)
+        self.cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], _OVERRIDES)
+        self.names, self.folder = client_names(self.cfg), folder
+        self.loaded = load(self.cfg, processes)
         self._references: dict[str, str] = {}
-        self._calibrations = firm_hh.common_calibrations(self.world, self.cfg, folder)
+        self._calibrations = common_calibrations(self.loaded, self.cfg, folder)
 
     def clients(self, names: Sequence[str], fault: str) -> list[Any]:
         """The clients of these names, of which one may misbehave."""
-        clients = firm_hh.clients_of(self.world, self.cfg, self._calibrations, names)
+        clients = build_clients(self.loaded, self.cfg, self._calibrations, names)
         done = self.folder / f"{fault.replace(' ', '_')}.done"
         return [
             FaultyClient(client, fault, done) if client.name == CULPRIT else client
@@ -171,7 +172,7 @@ class Runs:
     def go(self, engine: Engine, absent: Mapping[int, Collection[str]]) -> dict[str, Any]:
         """A run without some clients in some rounds: its rounds, and a digest of its adapter."""
         state = ServerState(
-            self.world.start, objectives=tuple(self.cfg.rewards), seed=self.cfg.seed
+            self.loaded.start, objectives=tuple(self.cfg.rewards), seed=self.cfg.seed
         )
         rounds = []
         for number in range(1, NUM_ROUNDS + 1):

@@ -47,9 +47,9 @@ from firm.alignment import (
 from firm.alignment.rollout import Queries
 from firm.federation import Processes, RandomStream
 from firm.gradients import gram_matrix
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import print_table
 from firm.solvers import firm_weights
-from recipes.firm_hh import Config
 from reward_models import RewardModelConfig, load_reward_model
 
 STEPS = 2  # local steps per variant, of which the first warms up
@@ -160,12 +160,12 @@ def save_random(
     model.bfloat16().save_pretrained(folder)
 
 
-def configuration(shape: Shape, folder: Path, device: torch.device) -> Config:
+def configuration(shape: Shape, folder: Path, device: torch.device) -> AlignmentConfig:
     """The run of which a local step is measured: bfloat16, LoRA of rank 16, two rewards."""
     reward = RewardModelConfig(
         path=str(folder / "reward"), format="plain", dtype="bfloat16", device=device.type
     )
-    return Config(
+    return AlignmentConfig(
         policy=PolicyConfig(str(folder / "policy"), dtype="bfloat16"),
         rewards={"first": reward, "second": reward},
         num_clients=1,
@@ -174,7 +174,7 @@ def configuration(shape: Shape, folder: Path, device: torch.device) -> Config:
     )
 
 
-def report(cfg: Config, device: torch.device) -> None:
+def report(cfg: AlignmentConfig, device: torch.device) -> None:
     """Runs the local steps and prints what the last one took."""
     gc.collect()  # the trainer of the other variant is in reference cycles
     trainer = MultiObjectivePPOTrainer(

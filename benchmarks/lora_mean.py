@@ -26,14 +26,15 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 
+from firm.cli.align import main
 from firm.federation import Adapter, Engine, Failure, Reply, ServerState
 from firm.federation.aggregation import weighted_mean
 from firm.federation.lora import averaging_error, truncation_error
 from firm.federation.messages import Request
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, print_table
-from recipes.firm_hh import Config, main
 
 ROOT = Path(__file__).parent.parent
 WAYS = {
@@ -127,7 +128,7 @@ def run(settings: dict[str, Any], seed: int) -> Result:
         out = Path(folder) / "run"
         start = time.process_time()
         with contextlib.redirect_stdout(io.StringIO()):
-            main(parse(Config, [*arguments, "--out", str(out)]))
+            main(parse(AlignmentConfig, [*arguments, "--out", str(out)]))
         seconds = time.process_time() - start
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     changes = [row for row in rows if row["kind"] == "evaluation"][-1]["change"]

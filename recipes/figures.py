@@ -18,6 +18,8 @@ from typing import Any, Literal
 from scipy.stats import spearmanr
 
 from firm.alignment.hyperparameters import Departure, departures, hyperparameters
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.study import StudyConfig, records, run_config, study_of
 from firm.report import Record
 from firm.report.trajectories import (
     Difference,
@@ -37,9 +39,7 @@ from firm.report.trajectories import (
     weights_disagreement,
 )
 from firm.run import Sweep, UserError, compose, run_cli
-from recipes import firm_hh
 from recipes.figure_drawings import BETAS, PREFERENCES, WORLDS, draw_all
-from recipes.study import StudyConfig, records, run_config, study_of
 
 SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
 """Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
@@ -515,7 +515,7 @@ def _base(world: str, record: Record) -> str:
     return f"{world}: " + ", ".join(f"{name} {score['mean']:.2f}" for name, score in told)
 
 
-def departures_section(configs: Mapping[str, firm_hh.Config]) -> str:
+def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:
     """Returns what the paper gives and these runs have otherwise, of the settings' configurations.
 
     Args:
@@ -555,7 +555,7 @@ def _values(departure: Departure, settings: Collection[str]) -> str:
 
 def _open_hyperparameters(study: StudyConfig) -> str:
     """What the paper leaves open, and the values of these runs."""
-    run = compose(firm_hh.Config, [study.base], list(study.overrides.items()))
+    run = compose(AlignmentConfig, [study.base], list(study.overrides.items()))
     rows = [
         [f"`{each.path}`", _plain(str(each.value))]
         for each in hyperparameters(run)

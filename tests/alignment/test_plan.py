@@ -27,9 +27,10 @@ from firm.alignment.memory import LiveBytes, update_memory
 from firm.alignment.plan import EVALUATION_BATCH
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.rollout import Queries
+from firm.cli.align import main
 from firm.federation import Processes, RandomStream
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, print_table
-from recipes.firm_hh import Config, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,16 +49,16 @@ def shallow(make_model, tmp_path_factory) -> Path:
     return folder
 
 
-def config(*arguments: object, file: str = "smoke") -> Config:
-    return parse(Config, ["--config", f"configs/{file}.yaml", *map(str, arguments)])
+def config(*arguments: object, file: str = "smoke") -> AlignmentConfig:
+    return parse(AlignmentConfig, ["--config", f"configs/{file}.yaml", *map(str, arguments)])
 
 
-def plan_of(cfg: Config, num_processes: int = 1):
+def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
     names = [f"client_{index}" for index in range(cfg.num_clients)]
     return make_plan(cfg, names, Processes(0, num_processes, cfg.processes_per_client))
 
 
-def plan_without_memory(cfg: Config, num_processes: int = 1):
+def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
     """A plan but for its memory, whose estimate takes a second and more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("firm.alignment.plan._memory", lambda *_: None)

@@ -237,7 +237,7 @@ def test_a_servers_folder_names_a_run_that_is_no_path(tmp_path, name):
 def test_a_server_runs_no_other_workflow_and_with_no_other_argument(tmp_path):
     for change in (
         {"path": "nvflare.app_common.workflows.fedavg.FedAvg"},
-        {"path": "recipes.network.FlareChannel"},
+        {"path": "firm.jobs.network.FlareChannel"},
         {"args": {"name": "run", "out": "/tmp"}},
         {"args": {}},
     ):

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from firm.cli import evaluate
+from firm.cli.align import main
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import Run, parse, run_cli, to_dict
-from recipes import evaluate
-from recipes.firm_hh import Config, main
 from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def line_of(capsys, call: Callable[[], object]) -> str:
 
 
 def recipe(*arguments: object) -> None:
-    run_cli(main, Config, ["--config", str(SMOKE), *map(str, arguments)])
+    run_cli(main, AlignmentConfig, ["--config", str(SMOKE), *map(str, arguments)])
 
 
 HELLO = r'{prompt: "\n\nHuman: Hi\n\nAssistant:", completion: "a b", score: 7}'
@@ -452,7 +453,7 @@ RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] =
 
 
 def run_config(path: Path) -> dict:
-    return to_dict(parse(Config, ["--config", str(SMOKE), "--out", str(path)]))
+    return to_dict(parse(AlignmentConfig, ["--config", str(SMOKE), "--out", str(path)]))
 
 
 @pytest.mark.parametrize("case", RUN_CASES)

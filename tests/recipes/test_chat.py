@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from firm.cli import align
+from firm.cli.chat import cli, main
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.chat import ChatConfig
+from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
-from recipes import firm_hh
-from recipes.chat import Config, cli, main
-from recipes.evaluate import parse_over_run
 
 ROOT = Path(__file__).parents[2]
 POLICY = "firm/miniature/checkpoints/policy"
@@ -38,7 +40,7 @@ def run(tmp_path_factory) -> Path:
     arguments = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        firm_hh.main(parse(firm_hh.Config, arguments))
+        align.main(parse(AlignmentConfig, arguments))
     scale_adapter(out / "adapter", 6.0)
     return out
 
@@ -54,7 +56,7 @@ def chat(monkeypatch):
 
     def say(lines: list[str], *arguments: object, is_terminal: bool = False) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        cfg = parse_over_run(Config, [*map(str, arguments)], key="run", description="")
+        cfg = parse_over_run(ChatConfig, [*map(str, arguments)], key="run", description="")
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80, highlight=False)
         main(cfg, console)
         return console.file.getvalue()  # type: ignore[attr-defined]
@@ -148,7 +150,7 @@ def test_an_unknown_command_is_said_and_not_answered(run, chat):
 
 def test_sampling_is_the_run_s_unless_overridden(run):
     cfg = parse_over_run(
-        Config, ["--run", str(run), "--rollout.temperature", "0.3"], key="run", description=""
+        ChatConfig, ["--run", str(run), "--rollout.temperature", "0.3"], key="run", description=""
     )
     assert (cfg.rollout.temperature, cfg.rollout.max_new_tokens) == (0.3, 16)
     assert cfg.policy.path == POLICY

@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from firm.cli import align
+from firm.cli.evaluate import cli, main
+from firm.jobs import compare as module
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.compare import CompareConfig
+from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
-from recipes import evaluate as module
-from recipes import firm_hh
-from recipes.evaluate import Config, cli, main, parse_over_run
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
@@ -37,7 +40,7 @@ def run(tmp_path_factory) -> Path:
     arguments = ["--config", str(SMOKE), "--rounds", "1", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        return firm_hh.main(parse(firm_hh.Config, arguments))
+        return align.main(parse(AlignmentConfig, arguments))
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def copied(run, tmp_path):
 
 
 def evaluate(*arguments: object) -> Path:
-    return main(parse_over_run(Config, [*map(str, arguments)], key="runs", description=""))
+    return main(parse_over_run(CompareConfig, [*map(str, arguments)], key="runs", description=""))
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
@@ -125,7 +128,7 @@ def test_the_results_are_a_table_two_csv_files_and_a_page(run, tmp_path, capsys)
     for model in ("base", "aligned"):
         assert replies(out)[model][0].strip() in printed
         assert all(reply.strip().split(".")[0] in page for reply in replies(out)[model])
-    again = parse(Config, ["--config", str(out / "config.yaml")])
+    again = parse(CompareConfig, ["--config", str(out / "config.yaml")])
     assert again.rollout.max_new_tokens == 16
     assert not list(tmp_path.glob(".*"))
 
@@ -191,9 +194,9 @@ def test_no_text_is_shown_or_written_when_none_is_asked_for(run, tmp_path, capsy
 
 
 def test_the_first_run_gives_what_the_command_line_leaves_open(run):
-    def read(*arguments: str) -> Config:
+    def read(*arguments: str) -> CompareConfig:
         return parse_over_run(
-            Config, ["--runs", f"[{run}]", *arguments], key="runs", description=""
+            CompareConfig, ["--runs", f"[{run}]", *arguments], key="runs", description=""
         )
 
     given = read()

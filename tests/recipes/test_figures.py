@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.study import FREE_KEYS, StudyConfig, point_name, run_config, study_of
 from firm.report import Record
 from firm.report.trajectories import Difference
 from firm.run import Sweep, UserError, compose, to_dict
-from recipes import figures, firm_hh
+from recipes import figures
 from recipes.figures import Finding, common_seeds, figure_1
-from recipes.study import FREE_KEYS, StudyConfig, point_name, run_config, study_of
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_every_setting_of_the_studies_is_a_valid_run(file):
     cfg = compose(StudyConfig, [file], [])
     for setting in cfg.settings:
         run = run_config(cfg, setting=setting, seed=1)
-        assert isinstance(run, firm_hh.Config)
+        assert isinstance(run, AlignmentConfig)
         assert run.seed == 1
         assert run.evaluation.calibration_seed == cfg.seeds[0]
     assert len({point_name(setting, 0) for setting in cfg.settings}) == len(cfg.settings)

@@ -22,9 +22,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient
+from firm.cli.align import main
 from firm.federation import RoundFailed
+from firm.jobs.alignment import alarms_at_start, alarms_of_rounds
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
-from recipes.firm_hh import Config, _alarms, _alarms_at_start, main
 from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +55,7 @@ SHORT = (
 
 
 def run(*arguments: object) -> Path:
-    return main(parse(Config, ["--config", str(SMOKE), *map(str, arguments)]))
+    return main(parse(AlignmentConfig, ["--config", str(SMOKE), *map(str, arguments)]))
 
 
 def recipe(*arguments: object) -> subprocess.CompletedProcess:
@@ -184,7 +186,8 @@ def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, 
 def test_three_objectives_run_whole(tmp_path):
     out = main(
         parse(
-            Config, ["--config", str(ROOT / "configs/three.yaml"), "--out", str(tmp_path / "run")]
+            AlignmentConfig,
+            ["--config", str(ROOT / "configs/three.yaml"), "--out", str(tmp_path / "run")],
         )
     )
     objectives = ["helpful", "harmless", "brevity"]
@@ -238,7 +241,7 @@ def test_clients_that_need_longer_than_they_have_are_left_out(tmp_path):
 
 def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
     for name in ("hh_tinyllama", "hh_llama32"):
-        cfg = parse(Config, ["--config", str(ROOT / f"configs/{name}.yaml")])
+        cfg = parse(AlignmentConfig, ["--config", str(ROOT / f"configs/{name}.yaml")])
         assert (cfg.num_clients, cfg.rounds) == (8, 16)
         assert (cfg.ppo.actor_learning_rate, cfg.ppo.critic_learning_rate) == (6e-5, 1e-4)
         assert (cfg.ppo.num_epochs, cfg.ppo.batch_size, cfg.ppo.minibatch_size) == (3, 16, 8)
@@ -258,7 +261,7 @@ def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
 def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_path):
     out = main(
         parse(
-            Config,
+            AlignmentConfig,
             [
                 "--config", str(ROOT / "configs/stories.yaml"),
                 "--policy.path", str(firm_data / "models/stories260K"),
@@ -330,36 +333,36 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
 
 def test_where_local_work_is_told_in_epochs_the_kl_controller_is_not_judged_by_one_step():
     keys = ["--ppo.kl.controller", "adaptive", "--ppo.kl.horizon", "10000"]
-    cfg = parse(Config, ["--config", str(SMOKE), *keys])
-    assert len(_alarms_at_start(cfg)) == 1
+    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys])
+    assert len(alarms_at_start(cfg)) == 1
     strategy = replace(cfg.strategy, num_local_steps=1, num_local_epochs=5)
-    assert _alarms_at_start(replace(cfg, strategy=strategy)) == []
+    assert alarms_at_start(replace(cfg, strategy=strategy)) == []
 
 
 def test_the_plan_of_the_papers_run_says_that_its_kl_controller_cannot_act(capsys):
-    main(parse(Config, ["--config", str(ROOT / "configs/hh_tinyllama.yaml"), "--plan"]))
+    main(parse(AlignmentConfig, ["--config", str(ROOT / "configs/hh_tinyllama.yaml"), "--plan"]))
     assert "from 0.2 to 0.1959 or 0.2041 at most" in capsys.readouterr().out
 
 
 def test_what_epsilon_does_not_cover_is_said_at_the_start_alone():
     options = {"clip_norm": 1, "noise_multiplier": 0, "statistics": "exact"}
     keys = [f"--strategy.privacy.{key}={value}" for key, value in options.items()]
-    cfg = parse(Config, ["--config", str(SMOKE), *keys, "--ppo.kl.controller=fixed"])
-    assert _alarms_at_start(cfg) == cfg.strategy.privacy.notes()
+    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys, "--ppo.kl.controller=fixed"])
+    assert alarms_at_start(cfg) == cfg.strategy.privacy.notes()
     assert len(cfg.strategy.privacy.notes()) == 2
     end = {"kind": "round", "round": 1, "failures": []}
-    assert _alarms(cfg, [{"kind": "client", "round": 1}, end]) == []
+    assert alarms_of_rounds(cfg, [{"kind": "client", "round": 1}, end]) == []
 
 
 def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn):
-    cfg = parse(Config, ["--config", str(SMOKE), "--strategy.beta", "0.01"])
+    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), "--strategy.beta", "0.01"])
     solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}
     rows = [{"kind": "client", "round": at, "client": "a", **solves} for at in (1, 2, 3)]
     end = {"kind": "round", "round": 3, "failures": []}
-    (alarm,) = _alarms(cfg, [*rows, end])
+    (alarm,) = alarms_of_rounds(cfg, [*rows, end])
     assert "beta 0.01 is inert" in alarm
     short = {"kind": "client", "round": 3, "beta_effect": [0.9]}
-    assert _alarms(cfg, [*rows, short, end]) == [alarm]
-    (note,) = _alarms(cfg, [*rows, {**rows[0], "cosines": []}, end])
+    assert alarms_of_rounds(cfg, [*rows, short, end]) == [alarm]
+    (note,) = alarms_of_rounds(cfg, [*rows, {**rows[0], "cosines": []}, end])
     assert note.startswith("What the strategy warns of could not be drawn")
     assert undrawn == [note]

@@ -11,15 +11,19 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from firm.cli.fmoo import cli, main
 from firm.federation import ServerState
+from firm.federation.strategies import STRATEGIES
 from firm.fmoo import DataConfig, load_data
 from firm.fmoo.data import DATASETS
 from firm.fmoo.metrics import delta_m
 from firm.fmoo.models import MODELS
+from firm.jobs import fmoo as module
+from firm.jobs import fmoo_loading, fmoo_measures, fmoo_page
+from firm.jobs.configs import CONFIGS
+from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report.fmoo_figures import AlgorithmRuns
 from firm.run import Run, parse
-from recipes import fmoo as module
-from recipes.fmoo import Config, cli, main
 
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",
@@ -27,10 +31,10 @@ SMALL = {
 }
 
 
-def _config(out: Path, *arguments: str, **algorithms: str) -> Config:
+def _config(out: Path, *arguments: str, **algorithms: str) -> ClassicConfig:
     chosen = ", ".join(f"{name}: {text}" for name, text in (algorithms or SMALL).items())
     return parse(
-        Config,
+        ClassicConfig,
         [
             "--algorithms", f"{{{chosen}}}", "--num_clients", "4", "--rounds", "4",
             "--evaluate_every", "2", "--seeds", "[0, 1]", "--out", str(out), *arguments,
@@ -68,12 +72,12 @@ def test_every_algorithm_and_seed_has_a_run_and_the_study_a_page_and_a_table(stu
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkeypatch):
-    out, strategy = tmp_path / "study", module.STRATEGIES["firm"]
-    monkeypatch.setitem(module.STRATEGIES, "firm", _stops_in_round_3(strategy))
+    out, strategy = tmp_path / "study", STRATEGIES["firm"]
+    monkeypatch.setitem(STRATEGIES, "firm", _stops_in_round_3(strategy))
     with pytest.raises(KeyboardInterrupt):
         main(_config(out))
     assert len(_evaluations(out / "firm/seed_0")) == 2  # rounds 0 and 2
-    monkeypatch.setitem(module.STRATEGIES, "firm", strategy)
+    monkeypatch.setitem(STRATEGIES, "firm", strategy)
     main(_config(out, "--resume", "true"))
     for name in SMALL:
         for seed in (0, 1):
@@ -108,9 +112,9 @@ def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "balanced", "shards"])
 def test_every_partition_gives_all_clients_samples(kind):
-    splits = module.load_data(module.DataConfig())
+    splits = load_data(DataConfig())
     cfg = _config(Path("unused"), "--partition.kind", kind, "--partition.min_samples", "5")
-    shards = module.partition(splits.train, cfg, 4, seed=0)
+    shards = fmoo_loading.partition(splits.train, cfg, 4, seed=0)
     assert list(shards) == [f"client_{index}" for index in range(4)]
     assert all(len(shard) >= 5 for shard in shards.values())
     drawn = [index for shard in shards.values() for index in shard]
@@ -125,9 +129,9 @@ def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):
 
 def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp_path):
     cfg = _config(tmp_path / "study", "--partition.test_fraction", "0.25", "--num_clients", "12")
-    splits = module.load_data(cfg.data)
-    federation = module.federate(cfg, cfg.algorithms["firm"], splits, 0)
-    shards = module.partition(splits.train, cfg, 12, 0)
+    splits = load_data(cfg.data)
+    federation = fmoo_loading.federate(cfg, cfg.algorithms["firm"], splits, 0)
+    shards = fmoo_loading.partition(splits.train, cfg, 12, 0)
     for name, shard in shards.items():
         own, kept = (set(s.tolist()) for s in (federation.shards[name], federation.held_out[name]))
         assert own | kept == set(shard)
@@ -146,28 +150,28 @@ def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp
 def test_a_user_without_a_sample_of_its_own_to_measure_on_is_left_out(tmp_path):
     few = ["--partition.kind", "dirichlet", "--partition.alpha", "0.05", "--num_clients", "30"]
     cfg = _config(tmp_path / "study", *few, "--partition.test_fraction", "0.004", "--rounds", "1")
-    splits = module.load_data(cfg.data)
-    federation = module.federate(cfg, cfg.algorithms["firm"], splits, 0)
+    splits = load_data(cfg.data)
+    federation = fmoo_loading.federate(cfg, cfg.algorithms["firm"], splits, 0)
     empty = [name for name, kept in federation.held_out.items() if not len(kept)]
     assert 0 < len(empty) < 30
     state = ServerState(federation.clients[0].adapter(), ("left", "right"), seed=0)
-    users = module.evaluation(cfg, federation, splits, state)["users"]
+    users = fmoo_measures.evaluation(cfg, federation, splits, state)["users"]
     assert set(users) == set(federation.names) - set(empty)
 
 
 def test_a_client_has_at_most_the_samples_that_it_may_have():
-    splits = module.load_data(module.DataConfig())
+    splits = load_data(DataConfig())
     cfg = _config(Path("unused"), "--partition.max_samples", "7")
-    whole = module.partition(splits.train, _config(Path("unused")), 4, 0)
-    for name, shard in module.partition(splits.train, cfg, 4, 0).items():
+    whole = fmoo_loading.partition(splits.train, _config(Path("unused")), 4, 0)
+    for name, shard in fmoo_loading.partition(splits.train, cfg, 4, 0).items():
         assert len(set(shard)) == 7
         assert set(shard) <= set(whole[name])
 
 
 def test_objectives_are_dealt_out_in_turn():
     cfg = _config(Path("unused"), "--partition.objectives_per_client", "1")
-    splits = module.load_data(cfg.data)
-    federation = module.federate(cfg, cfg.algorithms["firm"], splits, 0)
+    splits = load_data(cfg.data)
+    federation = fmoo_loading.federate(cfg, cfg.algorithms["firm"], splits, 0)
     assert [client.served for client in federation.clients] == [(0,), (1,), (0,), (1,)]
 
 
@@ -195,8 +199,8 @@ def _measured(rows: list[dict], **algorithms: dict) -> dict[str, str]:
     cfg = replace(_config(Path("unused")), target_loss=0.5)
     short = replace(cfg.algorithms["firm"], rounds=2)
     cfg = replace(cfg, algorithms={"fedcmoo": cfg.algorithms["fedcmoo"], "firm": short})
-    runs = [module.AlgorithmRuns(name, 0, [rows, algorithms[name]]) for name in algorithms]
-    header, lines = module.fmoo_page.summary(cfg, runs)
+    runs = [AlgorithmRuns(name, 0, [rows, algorithms[name]]) for name in algorithms]
+    header, lines = fmoo_page.summary(cfg, runs)
     return {line[0]: dict(zip(header, line, strict=True)) for line in lines}
 
 
@@ -243,8 +247,10 @@ def test_attackers_take_part_in_every_round(tmp_path):
 def test_an_algorithm_may_have_an_attack_of_its_own_amount():
     text = "{strategy: {name: fedavg}, attack_amount: 300}"
     attack = ["--attack.kind", "bias", "--attack.clients", "[client_0]", "--attack.amount", "1"]
-    cfg = parse(Config, [*attack, "--algorithms", f"{{a: {text}, b: {{strategy: {{name: afl}}}}}}"])
-    amounts = [module.attack_on(cfg.algorithms[name], cfg).amount for name in ("a", "b")]
+    cfg = parse(
+        ClassicConfig, [*attack, "--algorithms", f"{{a: {text}, b: {{strategy: {{name: afl}}}}}}"]
+    )
+    amounts = [attack_on(cfg.algorithms[name], cfg).amount for name in ("a", "b")]
     assert amounts == [300, 1]
 
 
@@ -303,11 +309,9 @@ def test_algorithms_of_a_family_make_a_line_over_the_number_in_which_they_differ
     assert "The setting strategy.num_local_steps" in (out / "comparison.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "path", sorted((module.ROOT / "configs/fmoo").glob("*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted((CONFIGS / "fmoo").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_configuration_is_one_and_names_what_there_is(path):
-    cfg = parse(Config, ["--config", str(path)])
+    cfg = parse(ClassicConfig, ["--config", str(path)])
     assert cfg.data.name in DATASETS
     assert cfg.model.name in MODELS
     assert f"--config configs/fmoo/{path.name}" in path.read_text() or path.stem == "two_digits"

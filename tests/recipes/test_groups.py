@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from firm.cli.align import main
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import UserError, parse
-from recipes.firm_hh import Config, main
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1"]
@@ -16,7 +17,7 @@ TINY += ["--evaluation.num_validation_prompts", "0", "--strategy.num_local_steps
 
 
 def run(*arguments: object) -> Path:
-    out = main(parse(Config, [*TINY, *map(str, arguments)]))
+    out = main(parse(AlignmentConfig, [*TINY, *map(str, arguments)]))
     assert out is not None
     return out
 
@@ -81,7 +82,7 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
 )
 def test_groups_that_fit_nobody_are_refused(groups, message):
     with pytest.raises(UserError, match=message):
-        parse(Config, [*TINY, "--groups", groups])
+        parse(AlignmentConfig, [*TINY, "--groups", groups])
 
 
 def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
@@ -118,7 +119,7 @@ def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
 )
 def test_a_start_that_means_nothing_is_refused(arguments, message):
     with pytest.raises(UserError, match=message):
-        parse(Config, [*TINY, *arguments])
+        parse(AlignmentConfig, [*TINY, *arguments])
 
 
 def test_a_start_that_is_no_adapter_ends_before_anything_is_written(tmp_path):

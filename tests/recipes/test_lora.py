@@ -8,16 +8,17 @@ import torch
 from safetensors.torch import load_file
 
 from firm.alignment import make_plan
+from firm.cli.align import main
 from firm.federation import Processes
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
-from recipes.firm_hh import Config, main
 
 SMOKE = Path(__file__).parents[2] / "configs/smoke.yaml"
 
 
-def config(*arguments: object) -> Config:
+def config(*arguments: object) -> AlignmentConfig:
     short = ["--strategy.num_local_steps", "1", "--evaluation.num_validation_prompts", "0"]
-    return parse(Config, ["--config", str(SMOKE), *short, *map(str, arguments)])
+    return parse(AlignmentConfig, ["--config", str(SMOKE), *short, *map(str, arguments)])
 
 
 def rows_of(folder: Path, kind: str) -> list[dict]:

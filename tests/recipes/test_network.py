@@ -18,15 +18,20 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
+import recipes.network
+from firm.cli import align, network
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
 from firm.federation.engines import Agreement, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
+from firm.jobs import network as jobs_network
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_loading import as_calibrations, build_clients, common_calibrations, load
+from firm.jobs.network_config import federation_of
 from firm.network.daemons import free_port
 from firm.run import UserError, compose, to_dict
 from firm.run.directory import leaves
 from firm.run.lock import hold
-from recipes import firm_hh, network
 
 ROOT = Path(__file__).parents[2]
 SITES = {"hospital": [0], "bank": [1], "university": [2]}
@@ -86,12 +91,12 @@ def test_a_runs_name_is_no_path(tmp_path, name):
         network.AdminConfig(tmp_path, name=name)
     assert str(refused.value).isprintable()
     with pytest.raises(ValueError, match="a run's name must be at most 64 letters"):
-        network.Federation(name)  # in a job that whoever holds an administrator's kit has made
+        jobs_network.Federation(name)  # in a job that whoever holds an administrator's kit has made
 
 
 def test_a_runs_name_that_is_no_path_is_taken(tmp_path):
     assert network.AdminConfig(tmp_path, name="run-2.b_1").name == "run-2.b_1"
-    network.Federation("run-2.b_1")
+    jobs_network.Federation("run-2.b_1")
 
 
 def test_kits_for_another_number_of_clients_are_not_made(tmp_path):
@@ -123,7 +128,7 @@ def test_a_server_that_does_not_run_is_told(kits):
 
 
 def test_a_port_in_use_is_told_before_anything_is_written(kits):
-    port = network._federation(kits / "server").port
+    port = federation_of(kits / "server").port
     in_use = pytest.raises(UserError, match=f"port {port} is in use")
     with socket.create_server(("", port)), in_use:
         network.start_server(network.ServerConfig(kits / "server"))
@@ -150,7 +155,7 @@ def test_a_certificate_that_has_ended_is_told_before_anything_starts(kits, late)
 
 @pytest.mark.slow
 def test_a_server_of_another_federation_is_told(kits, tmp_path):
-    port = network._federation(kits / "server").port
+    port = federation_of(kits / "server").port
     other = _federation(tmp_path, port=port)
     network.provision(other)
     with Party(other.out / "server", "start-server"):
@@ -197,7 +202,7 @@ def test_a_sites_own_key_that_does_not_exist_is_told_at_its_start(kits):
 
 def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
     with pytest.raises(SystemExit) as ended:
-        network.main(["sumbit"])
+        network.cli(["sumbit"], description=recipes.network.__doc__ or "")
     assert ended.value.code == 2
     assert "recipes/network.py submit" in capsys.readouterr().out
 
@@ -206,8 +211,8 @@ def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
 
 
 def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_own():
-    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
-    shared = {key for key, _ in leaves(to_dict(cfg)) if not network._is_own(key)}
+    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    shared = {key for key, _ in leaves(to_dict(cfg)) if not jobs_network._is_own(key)}
     for key in ("seed", "rounds", "ppo.batch_size", "strategy.beta", "policy.lora.r"):
         assert key in shared
     for key in ("data.train.source", "policy.path", "policy.device", "out", "num_threads"):
@@ -216,17 +221,17 @@ def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_o
 
 
 def test_another_base_model_is_noticed_and_another_adapter_is_not():
-    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
-    world = firm_hh.load(cfg, Processes(), measures=False)
-    before = network.fingerprint(cfg, world)
-    policy = world.trainer.policy_model
+    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    loaded = load(cfg, Processes(), measures=False)
+    before = jobs_network.fingerprint(cfg, loaded)
+    policy = loaded.trainer.policy_model
     names = dict(policy.named_parameters())
     with torch.no_grad():
         next(value for name, value in names.items() if "lora_" in name).add_(1.0)
-    assert network.fingerprint(cfg, world) == before
+    assert jobs_network.fingerprint(cfg, loaded) == before
     with torch.no_grad():
         names[min(name for name in names if "lora_" not in name)].view(-1)[-1:].add_(1e-3)
-    after = network.fingerprint(cfg, world)
+    after = jobs_network.fingerprint(cfg, loaded)
     assert [key for key in before if before[key] != after[key]] == ["base model"]
 
 
@@ -249,16 +254,16 @@ class _Wire:
 
 
 def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
-    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
-    world = firm_hh.load(cfg, Processes())
+    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    loaded = load(cfg, Processes())
     seen_texts, seen_scores, fails = [], [], []
-    experience = world.trainer.experience
+    experience = loaded.trainer.experience
 
     def overheard(rollouts):
         result, texts = experience(rollouts), rollouts.queries.prompts
         seen_texts.extend(texts)
         seen_texts.extend(
-            world.trainer.processing_class.batch_decode(
+            loaded.trainer.processing_class.batch_decode(
                 rollouts.responses, skip_special_tokens=True
             )
         )
@@ -268,14 +273,14 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
             raise ValueError(f"cannot score {texts[0]} and {seen_texts[-1]}")
         return result
 
-    monkeypatch.setattr(world.trainer, "experience", overheard)
-    calibrations = firm_hh.common_calibrations(world, cfg, tmp_path / "run")
+    monkeypatch.setattr(loaded.trainer, "experience", overheard)
+    calibrations = common_calibrations(loaded, cfg, tmp_path / "run")
     places = {site: [f"client_{index}" for index in own] for site, own in SITES.items()}
-    told = network.fingerprint(cfg, world)
+    told = jobs_network.fingerprint(cfg, loaded)
 
     def build(names):
         return lambda setup: LocalEngine(
-            firm_hh.clients_of(world, cfg, firm_hh.as_calibrations(setup["calibrations"]), names)
+            build_clients(loaded, cfg, as_calibrations(setup["calibrations"]), names)
         )
 
     wire = _Wire(
@@ -295,17 +300,17 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
             for site, names in places.items()
         }
     )
-    engine = SitesEngine(wire, places, firm_hh.client_names(cfg), timeout=60)
+    engine = SitesEngine(wire, places, client_names(cfg), timeout=60)
     setup = {"calibrations": {key: c.to_dict() for key, c in calibrations.items()}}
     assert engine.meet(told, setup) == []
-    state = ServerState(world.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
-    state, _ = STRATEGIES["firm"](state, firm_hh.client_names(cfg), engine, cfg.strategy)
+    state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
+    state, _ = STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
     fails.append(True)
     with pytest.raises(RoundFailed, match="ValueError; its site's log says more"):
-        STRATEGIES["firm"](state, firm_hh.client_names(cfg), engine, cfg.strategy)
+        STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
 
     crossed = b"".join(wire.messages)
-    seen_texts += [prompt.text for prompt in world.prompts]
+    seen_texts += [prompt.text for prompt in loaded.prompts]
     lines = {line.strip() for text in seen_texts for line in text.splitlines()}
     lines -= {"Human:", "Assistant:"}
     assert len([line for line in lines if len(line) >= 6]) > 10
@@ -316,7 +321,7 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
     assert len(scores) > 10
     assert not scores & numbers
     shapes = {tuple(value.shape) for m in wire.messages for value in _tensors(unpack(m))}
-    assert shapes == {tuple(value.shape) for value in world.start.values()}
+    assert shapes == {tuple(value.shape) for value in loaded.start.values()}
 
 
 def _numbers(value):
@@ -460,17 +465,17 @@ def _adapter(folder: Path) -> bytes:
 def _alone(tmp_path, **overrides) -> Path:
     """The same run in one process."""
     settings = [*OVERRIDES.items(), *overrides.items(), ("out", tmp_path / "alone")]
-    return firm_hh.main(compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], settings))
+    return align.main(compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings))
 
 
 def _with_clients(rounds: list[list[str]], tmp_path) -> list[torch.Tensor]:
     """The adapter of a run in one process that draws these clients, round by round."""
     settings = [*OVERRIDES.items(), ("rounds", len(rounds))]
-    cfg = compose(firm_hh.Config, [ROOT / "configs/smoke.yaml"], settings)
-    world = firm_hh.load(cfg, Processes())
-    calibrations = firm_hh.common_calibrations(world, cfg, tmp_path)
-    engine = LocalEngine(firm_hh.clients_of(world, cfg, calibrations, firm_hh.client_names(cfg)))
-    state = ServerState(world.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
+    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings)
+    loaded = load(cfg, Processes())
+    calibrations = common_calibrations(loaded, cfg, tmp_path)
+    engine = LocalEngine(build_clients(loaded, cfg, calibrations, client_names(cfg)))
+    state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
     for drawn in rounds:
         state, _ = STRATEGIES["firm"](state, drawn, engine, cfg.strategy)
     return [tensor for _, tensor in sorted(state.adapter.items())]
@@ -517,7 +522,7 @@ def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(run
     }
     options = [f"--{key}={value}" for key, value in settings.items()]
     alone = subprocess.run(
-        [sys.executable, *launcher, "recipes/firm_hh.py", *options],
+        [sys.executable, *launcher, "recipes/py", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

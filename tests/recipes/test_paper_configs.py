@@ -5,17 +5,20 @@ from pathlib import Path
 import pytest
 
 from firm.alignment import make_plan
+from firm.cli import align
+from firm.cli.sweep import main as sweep_main
 from firm.federation import Processes
+from firm.jobs import sweep
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
-from recipes import firm_hh, pareto_sweep
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("fedcmoo_a", "beta_0", "beta_0.05", "deberta_half", "dirichlet", "clients_16")
 
 
-def config(name: str, *arguments: str, model: str = "hh_tinyllama") -> firm_hh.Config:
+def config(name: str, *arguments: str, model: str = "hh_tinyllama") -> AlignmentConfig:
     files = ["--config", f"configs/{model}.yaml", "--config", f"configs/paper/{name}.yaml"]
-    return parse(firm_hh.Config, [*files, *arguments])
+    return parse(AlignmentConfig, [*files, *arguments])
 
 
 def plan_of(name: str, *arguments: str, model: str = "hh_tinyllama"):
@@ -36,7 +39,7 @@ def test_every_file_of_the_paper_is_tested_here():
     [*((name, "hh_tinyllama") for name in OVERLAYS), ("deberta_half", "hh_llama32")],
 )
 def test_every_setting_is_planned_without_weights_and_without_a_network(name, model, capsys):
-    assert firm_hh.main(config(name, "--plan", model=model)) is None
+    assert align.main(config(name, "--plan", model=model)) is None
     printed = capsys.readouterr().out
     assert "optimizer steps per client and round" in printed
     cfg = config(name, model=model)
@@ -44,7 +47,7 @@ def test_every_setting_is_planned_without_weights_and_without_a_network(name, mo
     assert (
         f"--config configs/paper/{name}.yaml" in (ROOT / f"configs/paper/{name}.yaml").read_text()
     )
-    assert cfg.policy == parse(firm_hh.Config, ["--config", f"configs/{model}.yaml"]).policy
+    assert cfg.policy == parse(AlignmentConfig, ["--config", f"configs/{model}.yaml"]).policy
 
 
 def test_work_is_that_of_the_setting():
@@ -84,8 +87,8 @@ def test_prompts_have_kinds_where_a_dirichlet_distribution_divides_them():
 
 
 def test_the_preferences_of_the_paper_are_five_points_of_its_own_run(capsys):
-    cfg = parse(pareto_sweep.SweepConfig, ["--config", "configs/paper/preferences.yaml", "--plan"])
-    assert pareto_sweep.main(cfg) is None
+    cfg = parse(sweep.SweepConfig, ["--config", "configs/paper/preferences.yaml", "--plan"])
+    assert sweep_main(cfg) is None
     printed = capsys.readouterr().out
     assert printed.count("firm-") == 5
     assert "TinyLlama/TinyLlama-1.1B-Chat-v1.0" in printed

@@ -17,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from firm.cli.sweep import main
 from firm.fronts import Front
+from firm.jobs.sweep import MethodConfig, SweepConfig, grid, prompt_rewards
 from firm.run import Sweep, UserError, parse
-from recipes.pareto_sweep import MethodConfig, SweepConfig, grid, main, prompt_rewards
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from firm.cli.align import main
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, run_cli
-from recipes.firm_hh import Config, main
 from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ NURSERY = """
 import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # imports may print
-import recipes.firm_hh
+import firm.cli.align, firm.jobs.alignment_config
 from firm.run import run_cli
 
 for line in sys.stdin:
@@ -51,7 +52,7 @@ for line in sys.stdin:
             os.dup2(stderr, 2)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
             os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-            run_cli(recipes.firm_hh.main, recipes.firm_hh.Config, argv)
+            run_cli(firm.cli.align.main, firm.jobs.alignment_config.AlignmentConfig, argv)
             sys.exit()
     os.close(stderr)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -119,7 +120,7 @@ def one(runs, command_line) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         try:
-            main(parse(Config, command_line("one")))
+            main(parse(AlignmentConfig, command_line("one")))
         finally:
             REWARD_MODELS.pop("words", None)
     return runs / "one"
@@ -195,7 +196,7 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
 
 def test_processes_per_client_that_do_not_divide_are_refused(command_line, runs, capsys):
     with pytest.raises(SystemExit) as end:
-        run_cli(main, Config, command_line("odd", "--processes_per_client", "2"))
+        run_cli(main, AlignmentConfig, command_line("odd", "--processes_per_client", "2"))
     assert end.value.code == 2
     message = "processes_per_client must divide the number of processes, got 2 and 1"
     assert message in capsys.readouterr().err

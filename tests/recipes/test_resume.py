@@ -25,12 +25,12 @@ NURSERY = """
 import json, os, resource, signal, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # imports may print
-import firm.run.directory, recipes.firm_hh
+import firm.cli.align, firm.jobs.alignment_config, firm.jobs.alignment_loading, firm.run.directory
 from firm.alignment import MultiObjectivePPOTrainer
 from firm.run import run_cli
 
 STAGES = {
-    "start": (recipes.firm_hh, "load_policy"),
+    "start": (firm.jobs.alignment_loading, "load_policy"),
     "rollout": (MultiObjectivePPOTrainer, "sample"),
     "update": (MultiObjectivePPOTrainer, "step"),
     "aggregation": (sys.modules["firm.federation.strategies.firm"], "aggregate"),
@@ -77,7 +77,7 @@ for line in sys.stdin:
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             if death:
                 doom(**death)
-            run_cli(recipes.firm_hh.main, recipes.firm_hh.Config, argv)
+            run_cli(firm.cli.align.main, firm.jobs.alignment_config.AlignmentConfig, argv)
             status = 0
         except SystemExit as end:
             status = end.code

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from firm.cli import align, chat, evaluate
+from firm.cli.serve_point import main
 from firm.fronts import Front, Point
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.finished_runs import parse_over_run
+from firm.jobs.serve_point import ServeConfig, parse_want
 from firm.run import parse, run_cli
-from recipes import chat, evaluate, firm_hh
-from recipes.evaluate import parse_over_run
-from recipes.serve_point import Config, main, parse_want
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = ("brevity", "positivity")
@@ -28,7 +30,7 @@ def run(tmp_path_factory) -> Path:
     arguments = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        firm_hh.main(parse(firm_hh.Config, arguments))
+        align.main(parse(AlignmentConfig, arguments))
     return out
 
 
@@ -74,13 +76,13 @@ def scale_adapter(folder: Path, factor: float) -> None:
 
 def serve(front: Path, want: str, *arguments: object) -> Path:
     given = ["--front", str(front), "--want", want, *map(str, arguments)]
-    return main(parse(Config, given))
+    return main(parse(ServeConfig, given))
 
 
 def refused(capsys, *arguments: object) -> str:
     """The one line that a command line ends with."""
     with pytest.raises(SystemExit) as stopped:
-        run_cli(main, Config, [*map(str, arguments)])
+        run_cli(main, ServeConfig, [*map(str, arguments)])
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -133,7 +135,8 @@ def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, t
     with (place / "figures.csv").open() as file:
         models = {line.partition(",")[0] for line in file}
     assert models == {"model", "base", "low", "middle", "merged"}
-    cfg = parse_over_run(chat.Config, printed_command(printed, "chat"), key="run", description="")
+    arguments = printed_command(printed, "chat")
+    cfg = parse_over_run(chat.ChatConfig, arguments, key="run", description="")
     assert cfg.adapter == out
     assert set(cfg.rewards) == set(OBJECTIVES)
 

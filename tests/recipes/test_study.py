@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from firm.cli.study import main
+from firm.jobs import study
 from firm.run import UserError, parse
-from recipes import study
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
     base = str(ROOT / "configs/smoke.yaml")
     settings = "{A: {}, B: {overrides: {num_clients: 3}}}"
     cfg = parse(study.StudyConfig, ["--base", base, "--settings", settings, "--plan"])
-    assert study.main(cfg) is None
+    assert main(cfg) is None
     printed = capsys.readouterr().out
     assert "6 runs" in printed
     assert "b-seed_2" in printed
@@ -52,7 +53,7 @@ def test_a_setting_has_a_folder_of_its_own_below_the_study(capsys, monkeypatch):
     settings = "{'../../β = 0.5': {}}"
     base = str(ROOT / "configs/smoke.yaml")
     cfg = parse(study.StudyConfig, ["--base", base, "--settings", '{"β = 0.5": {}}', "--plan"])
-    study.main(cfg)
+    main(cfg)
     assert "β_0.5-seed_0" in capsys.readouterr().out
     with pytest.raises(UserError, match="settings need names"):
         parse(study.StudyConfig, ["--settings", settings])
@@ -75,7 +76,7 @@ def studied(arguments) -> tuple[Path, str]:
     """The study's folder and what was printed."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.chdir(ROOT)
-        out = study.main(parse(study.StudyConfig, arguments))
+        out = main(parse(study.StudyConfig, arguments))
     assert out is not None
     return out, printed.getvalue()
 
@@ -98,7 +99,7 @@ def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(
     log = out / "points/firm-seed_0/metrics.jsonl"
     log.write_text(re.sub(r'"(mean|kl|bytes_up)": [-.\de]+', r'"\1": Infinity', log.read_text()))
     changed = [*arguments, "--out", str(out), "--resume", "true"]
-    assert study.main(parse(study.StudyConfig, changed)) == out
+    assert main(parse(study.StudyConfig, changed)) == out
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     (firm,) = [line for line in lines if line[:1] == ["FIRM"]]
     (server,) = [line for line in lines if line[:1] == ["server"]]

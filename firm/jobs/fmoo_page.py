@@ -30,7 +30,7 @@ from firm.run import to_dict
 from firm.run.guard import drawing, drawn
 
 if TYPE_CHECKING:
-    from recipes.fmoo import Config
+    from firm.jobs.fmoo_config import ClassicConfig
 
 PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
 METHOD = (
@@ -50,7 +50,7 @@ Columns = dict[str, dict[str, str]]
 
 def write(
     out: Path,
-    cfg: "Config",
+    cfg: "ClassicConfig",
     runs: Sequence[AlgorithmRuns],
     *,
     facts: Mapping[str, str],
@@ -82,7 +82,9 @@ def write(
         replace_file(out / PAGE_NAME, render_study(study))
 
 
-def readable(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[AlgorithmRuns], list[str]]:
+def readable(
+    cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]
+) -> tuple[list[AlgorithmRuns], list[str]]:
     """Returns what can be compared of the runs, and sentences on what was left out.
 
     A run without an evaluation of the objectives that most rows name is left out, and so is an
@@ -122,7 +124,7 @@ def readable(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[Algorit
     return kept, notices
 
 
-def alarms_of(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, str]]:
+def alarms_of(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, str]]:
     """What the runs warned of: algorithm, seed and rounds, and the text."""
     return [
         (f"{one.name}, seed {seed}, {alarm.when.lower()}", alarm.text)
@@ -132,7 +134,9 @@ def alarms_of(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, s
     ]
 
 
-def summary(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[str], list[list[str]]]:
+def summary(
+    cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]
+) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the final figures, means over the seeds."""
     runs, _ = readable(cfg, runs)
     objectives = _objectives(runs)
@@ -150,7 +154,7 @@ def summary(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> tuple[list[str], li
     return ["", *objectives, "mean", "worst", *columns, "MB up"], lines
 
 
-def _columns(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
+def _columns(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
     """What some studies measure beside: Δ_M, users, rounds to the target loss."""
     groups: dict[str, Callable[[], Columns]] = {
         "Δ_M": lambda: _relative_loss(cfg, runs),
@@ -163,7 +167,7 @@ def _columns(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
     return columns
 
 
-def _relative_loss(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
+def _relative_loss(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
     """Δ_M against the objectives trained alone, where the study has trained each of them alone."""
     objectives = _objectives(runs)
     field = "accuracies" if _last(runs[0].seeds[0]).get("accuracies") else "losses"
@@ -224,7 +228,7 @@ def _users(runs: Sequence[AlgorithmRuns]) -> Columns:
     }
 
 
-def _rounds(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
+def _rounds(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
     """Rounds in which each objective came down to the target loss, means over the seeds."""
     if cfg.target_loss is None:
         return {}
@@ -248,7 +252,7 @@ def _rounds(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Columns:
     return columns
 
 
-def _sections(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[Section]:
+def _sections(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> list[Section]:
     quantities: dict[str, Callable[[], Section | None]] = {
         **{
             options["name"]: partial(parameter_section, lines, **options)
@@ -271,7 +275,7 @@ def _sections(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> list[Section]:
     ]
 
 
-def _preferences(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Section | None:
+def _preferences(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Section | None:
     """The section on preferences, with the least losses of each objective trained alone."""
     objectives = _objectives(runs)
     wishes = {
@@ -297,7 +301,7 @@ def _preferences(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> Section | None
 
 
 def _settings(
-    cfg: "Config", runs: Sequence[AlgorithmRuns]
+    cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]
 ) -> list[tuple[dict[str, dict[float, AlgorithmRuns]], dict[str, Any]]]:
     """The settings that are swept: numbers in which alone the algorithms of a family differ.
 
@@ -341,7 +345,7 @@ def _leaves(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _alone(cfg: "Config", runs: Sequence[AlgorithmRuns]) -> dict[str, str]:
+def _alone(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> dict[str, str]:
     """The algorithm that trains an objective alone, by objective: a weighted sum of one weight."""
     objectives, alone = _objectives(runs), {}
     for one in runs:

@@ -1,0 +1,51 @@
+"""Prints what an alignment run would do, or runs it and prints the comparison with the base."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from firm.alignment import make_plan
+from firm.federation import Processes
+from firm.federation.outside import printable
+from firm.jobs.alignment import alarms_at_start, align
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.configs import CONFIGS
+from firm.report import alarms
+from firm.run import print_table, run_cli
+
+
+def main(cfg: AlignmentConfig) -> Path | None:
+    """Runs what `cfg` asks for; returns the run's directory, None after a plan."""
+    if cfg.plan:
+        return print_plan(cfg)
+    result = align(cfg)
+    if result is None:  # another process prints
+        return None
+    print_table(
+        f"{result.final.num_prompts} held-out prompts, {cfg.evaluation.num_samples} replies each, "
+        "mean ± standard error",
+        ["", "base", "aligned", "change", "z"],
+        [row.cells() for row in result.comparison],
+    )
+    for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
+        print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
+    print(f"report   {result.report}\nadapter  {result.adapter}")
+    return result.path
+
+
+def print_plan(cfg: AlignmentConfig) -> None:
+    """Prints what would run, from the first of the launcher's processes."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
+    plan = make_plan(cfg, client_names(cfg), processes)
+    for table in plan.tables():
+        print_table(table.title, table.header, table.rows)
+    for note in [*plan.notes, *alarms_at_start(cfg)]:
+        print(printable(note, max_length=5_000))
+
+
+def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
+    """Runs `main` with the command line's configuration; bad input ends in one line."""
+    default = CONFIGS / "miniature.yaml"
+    run_cli(main, AlignmentConfig, argv, description=description, default_file=default)

@@ -1,0 +1,45 @@
+"""Compares adapters with their base model and prints the tables and some replies."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from firm.jobs.compare import BASE, PAGE_NAME, CompareConfig, compare
+from firm.jobs.finished_runs import parse_over_run
+from firm.run import exit_on_user_error, print_table
+
+NUM_PRINTED_SAMPLES = 2
+"""Prompts whose replies the terminal shows; the files have `num_shown_samples`."""
+
+
+def main(cfg: CompareConfig) -> Path:
+    """Compares and prints; returns the directory of the results."""
+
+    def print_seconds(name: str, num_prompts: int, seconds: float) -> None:
+        print(printable(f"{name}: {num_prompts} prompts, {seconds:.1f} s"), flush=True)
+
+    result = compare(cfg, print_seconds)
+    for name, table in result.tables.items():
+        print_table(
+            f"\n{name} on {result.num_prompts} prompts, {cfg.num_samples} replies each, "
+            "mean ± standard error",
+            ["", BASE, name, "change", "z"],
+            [row.cells() for row in table],
+        )
+    for row in result.samples[: NUM_PRINTED_SAMPLES * (1 + len(result.tables))]:
+        label = f"{row['prompt'].strip()}\n" if row["model"] == BASE else ""
+        print(printable(f"{label}{row['model']}: {row['reply'].strip()}\n"))
+    print(f"page     {result.path / PAGE_NAME}\nfigures  {result.path / 'figures.csv'}")
+    return result.path
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a model may write and a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
+    """Runs `main` with the command line's configuration; bad input ends in one line."""
+    with exit_on_user_error():
+        main(parse_over_run(CompareConfig, argv, key="runs", description=description))

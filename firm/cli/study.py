@@ -1,0 +1,33 @@
+"""Runs a study and prints its table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from firm.cli import align
+from firm.jobs.study import StudyConfig, study, study_configs
+from firm.run import print_table, run_cli
+
+
+def main(cfg: StudyConfig) -> Path | None:
+    """Runs what is not done yet; returns the folder, None after a plan or with runs elsewhere."""
+    if cfg.plan:
+        runs = study_configs(cfg)
+        rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
+        print_table(f"{len(rows)} runs", ["run", "rounds", "clients"], rows)
+        return align.print_plan(next(iter(runs.values())))
+    result = study(cfg)
+    if result is None:
+        return None
+    print_table(
+        f"{cfg.name}: final model on the test prompts, mean ± standard deviation over "
+        f"{len(cfg.seeds)} seeds",
+        result.header,
+        result.rows,
+    )
+    print(f"report   {result.report}")
+    return result.path
+
+
+def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
+    """Runs `main` with the command line's configuration; bad input ends in one line."""
+    run_cli(main, StudyConfig, argv, description=description)

@@ -1,0 +1,46 @@
+"""Runs a sweep over preferences and prints its fronts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from firm.cli import align
+from firm.fronts import Front
+from firm.jobs.sweep import SweepConfig, sweep, sweep_configs, sweep_folder
+from firm.run import print_table, run_cli
+
+
+def main(cfg: SweepConfig) -> Path | None:
+    """Runs what is not done yet; returns the folder, None after a plan or with points elsewhere."""
+    if cfg.plan:
+        runs = sweep_configs(cfg, sweep_folder(cfg))
+        rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
+        print_table(f"{len(rows)} points", ["point", "rounds", "clients"], rows)
+        return align.print_plan(next(run for run in runs.values() if run.rounds))
+    result = sweep(cfg)
+    if result is None:
+        return None
+    for method, front in result.fronts.items():
+        _print_front(method, front)
+    print(f"report   {result.report}")
+    return result.path
+
+
+def _print_front(method: str, front: Front) -> None:
+    rows = [
+        [
+            ", ".join(f"{share:.2f}" for share in point.preference or ()),
+            str(point.seed),
+            *(f"{point.rewards[n]:.3f} ± {point.errors[n]:.3f}" for n in front.objectives),
+            *(f"{value:.3f}" for value in point.scores.values()),
+            f"{point.kl:.2f}",
+            point.collapse or "",
+        ]
+        for point in front.points
+    ]
+    header = ["preference", "seed", *front.objectives, *front.points[0].scores, "KL", "collapsed"]
+    print_table(f"{method}: rewards in [0, 1] on {front.num_prompts} prompts", header, rows)
+
+
+def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
+    """Runs `main` with the command line's configuration; bad input ends in one line."""
+    run_cli(main, SweepConfig, argv, description=description)

@@ -1,0 +1,11 @@
+"""Whole jobs as functions of one configuration, with typed results.
+
+- `alignment.align`: one run
+- `study.study`: several settings of a run, each with several seeds
+- `sweep.sweep`: a run for every preference, and the fronts
+- `compare.compare`: adapters beside their base model
+- `fmoo.run_classic`: classic algorithms side by side
+
+`loop.train` is the training loop of all of them. Import from the modules: what a job does not need,
+it does not load.
+"""

@@ -1,0 +1,334 @@
+"""Aligns one language model to several objectives across several clients."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from safetensors.torch import save_file
+
+from firm.alignment import (
+    Calibration,
+    Comparison,
+    Evaluation,
+    comparison_table,
+    evaluate,
+    kl_alarm,
+    load_adapter_,
+    logprobs_from,
+    mismatch_alarm,
+    write_model_card,
+)
+from firm.federation import (
+    Adapter,
+    Engine,
+    Processes,
+    ProcessesEngine,
+    RandomStream,
+    ServerState,
+    State,
+    failure_alarms,
+)
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_loading import (
+    LoadedRun,
+    as_calibrations,
+    build_engine,
+    common_calibrations,
+    load,
+)
+from firm.jobs.loop import Logbook, Measurement, Wing, train
+from firm.report import update_report
+from firm.run import Progress, Run, Tracker, to_dict
+from firm.run.guard import drawn
+from firm.run.rows import Row
+
+SCORES_NAME = "test_scores.safetensors"
+"""Scores and rewards of the final model by test prompt, in the run's directory."""
+FREE_KEYS = ("name", "resume", "out", "tracking", "plan", "client_timeout")
+"""What may differ from the run's own configuration when it is resumed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has come to."""
+
+    path: Path
+    """The run's directory."""
+    adapter: Path
+    """The aligned adapter, a PEFT folder."""
+    report: Path
+    """The page."""
+    base: Evaluation
+    """The base model on the held-out prompts."""
+    final: Evaluation
+    """The aligned model on the same."""
+
+    @property
+    def comparison(self) -> list[Comparison]:
+        """The aligned model beside the base model, by objective and further figures."""
+        return comparison_table(self.base, self.final)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of metrics.jsonl."""
+        return Run(self.path).rows()
+
+
+def align(cfg: AlignmentConfig) -> Result | None:
+    """Runs everything that `cfg` asks for, from the start or the run's last checkpoint.
+
+    Returns:
+        The result; None in the processes of a launcher that only serve the first one.
+
+    Raises:
+        UserError: Something of the configuration cannot be had, or the run's directory is taken.
+    """
+    processes = Processes.join(per_client=cfg.processes_per_client)
+    out = run_folder(cfg)
+    if processes.is_server:  # before minutes of loading
+        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=FREE_KEYS)
+    loaded = load(cfg, processes)
+    if processes.is_server:
+        calibrations = common_calibrations(loaded, cfg, out)
+        processes.broadcast({key: c.to_dict() for key, c in calibrations.items()})
+    else:
+        calibrations = as_calibrations(processes.broadcast())
+    progress = progress_of(cfg)
+    engine = build_engine(loaded, cfg, calibrations, on_event=progress.event)
+    if isinstance(engine, ProcessesEngine) and not processes.is_server:
+        engine.serve()
+        return None
+    return run_rounds(loaded, cfg, calibrations, engine, progress, out)
+
+
+def run_rounds(
+    loaded: LoadedRun,
+    cfg: AlignmentConfig,
+    calibrations: Mapping[str, Calibration],
+    engine: Engine,
+    progress: Progress,
+    out: Path,
+) -> Result:
+    """Trains, measures, writes and shows, wherever the engine's clients are."""
+    settings, objectives = to_dict(cfg), tuple(cfg.rewards)
+    wing = _LanguageWing(loaded, cfg, calibrations, progress)
+    with (
+        Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS) as run,
+        Tracker(cfg.tracking, run.path, settings, objectives=objectives) as tracker,
+        progress,
+        closing(engine),
+    ):
+        progress.event("started", alarms=alarms_at_start(cfg))
+        book = Logbook(run, tracker)
+        state = train(
+            wing,
+            book,
+            engine,
+            client_names(cfg),
+            cfg.strategy,
+            keep_last=cfg.checkpoints.keep_last,
+        )
+        base, final = wing.finish(state, book)
+        policy: Any = loaded.trainer.policy_model
+        policy.save_pretrained(str(run.path / "adapter"))
+        write_model_card(
+            run.path / "adapter",
+            base_model=cfg.policy.path,
+            objectives=objectives,
+            comparison=comparison_table(base, final),
+            facts=_facts(cfg, final, run),
+        )
+    report = update_report(run.path, final=True)
+    return Result(run.path, run.path / "adapter", report, base, final)
+
+
+def run_folder(cfg: AlignmentConfig) -> Path:
+    """Returns the run's directory."""
+    return cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Progress:
+    """Returns what the terminal shows of a run, or another console."""
+    return Progress(
+        cfg.rounds,
+        client_names(cfg),
+        tuple(cfg.rewards),
+        clients_per_round=cfg.strategy.clients_per_round,
+        console=console,
+    )
+
+
+class _LanguageWing(Wing):
+    """Measures the policy's replies: after every round, and on held-out prompts at both ends."""
+
+    def __init__(
+        self,
+        loaded: LoadedRun,
+        cfg: AlignmentConfig,
+        calibrations: Mapping[str, Calibration],
+        progress: Progress,
+    ) -> None:
+        self._loaded, self._cfg, self._progress = loaded, cfg, progress
+        self._calibrations = calibrations
+        self._base: dict[str, Evaluation] = {}
+
+    def start(self, book: Logbook) -> tuple[ServerState, Measurement]:
+        loaded, cfg = self._loaded, self._cfg
+        state = ServerState(loaded.fresh, objectives=tuple(cfg.rewards), seed=cfg.seed)
+        book.log(_run_row(cfg, loaded, self._calibrations))
+        for split in ("test", "validation"):
+            if prompts := getattr(loaded, split):
+                self._base[split] = self._evaluate(state.adapter, prompts, split)
+                book.log(self._base[split].row(round=0, split=split))
+        self._log_samples(self._base["test"], state, book)
+        measurement = Measurement(score=self._score(self._base.get("validation")))
+        return replace(state, adapter=loaded.start), measurement
+
+    def restore(self, content: State, book: Logbook) -> None:
+        self._base = {split: Evaluation(**values) for split, values in content["base"].items()}
+
+    def content(self) -> State:
+        return {
+            "calibrations": {key: c.to_dict() for key, c in self._calibrations.items()},
+            "base": {split: asdict(evaluation) for split, evaluation in self._base.items()},
+        }
+
+    def is_done(self, state: ServerState) -> bool:
+        return state.round >= self._cfg.rounds
+
+    def round_rows(
+        self, before: ServerState, after: ServerState, metrics: dict[str, Any], book: Logbook
+    ) -> Sequence[Row]:
+        rows = [*metrics["clients"], metrics["round"]]
+        metrics["round"]["alarms"] = alarms_of_rounds(self._cfg, [*book.rows, *rows])
+        return rows
+
+    def measure(self, state: ServerState) -> Measurement:
+        if not (prompts := self._loaded.validation):
+            return Measurement()
+        measured = self._evaluate(state.adapter, prompts, "validation")
+        row = measured.row(self._base["validation"], round=state.round, split="validation")
+        return Measurement((row,), self._score(measured))
+
+    def show(
+        self,
+        state: ServerState,
+        rows: Sequence[Row],
+        measurement: Measurement | None,
+        book: Logbook,
+    ) -> None:
+        update_report(book.run.path)
+        if not rows:
+            self._progress.event("resumed", round=state.round)
+            return
+        scores = {}
+        for row in measurement.rows if measurement else ():
+            scores = {name: score["mean"] for name, score in row["scores"].items()}
+        self._progress.event("round_finished", row=rows[-1], scores=scores)
+
+    def finish(self, state: ServerState, book: Logbook) -> tuple[Evaluation, Evaluation]:
+        """Returns the base model and the final one on the held-out prompts, once they are logged.
+
+        The policy is left with the final adapter.
+        """
+        base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
+        book.log(final.row(base, round=state.round, split="test"))
+        self._log_samples(final, state, book)
+        save_file(final.by_prompt(), book.run.path / SCORES_NAME)
+        return base, final
+
+    def _evaluate(self, adapter: Adapter, prompts: list[str], split: str) -> Evaluation:
+        trainer, cfg = self._loaded.trainer, self._cfg
+        load_adapter_(trainer.adapter_parameters, adapter)
+        return evaluate(
+            trainer.replies,
+            prompts,
+            {name: self._loaded.reward_fns[name] for name in cfg.rewards},
+            calibrations={name: self._calibrations[name] for name in cfg.rewards},
+            stream=RandomStream(cfg.seed, "evaluation", split),
+            extra_fns=self._loaded.metrics,
+            num_samples=cfg.evaluation.num_samples,
+        )
+
+    def _log_samples(self, evaluation: Evaluation, state: ServerState, book: Logbook) -> None:
+        limit = self._cfg.evaluation.num_shown_samples
+        book.log_samples(evaluation.sample_rows(round=state.round, limit=limit))
+
+    def _score(self, measured: Evaluation | None) -> float | None:
+        if measured is None or not self._cfg.checkpoints.keep_best:
+            return None
+        return fmean(values.mean().item() for values in measured.normalized.values())
+
+
+def _run_row(
+    cfg: AlignmentConfig, loaded: LoadedRun, calibrations: Mapping[str, Calibration]
+) -> Row:
+    """Returns the first row of metrics.jsonl: what the run is made of."""
+    names, processes = client_names(cfg), loaded.processes
+    parameters = loaded.trainer.adapter_parameters.values()
+    return {
+        "kind": "run",
+        "objectives": list(cfg.rewards),
+        "clients": names,
+        "rounds": cfg.rounds,
+        "alarms": alarms_at_start(cfg),
+        "calibration": {key: c.to_dict() for key, c in calibrations.items()},
+        "num_trainable": sum(p.numel() for p in parameters),
+        "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
+        "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+    }
+
+
+def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
+    """Returns what the user should know of the configuration alone."""
+    texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
+    if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
+        return texts
+    num_steps = cfg.rounds * cfg.strategy.num_local_steps
+    alarm = kl_alarm(cfg.ppo.kl, batch_size=cfg.ppo.batch_size, num_steps=num_steps)
+    return [*texts, alarm] if alarm else texts
+
+
+def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
+    """Returns what the user should know of the rounds so far and has not been told.
+
+    Args:
+        cfg: The run.
+        rows: Its rows, that of the round that just ended last.
+    """
+    texts = failure_alarms(rows)
+    if logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation":
+        alarm = drawn(
+            "Whether rounding is small beside the KL",
+            lambda: mismatch_alarm(rows, cfg.ppo.kl),
+            instead=str,
+        )
+        texts += [alarm] if alarm else []
+    return texts + drawn(
+        "What the strategy warns of",
+        lambda: cfg.strategy.alarms(rows),
+        instead=lambda text: [text],
+    )
+
+
+def _facts(cfg: AlignmentConfig, final: Evaluation, run: Run) -> dict[str, Any]:
+    """Returns what the model card says of how the adapter was made."""
+    work = {"local steps per round": cfg.strategy.num_local_steps}
+    if cfg.strategy.num_local_epochs is not None:
+        work = {"local epochs per round": cfg.strategy.num_local_epochs}
+    return {
+        "strategy": cfg.strategy.name,
+        "clients": cfg.num_clients,
+        "rounds": cfg.rounds,
+        **work,
+        "seed": cfg.seed,
+        "reward models": ", ".join(f"{n}: {c.path or c.name}" for n, c in cfg.rewards.items()),
+        "held-out prompts": final.num_prompts,
+        "replies per prompt": final.num_samples,
+        "commit": run.record()["commit"],
+    }

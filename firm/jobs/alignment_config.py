@@ -1,0 +1,294 @@
+"""The configuration of an alignment run, and the checks that need no model."""
+
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from firm.alignment import (
+    AlignmentClient,
+    Calibration,
+    PolicyConfig,
+    PPOConfig,
+    PromptsConfig,
+    RolloutConfig,
+)
+from firm.alignment.attacks import AttackConfig
+from firm.federation.outside import check_name
+from firm.federation.strategies import StrategyConfig
+from firm.federation.strategies.firm import FirmConfig
+from firm.run import CheckpointConfig, TrackingConfig
+from reward_models import RewardModelConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: what clients train on, what the curves are measured on, and what is held out."""
+
+    train: PromptsConfig = field(default_factory=PromptsConfig)
+    """Divided among the clients."""
+    validation: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test[:50%]"))
+    """The model is measured on these after every round."""
+    test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test[50%:]"))
+    """The base model and the final one are compared on these, and nothing else is."""
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How the training prompts are divided among the clients."""
+
+    kind: Literal["iid", "dirichlet"] = "iid"
+    """Equal random parts (A.1: iid), or shares of each kind of prompt that a Dirichlet distribution
+    draws."""
+    alpha: float = 0.3
+    """Concentration of the Dirichlet distribution (A.2.2: 0.3); small is uneven."""
+
+    def __post_init__(self) -> None:
+        if not (self.alpha > 0 and isfinite(self.alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha}.")
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Clients that differ from the others in their objectives' reward models, or attack."""
+
+    clients: list[int]
+    """Their numbers, from 0."""
+    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """Reward models in place of those of the same objectives (A.2.1)."""
+    objectives: list[str] | None = None
+    """Objectives that they serve; null: all. Not in the paper; FMOL's indicator matrix A."""
+    attack: AttackConfig | None = None
+    """What they do instead of their part; null: nothing, they are honest. Not in the paper."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How much is measured. Nothing of this is in the paper."""
+
+    num_calibration_prompts: int = 256
+    """Training prompts whose base-model replies fix the maps from scores to rewards."""
+    calibration_seed: int | None = None
+    """Seed of those replies; null takes the run's. Runs whose rewards are to be compared need the
+    same maps, whatever their seeds."""
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    """Maps that were fixed beforehand, by objective, such as {helpful: {method: sigmoid, mean: 0.4,
+    scale: 1.1}}, as the first row of a run's metrics.jsonl has them; the others are measured."""
+    num_validation_prompts: int = 64
+    """Prompts per round; 0 leaves the rounds unmeasured."""
+    num_test_prompts: int = 256
+    """Held-out prompts at the start and the end."""
+    num_samples: int = 2
+    """Replies per held-out prompt."""
+    num_shown_samples: int = 12
+    """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
+    metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """Further scores that are reported and never trained on."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_calibration_prompts", 1),
+            ("num_validation_prompts", 0),
+            ("num_test_prompts", 2),
+            ("num_samples", 1),
+            ("num_shown_samples", 0),
+        ):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {count}.")
+        if self.num_validation_prompts == 1:
+            raise ValueError(
+                "num_validation_prompts must be 0 or at least 2, got 1: a standard error needs two."
+            )
+
+
+@dataclass(frozen=True)
+class AlignmentConfig:
+    """One run."""
+
+    policy: PolicyConfig
+    """The model that is aligned."""
+    rewards: dict[str, RewardModelConfig]
+    """The objectives: one reward model each."""
+    name: str = "firm_hh"
+    """Opens the run directory's name."""
+    out: Path | None = None
+    """Run directory; by default runs/NAME-TIME."""
+    plan: bool = False
+    """Print what would run (sizes, bytes, memory, steps, what is not in the paper) and stop; no
+    weight and no data are read."""
+    resume: bool = False
+    """Continue the run in `out` from its last checkpoint, if there is one."""
+    seed: int = 0
+    """Everything random comes from it."""
+    num_threads: int | None = None
+    """CPU threads; by default as many as torch takes."""
+    processes_per_client: int = 1
+    """Processes that work as one on a client, each on its share of a batch. How many there are at
+    all is the launcher's to say; the clients are divided among them."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Adapter folders that the training starts from, and the share of each in their mean; none: a
+    fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
+    (arXiv:2306.04488). Not in the paper."""
+    client_timeout: float | None = None
+    """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
+    with several processes per client ends the run. null: as long as it takes."""
+    rounds: int = 16
+    """Communication rounds T (A.1: 16)."""
+    num_clients: int = 8
+    """Clients C (A.1: 8)."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    """Who has which."""
+    groups: dict[str, GroupConfig] = field(default_factory=dict)
+    """Clients with other reward models or fewer objectives, or attackers, by a name of the
+    group."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    """A local step."""
+    strategy: StrategyConfig = field(default_factory=FirmConfig)
+    """A round."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """What is measured."""
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is kept to resume from."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "name")
+        if self.rounds < (0 if self.start else 1) or self.num_clients < 1:
+            raise ValueError(
+                f"rounds and num_clients must be at least 1, got {self.rounds} and "
+                f"{self.num_clients}; 0 rounds need a start."
+            )
+        shares = self.start.values()
+        if self.start and not (all(map(isfinite, shares)) and min(shares) >= 0 and sum(shares) > 0):
+            raise ValueError(
+                f"start must have finite, non-negative shares, not all zero, got {self.start}."
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
+            )
+        if self.processes_per_client < 1:
+            raise ValueError(
+                f"processes_per_client must be at least 1, got {self.processes_per_client}."
+            )
+        if self.client_timeout is not None and not 0 < self.client_timeout < float("inf"):
+            raise ValueError(
+                f"client_timeout must be positive and finite, got {self.client_timeout:g}; null "
+                "sets no limit."
+            )
+        _check_participation(self)
+        if self.strategy.robust.min_updates > self.num_clients:
+            raise ValueError(
+                f"strategy.robust.rule {self.strategy.robust.rule} with num_attackers "
+                f"{self.strategy.robust.num_attackers} needs num_clients of at least "
+                f"{self.strategy.robust.min_updates}, got {self.num_clients}."
+            )
+        if not self.rewards:
+            raise ValueError("rewards must name at least one objective, got none.")
+        if self.policy.lora.freeze_a and self.strategy.lora_mean == "products":
+            raise ValueError(
+                "strategy.lora_mean must be factors with policy.lora.freeze_a, whose mean of B is "
+                "exact already, got products."
+            )
+        if self.policy.lora.freeze_a and self.start:
+            raise ValueError(
+                "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
+                f"lost, got {list(self.start)}."
+            )
+        for name in self.rewards:
+            check_name(name, "rewards: the name of an objective")
+        for name in self.evaluation.metrics:
+            check_name(name, "evaluation.metrics: the name of a score")
+        if shared := self.rewards.keys() & self.evaluation.metrics.keys():
+            raise ValueError(
+                f"evaluation.metrics has {min(shared)!r}, which is an objective too; rename one."
+            )
+        self.strategy.check(list(self.rewards))
+        self.strategy.check_clients(AlignmentClient)
+        _check_groups(self)
+        _check_calibrations(self)
+
+
+def client_names(cfg: AlignmentConfig) -> list[str]:
+    """All clients, in the order in which their updates are summed."""
+    return [f"client_{index}" for index in range(cfg.num_clients)]
+
+
+def _check_participation(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on a strategy that asks for clients that there are not."""
+    for key in ("quorum", "clients_per_round"):
+        count = getattr(cfg.strategy, key)
+        if count is not None and count > cfg.num_clients:
+            raise ValueError(
+                f"strategy.{key} must be at most num_clients ({cfg.num_clients}), got {count}; "
+                "lower it, or add clients."
+            )
+    names = client_names(cfg)
+    for name in cfg.strategy.always:
+        if name not in names:
+            raise ValueError(
+                f"strategy.always must name clients, {names[0]} to {names[-1]}, got {name!r}."
+            )
+
+
+def _check_groups(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on groups that do not fit clients and objectives."""
+    taken: dict[int, str] = {}
+    for group, config in cfg.groups.items():
+        key = f"groups.{check_name(group, 'groups: the name of a group')}"
+        for client in config.clients:
+            if not 0 <= client < cfg.num_clients:
+                raise ValueError(
+                    f"{key}.clients must be numbers from 0 to {cfg.num_clients - 1}, got {client}."
+                )
+            if client in taken:
+                raise ValueError(
+                    f"{key}.clients: client {client} is in the group {taken[client]} already."
+                )
+            taken[client] = group
+        for name in [*config.rewards, *(config.objectives or [])]:
+            if name not in cfg.rewards:
+                raise ValueError(
+                    f"{key} names the objective {name!r}; there are {', '.join(cfg.rewards)}."
+                )
+        if not config.clients or config.objectives == []:
+            raise ValueError(f"{key} needs clients, and an objective for them, got none.")
+        attacked = config.attack.objective if config.attack else None
+        served = list(cfg.rewards) if config.objectives is None else config.objectives
+        if attacked is not None and attacked not in served:
+            raise ValueError(
+                f"{key}.attack.objective must be one that they serve ({', '.join(served)}), got "
+                f"{attacked!r}."
+            )
+
+
+def _check_calibrations(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on fixed calibrations that no reward model has a use for."""
+    configs = reward_configs(cfg)
+    for key, calibration in cfg.evaluation.calibrations.items():
+        if key not in configs:
+            raise ValueError(
+                f"evaluation.calibrations has {key!r}; there are {', '.join(configs)}."
+            )
+        if calibration.method != configs[key].normalization:
+            raise ValueError(
+                f"evaluation.calibrations.{key}.method must be the reward's normalization "
+                f"{configs[key].normalization!r}, got {calibration.method!r}."
+            )
+
+
+def reward_configs(cfg: AlignmentConfig) -> dict[str, RewardModelConfig]:
+    """All reward models: by objective, and those of groups by group/objective."""
+    return {
+        **cfg.rewards,
+        **{
+            f"{group}/{name}": config
+            for group, clients in cfg.groups.items()
+            for name, config in clients.rewards.items()
+        },
+    }

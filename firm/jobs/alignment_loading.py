@@ -1,0 +1,261 @@
+"""Loads what an alignment run is made of, and builds its clients and its engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from firm.alignment import (
+    AlignmentClient,
+    Calibration,
+    Judges,
+    MultiObjectivePPOTrainer,
+    Prompt,
+    PromptsConfig,
+    RewardFn,
+    calibrate,
+    check_context,
+    check_same,
+    check_vocabulary,
+    copy_adapter,
+    fill_adapter_,
+    load_adapter_,
+    load_policy,
+    load_prompts,
+    load_tokenizer,
+    score,
+    take_device,
+)
+from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
+from firm.federation import (
+    Adapter,
+    Client,
+    LocalEngine,
+    Processes,
+    ProcessesEngine,
+    RandomStream,
+    dirichlet_partition,
+    iid_partition,
+)
+from firm.federation.aggregation import weighted_mean
+from firm.jobs.alignment_config import AlignmentConfig, client_names, reward_configs
+from firm.run import Run
+from reward_models import load_reward_model
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """What a run is made of, at the server and wherever clients are."""
+
+    trainer: MultiObjectivePPOTrainer
+    """The policy with one adapter, and how it is trained."""
+    reward_fns: dict[str, RewardFn]
+    """Reward models: by objective, and those of groups by group/objective."""
+    metrics: dict[str, RewardFn]
+    """Further scores that are reported."""
+    prompts: list[Prompt]
+    """Those to train on."""
+    validation: list[str]
+    """Those that every round is measured on; at the server alone."""
+    test: list[str]
+    """Those that are held out to the end; at the server alone."""
+    fresh: Adapter
+    """The adapter that rewards are calibrated with."""
+    start: Adapter
+    """The adapter that training starts from."""
+    processes: Processes
+    """Those that work together here."""
+
+
+def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -> LoadedRun:
+    """Loads prompts, models and reward models in this process."""
+    take_device(cfg.policy.device, num_processes=processes.size)
+    transformers.utils.logging.disable_progress_bar()
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    check_context(
+        cfg.policy,
+        max_prompt_tokens=cfg.rollout.max_prompt_tokens,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+    )
+    tokenizer = load_tokenizer(cfg.policy)
+    prompts = load_prompts(**asdict(cfg.data.train), tokenizer=tokenizer)
+    validation, test = [], []
+    if processes.is_server and measures:
+        validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
+        test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
+    reward_fns = {key: load_reward_model(c, key) for key, c in reward_configs(cfg).items()}
+    policy = load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter"))
+    check_vocabulary(policy, tokenizer, cfg.policy.path)
+    trainer = MultiObjectivePPOTrainer(
+        cfg.ppo,
+        rollout_config=cfg.rollout,
+        prompt_format=cfg.policy.prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        reward_fns={name: reward_fns[name] for name in cfg.rewards},
+        num_rounds=max(1, cfg.rounds),
+        team=processes.team(),
+        use_cpu=cfg.policy.device == "cpu",
+        seed=cfg.seed,
+    )
+    fresh = copy_adapter(trainer.adapter_parameters)
+    start = _start(trainer, cfg) if cfg.start else fresh
+    load_adapter_(trainer.adapter_parameters, fresh)
+    metrics = {
+        name: load_reward_model(config, name)
+        for name, config in cfg.evaluation.metrics.items()
+        if processes.is_server and measures
+    }
+    return LoadedRun(
+        trainer, reward_fns, metrics, prompts, validation, test, fresh, start, processes
+    )
+
+
+def common_calibrations(
+    loaded: LoadedRun, cfg: AlignmentConfig, out: Path
+) -> dict[str, Calibration]:
+    """The server fixes the maps from scores to rewards, for all; of a run that goes on, its own."""
+    calibrations = _calibrate(loaded, cfg)  # tries every reward model, too
+    if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
+        frozen = as_calibrations(checkpoint[1]["calibrations"])
+        check_same(frozen, calibrations)  # before the run is opened, which cuts its logs
+        return frozen
+    return calibrations
+
+
+def build_clients(
+    loaded: LoadedRun,
+    cfg: AlignmentConfig,
+    calibrations: Mapping[str, Calibration],
+    names: Sequence[str],
+    *,
+    prompts: Mapping[str, list[Prompt]] | None = None,
+    on_event: Callable[..., None] | None = None,
+) -> list[Client]:
+    """Builds the clients of these names, on their shards of the training prompts or on others."""
+    loaded.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
+    own_judges, attacks = _own_judges(cfg, loaded.reward_fns, calibrations), _attacks(cfg)
+    shards = prompts or dict(zip(client_names(cfg), _partition(loaded.prompts, cfg), strict=True))
+    return [
+        as_attacker(
+            AlignmentClient(
+                name,
+                shards[name],
+                loaded.trainer,
+                seed=cfg.seed,
+                judges=own_judges.get(name),
+                on_event=on_event,
+            ),
+            attacks.get(name),
+            seed=cfg.seed,
+        )
+        for name in names
+    ]
+
+
+def build_engine(
+    loaded: LoadedRun,
+    cfg: AlignmentConfig,
+    calibrations: Mapping[str, Calibration],
+    *,
+    on_event: Callable[..., None] | None = None,
+) -> LocalEngine | ProcessesEngine:
+    """The engine of this process and of those that a launcher started beside it."""
+    names, processes = client_names(cfg), loaded.processes
+    own = processes.hosted(names)
+    clients = build_clients(loaded, cfg, calibrations, own, on_event=on_event)
+    local = LocalEngine(
+        clients,
+        timeout=cfg.client_timeout,
+        interrupt=processes.per_client == 1,
+        on_event=on_event,
+    )
+    if processes.size == 1:
+        return local
+    return ProcessesEngine(processes, names, local, on_event=on_event)
+
+
+def _texts(
+    config: PromptsConfig, limit: int, tokenizer: transformers.PreTrainedTokenizerBase
+) -> list[str]:
+    """The first prompts of a held-out source, as dialogues."""
+    prompts = load_prompts(**asdict(config), tokenizer=tokenizer)[:limit] if limit else []
+    return [prompt.text for prompt in prompts]
+
+
+def _partition(prompts: list[Prompt], cfg: AlignmentConfig) -> list[list[Prompt]]:
+    """The clients' shards, each large enough for a batch of different prompts."""
+    size = cfg.ppo.batch_size
+    if cfg.partition.kind == "iid":
+        shards = iid_partition(len(prompts), cfg.num_clients, seed=cfg.seed, min_examples=size)
+    else:
+        shards = dirichlet_partition(
+            [prompt.kind for prompt in prompts],
+            cfg.num_clients,
+            alpha=cfg.partition.alpha,
+            seed=cfg.seed,
+            min_examples=size,
+        )
+    return [[prompts[index] for index in shard] for shard in shards]
+
+
+def _own_judges(
+    cfg: AlignmentConfig, judges: Mapping[str, RewardFn], calibrations: Mapping[str, Calibration]
+) -> dict[str, Judges]:
+    """Reward models and their maps by client, of those who have others than the trainer's."""
+    found = {}
+    for group, config in cfg.groups.items():
+        keys = {
+            name: f"{group}/{name}" if name in config.rewards else name
+            for name in cfg.rewards
+            if config.objectives is None or name in config.objectives
+        }
+        own = Judges(
+            {name: judges[key] for name, key in keys.items()},
+            {name: calibrations[key] for name, key in keys.items()},
+        )
+        own = attacked_judges(own, config.attack)
+        found |= {f"client_{index}": own for index in config.clients}
+    return found
+
+
+def _attacks(cfg: AlignmentConfig) -> dict[str, AttackConfig]:
+    """The attacks by client, of those who attack."""
+    return {
+        f"client_{index}": config.attack
+        for config in cfg.groups.values()
+        if config.attack
+        for index in config.clients
+    }
+
+
+def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration]:
+    """The frozen maps from scores to rewards, fixed beforehand or from the base model's replies."""
+    seed = cfg.evaluation.calibration_seed
+    texts = [prompt.text for prompt in loaded.prompts[: cfg.evaluation.num_calibration_prompts]]
+    with RandomStream(cfg.seed if seed is None else seed, "calibration"):
+        replies = loaded.trainer.replies(texts)
+    scores = score(loaded.reward_fns, texts, replies.completions)
+    return {
+        key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)
+        for (key, config), row in zip(reward_configs(cfg).items(), scores, strict=True)
+    }
+
+
+def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
+    """The maps that ``Calibration.to_dict`` wrote."""
+    return {name: Calibration.from_dict(values) for name, values in figures.items()}
+
+
+def _start(trainer: MultiObjectivePPOTrainer, cfg: AlignmentConfig) -> Adapter:
+    """The mean of the adapters that the run starts from."""
+    policy: Any = trainer.policy_model
+    adapters = []
+    for folder in cfg.start:
+        fill_adapter_(policy, Path(folder), cfg.policy.path)
+        adapters.append(copy_adapter(trainer.adapter_parameters))
+    return weighted_mean(adapters, list(cfg.start.values()))

@@ -1,0 +1,150 @@
+"""Talks to the base and the aligned model side by side."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+from firm.alignment import (
+    Calibration,
+    PolicyConfig,
+    RolloutConfig,
+    check_vocabulary,
+    load_adapters,
+    load_tokenizer,
+    sample_replies,
+    score,
+    select_adapter,
+)
+from firm.alignment.prompts import ASSISTANT, HUMAN
+from firm.federation import RandomStream
+from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from reward_models import RewardModelConfig, load_reward_model
+
+SIDES = {"base": None, "aligned": 0}
+"""What a person sees -> index of the adapter that speaks."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """One conversation. What is not given comes from `run`, and then from here."""
+
+    run: Path | None = None
+    """A finished run directory; gives adapter, policy, rewards, rollout and seed."""
+    adapter: Path | None = None
+    """A PEFT folder, or a run directory of which nothing else is read; by default the run's."""
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
+    """The base model. The adapter brings its own `lora`."""
+    check_base: bool = True
+    """Refuses an adapter that names another base model than policy.path. Turn it off when it is
+    the same model in another place."""
+    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """What every reply is scored by; there may be none."""
+    show_rewards: bool = True
+    """Loads the reward models and shows their scores."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    seed: int = 0
+    """The same seed gives the same replies to the same words."""
+    num_threads: int | None = None
+    """CPU threads; by default as many as torch takes."""
+
+    def __post_init__(self) -> None:
+        if not (self.run or self.adapter):
+            raise ValueError(
+                "there is nobody to talk to: give --run runs/mine, or --adapter with --policy.path."
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
+            )
+        if not self.policy.path:
+            raise ValueError(
+                "policy.path is empty: name the base model, or give --run on the command line."
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one side said, and how it was scored."""
+
+    text: str
+    scores: list[str]
+    """Raw scores, and rewards in [0, 1] where a run froze the map; empty without reward models."""
+
+
+class Conversation:
+    """Two dialogues with the same turns of the person: the base model's, and the aligned one's.
+
+    Args:
+        cfg: Who talks, and how replies are sampled and scored.
+
+    Raises:
+        UserError: Model, adapter or reward models cannot be loaded.
+    """
+
+    def __init__(self, cfg: ChatConfig) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        if cfg.num_threads is not None:
+            torch.set_num_threads(cfg.num_threads)
+        self.folder = adapter_folder(cfg.adapter or cfg.run or Path())
+        """The adapter that speaks."""
+        self._cfg = cfg
+        self._policy = load_adapters(cfg.policy, [self.folder], check_base=cfg.check_base)
+        self._tokenizer = load_tokenizer(cfg.policy)
+        check_vocabulary(self._policy, self._tokenizer, cfg.policy.path)
+        rewards = cfg.rewards if cfg.show_rewards else {}
+        self._reward_fns = {
+            name: load_reward_model(config, name) for name, config in rewards.items()
+        }
+        self._calibrations = {}
+        if cfg.run:
+            self._calibrations = frozen_calibrations(rewards, checked_record(cfg.run))
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins both dialogues anew."""
+        self._dialogues = dict.fromkeys(SIDES, "")
+
+    def answer(self, line: str, turn: int) -> dict[str, Answer]:
+        """Returns each side's reply to a line, and goes on from it.
+
+        Args:
+            line: What the person says.
+            turn: Its number; the noise of both sides follows from it and the seed.
+        """
+        answers = {}
+        for side in SIDES:
+            self._dialogues[side] += f"{HUMAN} {line}{ASSISTANT}"
+            answers[side] = self._reply(side, turn)
+            self._dialogues[side] += f" {answers[side].text}"
+        return answers
+
+    def _reply(self, side: str, turn: int) -> Answer:
+        dialogue = self._dialogues[side]
+        stream = RandomStream(self._cfg.seed, "chat", turn)  # the same for both sides
+        with select_adapter(self._policy, SIDES[side]) as reference, stream:
+            replies = sample_replies(
+                self._policy,
+                [dialogue],
+                tokenizer=self._tokenizer,
+                prompt_format=self._cfg.policy.prompt,
+                config=self._cfg.rollout,
+                reference=reference,
+            )
+        rows = ()
+        if self._reward_fns:
+            rows = score(self._reward_fns, [dialogue], replies.completions)
+        scores = {name: row[0] for name, row in zip(self._reward_fns, rows, strict=True)}
+        return Answer(replies.completions[0].strip(), in_words(scores, self._calibrations))
+
+
+def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibration]) -> list[str]:
+    """Scores with their names, each with its reward in [0, 1] where there is a map to it."""
+    parts = []
+    for name, value in raw.items():
+        reward = f" (reward {calibrations[name](value).item():.2f})" if name in calibrations else ""
+        parts.append(f"{name} {value.item():.3f}{reward}")
+    return parts

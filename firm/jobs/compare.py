@@ -1,0 +1,357 @@
+"""Compares adapters with their base model: rewards, KL, length and replies."""
+
+import csv
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from firm.alignment import (
+    Comparison,
+    Evaluation,
+    PolicyConfig,
+    PromptsConfig,
+    RolloutConfig,
+    check_vocabulary,
+    comparison_table,
+    evaluate,
+    load_adapters,
+    load_prompts,
+    load_tokenizer,
+    sample_replies,
+    select_adapter,
+)
+from firm.federation import RandomStream
+from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from firm.report import Record
+from firm.report.comparison import Measure
+from firm.report.comparison_page import Figure, Row, Sample, write_comparison
+from firm.report.samples import Reply, dialogue
+from firm.run import (
+    UserError,
+    leaves,
+    to_yaml,
+)
+from firm.run.guard import drawing
+from reward_models import RewardModelConfig, load_reward_model
+
+PAGE_NAME = "evaluation.html"
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """One evaluation. What is not given comes from the first of `runs`, and then from here."""
+
+    runs: list[Path] = field(default_factory=list)
+    """Finished run directories, whose adapters are compared. The first one gives policy, rewards
+    with their frozen maps to [0, 1], rollout, test prompts and seed."""
+    adapters: list[Path] = field(default_factory=list)
+    """Further adapters: PEFT folders, or run directories of which nothing else is read."""
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
+    """The base model. Adapters bring their own `lora`."""
+    check_base: bool = True
+    """Refuses an adapter that names another base model than policy.path. Turn it off when it is
+    the same model in another place; names and shapes of all tensors are compared anyway."""
+    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """What replies are scored by; there may be none."""
+    metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """Further scores."""
+    normalized: bool = True
+    """Reports the runs' rewards in [0, 1], too. Runs that froze different maps are refused then."""
+    prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test"))
+    """Held-out prompts."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    num_prompts: int = 256
+    """The first so many prompts."""
+    num_samples: int = 2
+    """Replies per prompt."""
+    num_shown_samples: int = 12
+    """Prompts whose replies are written out; 0 keeps all texts out of terminal and files."""
+    seed: int = 0
+    """The same seed gives the same replies of an adapter, whichever others are evaluated."""
+    num_threads: int | None = None
+    """CPU threads; by default as many as torch takes."""
+    out: Path | None = None
+    """Directory of the results; by default runs/evaluation-TIME."""
+
+    def __post_init__(self) -> None:
+        if not (self.runs or self.adapters):
+            raise ValueError(
+                "there is nothing to evaluate: give --runs '[runs/mine]', or --adapters with "
+                "--policy.path."
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
+            )
+        if not self.policy.path:
+            raise ValueError(
+                "policy.path is empty: name the base model, or give --runs on the command line."
+            )
+        if shared := sorted(self.rewards.keys() & self.metrics.keys()):
+            raise ValueError(f"{shared[0]!r} is both in rewards and in metrics: rename one.")
+        if self.num_prompts < 2 or self.num_samples < 1 or self.num_shown_samples < 0:
+            raise ValueError(
+                "num_prompts must be at least 2 for a standard error, num_samples at least 1 and "
+                f"num_shown_samples not negative, got {self.num_prompts}, {self.num_samples} and "
+                f"{self.num_shown_samples}."
+            )
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """How adapters compare with their base model."""
+
+    path: Path
+    """Directory of the results: `evaluation.html`, `figures.csv`, `samples.csv`, `config.yaml`."""
+    tables: dict[str, list[Comparison]]
+    """Every adapter beside the base model, by its name."""
+    samples: list[dict[str, Any]]
+    """Rows with `prompt`, `model`, `reply` and `scores`, prompt by prompt."""
+    num_prompts: int
+    """Prompts that were replied to."""
+
+
+def compare(
+    cfg: CompareConfig, on_evaluated: Callable[[str, int, float], None] = lambda *_: None
+) -> ComparisonResult:
+    """Evaluates the base model and every adapter on the same prompts and the same noise.
+
+    Args:
+        cfg: What is compared.
+        on_evaluated: Called with a model's name, its number of prompts and its seconds.
+
+    Raises:
+        UserError: Runs or adapters do not fit each other, or the results cannot be written.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    out = cfg.out or Path("runs") / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}"
+    check_place(out)
+
+    # load: whatever does not fit is found before the first reply is sampled
+    records = [checked_record(path) for path in cfg.runs]
+    check_comparable(cfg.runs, records, normalized=cfg.normalized)
+    folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
+    policy = load_adapters(cfg.policy, list(folder_by_name.values()), check_base=cfg.check_base)
+    tokenizer = load_tokenizer(cfg.policy)
+    check_vocabulary(policy, tokenizer, cfg.policy.path)
+    prompts = load_prompts(**asdict(cfg.prompts), tokenizer=tokenizer)[: cfg.num_prompts]
+    reward_fns = {
+        name: load_reward_model(config, name)
+        for name, config in {**cfg.rewards, **cfg.metrics}.items()
+    }
+    is_normalized = cfg.normalized and bool(records)
+    calibrations = frozen_calibrations(cfg.rewards, records[0]) if is_normalized else {}
+
+    evaluations: dict[str, Evaluation] = {}
+    for index, name in enumerate([BASE, *folder_by_name]):
+        start = time.perf_counter()
+        with select_adapter(policy, index - 1 if index else None) as reference:
+            evaluations[name] = evaluate(
+                partial(
+                    sample_replies,
+                    policy,
+                    tokenizer=tokenizer,
+                    prompt_format=cfg.policy.prompt,
+                    config=cfg.rollout,
+                    reference=reference,
+                ),
+                [prompt.text for prompt in prompts],
+                {key: fn for key, fn in reward_fns.items() if key in calibrations},
+                calibrations=calibrations,
+                stream=RandomStream(cfg.seed, "evaluation", "test"),
+                extra_fns={key: fn for key, fn in reward_fns.items() if key not in calibrations},
+                num_samples=cfg.num_samples,
+            )
+        on_evaluated(name, len(prompts), time.perf_counter() - start)
+
+    base = evaluations.pop(BASE)
+    tables = {
+        name: comparison_table(base, evaluation, has_normalized=True)
+        for name, evaluation in evaluations.items()
+    }
+    samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
+    write_results(out, cfg, folder_by_name, tables, samples, num_prompts=base.num_prompts)
+    return ComparisonResult(out, tables, samples, base.num_prompts)
+
+
+def check_place(out: Path) -> None:
+    """Raises `UserError` where the results cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out: {out} exists and is not empty; choose another --out.")
+    parent = next(path for path in out.resolve().parents if path.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"out: no permission to write in {parent}; choose another --out.")
+
+
+def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, normalized: bool) -> None:
+    """Raises `UserError`, with what differs, for runs that one evaluation cannot compare."""
+    for run, record in zip(runs[1:], records[1:], strict=True):
+        first = records[0]
+        policies = [dict(leaves(r.settings.get("policy") or {}, "policy")) for r in (first, record)]
+        for key in sorted(policies[0].keys() | policies[1].keys()):
+            ours, theirs = (policy.get(key) for policy in policies)
+            if ours != theirs and not key.startswith("policy.lora."):
+                raise UserError(
+                    f"the base models of two runs differ: {key} is {ours!r} in {runs[0]} and "
+                    f"{theirs!r} in {run}; compare runs of one base model, or give the second "
+                    "under --adapters, which takes no settings from it."
+                )
+        maps = [r.header.get("calibration") or {} for r in (first, record)]
+        for name in [name for name in maps[0] if name in maps[1] and normalized]:
+            if maps[0][name] != maps[1][name]:
+                raise UserError(
+                    f"the map of {name!r} to [0, 1] is {_words(maps[0][name])} in {runs[0]} and "
+                    f"{_words(maps[1][name])} in {run}, so that equal rewards would not mean the "
+                    "same; --normalized false compares raw scores alone."
+                )
+
+
+def _words(figures: Mapping[str, Any]) -> str:
+    parts = [
+        f"{key} {v:.6g}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()
+    ]
+    return f"({', '.join(parts)})"
+
+
+def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
+    """The PEFT folder of every run or adapter, under a name as short as can be.
+
+    Raises:
+        UserError: Two of them are the same.
+    """
+    folders = [adapter_folder(path) for path in paths]
+    places = [folder.resolve() for folder in folders]
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            raise UserError(f"the adapter in {folders[index]} is named twice; leave one out.")
+    short = [place.parent.name if place.name == "adapter" else place.name for place in places]
+    return {
+        name if short.count(name) == 1 and name != BASE else str(folder): folder
+        for name, folder in zip(short, folders, strict=True)
+    }
+
+
+def shown_samples(evaluations: Mapping[str, Evaluation], limit: int) -> list[dict[str, Any]]:
+    """Rows with `prompt`, `model`, `reply` and `scores`: prompt by prompt, all models on each."""
+    rows = zip(*(evaluation.samples[:limit] for evaluation in evaluations.values()), strict=True)
+    return [
+        {
+            "prompt": sample["prompt"],
+            "model": name,
+            "reply": sample["completion"],
+            "scores": sample["scores"],
+        }
+        for row in rows
+        for name, sample in zip(evaluations, row, strict=True)
+    ]
+
+
+def write_results(
+    out: Path,
+    cfg: CompareConfig,
+    folder_by_name: Mapping[str, Path],
+    table_by_name: Mapping[str, Sequence[Comparison]],
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    num_prompts: int,
+) -> None:
+    """Writes the directory of the results, in one step."""
+    place = out.resolve()
+    draft = place.with_name(f".{place.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    config = to_yaml(cfg)
+    (draft / "config.yaml").write_text(config, encoding="utf-8")
+    _write_csv(draft / "figures.csv", _figure_rows(table_by_name))
+    if samples:
+        _write_csv(
+            draft / "samples.csv",
+            [
+                {key: row[key] for key in ("prompt", "model", "reply")} | row["scores"]
+                for row in samples
+            ],
+        )
+    num_models = 1 + len(folder_by_name)
+    with drawing(f"The page {PAGE_NAME}"):
+        write_comparison(
+            draft / PAGE_NAME,
+            title=f"{', '.join(folder_by_name)} against the base model",
+            adapters={name: str(folder) for name, folder in folder_by_name.items()},
+            rows=_page_rows(list(table_by_name.values()), scores=[*cfg.rewards, *cfg.metrics]),
+            samples=[
+                Sample(
+                    dialogue(samples[start]["prompt"]),
+                    [
+                        Reply(row["reply"].strip(), row["scores"])
+                        for row in samples[start : start + num_models]
+                    ],
+                )
+                for start in range(0, len(samples), num_models)
+            ],
+            facts={
+                "Base model": cfg.policy.path,
+                "Prompts": f"{num_prompts} of {_source(cfg.prompts)}",
+                "Replies per prompt": str(cfg.num_samples),
+                "Temperature": str(cfg.rollout.temperature),
+                "Seed": str(cfg.seed),
+            },
+            config=config,
+        )
+    draft.rename(place)
+
+
+def _source(config: PromptsConfig) -> str:
+    sources = [config.source] if isinstance(config.source, str) else config.source
+    return ", ".join(sources)
+
+
+def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, Any]]:
+    """Every figure of every model, the base model first."""
+    first = next(iter(tables.values()))
+    rows: list[dict[str, Any]] = [
+        {"model": BASE, "figure": row.name, "mean": row.base, "se": row.base_se,
+         "change": None, "change_se": None, "z": None}
+        for row in first
+    ]  # fmt: skip
+    rows += [
+        {"model": name, "figure": row.name, "mean": row.final, "se": row.final_se,
+         "change": row.change, "change_se": row.change_se, "z": row.z}
+        for name, table in tables.items()
+        for row in table
+    ]  # fmt: skip
+    return rows
+
+
+def _page_rows(tables: Sequence[Sequence[Comparison]], *, scores: Sequence[str]) -> list[Row]:
+    return [
+        Row(
+            rows[0].name,
+            Measure(rows[0].base, rows[0].base_se),
+            [
+                Figure(Measure(row.final, row.final_se), Measure(row.change, row.change_se))
+                for row in rows
+            ],
+            is_score=rows[0].name in scores,
+        )
+        for rows in zip(*tables, strict=True)
+    ]
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

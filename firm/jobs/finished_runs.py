@@ -1,0 +1,122 @@
+"""Reads finished runs: their settings, adapters and frozen calibrations."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from firm.alignment import (
+    Calibration,
+)
+from firm.report import Record, read_record
+from firm.run import (
+    Run,
+    UserError,
+    parse,
+    read_yaml,
+    to_dict,
+    to_yaml,
+)
+from reward_models import RewardModelConfig
+
+SPEED_KEYS = ("batch_size", "device", "dtype")
+"""Settings of a reward model that leave the meaning of its score alone."""
+
+AnyConfig = TypeVar("AnyConfig")
+
+
+def parse_over_run(
+    config_class: type[AnyConfig], argv: Sequence[str] | None, *, key: str, description: str
+) -> AnyConfig:
+    """The command line's configuration, laid over the settings of a run that it names.
+
+    Args:
+        config_class: What to parse; it takes from the run what it has fields for.
+        argv: Arguments without the program's name; those of the process when None.
+        key: Names the run, or a list of runs of which the first one counts.
+        description: Opens the help page.
+
+    Raises:
+        UserError: There is no such run, or the command line is wrong.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    scout.add_argument(f"--{key}", dest="runs", nargs="?")
+    try:
+        runs = read_yaml(scout.parse_known_args(arguments)[0].runs or "")
+    except UserError:
+        runs = None
+    runs = runs if isinstance(runs, list) else [runs]
+    if not runs or runs[0] is None:  # or malformed, which `parse` says better
+        return parse(config_class, arguments, description=description)
+    run = str(runs[0])
+    settings = run_settings(checked_record(Path(run)))
+    names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"settings of {Path(run).name}.yaml"
+        file.write_text(to_yaml({k: v for k, v in settings.items() if k in names}))
+        return parse(config_class, ["--config", str(file), *arguments], description=description)
+
+
+def checked_record(path: Path) -> Record:
+    """What a run's files say; a damaged one is named, since a run may come from elsewhere.
+
+    Raises:
+        UserError: There is no run at `path`, or a file of it is malformed.
+    """
+    run = Run(path)
+    if (path / "config.yaml").is_file():
+        settings = run.settings()
+        sections = ("policy", "rewards", "rollout", "data", "evaluation")
+        if not isinstance(settings, Mapping) or not all(
+            isinstance(settings.get(key) or {}, Mapping) for key in sections
+        ):
+            raise UserError(
+                f"{path / 'config.yaml'} holds no configuration of a run; restore the file, or "
+                "choose another run."
+            )
+    return read_record(path)
+
+
+def run_settings(record: Record) -> dict[str, Any]:
+    """What a run's configuration says of the model and of how it is measured."""
+    settings = record.settings
+    evaluation = settings.get("evaluation") or {}
+    found = {
+        **{key: settings.get(key) for key in ("policy", "rewards", "rollout", "seed")},
+        "num_threads": settings.get("num_threads"),
+        "prompts": (settings.get("data") or {}).get("test"),
+        "num_prompts": evaluation.get("num_test_prompts"),
+        "num_samples": evaluation.get("num_samples"),
+        "num_shown_samples": evaluation.get("num_shown_samples"),
+        "metrics": evaluation.get("metrics"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def adapter_folder(path: Path) -> Path:
+    """The PEFT folder itself, or the one that a finished run has in it."""
+    is_run = (path / "run.json").is_file() and not (path / "adapter_config.json").exists()
+    if is_run and not (path / "adapter").is_dir():
+        raise UserError(f"the run in {path} has no adapter yet; finish it with --resume.")
+    return path / "adapter" if is_run else path
+
+
+def frozen_calibrations(
+    rewards: Mapping[str, RewardModelConfig], record: Record
+) -> dict[str, Calibration]:
+    """The maps to [0, 1] that a run froze, for those rewards that are still the run's own."""
+
+    def is_the_runs(config: RewardModelConfig, settings: Mapping[str, Any]) -> bool:
+        given = to_dict(config)  # a run of an older version lacks keys that were added since
+        return all(given.get(k) == value for k, value in settings.items() if k not in SPEED_KEYS)
+
+    maps, settings = record.header.get("calibration") or {}, record.settings.get("rewards") or {}
+    return {
+        name: Calibration.from_dict(maps[name])
+        for name, config in rewards.items()
+        if name in maps and name in settings and is_the_runs(config, settings[name])
+    }

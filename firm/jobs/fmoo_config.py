@@ -1,0 +1,190 @@
+"""The configuration of a study of classic algorithms."""
+
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from firm.federation.strategies import StrategyConfig
+from firm.fmoo import (
+    AttackConfig,
+    DataConfig,
+    LocalConfig,
+    ModelConfig,
+)
+from firm.run import (
+    TrackingConfig,
+    check_folder_name,
+)
+
+FREE_KEYS = ("resume", "out", "algorithms", "seeds", "num_workers", "tracking")
+"""What may differ when a study is taken up again: algorithms and seeds may join."""
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How the training samples are divided among the clients."""
+
+    kind: Literal["iid", "dirichlet", "balanced", "shards", "natural"] = "balanced"
+    """Equal random parts; shares of each composite label that a Dirichlet distribution draws; the
+    same with equal sizes; shards of samples sorted by label; or the data's own users."""
+    alpha: float = 0.3
+    """Concentration of the Dirichlet distribution; small is uneven."""
+    shards_per_client: int = 2
+    """Shards that a client is given."""
+    num_users: int | None = None
+    """Natural users that are drawn at random to be the clients; null takes all."""
+    min_samples: int = 1
+    """Fewest samples of a client."""
+    max_samples: int | None = None
+    """Most samples of a client, a random choice of what it would have; null leaves it all."""
+    objectives_per_client: int | None = None
+    """Objectives that a client has losses for (FMGDA's matrix A), dealt out in turn so that each
+    has as many clients as any other; null gives every client all."""
+    test_fraction: float = 0.0
+    """Share of its samples that every client keeps from training, to measure its user's accuracy
+    on (FedMGDA+, Section 6.1, keeps 0.1). 0 keeps none; natural users may have test samples."""
+
+    def __post_init__(self) -> None:
+        for name in ("shards_per_client", "num_users", "min_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not (self.alpha > 0 and isfinite(self.alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha}.")
+        if not 0 <= self.test_fraction < 1:
+            raise ValueError(f"test_fraction must be in [0, 1), got {self.test_fraction}.")
+        if self.objectives_per_client is not None and self.objectives_per_client < 1:
+            raise ValueError(
+                f"objectives_per_client must be at least 1, got {self.objectives_per_client}; "
+                "null gives all."
+            )
+        if self.max_samples is not None and self.max_samples < max(1, self.min_samples):
+            raise ValueError(
+                f"max_samples must be at least min_samples ({self.min_samples}), got "
+                f"{self.max_samples}; null leaves all."
+            )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """An algorithm with the learning rates that suit it."""
+
+    strategy: StrategyConfig
+    """The server's side."""
+    local: LocalConfig = field(default_factory=LocalConfig)
+    """The clients' side."""
+    num_clients: int | None = None
+    """C of this algorithm alone; by default the study's."""
+    is_centralised: bool = False
+    """Whether one client holds the samples of all: with one local step, FSMGDA is then MGD or
+    SMGD."""
+
+    rounds: int | None = None
+    """Rounds of this algorithm alone; by default the study's."""
+    attack_amount: float | None = None
+    """Amount of the attack on this algorithm alone, as algorithms read losses on scales of their
+    own; by default the study's."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_clients", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or null, got {value}.")
+
+
+@dataclass(frozen=True)
+class ClassicConfig:
+    """A study of algorithms on one data set."""
+
+    algorithms: dict[str, AlgorithmConfig]
+    """What is compared, by name. Algorithms whose names are the same up to a comma, and that differ
+    in one number alone, are also drawn as a line over that number."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What is learned."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What learns it."""
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    """Who holds what."""
+    attack: AttackConfig = field(default_factory=AttackConfig)
+    """Clients that inflate their losses, in every round; nobody by default."""
+    num_clients: int = 20
+    """C; a natural partition has as many as there are users."""
+    rounds: int = 40
+    """Rounds of every run."""
+    target_loss: float | None = None
+    """Loss at which a run ends, once all objectives have come down to it; the page then tells the
+    rounds that each took. null runs all rounds."""
+    seeds: tuple[int, ...] = (0,)
+    """One run of every algorithm for each; a seed draws partition, model, clients and batches."""
+    evaluate_every: int = 5
+    """Rounds between evaluations; the last round always is one."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Samples that are evaluated on: those of all clients, or others that no client has."""
+    improved_share: bool = False
+    """Whether every evaluated round also tells the share of its clients that it made no worse, by
+    their losses before and after the server's step: two passes over their samples."""
+    progress_from: str | None = None
+    """An algorithm from whose global models, wherever they are evaluated, the local trainings of
+    all algorithms are compared: how far each lowers its clients' losses; null compares none."""
+    num_workers: int | None = None
+    """Clients that are trained at a time; by default as many as there are cores. Results do not
+    depend on it."""
+    num_threads: int | None = 1
+    """Threads of torch in each worker; null leaves them alone, but equal numbers need an equal
+    count."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Weights & Biases, a run of its own for every algorithm and seed."""
+    out: Path | None = None
+    """The study's directory; by default runs/fmoo-TIME."""
+    resume: bool = False
+    """Whether a study in `out` goes on: finished runs are kept, others continue."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_clients", "rounds", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("num_workers", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or null, got {value}.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
+        if not self.algorithms:
+            raise ValueError("algorithms must name at least one, got none.")
+        if self.progress_from not in (None, *self.algorithms):
+            raise ValueError(
+                f"progress_from must be one of {', '.join(self.algorithms)}, got "
+                f"{self.progress_from!r}."
+            )
+        for name, algorithm in self.algorithms.items():
+            check_folder_name(name, "algorithms: an algorithm's name")
+            _check_participation(self, name, algorithm)
+            attack_on(algorithm, self)  # checks the amount
+        if self.target_loss is not None and not self.target_loss > 0:
+            raise ValueError(
+                f"target_loss must be positive, got {self.target_loss}; null runs all rounds."
+            )
+
+
+def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig) -> None:
+    """Raises ``ValueError`` where a strategy asks for more clients than the study gives it."""
+    count = algorithm.num_clients or cfg.num_clients
+    if cfg.partition.kind == "natural":  # all users where no number is given; the data tell then
+        count = cfg.partition.num_users
+    if algorithm.is_centralised:
+        count = 1
+    for key in ("quorum", "clients_per_round"):
+        asked = getattr(algorithm.strategy, key)
+        if asked is not None and count is not None and asked > count:
+            raise ValueError(
+                f"algorithms.{name}.strategy.{key} must be at most the number of clients, "
+                f"{count}, got {asked}; lower it, or add clients."
+            )
+
+
+def attack_on(algorithm: AlgorithmConfig, cfg: ClassicConfig) -> AttackConfig:
+    """The attack on an algorithm."""
+    if algorithm.attack_amount is None:
+        return cfg.attack
+    return replace(cfg.attack, amount=algorithm.attack_amount)

@@ -1,0 +1,149 @@
+"""The training loop of both wings: rounds of a strategy, measured, logged and kept."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firm.federation import Engine, ServerState, State
+from firm.federation.strategies import STRATEGIES, StrategyConfig
+from firm.run import Run, Tracker
+from firm.run.rows import Row, valid_rows
+
+
+class Logbook:
+    """Writes the rows of a run to its directory and to W&B, and keeps those that are valid.
+
+    Args:
+        run: The run, open for writing.
+        tracker: Where rows go beside the directory.
+    """
+
+    def __init__(self, run: Run, tracker: Tracker) -> None:
+        self.run = run
+        self.rows: list[Row] = run.rows()
+        """Rows so far, those of earlier sessions included."""
+        self._tracker = tracker
+
+    def log(self, row: Row) -> None:
+        """Logs one row of metrics.jsonl."""
+        self.run.log(row)
+        self._tracker.log(row)
+        self.rows += valid_rows([row])[0]
+
+    def log_samples(self, rows: Iterable[Row]) -> None:
+        """Logs rows of samples.jsonl."""
+        rows = list(rows)
+        self.run.log_samples(rows)
+        self._tracker.log_samples(rows)
+
+    def repeat_to_tracker(self) -> None:
+        """Forwards what earlier sessions logged: every session is a W&B run of its own."""
+        for row in self.rows:
+            self._tracker.log(row)
+        self._tracker.log_samples(self.run.samples())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The model after a round, which is kept in a checkpoint."""
+
+    rows: tuple[Row, ...] = ()
+    """What is logged."""
+    score: float | None = None
+    """How good the model is, larger is better, by which the best checkpoint is chosen; None when
+    that is not measured."""
+
+
+class Wing(ABC):
+    """What a kind of run adds to the loop: its start, its measurements and its end."""
+
+    @abstractmethod
+    def start(self, book: Logbook) -> tuple[ServerState, Measurement]:
+        """Logs what a fresh run begins with; returns the server's first state, measured."""
+
+    @abstractmethod
+    def restore(self, content: State, book: Logbook) -> None:
+        """Takes up what ``content`` returned when the last checkpoint was written."""
+
+    def content(self) -> State:
+        """Returns what a checkpoint holds beside the states of server and clients."""
+        return {}
+
+    @abstractmethod
+    def is_done(self, state: ServerState) -> bool:
+        """Whether no further round is due."""
+
+    @abstractmethod
+    def round_rows(
+        self, before: ServerState, after: ServerState, metrics: dict[str, Any], book: Logbook
+    ) -> Sequence[Row]:
+        """Returns the rows to log of a round that has just ended."""
+
+    @abstractmethod
+    def measure(self, state: ServerState) -> Measurement | None:
+        """Returns the measured model; None after a round that is neither measured nor kept."""
+
+    @abstractmethod
+    def show(
+        self,
+        state: ServerState,
+        rows: Sequence[Row],
+        measurement: Measurement | None,
+        book: Logbook,
+    ) -> None:
+        """Shows a round that is logged and kept, or, without rows, that rounds begin or go on."""
+
+
+def train(
+    wing: Wing,
+    book: Logbook,
+    engine: Engine,
+    clients: Sequence[str],
+    cfg: StrategyConfig,
+    *,
+    keep_last: int,
+) -> ServerState:
+    """Runs rounds until the wing is done, from the run's last checkpoint if there is one.
+
+    Args:
+        wing: What is trained and how it is measured.
+        book: The run's logs; its directory holds the checkpoints.
+        engine: Where the clients are.
+        clients: Names of all clients, in the order in which their updates are summed.
+        cfg: The strategy and its settings.
+        keep_last: Checkpoints that stay beside the best one.
+
+    Returns:
+        The server's last state.
+    """
+
+    def keep(state: ServerState, measurement: Measurement) -> None:
+        content = {
+            "server": state.to_state(),
+            "clients": engine.client_states(state.accepted),
+            **wing.content(),
+        }
+        book.run.save_checkpoint(state.round, content, keep_last=keep_last, score=measurement.score)
+
+    if checkpoint := book.run.latest_checkpoint():
+        state = ServerState.from_state(checkpoint[1]["server"])
+        engine.restore_client_states(checkpoint[1]["clients"])
+        wing.restore(checkpoint[1], book)
+        book.repeat_to_tracker()
+    else:
+        state, measurement = wing.start(book)
+        keep(state, measurement)
+    wing.show(state, (), None, book)
+
+    while not wing.is_done(state):
+        before = state
+        state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
+        rows = wing.round_rows(before, state, metrics, book)
+        measurement = wing.measure(state)
+        for row in (*rows, *(measurement.rows if measurement else ())):
+            book.log(row)
+        if measurement:
+            keep(state, measurement)
+        wing.show(state, rows, measurement, book)
+    return state

@@ -1,0 +1,205 @@
+"""Runs an alignment over a network: the server's process, and a site's."""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid_partition
+from firm.federation.engines import Agreement, Ledger, Site, SitesEngine
+from firm.federation.outside import check_name
+from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_loading import (
+    LoadedRun,
+    as_calibrations,
+    build_clients,
+    common_calibrations,
+    load,
+)
+from firm.jobs.network_config import (
+    ServerConfig,
+    SiteConfig,
+    clients_by_site,
+    federation_of,
+    run_config,
+    site_name,
+)
+from firm.network import link
+from firm.network.controller import FlareChannel, SitesController
+from firm.network.states import DiskStates
+from firm.run import Run, UserError, compose, to_dict
+from firm.run.directory import leaves
+from firm.run.lock import check_not_held
+
+CONTROLLER = "firm.jobs.network.Federation"
+"""The one workflow that a server of ours allows."""
+
+LEDGER = "ledger.jsonl"
+"""A site's record of its answers and refusals, in its kit."""
+HOME_VARIABLE = "FIRM_FOLDER"
+"""Names the folder that relative paths of a run start from; FLARE runs jobs in others."""
+OWN_KEYS = (
+    "checkpoints",
+    "client_timeout",
+    "data",
+    "evaluation",
+    "name",
+    "num_threads",
+    "out",
+    "plan",
+    "policy.device",
+    "policy.path",
+    "processes_per_client",
+    "resume",
+    "tracking",
+)
+"""Keys of a run that each party may set as it likes; all others must be the same everywhere."""
+OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path")
+"""The same of a reward model."""
+
+
+class Federation(SitesController):
+    """A run whose clients are at their sites."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = check_name(name, "a run's name")
+
+    def work(self, channel: FlareChannel) -> None:
+        """Runs it from the start, or from its last checkpoint."""
+        flare: Any = self.engine
+        kit = Path(flare.get_workspace().get_root_dir())
+        os.chdir(os.environ[HOME_VARIABLE])
+        federation = federation_of(kit)
+        own = compose(ServerConfig, [kit / "server.yaml"], [])
+        out = kit / "runs" / self._name
+        cfg = replace(run_config(kit / "run.yaml", own.overrides), out=out, resume=True)
+        _wait_until_free(out)
+        Run.check(out, to_dict(cfg), resume=True, ignore=FREE_KEYS)
+        loaded = load(cfg, Processes())
+        calibrations = common_calibrations(loaded, cfg, out)
+        shown = Console(file=channel.transcript, highlight=False)
+        progress = progress_of(cfg, console=shown)
+        engine = SitesEngine(
+            channel,
+            clients_by_site(federation),
+            client_names(cfg),
+            timeout=federation.timeout,
+            meeting_timeout=federation.meeting_timeout,
+            on_event=progress.event,
+        )
+        setup = {"calibrations": {key: c.to_dict() for key, c in calibrations.items()}}
+        if problems := engine.meet(fingerprint(cfg, loaded), setup):
+            raise UserError(f"the sites cannot begin: {'; '.join(problems)}.")
+        run_rounds(loaded, cfg, calibrations, engine, progress, out)
+
+
+def _wait_until_free(out: Path, patience: float = 60.0) -> None:
+    """Waits a while for the process of an earlier job to let the run's folder go."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        with suppress(UserError):
+            check_not_held(out)
+            return
+        time.sleep(0.5)
+
+
+def site_process(kit: Path) -> None:
+    """Loads everything once, waits for a job, and answers its messages until it ends."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    own = compose(SiteConfig, [kit / "site.yaml"], [])
+    federation, site = federation_of(kit), site_name(kit)
+    cfg = run_config(kit / "run.yaml", own.overrides)
+    processes = Processes.join(per_client=own.processes_per_client)
+    loaded = load(cfg, processes, measures=False)
+    names = clients_by_site(federation)[site]
+    told = fingerprint(cfg, loaded)
+    states = kit / "states" / _digest(sorted(told.items())) / f"process_{processes.rank}"
+
+    def build(setup: Mapping[str, Any]) -> Engine:
+        calibrations = as_calibrations(setup["calibrations"])
+        prompts = None
+        if own.own_prompts:
+            shards = iid_partition(
+                len(loaded.prompts), len(names), seed=cfg.seed, min_examples=cfg.ppo.batch_size
+            )
+            prompts = {
+                name: [loaded.prompts[index] for index in shard]
+                for name, shard in zip(names, shards, strict=True)
+            }
+        hosted = processes.hosted(names)
+        clients = build_clients(loaded, cfg, calibrations, hosted, prompts=prompts)
+        local = LocalEngine(
+            clients,
+            timeout=cfg.client_timeout,
+            interrupt=processes.per_client == 1,
+            states=DiskStates(states),
+        )
+        return ProcessesEngine(processes, names, local) if processes.size > 1 else local
+
+    if not processes.is_server:
+        engine = build(processes.broadcast())
+        assert isinstance(engine, ProcessesEngine)
+        engine.serve()
+        return
+    engines: list[Engine] = []
+
+    def build_all(setup: Mapping[str, Any]) -> Engine:
+        as_calibrations(setup["calibrations"])  # before the other processes are told
+        processes.broadcast(setup)
+        engines.append(build(setup))
+        return engines[0]
+
+    agreement = Agreement(
+        cfg.strategy, objectives=list(cfg.rewards), num_rounds=cfg.rounds, clients=names
+    )
+    answers = Site(
+        build_all,
+        names,
+        fingerprint=told,
+        agreement=agreement,
+        policy=own.policy,
+        ledger=Ledger(agreement, own.policy.budget, kit / LEDGER),
+    )
+    link.serve(kit / "local/attach_profile.json", answers.answer)
+    for engine in engines:
+        engine.close()
+
+
+def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun) -> dict[str, Any]:
+    """What must be the same at server and sites, by a name that a person understands."""
+    policy: Any = loaded.trainer.policy_model
+    base = hashlib.sha256()
+    for name, parameter in sorted(policy.named_parameters()):
+        if "lora_" not in name:
+            base.update(name.encode())
+            base.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    tokenizer: PreTrainedTokenizerBase = loaded.trainer.processing_class
+    return {
+        "version": version("firm-align"),
+        "base model": base.hexdigest()[:16],
+        "tokenizer": _digest(sorted(tokenizer.get_vocab().items())),
+        **{f"key {key}": value for key, value in leaves(to_dict(cfg)) if not _is_own(key)},
+    }
+
+
+def _is_own(key: str) -> bool:
+    parts = key.split(".")
+    if "rewards" in parts[:-1] and parts[-1] in OWN_REWARD_KEYS:
+        return True
+    return any(key == own or key.startswith(f"{own}.") for own in OWN_KEYS)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

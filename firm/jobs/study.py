@@ -1,0 +1,248 @@
+"""Runs a study: several settings of a run, each with several seeds, side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from firm.federation.outside import check_name, printable
+from firm.jobs.alignment import align
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import CONFIGS
+from firm.report import Record, read_record
+from firm.report.ledger import total_bytes
+from firm.report.page import PAGE_NAME
+from firm.report.paper import save_figure
+from firm.report.settings import final_figure, final_reward, final_score
+from firm.report.settings_page import study_figures, write_study_page
+from firm.run import (
+    Sweep,
+    check_slugs,
+    compose,
+    slug,
+    summarise,
+    to_dict,
+    to_yaml,
+)
+from firm.run.guard import drawing
+
+FREE_KEYS = ("out", "resume", "num_workers", "plan", "figures", "half_life")
+"""What may differ from the study's own configuration when it is resumed."""
+
+
+@dataclass(frozen=True)
+class SettingConfig:
+    """One setting."""
+
+    base: Path | None = None
+    """Configuration of its runs; null takes the study's."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run and their values, such as {strategy.beta: 0}; over the study's own."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """One study."""
+
+    settings: dict[str, SettingConfig]
+    """What is compared, by name."""
+    name: str = "study"
+    """Opens the folder's name."""
+    out: Path | None = None
+    """Folder of the study; by default runs/NAME-TIME."""
+    resume: bool = False
+    """Continue the study in `out`, if there is one."""
+    plan: bool = False
+    """Print the runs and what the first of them would do, and stop."""
+    base: Path = CONFIGS / "miniature.yaml"
+    """Configuration of the runs."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Seeds. Rewards mean the same in all runs of a base: the first seed calibrates them. All
+    settings run with the first seed before any runs with the second."""
+    num_workers: int = 1
+    """Runs at a time, each in a process of its own."""
+    figures: dict[str, list[str]] = field(default_factory=dict)
+    """Settings that are drawn together, by a name that opens the files' names; all are drawn
+    together when empty."""
+    half_life: float | None = None
+    """Half-life of the running average of the curves in figures/, in rounds; null draws them as
+    they are."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "name")
+        if not self.settings or not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"a study needs settings and different seeds, got {list(self.settings)} and "
+                f"{self.seeds}."
+            )
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
+        for name, labels in self.figures.items():
+            for label in (label for label in labels if label not in self.settings):
+                raise ValueError(
+                    f"figures.{name} names the setting {label!r}; there are "
+                    f"{', '.join(self.settings)}."
+                )
+        if self.half_life is not None and not self.half_life > 0:
+            raise ValueError(f"half_life must be positive, got {self.half_life}.")
+        check_slugs(self.settings, "settings")
+        check_slugs(self.figures, "figures")
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a study has come to."""
+
+    path: Path
+    """The study's folder."""
+    header: list[str]
+    """Headings of the table."""
+    rows: list[list[str]]
+    """Final figures of every setting, mean ± standard deviation over the seeds."""
+    report: Path
+    """The page."""
+
+
+def study_configs(cfg: StudyConfig) -> dict[str, AlignmentConfig]:
+    """Returns the configuration of every run by its name; checked, before anything runs."""
+    return {name: run_config(cfg, **point) for name, point in _points(cfg).items()}
+
+
+def study(cfg: StudyConfig) -> StudyResult | None:
+    """Runs what is not done yet of a study, and writes its page and its figures.
+
+    Returns:
+        The result; None while other processes are at some of the runs.
+
+    Raises:
+        UserError: A key is wrong, the folder is taken, or some runs failed.
+    """
+    out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    configs = study_configs(cfg)
+    settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
+    sweep = Sweep.open(out, settings, _points(cfg), resume=cfg.resume)
+    group = f"{cfg.name}-{sweep.id}"
+    runs = {
+        name: to_dict(replace(run, tracking=run.tracking.within(group)))
+        for name, run in configs.items()
+    }
+    if not finish(sweep, [runs], num_workers=cfg.num_workers):
+        return None
+    header, rows = table(sweep)
+    by_setting = records(sweep)
+    page = write_study_page(
+        out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
+    )
+    sets = {slug(name): labels for name, labels in cfg.figures.items()}
+    figures = study_figures(by_setting, sets=sets, half_life=cfg.half_life, folder=out)
+    for name, figure in figures.items():
+        with drawing(f"The figure {name}"):
+            save_figure(figure, out / "figures" / name)
+    return StudyResult(out, header, rows, page)
+
+
+def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:
+    """Returns what tells the runs from each other, by their names."""
+    return {
+        point_name(setting, seed): {"setting": setting, "seed": seed}
+        for seed in cfg.seeds
+        for setting in cfg.settings
+    }
+
+
+def finish(
+    sweep: Sweep, waves: Sequence[Mapping[str, dict[str, Any]]], *, num_workers: int
+) -> bool:
+    """Runs what is not done yet, one wave after the other, and tells of each run as it ends.
+
+    Returns whether all are done; others may be at some of them.
+
+    Raises:
+        UserError: Some failed; names them.
+    """
+    pending, outcomes = sweep.pending(), []
+    count = len(sweep.manifest["points"])
+    print(f"{sweep.path}: {count} runs, {len(pending)} to do, {num_workers} at a time", flush=True)
+    for wave in waves:
+        for outcome in sweep.work(run_point, wave, num_workers=num_workers):
+            outcomes.append(outcome)
+            state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
+            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+        summarise(outcomes)
+    if left := sweep.pending():
+        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
+    return not left
+
+
+def run_point(place: str, settings: dict[str, Any]) -> None:
+    """Runs one point in this process, or takes it up."""
+    overrides = [*settings.items(), ("out", place), ("resume", True)]
+    align(compose(AlignmentConfig, [], overrides, source="the study"))
+
+
+def point_name(setting: str, seed: int) -> str:
+    """Returns the folder of a setting's run."""
+    return f"{slug(setting)}-seed_{seed}"
+
+
+def records(sweep: Sweep) -> dict[str, list[Record]]:
+    """Returns the finished runs of a study by setting, in the order of their seeds."""
+    found: dict[str, list[Record]] = {}
+    for name, told in sweep.manifest["points"].items():
+        runs = found.setdefault(told["setting"], [])
+        if sweep.is_done(name):
+            runs.append(read_record(sweep.run_path(name)))
+    return found
+
+
+def study_of(sweep: Sweep) -> StudyConfig:
+    """Returns the configuration of a study that was begun; keys that may change are defaults."""
+    settings = list(sweep.manifest["config"].items())
+    return compose(StudyConfig, [], settings, source=f"the study {sweep.path}")
+
+
+def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows: rewards, further scores, KL and bytes of every setting."""
+    by_setting = records(sweep)
+    final = {setting: [_figures(record) for record in runs] for setting, runs in by_setting.items()}
+    names = dict.fromkeys(name for runs in final.values() for run in runs for name in run)
+    rows = [
+        [setting, *(_spread([run[name] for run in runs if name in run]) for name in names)]
+        for setting, runs in final.items()
+    ]
+    return ["", *names], rows
+
+
+def _figures(record: Record) -> dict[str, float]:
+    """What the last evaluation on the test prompts and the rounds say."""
+    figures = {
+        **{name: final_reward(name)(record) for name in record.objectives},
+        **{name: final_score(name)(record) for name in record.extra_scores()},
+        "KL": final_figure("kl")(record),
+        "MB up": total_bytes(record, "bytes_up") / 1e6,
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> AlignmentConfig:
+    """Returns the run of a setting; checked, so that a wrong key is told before anything runs."""
+    chosen = cfg.settings[setting]
+    overrides: Mapping[str, Any] = {
+        "evaluation.calibration_seed": cfg.seeds[0],
+        **cfg.overrides,
+        **chosen.overrides,
+        "seed": seed,
+    }
+    files = [chosen.base or cfg.base]
+    source = f"settings.{setting}.overrides"
+    return compose(AlignmentConfig, files, list(overrides.items()), source=source)

@@ -1,0 +1,397 @@
+"""Sweeps preferences: which trade-offs are reachable, and by which method."""
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from firm.federation.outside import check_name
+from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
+from firm.jobs.alignment import SCORES_NAME
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import CONFIGS
+from firm.jobs.study import finish
+from firm.report import Record, read_record
+from firm.report.front_page import front_figure, write_front_page
+from firm.report.page import PAGE_NAME
+from firm.report.paper import save_figure
+from firm.report.record import rewards_of
+from firm.run import (
+    Sweep,
+    Tracker,
+    UserError,
+    check_slugs,
+    compose,
+    slug,
+    to_dict,
+    to_yaml,
+)
+from firm.run.guard import drawing
+
+PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
+"""Where the strategies that know preferences have them."""
+FREE_KEYS = ("out", "resume", "num_workers", "plan", "reference")
+"""What may differ from the sweep's own configuration when it is resumed."""
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One way to reach trade-offs."""
+
+    kind: Literal["train", "soup"] = "train"
+    """train: a training for every preference; soup: trainings for single objectives, and the means
+    of their adapters between them (Rewarded Soups, arXiv:2306.04488)."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the run and their values, such as {strategy.beta: 0}; over the sweep's own."""
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """One sweep."""
+
+    name: str = "sweep"
+    """Opens the folder's name."""
+    out: Path | None = None
+    """Folder of the sweep; by default runs/NAME-TIME."""
+    resume: bool = False
+    """Continue the sweep in `out`, if there is one."""
+    plan: bool = False
+    """Print the points and what one of them would run, and stop."""
+    base: Path = CONFIGS / "miniature.yaml"
+    """Configuration of the runs."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the runs and their values, such as {rounds: 8}, laid over the base."""
+    methods: dict[str, MethodConfig] = field(default_factory=lambda: {"FIRM": MethodConfig()})
+    """What is compared, by name."""
+    preferences: list[list[float]] = field(default_factory=list)
+    """Preference vectors, in the order of the run's objectives; scaled to sum 1."""
+    resolution: int | None = None
+    """Without preferences: the grid of all vectors of multiples of 1/resolution, corners and all;
+    null takes 4."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the runs. Rewards mean the same in all: the first seed calibrates them."""
+    reference: list[float] | None = None
+    """Reference point of the hypervolume, a reward in [0, 1] per objective, below every model's;
+    null takes zeros. It is kept with the front."""
+    num_workers: int = 1
+    """Points that run at a time, each in a process of its own."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "name")
+        if not self.methods or not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"a sweep needs methods and different seeds, got {list(self.methods)} and "
+                f"{self.seeds}."
+            )
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
+        if self.preferences and self.resolution is not None:
+            raise ValueError("give preferences or a resolution, got both.")
+        if self.resolution is not None and not 1 <= self.resolution <= 100:
+            raise ValueError(
+                f"resolution must be from 1 to 100, got {self.resolution}; give preferences for a "
+                "finer choice."
+            )
+        check_slugs(self.methods, "methods")
+
+
+@dataclass(frozen=True)
+class PointConfig:
+    """What tells a point from the others; plain data in the manifest."""
+
+    method: str
+    preference: tuple[float, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder: method, preference in percent, seed."""
+        shares = "_".join(f"{100 * share:.4g}" for share in self.preference)
+        return f"{slug(self.method)}-{shares}-seed_{self.seed}"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep has come to."""
+
+    path: Path
+    """The sweep's folder."""
+    fronts: dict[str, Front]
+    """The front of every method."""
+    report: Path
+    """The page."""
+
+
+def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
+    """Returns the configuration of every point by its name; checked, before anything runs."""
+    objectives = tuple(_base(cfg).rewards)
+    return {
+        name: _run_config(cfg, point, out, objectives)
+        for name, point in _named_points(cfg, objectives).items()
+    }
+
+
+def sweep_folder(cfg: SweepConfig) -> Path:
+    """Returns the sweep's folder."""
+    return cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def sweep(cfg: SweepConfig) -> SweepResult | None:
+    """Runs what is not done yet of a sweep, and writes its fronts, its page and its figure.
+
+    Returns:
+        The result; None while other processes are at some of the points.
+
+    Raises:
+        UserError: A key is wrong, the folder is taken, some points failed, or a model is not above
+            the reference point.
+    """
+    out, base = sweep_folder(cfg), _base(cfg)
+    objectives = tuple(base.rewards)
+    points, runs = _named_points(cfg, objectives), sweep_configs(cfg, out)
+    settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
+    folder = Sweep.open(out, settings, {n: vars(p) for n, p in points.items()}, resume=cfg.resume)
+    tracking = base.tracking.within(group := f"{cfg.name}-{folder.id}")
+    runs = {n: replace(run, tracking=run.tracking.within(group)) for n, run in runs.items()}
+    waves = [  # what others are made of first
+        {n: to_dict(run) for n, run in runs.items() if bool(run.start) == is_soup}
+        for is_soup in (False, True)
+    ]
+    if not finish(folder, waves, num_workers=cfg.num_workers):
+        return None
+    fronts = {method: front_of(folder, method, objectives, cfg.reference) for method in cfg.methods}
+    _check_reference(fronts)
+    for method, front in fronts.items():
+        front.save(out / f"{slug(method)}.front.json")
+    page = _write_figures(cfg, folder, fronts)
+    with Tracker(tracking, out, settings, objectives=objectives) as tracker:
+        tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
+    return SweepResult(out, fronts, page)
+
+
+def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front]) -> Path:
+    """Writes the page and the figure for a paper; returns the page's path."""
+    page = write_front_page(
+        folder.path / PAGE_NAME,
+        fronts,
+        runs={
+            method: {p.name: read_record(folder.run_path(p.name)) for p in front.points}
+            for method, front in fronts.items()
+        },
+        prompt_rewards={m: prompt_rewards(folder, front).numpy() for m, front in fronts.items()},
+        config=to_yaml(cfg),
+        title=cfg.name,
+    )
+    with drawing("The figure front"):
+        save_figure(front_figure(fronts), folder.path / "figures" / "front")
+    return page
+
+
+def _base(cfg: SweepConfig) -> AlignmentConfig:
+    """Returns the run that all points start from."""
+    return compose(AlignmentConfig, [cfg.base], list(cfg.overrides.items()), source="overrides")
+
+
+def _named_points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:
+    """Returns all points by the names of their folders."""
+    points = _points(cfg, objectives)
+    by_name = {point.name: point for point in points}
+    if len(by_name) < len(points):
+        raise UserError(
+            "preferences must differ in four digits of their percentages, which name the points' "
+            f"folders, got {cfg.preferences}."
+        )
+    if cfg.reference is not None and len(cfg.reference) != len(objectives):
+        raise UserError(
+            f"reference must have a reward for each of {', '.join(objectives)}, got "
+            f"{cfg.reference}."
+        )
+    return by_name
+
+
+def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
+    """Returns all preferences of multiples of 1/resolution, the first objective's falling.
+
+    >>> grid(2, 2)
+    [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]
+    """
+    counts = product(range(resolution, -1, -1), repeat=num_objectives)
+    return [tuple(count / resolution for count in row) for row in counts if sum(row) == resolution]
+
+
+def front_of(
+    sweep: Sweep, method: str, objectives: tuple[str, ...], reference: list[float] | None
+) -> Front:
+    """Returns the front of a method whose points are all done.
+
+    A point whose log does not tell where it ended is left out, with a warning.
+    """
+    points, records = [], []
+    for name, told in sweep.manifest["points"].items():
+        if told["method"] != method:
+            continue
+        path = sweep.run_path(name)
+        record = read_record(path)
+        if record.objectives != objectives:
+            raise UserError(
+                f"{path} has the objectives {', '.join(record.objectives)}, the sweep "
+                f"{', '.join(objectives)}; run that point again."
+            )
+        with drawing(f"The point {name}"):
+            points.append(_point(name, told, record, path))
+            records.append(record)
+    if not records:
+        raise UserError(f"{method} has no run with a valid final evaluation; run its points again.")
+    header, first = records[0].header, records[0].evaluations["test"]
+    return Front(
+        objectives=objectives,
+        points=tuple(points),
+        reference=tuple(reference or [0.0] * len(objectives)),
+        calibrations={name: header["calibration"][name] for name in objectives},
+        base={name: first[0]["normalized"][name]["mean"] for name in objectives},
+        strategy=method,
+        num_prompts=first[0]["num_prompts"],
+    )
+
+
+def prompt_rewards(sweep: Sweep, front: Front) -> torch.Tensor:
+    """Returns the rewards of a front's points by test prompt, shape [N, P, M]."""
+    tensors = [load_file(sweep.run_path(p.name) / SCORES_NAME) for p in front.points]
+    return torch.stack(
+        [torch.stack([t[f"normalized/{n}"] for n in front.objectives], dim=1) for t in tensors]
+    )
+
+
+def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> list[PointConfig]:
+    preferences = [tuple(p) for p in cfg.preferences] or grid(cfg.resolution or 4, len(objectives))
+    for preference in preferences:
+        if len(preference) != len(objectives):
+            raise UserError(
+                f"preferences must have an entry for each of {', '.join(objectives)}, got "
+                f"{list(preference)}."
+            )
+        if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
+            raise UserError(
+                "preferences must be finite, non-negative and not all zero, got "
+                f"{list(preference)}."
+            )
+    if len(preferences) < 2:
+        raise UserError(f"a front needs two preferences or more, got {cfg.preferences}.")
+    scaled = [tuple(share / sum(p) for share in p) for p in preferences]
+    if len(set(scaled)) < len(scaled):
+        raise UserError(f"preferences must differ, got {cfg.preferences}.")
+    corners = grid(1, len(objectives))
+    points = []
+    for method, config in cfg.methods.items():
+        needed = [c for c in corners if c not in scaled] if config.kind == "soup" else []
+        points += [
+            PointConfig(method, preference, seed)
+            for seed, preference in product(cfg.seeds, [*needed, *scaled])
+        ]
+    return points
+
+
+def _run_config(
+    cfg: SweepConfig, point: PointConfig, out: Path, objectives: tuple[str, ...]
+) -> AlignmentConfig:
+    """The point's run; checked, so that a wrong key is told before anything runs."""
+    method = cfg.methods[point.method]
+    overrides: dict[str, Any] = {
+        "evaluation.calibration_seed": cfg.seeds[0],
+        **cfg.overrides,
+        **method.overrides,
+        "seed": point.seed,
+    }
+    if method.kind == "soup" and max(point.preference) < 1:
+        corners = [PointConfig(point.method, c, point.seed) for c in grid(1, len(objectives))]
+        overrides["start"] = {
+            str(out / "points" / corner.name / "adapter"): share
+            for corner, share in zip(corners, point.preference, strict=True)
+        }
+        overrides["rounds"] = 0
+    source = f"methods.{point.method}.overrides"
+    run = compose(AlignmentConfig, [cfg.base], list(overrides.items()), source=source)
+    key = PREFERENCE_KEYS.get(run.strategy.name)
+    if key is None:
+        raise UserError(
+            f"methods.{point.method}: strategy {run.strategy.name} knows no preferences; use one "
+            f"of {', '.join(PREFERENCE_KEYS)}."
+        )
+    overrides[key] = list(point.preference)
+    return compose(AlignmentConfig, [cfg.base], list(overrides.items()), source=source)
+
+
+def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point:
+    """What the last evaluation on the test prompts says of a run."""
+    base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
+    if any(rewards_of(row, record.objectives) is None for row in (base, final)):
+        raise ValueError("its log lacks rewards on the test prompts")
+    extra = {n: final["scores"][n]["mean"] for n in record.extra_scores()}
+    parse = {
+        key: row["scores"]["parse"]["mean"]
+        for key, row in (("parse_rate", final), ("base_parse_rate", base))
+        if "parse" in row["scores"]
+    }
+    return Point(
+        name=name,
+        preference=tuple(told["preference"]),
+        seed=told["seed"],
+        rewards={n: final["normalized"][n]["mean"] for n in record.objectives},
+        errors={n: final["normalized"][n]["se"] for n in record.objectives},
+        scores=extra,
+        kl=final["kl"],
+        adapter=str((path / "adapter").relative_to(path.parent.parent)),
+        collapse=collapse_reason(
+            commonest_share=final["commonest_share"],
+            empty_share=final["empty_share"],
+            mean_kl=final["kl"],
+            **parse,
+        ),
+    )
+
+
+def _check_reference(fronts: Mapping[str, Front]) -> None:
+    """Raises a `UserError` where a model is not above the reference point; nothing is written."""
+    for method, front in fronts.items():
+        try:
+            _ = front.hypervolume
+        except ValueError as error:
+            raise UserError(
+                f"{method}: {error} The runs are kept: repair that (--reference may be lowered) "
+                "and call again with --resume true."
+            ) from error
+
+
+def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
+    """The points of all methods, for a table."""
+    return [
+        {
+            "method": method,
+            "preference": ", ".join(f"{share:.4g}" for share in point.preference or ()),
+            "seed": point.seed,
+            **point.scores,
+            **{f"{name} se": error for name, error in point.errors.items()},
+            **point.rewards,
+            "KL": point.kl if math.isfinite(point.kl) else None,
+            "adapter": point.adapter,
+            "collapse": point.collapse or "",
+        }
+        for method, front in fronts.items()
+        for point in front.points
+    ]
+
+
+def _hypervolumes(fronts: Mapping[str, Front]) -> dict[str, float]:
+    """Each method's mean over the seeds, where there is one."""
+    found = {}
+    for method, front in fronts.items():
+        with suppress(ValueError):  # a single point, or one that is not above the reference point
+            found[f"hypervolume/{method}"] = seed_hypervolumes(front).mean
+    return found
