@@ -12,36 +12,6 @@ from firm.federation.messages import Update
 Aggregation = Literal["uniform", "by_examples"]
 
 
-def aggregate(
-    updates: Sequence[Update], *, by: Aggregation = "uniform", lora_mean: LoraMean = "factors"
-) -> Adapter:
-    """Returns the mean of the updates' adapters.
-
-    Sums run in float64 in the order of the updates, so that equal adapters give the same adapter
-    back, bit for bit, and equal updates in equal order the same mean.
-
-    Args:
-        updates: At least one; all with the same parameter names and shapes.
-        by: "uniform" weighs every client 1/C, as the last line of Algorithm 1 of FIRM (Nourzad
-            et al.) does; "by_examples" weighs it by the size of its shard.
-        lora_mean: What of LoRA's layers is averaged, as in ``weighted_mean``.
-
-    Returns:
-        A new adapter in the first one's order and dtypes.
-
-    Raises:
-        ValueError: Without updates or examples, or when an adapter does not fit the first one;
-            names the client. Also without LoRA's pairs, where their products are asked for.
-    """
-    if not updates:
-        raise ValueError("There is no update to aggregate.")
-    counts = shares(updates, by=by)
-    first = updates[0]
-    for update in updates[1:]:
-        _check_fits(update, first)
-    return weighted_mean([update.adapter for update in updates], counts, lora_mean=lora_mean)
-
-
 def shares(updates: Sequence[Update], *, by: Aggregation) -> list[int]:
     """Returns what each client counts for, not scaled: 1 each, or the sizes of their shards.
 
@@ -58,6 +28,9 @@ def weighted_mean(
     adapters: Sequence[Adapter], weights: Sequence[float], *, lora_mean: LoraMean = "factors"
 ) -> Adapter:
     """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order.
+
+    Equal adapters give the same adapter back, bit for bit, and equal adapters in equal order the
+    same mean.
 
     Args:
         adapters: At least one; all with the same parameter names and shapes.
@@ -151,21 +124,11 @@ def update_length(start: Adapter, adapter: Adapter) -> float:
     return sum(squares) ** 0.5
 
 
+def update_lengths(start: Adapter, updates: Sequence[Update]) -> list[float]:
+    """Returns the lengths ‖θ_c - θ_t‖ of the updates, summed in float64."""
+    return [update_length(start, update.adapter) for update in updates]
+
+
 def flat(adapter: Adapter) -> torch.Tensor:
     """Returns an adapter's parameters one after the other, float32 [d]."""
     return torch.cat([parameter.float().reshape(-1) for parameter in adapter.values()])
-
-
-def _check_fits(update: Update, first: Update) -> None:
-    if strangers := update.adapter.keys() ^ first.adapter.keys():
-        raise ValueError(
-            f"The update of {update.client} has other parameters than that of {first.client}, "
-            f"first {min(strangers)!r}; all clients need the same model and adapter settings."
-        )
-    for name, parameter in first.adapter.items():
-        shape = update.adapter[name].shape
-        if shape != parameter.shape:
-            raise ValueError(
-                f"The update of {update.client} has shape {list(shape)} for {name!r}, that of "
-                f"{first.client} {list(parameter.shape)}; use one adapter configuration for all."
-            )

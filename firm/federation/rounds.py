@@ -7,14 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from firm.federation.accounting import spend
-from firm.federation.aggregation import update_length
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request, Update
-from firm.federation.privacy import server_noised
 from firm.federation.randomness import derive_seed
-from firm.federation.robust import robust_updates
 from firm.federation.sampling import sample_clients
 from firm.federation.server import (
     Check,
@@ -25,6 +21,7 @@ from firm.federation.server import (
 )
 from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
+from firm.federation.transforms import ServerStep
 from firm.solvers import fixed_weights
 
 RequestType = TypeVar("RequestType", bound=Request)
@@ -129,14 +126,45 @@ class Round:
         asked = self.sampled if clients is None else clients
         return self.ask(self.request(LocalTraining, fields), asked, check=check)
 
-    def robust(self, replies: Sequence[Reply]) -> tuple[list[Update], State]:
-        """Returns what the mean is taken of, and the row's entry; see ``robust_updates``."""
-        return robust_updates(
-            self._state.adapter,
-            [reply.content for reply in replies],
-            self._cfg.robust,
+    def aggregate(
+        self,
+        replies: Sequence[Reply],
+        *,
+        memory: State | None = None,
+        also: Sequence[str] = (),
+        entries: State | None = None,
+    ) -> tuple[ServerState, dict[str, Any]]:
+        """Takes the server's step that the configuration composes, and finishes the round.
+
+        Args:
+            replies: The accepted replies; their contents are updates.
+            memory: As in ``finish``.
+            also: As in ``finish``.
+            entries: What else the round's row holds; the step's own follow.
+
+        Returns:
+            What ``finish`` returns.
+        """
+        step = ServerStep(
+            start=self._state.adapter,
+            updates=[reply.content for reply in replies],
+            round=self.number,
+            sampled=self.sampled,
+            num_clients=self._num_clients,
             num_refused=num_refused(self._failures),
+            memory=self._state.memory if memory is None else memory,
         )
+        step = self._cfg.server(self._state.round)(step)
+        after, rows = self.finish(
+            step.adapter,
+            replies,
+            memory=step.memory,
+            also=also,
+            entries={**(entries or {}), **step.entries},
+        )
+        for name in step.hidden:
+            del rows["round"][name]
+        return after, rows
 
     def finish(
         self,
@@ -146,12 +174,10 @@ class Round:
         memory: State | None = None,
         also: Sequence[str] = (),
         entries: State | None = None,
-        learning_rate: float | None = None,
     ) -> tuple[ServerState, dict[str, Any]]:
         """Returns the server's state after the round, and the round's rows for the log.
 
-        Bytes are those of all that was asked in the round. With privacy the server's noise, where
-        it adds any, comes on top of the adapter, and the row's "privacy" is what ``spend`` tells.
+        Bytes are those of all that was asked in the round.
 
         Args:
             adapter: θ_{t+1}.
@@ -159,27 +185,7 @@ class Round:
             memory: What the strategy carries on; as before when None.
             also: Clients without an update whose states count as after this round all the same.
             entries: What else the round's row holds, JSON-able.
-            learning_rate: η that the step was taken with; the configuration's by default.
         """
-        privacy = self._cfg.privacy
-        if privacy is not None:
-            adapter = server_noised(
-                adapter,
-                privacy,
-                num_updates=len(replies),
-                learning_rate=learning_rate or self._cfg.server_learning_rate,
-                round_number=self.number,
-            )
-            ledger, spent = spend(
-                privacy,
-                self._state.memory.get("privacy", {}),
-                [reply.content for reply in replies],
-                asked=self.sampled,
-                num_clients=self._num_clients,
-                has_regulars=bool(self._cfg.always),
-            )
-            memory = {**(self._state.memory if memory is None else memory), "privacy": ledger}
-            entries = {**(entries or {}), "privacy": spent}
         names = [reply.client for reply in replies]
         after = self._state.advance(adapter, [*names, *also], memory=memory)
         totals = [
@@ -190,25 +196,7 @@ class Round:
         rows = round_metrics(self._state, after, totals, self._failures, seconds=seconds)
         down, up = (sum(counts) for counts in zip(*self._bytes.values(), strict=True))
         rows["round"].update(bytes_down=down, bytes_up=up, **(entries or {}))
-        if privacy is not None and privacy.at == "server" and privacy.statistics != "exact":
-            del rows["round"]["drift"]  # of deltas without noise
         return after, rows
-
-
-def update_lengths(start: Adapter, updates: Sequence[Update]) -> list[float]:
-    """Returns the lengths ‖θ_c - θ_t‖ of the updates, summed in float64."""
-    return [update_length(start, update.adapter) for update in updates]
-
-
-def zero_updates(replies: Sequence[Reply], lengths: Sequence[float] | None) -> dict[str, list[str]]:
-    """Returns an entry of the round's row that names the clients whose updates have no direction.
-
-    Nothing where all have one, or where it does not matter.
-    """
-    if lengths is None:
-        return {}
-    names = [reply.client for reply, length in zip(replies, lengths, strict=True) if length == 0]
-    return {"zero_updates": names} if names else {}
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:

@@ -12,6 +12,7 @@ from firm.federation.lora import LoraMean
 from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.robust import RobustConfig
+from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, Transform, chain
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,29 @@ class StrategyConfig:
             )
         if self.lora_mean not in ("factors", "products"):
             raise ValueError(f"lora_mean must be factors or products, got {self.lora_mean!r}.")
-        if self.lora_mean == "products" and not self.averages:
-            raise ValueError(
-                "lora_mean products is for strategies that take the clients' mean (firm, fedavg, "
-                f"fedcmoo and fedcmoo_pref); {type(self).__name__} needs factors."
-            )
-        if self.lora_mean == "products" and self.server_learning_rate != 1:
-            raise ValueError(
-                "lora_mean products is for the mean itself; server_learning_rate must be 1, got "
-                f"{self.server_learning_rate}."
-            )
-        self._check_robust()
+        self._check_averages()
         if self.privacy is not None:
             self._check_privacy(self.privacy)
+        self.server()  # or its transformations do not go together
+
+    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
+        """Returns the server's step from the clients' updates, as it is composed.
+
+        Args:
+            num_rounds: Rounds finished.
+
+        Raises:
+            ValueError: Options of the step do not go together.
+        """
+        return chain(
+            Robust(self.robust),
+            Count(self.aggregation),
+            Mean(self.lora_mean, self.server_learning_rate),
+        )
+
+    def privacy_transforms(self) -> list[Transform]:
+        """Returns the end of the server's step with privacy; nothing without."""
+        return [] if self.privacy is None else [Privacy(self.privacy, bool(self.always))]
 
     @classmethod
     def forms(cls) -> list[type["StrategyConfig"]]:
@@ -185,25 +196,19 @@ class StrategyConfig:
             "privacy": self.privacy,
         }
 
-    def _check_robust(self) -> None:
-        """Raises ``ValueError`` on a robust rule that does not go with the other keys."""
+    def _check_averages(self) -> None:
+        """Raises ``ValueError`` on options of a mean where none is taken, or of too few updates."""
         rule, least = self.robust.rule, self.robust.min_updates
-        if rule == "none":
-            return
-        if not self.averages:
+        means = ", ".join(kind.name for kind in StrategyConfig.forms() if kind.averages)
+        if not self.averages and self.lora_mean == "products":
             raise ValueError(
-                "robust is for strategies that take the clients' mean (firm, fedavg, fedcmoo and "
-                f"fedcmoo_pref); {type(self).__name__} needs robust.rule none, got {rule}."
+                f"lora_mean products is for strategies that take the clients' mean ({means}); "
+                f"{type(self).__name__} needs factors."
             )
-        if self.aggregation != "uniform":
+        if not self.averages and rule != "none":
             raise ValueError(
-                "a robust rule counts all alike, since clients tell their own number of examples; "
-                f"aggregation must be uniform with robust.rule {rule}, got {self.aggregation}."
-            )
-        if self.lora_mean == "products" and rule != "multi_krum":
-            raise ValueError(
-                "lora_mean products takes whole adapters, which of the robust rules only "
-                f"multi_krum leaves several of; set lora_mean to factors with robust.rule {rule}."
+                f"robust is for strategies that take the clients' mean ({means}); "
+                f"{type(self).__name__} needs robust.rule none, got {rule}."
             )
         if self.clients_per_round is not None and self.clients_per_round < least:
             raise ValueError(
@@ -212,27 +217,13 @@ class StrategyConfig:
             )
 
     def _check_privacy(self, privacy: PrivacyConfig) -> None:
-        """Raises ``ValueError`` where ε would not hold of what is sent or done with it."""
+        """Raises ``ValueError`` where ε would not hold of what clients send."""
         if not self.sends_adapters_only:
+            kinds = [kind for kind in StrategyConfig.forms() if kind.sends_adapters_only]
             raise ValueError(
                 "privacy covers the mean of adapters, and not the Jacobians, losses or updates by "
-                "objective that others send; it is for strategies firm and fedavg, got "
-                f"{type(self).__name__}."
-            )
-        if self.aggregation != "uniform":
-            raise ValueError(
-                "privacy needs clients that count alike, or one could change the mean by more than "
-                f"its share; aggregation must be uniform, got {self.aggregation}."
-            )
-        if self.lora_mean != "factors":
-            raise ValueError(
-                "privacy clips A and B, whose products have no such limit; lora_mean must be "
-                f"factors, got {self.lora_mean}."
-            )
-        if self.robust.rule != "none":
-            raise ValueError(
-                "privacy is accounted for the plain mean; robust.rule must be none, got "
-                f"{self.robust.rule}."
+                "objective that others send; it is for strategies "
+                f"{', '.join(kind.name for kind in kinds)}, got {type(self).__name__}."
             )
         if self.max_update_norm is not None:
             raise ValueError(

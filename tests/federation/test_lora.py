@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firm.federation import Update
-from firm.federation.aggregation import aggregate, server_step, weighted_mean
+from firm.federation.aggregation import server_step, weighted_mean
 from firm.federation.lora import (
     averaging_error,
     lora_pairs,
@@ -196,8 +195,7 @@ def test_an_adapter_without_pairs_is_refused():
 
 def test_aggregation_and_the_servers_step_take_products_where_asked():
     clients = clients_of(7)
-    updates = [Update(f"c{i}", client, 1 + i, {}) for i, client in enumerate(clients)]
-    mean = aggregate(updates, by="by_examples", lora_mean="products")
+    mean = weighted_mean(clients, [1, 2, 3, 4], lora_mean="products")
     assert_same(mean, product_mean(clients, [1, 2, 3, 4]), rtol=0, atol=0)
     stepped = server_step(clients[0], clients, [1, 2, 3, 4], lora_mean="products")
     assert_same(stepped, mean, rtol=0, atol=0)
@@ -231,8 +229,8 @@ def test_strategies_that_combine_updates_otherwise_refuse_products(config):
     ("options", "message"),
     [
         ({"server_learning_rate": 0.5}, "server_learning_rate must be 1, got 0.5"),
-        ({"normalize_updates": True}, "must be false and decay 1, got True and 1.0"),
-        ({"decay": 0.9}, "must be false and decay 1, got False and 0.9"),
+        ({"normalize_updates": True}, "normalize_updates must be false"),
+        ({"decay": 0.9}, "decay must be 1, got 0.9"),
     ],
 )
 def test_products_are_for_the_mean_itself(options, message):

@@ -374,11 +374,11 @@ def test_a_bad_option_is_refused(case):
 
 
 BAD_ROUNDS = {
-    "fedcmoo": (FedCmooConfig, {}, "strategies firm and fedavg, got FedCmooConfig"),
-    "fedcmoo_pref": (FedCmooPrefConfig, {}, "strategies firm and fedavg, got FedCmooPrefConfig"),
-    "fsmgda": (FsmgdaConfig, {}, "strategies firm and fedavg, got FsmgdaConfig"),
-    "qfedavg": (QFedAvgConfig, {}, "strategies firm and fedavg, got QFedAvgConfig"),
-    "plain": (StrategyConfig, {}, "strategies firm and fedavg, got StrategyConfig"),
+    "fedcmoo": (FedCmooConfig, {}, "strategies fedavg, firm, got FedCmooConfig"),
+    "fedcmoo_pref": (FedCmooPrefConfig, {}, "strategies fedavg, firm, got FedCmooPrefConfig"),
+    "fsmgda": (FsmgdaConfig, {}, "strategies fedavg, firm, got FsmgdaConfig"),
+    "qfedavg": (QFedAvgConfig, {}, "strategies fedavg, firm, got QFedAvgConfig"),
+    "plain": (StrategyConfig, {}, "strategies fedavg, firm, got StrategyConfig"),
     "examples": (FirmConfig, {"aggregation": "by_examples"}, "aggregation must be uniform"),
     "products": (FirmConfig, {"lora_mean": "products"}, "lora_mean must be factors"),
     "robust": (FirmConfig, {"robust": RobustConfig(rule="median")}, "robust.rule must be none"),

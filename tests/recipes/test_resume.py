@@ -25,6 +25,7 @@ NURSERY = """
 import json, os, resource, signal, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # imports may print
+import firm.federation.rounds
 import firm.cli.align, firm.jobs.alignment_config, firm.jobs.alignment_loading, firm.run.directory
 from firm.alignment import MultiObjectivePPOTrainer
 from firm.run import run_cli
@@ -33,7 +34,7 @@ STAGES = {
     "start": (firm.jobs.alignment_loading, "load_policy"),
     "rollout": (MultiObjectivePPOTrainer, "sample"),
     "update": (MultiObjectivePPOTrainer, "step"),
-    "aggregation": (sys.modules["firm.federation.strategies.firm"], "aggregate"),
+    "aggregation": (firm.federation.rounds.Round, "aggregate"),
     "checkpoint": (firm.run.directory, "save_state"),
 }
 

@@ -87,7 +87,7 @@ def afl(
         state.adapter,
         [update.adapter for update in updates],
         weights,
-        learning_rate=cfg.learning_rate(state),
+        learning_rate=cfg.learning_rate(state.round),
     )
 
     losses = dict(zip(names, losses_of(updates, cfg.weights), strict=True))

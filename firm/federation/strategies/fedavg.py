@@ -5,19 +5,19 @@ arXiv:1812.06127) with a proximal term; and FedAvg-n, FedAvg with updates of uni
 al. (2022), arXiv:2006.11489.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from firm.federation.aggregation import server_step, shares
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
-from firm.federation.rounds import Round, update_lengths, zero_updates
+from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining
+from firm.federation.transforms import Count, Mean, Robust, ServerStep, UnitLengths, chain
 from firm.solvers import fixed_weights
 
 
@@ -61,9 +61,9 @@ class ScalarConfig(StrategyConfig):
         """Returns what a round asks of clients; see ``StrategyConfig``."""
         return {LocalTraining: self.local_training()}
 
-    def learning_rate(self, state: ServerState) -> float:
+    def learning_rate(self, num_rounds: int) -> float:
         """Returns η · decay^⌊t/100⌋ with t the rounds finished: 100 rounds for every value."""
-        return self.server_learning_rate * self.decay ** (state.round // 100)
+        return self.server_learning_rate * self.decay ** (num_rounds // 100)
 
 
 @dataclass(frozen=True)
@@ -78,23 +78,21 @@ class FedAvgConfig(ScalarConfig):
     sends_adapters_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.lora_mean == "products" and (self.normalize_updates or self.decay < 1):
+        if self.lora_mean == "products" and self.decay < 1:
             raise ValueError(
-                "lora_mean products is for the mean itself; normalize_updates must be false and "
-                f"decay 1, got {self.normalize_updates} and {self.decay}."
-            )
-        if self.normalize_updates and self.robust.rule != "none":
-            raise ValueError(
-                "normalize_updates must be false with a robust rule, which sees to the updates' "
-                f"lengths itself, got robust.rule {self.robust.rule}; rule normalization has all "
-                "at their median length."
-            )
-        if self.normalize_updates and self.privacy is not None:
-            raise ValueError(
-                "normalize_updates must be false with privacy, which limits the updates' lengths "
-                "itself and has noise of that size."
+                f"lora_mean products is for the mean itself; decay must be 1, got {self.decay}."
             )
         super().__post_init__()
+
+    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
+        """Returns the server's step, along the mean of the updates or of their directions."""
+        return chain(
+            Robust(self.robust),
+            *([UnitLengths()] if self.normalize_updates else []),
+            Count(self.aggregation),
+            Mean(self.lora_mean, self.learning_rate(num_rounds)),
+            *self.privacy_transforms(),
+        )
 
 
 @strategy
@@ -103,20 +101,4 @@ def fedavg(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedAvg, and the round's rows for the log."""
     this_round = Round(state, clients, engine, cfg)
-    replies = this_round.train(cfg.local_training())
-    updates, done = this_round.robust(replies)
-    lengths = update_lengths(state.adapter, updates) if cfg.normalize_updates else None
-    adapter = server_step(
-        state.adapter,
-        [update.adapter for update in updates],
-        shares(updates, by=cfg.aggregation),
-        learning_rate=cfg.learning_rate(state),
-        lengths=lengths,
-        lora_mean=cfg.lora_mean,
-    )
-    return this_round.finish(
-        adapter,
-        replies,
-        entries={**done, **zero_updates(replies, lengths)},
-        learning_rate=cfg.learning_rate(state),
-    )
+    return this_round.aggregate(this_round.train(cfg.local_training()))

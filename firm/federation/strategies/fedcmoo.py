@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from firm.federation.aggregation import server_step
 from firm.federation.client import Reply, State
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
@@ -462,22 +461,9 @@ def _train(
         "skipped_batches": estimate.num_skipped,
     }
     replies = this_round.train(fields, clients=estimate.clients)
-    updates, done = this_round.robust(replies)
-    adapters = [update.adapter for update in updates]
-    adapter = server_step(
-        state.adapter,
-        adapters,
-        [1] * len(adapters),
-        learning_rate=cfg.server_learning_rate,
-        lora_mean=cfg.lora_mean,
-    )
     by_objective = dict(zip(state.objectives, weights, strict=True))
-    return this_round.finish(
-        adapter,
-        replies,
-        memory=memory,
-        also=estimate.also,
-        entries={"weights": by_objective, **entries, **done},
+    return this_round.aggregate(
+        replies, memory=memory, also=estimate.also, entries={"weights": by_objective, **entries}
     )
 
 

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from firm.federation.aggregation import server_step, shares, update_matrix
+from firm.federation.aggregation import server_step, shares, update_lengths, update_matrix
 from firm.federation.engines.engine import Engine
-from firm.federation.rounds import Round, update_lengths, zero_updates
+from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
+from firm.federation.transforms import zero_updates
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
@@ -80,7 +81,7 @@ def fedmgda(
         state.adapter,
         adapters,
         step_weights,
-        learning_rate=cfg.learning_rate(state),
+        learning_rate=cfg.learning_rate(state.round),
         lengths=lengths,
     )
     names = [reply.client for reply in replies]
@@ -89,6 +90,6 @@ def fedmgda(
         replies,
         entries={
             "weights": dict(zip(names, weights, strict=True)),
-            **zero_updates(replies, lengths),
+            **zero_updates(updates, lengths),
         },
     )

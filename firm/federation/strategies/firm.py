@@ -3,14 +3,13 @@
 Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment" (Nourzad et al.).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
 
-from firm.federation.aggregation import aggregate, server_step
 from firm.federation.diagnostics import beta_alarm
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
@@ -19,6 +18,7 @@ from firm.federation.schema import Flag, Items, Number, Optional, Text
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining, weighting
+from firm.federation.transforms import Count, Mean, Rate, Robust, ServerStep, chain
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
 
@@ -71,6 +71,16 @@ class FirmConfig(StrategyConfig):
         firm_weights(np.eye(len(objectives)), **self.weighting_options(objectives))
         for client in self.preferences:
             self.of_client(client).check(objectives)
+
+    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
+        """Returns the server's step: towards the mean, by η."""
+        return chain(
+            Robust(self.robust),
+            Count(self.aggregation),
+            Mean(self.lora_mean),
+            Rate(self.server_learning_rate),
+            *self.privacy_transforms(),
+        )
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns the alarm about a β that does nothing, where there is one."""
@@ -164,7 +174,4 @@ def firm_round(
 
     # the server averages what came back whole, or what a robust rule makes of it, and steps
     # towards it: θ_{t+1}
-    updates, done = this_round.robust(replies)
-    mean = aggregate(updates, by=cfg.aggregation, lora_mean=cfg.lora_mean)
-    adapter = server_step(state.adapter, [mean], [1.0], learning_rate=cfg.server_learning_rate)
-    return this_round.finish(adapter, replies, entries=done)
+    return this_round.aggregate(replies)

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Literal
 
-from firm.federation.aggregation import moved
+from firm.federation.aggregation import moved, update_lengths
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import (
     Round,
     losses_of,
-    update_lengths,
     update_losses_problem,
-    zero_updates,
 )
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
+from firm.federation.transforms import zero_updates
 
 MIN_LOSS = 1e-10
 """What a zero loss counts as; its power q - 1 would be infinite below q = 1."""
@@ -103,7 +102,7 @@ def qfedavg(
         for power, loss, step in zip(powers, losses, steps, strict=True)
     )
     weights = [power * cfg.lipschitz / total for power in powers]
-    factors = [cfg.learning_rate(state) * weight for weight in weights]
+    factors = [cfg.learning_rate(state.round) * weight for weight in weights]
     if lengths is not None:
         pairs = zip(factors, lengths, strict=True)
         factors = [factor / length if length > 0 else 0.0 for factor, length in pairs]
@@ -115,6 +114,6 @@ def qfedavg(
         replies,
         entries={
             "weights": dict(zip(names, weights, strict=True)),
-            **zero_updates(replies, lengths),
+            **zero_updates(updates, lengths),
         },
     )
