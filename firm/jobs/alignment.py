@@ -49,7 +49,7 @@ from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = ("name", "resume", "out", "tracking", "plan", "client_timeout")
+FREE_KEYS = ("name", "plugins", "resume", "out", "tracking", "plan", "client_timeout")
 """What may differ from the run's own configuration when it is resumed."""
 
 

@@ -111,6 +111,9 @@ class AlignmentConfig:
     """The objectives: one reward model each."""
     name: str = "firm_hh"
     """Opens the run directory's name."""
+    plugins: tuple[str, ...] = ()
+    """Modules, or Python files, that register strategies and the like; imported before all other
+    keys are read."""
     out: Path | None = None
     """Run directory; by default runs/NAME-TIME."""
     plan: bool = False

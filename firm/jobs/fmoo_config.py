@@ -17,7 +17,7 @@ from firm.run import (
     check_folder_name,
 )
 
-FREE_KEYS = ("resume", "out", "algorithms", "seeds", "num_workers", "tracking")
+FREE_KEYS = ("resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""
 
 
@@ -135,6 +135,9 @@ class ClassicConfig:
     count."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Weights & Biases, a run of its own for every algorithm and seed."""
+    plugins: tuple[str, ...] = ()
+    """Modules, or Python files, that register strategies and the like; imported before all other
+    keys are read."""
     out: Path | None = None
     """The study's directory; by default runs/fmoo-TIME."""
     resume: bool = False
