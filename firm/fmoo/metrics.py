@@ -4,7 +4,7 @@ The Gram matrix's error is ``firm.gradients.nrmse``; the bound on Pareto station
 ``firm.federation.diagnostics.stationarity``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -234,53 +234,6 @@ def rounds_to_loss(rounds: ArrayLike, losses: ArrayLike, target: float) -> int |
         raise ValueError(f"rounds must rise, got {measured.astype(int).tolist()}.")
     reached = np.flatnonzero(values <= target)
     return int(measured[reached[0]]) if len(reached) else None
-
-
-def speed_ups(rounds_by_steps: Mapping[int, int | None]) -> dict[int, float | None]:
-    """Returns how many times fewer rounds each number of local steps needs than the smallest one.
-
-    Args:
-        rounds_by_steps: Rounds to a loss for each number of local steps K; None where the loss was
-            not reached, which stays None.
-
-    Raises:
-        ValueError: When the smallest K never reached the loss, or reached it before any round.
-
-    >>> speed_ups({1: 96, 5: 24, 20: None})
-    {1: 1.0, 5: 4.0, 20: None}
-    """
-    if not rounds_by_steps:
-        raise ValueError("rounds_by_steps must hold at least one number of local steps.")
-    first = min(rounds_by_steps)
-    base = rounds_by_steps[first]
-    if base is None or min(count for count in rounds_by_steps.values() if count is not None) < 1:
-        raise ValueError(
-            f"A speed-up needs a loss that K = {first} reaches, and that no run begins below; "
-            f"got the rounds {dict(rounds_by_steps)}. Choose another loss or more rounds."
-        )
-    return {
-        steps: None if count is None else base / count for steps, count in rounds_by_steps.items()
-    }
-
-
-def numbers_sent(num_bytes: float, *, bytes_per_number: int = 4) -> float:
-    """Returns how many numbers so many bytes hold: the unit in which the papers count messages.
-
-    Serialization adds names and shapes, so that the result lies a little above the count of a
-    formula and need not be whole.
-
-    Args:
-        num_bytes: Uploaded or downloaded bytes.
-        bytes_per_number: 4 for float32, 2 for bfloat16.
-
-    Raises:
-        ValueError: When the bytes are negative or not finite, or a number has none.
-    """
-    if not (np.isfinite(num_bytes) and num_bytes >= 0):
-        raise ValueError(f"num_bytes must be non-negative and finite, got {num_bytes}.")
-    if bytes_per_number < 1:
-        raise ValueError(f"bytes_per_number must be at least 1, got {bytes_per_number}.")
-    return num_bytes / bytes_per_number
 
 
 def total_variation(weights: ArrayLike) -> float:

@@ -153,14 +153,6 @@ class QuantizingCompressor:
             seed,
         )
 
-    def variance_bound(self, num_objectives: int, num_parameters: int) -> float:
-        """Returns the q of Assumption 5 for Jacobians of shape [M, d] at this budget.
-
-        Raises:
-            ValueError: When the budget is below one entry a row.
-        """
-        return self._bound(*self._rate(num_objectives, num_parameters), num_parameters)
-
     def _rate(self, num_objectives: int, num_parameters: int) -> tuple[int, int]:
         """Bits per entry and entries per objective."""
         budget = num_parameters if self.budget is None else self.budget

@@ -93,21 +93,6 @@ def td_fixed_point(mdp: Mdp, theta: np.ndarray) -> np.ndarray:
     return -np.linalg.solve(td_matrix(mdp, theta).swapaxes(-1, -2), target).swapaxes(-1, -2)
 
 
-def approximation_error(mdp: Mdp, theta: np.ndarray) -> np.ndarray:
-    """Returns ζ_approx at θ, the largest over j of E_d[(V^j - φᵀw*^j)²], shape [...].
-
-    The theorem's is the supremum over θ. 0 with one feature per state.
-    """
-    gaps = values(mdp, theta) - td_fixed_point(mdp, theta) @ mdp.features.T  # [..., M, S]
-    return (stationary_distribution(mdp, theta)[..., None, :] * gaps**2).sum(axis=-1).max(axis=-1)
-
-
-def lambda_a(mdp: Mdp, theta: np.ndarray) -> np.ndarray:
-    """Returns λ_A of Assumption 2(c) at one policy, the largest that holds, shape [...]."""
-    matrix = td_matrix(mdp, theta)
-    return -np.linalg.eigvalsh((matrix + matrix.swapaxes(-1, -2)) / 2)[..., -1]
-
-
 def uniform_lambda_a(mdp: Mdp) -> float:
     """Returns a λ_A that holds for every policy, as Assumption 2(c) asks; positive.
 

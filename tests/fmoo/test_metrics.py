@@ -10,12 +10,10 @@ from firm.fmoo.metrics import (
     delta_m,
     improved_share,
     local_progress,
-    numbers_sent,
     preference_correlation,
     rank_correlation,
     rounds_to_loss,
     running_mean,
-    speed_ups,
     total_variation,
     user_summary,
 )
@@ -133,18 +131,6 @@ def test_rounds_to_loss_finds_the_first_round_at_or_below_the_target():
     assert rounds_to_loss(rounds, [1.0, 0.01, 0.5, 0.5], 1e-2) == 5
 
 
-def test_speed_ups_are_those_of_table_2_of_fmgda():
-    ups = speed_ups({20: 5, 10: 10, 5: 18, 1: 82})
-    shown = {steps: round(up, 1) for steps, up in ups.items() if up is not None}
-    assert shown == {1: 1.0, 5: 4.6, 10: 8.2, 20: 16.4}
-    assert speed_ups({1: 82, 5: None})[5] is None
-
-
-def test_numbers_are_counted_in_their_own_size():
-    assert numbers_sent(4 * 34_635) == 34_635
-    assert numbers_sent(100, bytes_per_number=2) == 50
-
-
 @given(st.integers(2, 6), st.integers(1, 10))
 def test_total_variation_lies_between_staying_and_changing_wholly(num_objectives, num_rounds):
     staying = np.full((num_rounds, num_objectives), 1 / num_objectives)
@@ -175,11 +161,6 @@ def test_total_variation_lies_between_staying_and_changing_wholly(num_objectives
         (lambda: preference_correlation([[1, 2]] * 2, [[1, 1]] * 2), "different ratios"),
         (lambda: rounds_to_loss([0, 2, 1], [1, 1, 1], 0.1), "rounds must rise"),
         (lambda: rounds_to_loss([0, 1], [1], 0.1), "losses must have shape"),
-        (lambda: speed_ups({}), "at least one number"),
-        (lambda: speed_ups({1: None, 5: 3}), "K = 1 reaches"),
-        (lambda: speed_ups({1: 3, 5: 0}), "begins below"),
-        (lambda: numbers_sent(-1), "num_bytes must be non-negative"),
-        (lambda: numbers_sent(1, bytes_per_number=0), "bytes_per_number must be at least 1"),
         (lambda: total_variation([[0.5, 0.6]]), "sum to 1"),
         (lambda: total_variation([[1.5, -0.5]]), "non-negative"),
     ],
