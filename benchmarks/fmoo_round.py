@@ -44,7 +44,8 @@ from firm.federation import LocalEngine, ServerState
 from firm.federation.partition import balanced_dirichlet_partition
 from firm.federation.sampling import sample_clients
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig, FedCmooPrefConfig
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.fmoo import (
     DataConfig,

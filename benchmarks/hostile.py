@@ -43,7 +43,8 @@ from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import METRICS, Reading, Schema
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig, FedCmooPrefConfig
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.tasks import TASKS

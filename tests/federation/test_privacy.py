@@ -25,7 +25,8 @@ from firm.federation.robust import RobustConfig
 from firm.federation.serialization import pack
 from firm.federation.server import accept
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, FedCmooPrefConfig
+from firm.federation.strategies.fedcmoo import FedCmooConfig
+from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.strategies.qfedavg import QFedAvgConfig

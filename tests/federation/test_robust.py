@@ -23,12 +23,8 @@ from firm.federation.robust import (
 )
 from firm.federation.strategies.afl import AflConfig
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import (
-    FedCmooConfig,
-    FedCmooPrefConfig,
-    fedcmoo,
-    fedcmoo_pref,
-)
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig, fedcmoo_pref
 from firm.federation.strategies.fedmgda import FedMgdaConfig
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig

@@ -9,12 +9,8 @@ import torch
 from firm.federation import LocalEngine, RoundFailed, ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import (
-    FedCmooConfig,
-    FedCmooPrefConfig,
-    fedcmoo,
-    fedcmoo_pref,
-)
+from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig, fedcmoo_pref
 from firm.solvers import fedcmoo_pref_weights, fedcmoo_weights
 
 LEFT, RIGHT = [4.0, 0.0, 0.0], [0.0, 2.0, 0.0]

@@ -1,0 +1,330 @@
+"""ApproxGramJacobian's server: the Gram matrix of the mean Jacobian from the clients' messages.
+
+Algorithms 3, 6 and 9 of Askin et al. (2024), arXiv:2410.16398, and the local training that follows
+in Algorithms 1, 7 and 10. The clients' part is ``firm.federation.sharing``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from firm.federation.client import Reply, State
+from firm.federation.messages import DECIDED_BY_SERVER, Request
+from firm.federation.rounds import Round, losses_problem
+from firm.federation.sampling import sample_clients
+from firm.federation.server import ServerState
+from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
+from firm.federation.strategy import StrategyConfig
+from firm.federation.training import LocalTraining
+from firm.gradients import (
+    COMPRESSORS,
+    Message,
+    TwoWayReply,
+    broadcast,
+    gram_matrix,
+    message_from_dict,
+    message_to_dict,
+    one_way_gram,
+    two_sample_gram,
+    two_way_gram,
+)
+from firm.gradients.approx_gram import inner_products
+
+CompressorName = Literal[
+    "none", "low_rank", "top_k", "random_mask", "count_sketch", "hybrid", "quantizing"
+]
+ONE_WAY_ONLY = ("none", "count_sketch", "hybrid")
+"""Exact already, or sketches, whose errors the two-way formula cannot correct."""
+
+
+@dataclass(frozen=True)
+class GramConfig(StrategyConfig):
+    """Options of ApproxGramJacobian."""
+
+    compressor: CompressorName = "low_rank"
+    """How Jacobians travel; the paper's is low_rank, none sends them whole."""
+    upload_budget: float = 1.0
+    """Numbers that a Jacobian's message may take, in multiples of the shared parameters' number."""
+    communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
+    """Whether the Gram matrix comes of one upload (Algorithm 3), is corrected after the server's
+    answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
+
+    ways: ClassVar[tuple[str, ...]] = ("one_way", "two_way")
+    """Values of ``communication`` that the strategy has."""
+
+    def __post_init__(self) -> None:
+        if self.communication not in self.ways:
+            raise ValueError(
+                f"communication must be one of {', '.join(self.ways)}, got {self.communication!r}."
+            )
+        if self.compressor != "none" and self.compressor not in COMPRESSORS:
+            raise ValueError(
+                f"compressor must be none or one of {', '.join(COMPRESSORS)}, "
+                f"got {self.compressor!r}."
+            )
+        if not 0 < self.upload_budget < inf:
+            raise ValueError(
+                f"upload_budget must be positive and finite, got {self.upload_budget}."
+            )
+        if self.communication == "two_way" and self.compressor in ONE_WAY_ONLY:
+            raise ValueError(
+                f"compressor {self.compressor} goes one way only; set communication to one_way."
+            )
+        if self.aggregation != "uniform":
+            raise ValueError(
+                "the Gram matrix is that of the clients' plain mean; aggregation must be uniform, "
+                f"got {self.aggregation}."
+            )
+        super().__post_init__()
+
+    def jacobians(self) -> dict[str, Any]:
+        """Returns the fields of a ``JacobianRequest`` that the configuration decides."""
+        return {
+            "compressor": None if self.compressor == "none" else self.compressor,
+            "budget": self.upload_budget,
+            "share_losses": self.reads_losses,
+        }
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns what a round asks of clients; see ``StrategyConfig``."""
+        is_two_sample = self.communication == "two_sample"
+        jacobians = {**self.jacobians(), "seed": DECIDED_BY_SERVER}
+        training = {
+            **self.training(),
+            "weighting": "fixed",
+            "weighting_options": DECIDED_BY_SERVER,
+            "factors": DECIDED_BY_SERVER,
+            "skipped_batches": 2 if is_two_sample else 0,
+        }
+        skipped = {"skipped_batches": DECIDED_BY_SERVER} if is_two_sample else {}
+        asked = {LocalTraining: training, JacobianRequest: {**jacobians, **skipped}}
+        if self.communication == "two_way":
+            asked[CorrectionRequest] = {**jacobians, "broadcast": DECIDED_BY_SERVER}
+        return asked
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The served objectives' Gram matrix at θ_t, and who trains."""
+
+    gram: torch.Tensor
+    """G of the A objectives that someone serves, float64 [A, A]."""
+    factors: list[float]
+    """n / |R_j|, which makes a mean over all clients one over those that serve j; 0 where nobody
+    does; shape [M]."""
+    clients: list[str]
+    """Who trains."""
+    num_skipped: int = 0
+    """Batches that the training leaves out, since they were used for the matrix."""
+    also: tuple[str, ...] = ()
+    """Clients that drew batches and do not train."""
+    losses: tuple[tuple[list[float], list[int]], ...] = ()
+    """Each client's losses [M] and the objectives that it serves."""
+
+    @property
+    def active(self) -> list[int]:
+        """The A objectives' indices."""
+        return [j for j, factor in enumerate(self.factors) if factor > 0]
+
+    def spread(self, weights: Sequence[float]) -> list[float]:
+        """Returns the A objectives' weights among zeros for the others, shape [M]."""
+        by_index = dict(zip(self.active, weights, strict=True))
+        return [by_index.get(j, 0.0) for j in range(len(self.factors))]
+
+
+def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Estimate:
+    """Returns the estimate of ApproxGramJacobian, Algorithms 3 and 6.
+
+    An objective that some of the round's clients serve is averaged over those.
+
+    Args:
+        this_round: The round under way.
+        state: The server's state.
+        cfg: How Jacobians travel.
+
+    Raises:
+        RoundFailed: When fewer than ``cfg.quorum`` clients sent what they were asked for.
+    """
+    fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians")}
+    replies = _jacobians(this_round, this_round.sampled, fields, state, cfg)
+    if cfg.communication == "two_way":
+        messages = {reply.client: _message(reply) for reply in replies}
+        answer = broadcast(
+            list(messages.values()),
+            _compressor(cfg, next(iter(messages.values()))),
+            generator=torch.Generator().manual_seed(fields["seed"]),
+        )
+        correction = {**fields, "broadcast": message_to_dict(answer)}
+        corrections = this_round.ask(
+            this_round.request(CorrectionRequest, correction), list(messages)
+        )
+        kept = {correction.client for correction in corrections}
+        replies = [reply for reply in replies if reply.client in kept]
+        gram = two_way_gram(
+            [messages[reply.client] for reply in replies],
+            [TwoWayReply(**vars(correction.content)) for correction in corrections],
+        )
+    elif cfg.compressor == "none":
+        gram = gram_matrix(_mean_jacobian(replies))
+    else:
+        gram = one_way_gram([_message(reply) for reply in replies])
+
+    # averages over those that serve an objective, where the formulas take all clients
+    served = [reply.content.served for reply in replies]
+    counts = [sum(j in each for each in served) for j in range(len(state.objectives))]
+    factors = [len(replies) / count if count else 0.0 for count in counts]
+    active = [j for j, count in enumerate(counts) if count]
+    scale = torch.tensor(factors, dtype=torch.float64)[active]
+    return Estimate(
+        scale[:, None] * gram[active][:, active] * scale,
+        factors,
+        [reply.client for reply in replies],
+        losses=tuple(
+            (reply.content.start_losses, reply.content.served)
+            for reply in replies
+            if cfg.reads_losses
+        ),
+    )
+
+
+def estimate_two_sample_gram(
+    this_round: Round,
+    state: ServerState,
+    clients: Sequence[str],
+    cfg: GramConfig,
+    *,
+    count: int | None,
+) -> Estimate:
+    """Returns the estimate of ApproxGramJacobian-T, Algorithm 9.
+
+    It is Y₁Y₂ᵀ of two samples of clients with batches of their own, and need not be symmetric.
+
+    Args:
+        this_round: The round under way.
+        state: The server's state.
+        clients: Names of all clients.
+        cfg: How Jacobians travel.
+        count: Clients in each sample, n'; None takes all.
+    """
+    samples, replies = [], []
+    for index in range(2):
+        sample = sample_clients(
+            clients,
+            seed=this_round.seed(f"sample {index}"),
+            round_number=this_round.number,
+            count=count,
+            always=cfg.always,
+        )
+        fields = {
+            **cfg.jacobians(),
+            "seed": this_round.seed("jacobians"),
+            "skipped_batches": index,
+        }
+        samples.append(sample)
+        replies.append(_jacobians(this_round, sample, fields, state, cfg))
+    if cfg.compressor == "none":
+        gram = inner_products(_mean_jacobian(replies[0]), _mean_jacobian(replies[1]))
+    else:
+        first, second = ([_message(reply) for reply in each] for each in replies)
+        gram = two_sample_gram(first, second)
+    # an engine keeps what a client's last task left, and only if that one was accepted
+    last = [reply.client for reply in replies[1]]
+    last += [reply.client for reply in replies[0] if reply.client not in samples[1]]
+    return Estimate(
+        gram,
+        [1.0] * len(state.objectives),
+        this_round.sampled,
+        num_skipped=2,
+        also=tuple(name for name in last if name not in this_round.sampled),
+    )
+
+
+def train_on_sum(
+    this_round: Round,
+    state: ServerState,
+    cfg: GramConfig,
+    estimate: Estimate,
+    weights: list[float],
+    *,
+    entries: State,
+    scale: float = 1.0,
+    memory: State | None = None,
+) -> tuple[ServerState, dict[str, Any]]:
+    """Finishes a round by phase 2 of Algorithms 1, 7 and 10: local training on Σⱼ wⱼ fⱼ.
+
+    Args:
+        this_round: The round under way.
+        state: The server's state.
+        cfg: The strategy's configuration.
+        estimate: Who trains, and how much of each mean they make up.
+        weights: w, shape [M]; the task divides them by their sum.
+        entries: What the round's row holds beside "weights".
+        scale: Factor of the local loss, the sum of weights that are not to be scaled.
+        memory: What the strategy carries on; as before when None.
+
+    Returns:
+        What a strategy returns.
+    """
+    factors = [scale * factor for factor in estimate.factors]
+    fields = {
+        **cfg.training(),
+        "weighting": "fixed",
+        "weighting_options": {"weights": weights},
+        "factors": None if set(factors) == {1.0} else factors,
+        "skipped_batches": estimate.num_skipped,
+    }
+    replies = this_round.train(fields, clients=estimate.clients)
+    by_objective = dict(zip(state.objectives, weights, strict=True))
+    return this_round.aggregate(
+        replies, memory=memory, also=estimate.also, entries={"weights": by_objective, **entries}
+    )
+
+
+def _mean_jacobian(replies: Sequence[Reply]) -> torch.Tensor:
+    rows = torch.stack([reply.content.jacobian for reply in replies])
+    return rows.double().mean(dim=0)
+
+
+def _message(reply: Reply) -> Message:
+    return message_from_dict(reply.content.message)
+
+
+def _compressor(cfg: GramConfig, message: Message) -> Any:
+    """The server's own, of the clients' budget."""
+    compressor: Any = COMPRESSORS[cfg.compressor]
+    return compressor(int(cfg.upload_budget * message.shape[1]))
+
+
+def _jacobians(
+    this_round: Round,
+    clients: Sequence[str],
+    fields: Mapping[str, Any],
+    state: ServerState,
+    cfg: GramConfig,
+) -> list[Reply]:
+    """The clients' valid Jacobians, of as many columns each."""
+    request = this_round.request(JacobianRequest, fields)
+    is_two_sample = cfg.communication == "two_sample"
+
+    def check(content: JacobianShare) -> str | None:
+        if is_two_sample and len(content.served) < len(state.objectives):
+            return "communication two_sample is for clients that serve all objectives"
+        if content.message is None:
+            if cfg.compressor != "none":
+                return f"its Jacobian is not compressed by {cfg.compressor}"
+        elif content.message["kind"] != cfg.compressor:
+            return f"its Jacobian is compressed by {content.message['kind']}, not {cfg.compressor}"
+        elif content.message.get("shared_seed", request.seed) != request.seed:
+            return "its Jacobian is compressed with another round's seed"
+        return losses_problem(content.start_losses, state.objectives) if cfg.reads_losses else None
+
+    return this_round.ask(request, clients, check=check, common=_num_columns)
+
+
+def _num_columns(content: JacobianShare) -> int:
+    if content.jacobian is not None:
+        return content.jacobian.size(1)
+    return message_from_dict(content.message or {}).shape[1]

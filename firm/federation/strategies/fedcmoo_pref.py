@@ -1,0 +1,103 @@
+"""FedCMOO-Pref: FedCMOO with weights that steer the losses towards wanted ratios.
+
+Askin et al. (2024), arXiv:2410.16398: Algorithms 7 and 8.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from firm.federation.diagnostics import stationarity
+from firm.federation.engines.engine import Engine
+from firm.federation.gram_estimate import GramConfig, estimate_gram, train_on_sum
+from firm.federation.rounds import Round
+from firm.federation.server import ServerState
+from firm.federation.strategy import strategy
+from firm.solvers import fedcmoo_pref_weights
+
+
+@dataclass(frozen=True)
+class FedCmooPrefConfig(GramConfig):
+    """Options of FedCMOO-Pref."""
+
+    name: Literal["fedcmoo_pref"] = "fedcmoo_pref"
+    """The strategy."""
+    communication: Literal["one_way", "two_way"] = "two_way"
+    """Whether the Gram matrix comes of one upload (Algorithm 3), or is corrected after the
+    server's answer (Algorithm 6)."""
+    preference: tuple[float, ...] | None = None
+    """r: losses in inverse proportion are aimed at, r₁F₁ = ... = r_M F_M; null asks for equal
+    ones."""
+    threshold: float = 0.01
+    """Divergence ε of the losses from the wanted ratios below which their sum is lowered."""
+    min_weight: float | None = None
+    """Least weight of an objective; null takes 1/(5M), the paper's practical improvement, and 0
+    follows the preference alone."""
+    variant: Literal["printed", "released"] = "printed"
+    """The programme of the weights as the paper prints it, or as the authors' released code has it:
+    see ``firm.solvers.fedcmoo_pref_weights`` for their three differences."""
+
+    reads_losses: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._weights(np.eye(len(self.preference or (1.0,))), np.ones(len(self.preference or (1,))))
+
+    def check(self, objectives: Sequence[str]) -> None:
+        """Raises ``ValueError`` on a preference that does not fit these objectives."""
+        self._weights(np.eye(len(objectives)), np.ones(len(objectives)))
+
+    def find_weights(
+        self, gram: torch.Tensor, losses: Sequence[float], active: list[int]
+    ) -> list[float]:
+        """Returns the weights of the active objectives, shape [A]; FindWeights-Pref."""
+        return self._weights(gram.numpy(), np.array(losses), active).tolist()
+
+    def _weights(
+        self, gram: np.ndarray, losses: np.ndarray, active: list[int] | None = None
+    ) -> np.ndarray:
+        multiples = np.array(self.preference or (1.0,) * len(gram))
+        if active is not None and self.preference is not None:
+            multiples = multiples[active]
+        least = 1 / (5 * len(gram)) if self.min_weight is None else self.min_weight
+        return fedcmoo_pref_weights(
+            gram,
+            losses,
+            multiples,
+            threshold=self.threshold,
+            min_weight=least,
+            variant=self.variant,
+        )
+
+
+@strategy
+def fedcmoo_pref(
+    state: ServerState, clients: Sequence[str], engine: Engine, cfg: FedCmooPrefConfig
+) -> tuple[ServerState, dict[str, Any]]:
+    """Returns the server's state after one round of FedCMOO-Pref, and the rows for the log.
+
+    As ``fedcmoo``, but the weights come of the losses at θ_t too, which clients tell with their
+    Jacobians: the means over those that serve an objective, in the row's "start_losses". The
+    programme is the printed one, from which the authors' released code departs: ``cfg.variant``.
+
+
+    Raises:
+        RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase, or told losses that
+            are finite and not negative.
+    """
+    this_round = Round(state, clients, engine, cfg)
+    estimate = estimate_gram(this_round, state, cfg)
+    losses = [
+        fmean(row[j] for row, served in estimate.losses if j in served) for j in estimate.active
+    ]
+    weights = cfg.find_weights(estimate.gram, losses, estimate.active)
+    names = [state.objectives[j] for j in estimate.active]
+    entries = {
+        "start_losses": dict(zip(names, losses, strict=True)),
+        "stationarity": stationarity([estimate.gram.tolist()]),
+    }
+    return train_on_sum(this_round, state, cfg, estimate, estimate.spread(weights), entries=entries)
