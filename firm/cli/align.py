@@ -9,9 +9,9 @@ from firm.federation import Processes
 from firm.federation.outside import printable
 from firm.jobs.alignment import alarms_at_start, align
 from firm.jobs.alignment_config import AlignmentConfig, client_names
-from firm.jobs.configs import CONFIGS
 from firm.report import alarms
 from firm.run import print_table, run_cli
+from firm.run.shipped import CONFIGS, with_shipped_paths
 
 
 def main(cfg: AlignmentConfig) -> Path | None:
@@ -38,7 +38,7 @@ def print_plan(cfg: AlignmentConfig) -> None:
     if int(os.environ.get("RANK", 0)):
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
-    plan = make_plan(cfg, client_names(cfg), processes)
+    plan = make_plan(with_shipped_paths(cfg), client_names(cfg), processes)
     for table in plan.tables():
         print_table(table.title, table.header, table.rows)
     for note in [*plan.notes, *alarms_at_start(cfg)]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from firm.federation.outside import printable
 from firm.jobs import fmoo_page
-from firm.jobs.configs import CONFIGS
 from firm.jobs.fmoo import run_classic
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.run import print_table, run_cli
 from firm.run.guard import drawing
+from firm.run.shipped import CONFIGS
 
 
 def main(cfg: ClassicConfig) -> Path:

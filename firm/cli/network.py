@@ -177,7 +177,7 @@ def _site(cfg: SiteConfig) -> Daemons:
 
 
 def _command(party: str, kit: Path) -> str:
-    program = "python recipes/network.py"
+    program = "firm network"
     if party == "admin":
         return f"{program} submit --kit {kit}"
     return f"{program} {'start-server' if party == 'server' else 'start-site'} --kit {kit}"
@@ -253,7 +253,7 @@ def _session(kit: Path) -> Any:
 def _unreachable(kit: Path, problem: str) -> str:
     host, port = server_address(kit)
     return (
-        f"{host}:{port} cannot be reached ({problem}); start the server with recipes/network.py "
+        f"{host}:{port} cannot be reached ({problem}); start the server with firm network "
         "start-server, or correct the way to it."
     )
 

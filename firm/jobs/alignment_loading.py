@@ -43,6 +43,7 @@ from firm.federation import (
 from firm.federation.aggregation import weighted_mean
 from firm.jobs.alignment_config import AlignmentConfig, client_names, reward_configs
 from firm.run import Run
+from firm.run.shipped import with_shipped_paths
 from reward_models import load_reward_model
 
 
@@ -72,6 +73,7 @@ class LoadedRun:
 
 def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -> LoadedRun:
     """Loads prompts, models and reward models in this process."""
+    cfg = with_shipped_paths(cfg)
     take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:

@@ -21,6 +21,7 @@ from firm.alignment import (
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig, load_reward_model
 
 SIDES = {"base": None, "aligned": 0}
@@ -86,6 +87,7 @@ class Conversation:
     """
 
     def __init__(self, cfg: ChatConfig) -> None:
+        cfg = with_shipped_paths(cfg)
         transformers.utils.logging.disable_progress_bar()
         if cfg.num_threads is not None:
             torch.set_num_threads(cfg.num_threads)

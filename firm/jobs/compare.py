@@ -41,6 +41,7 @@ from firm.run import (
     to_yaml,
 )
 from firm.run.guard import drawing
+from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig, load_reward_model
 
 PAGE_NAME = "evaluation.html"
@@ -140,6 +141,7 @@ def compare(
     out = cfg.out or Path("runs") / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}"
     check_place(out)
 
+    cfg = with_shipped_paths(cfg)
     # load: whatever does not fit is found before the first reply is sampled
     records = [checked_record(path) for path in cfg.runs]
     check_comparable(cfg.runs, records, normalized=cfg.normalized)

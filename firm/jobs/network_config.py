@@ -8,9 +8,9 @@ from typing import Any
 from firm.federation.engines import SitePolicy
 from firm.federation.outside import check_name
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.configs import CONFIGS
 from firm.network import certificates, kits
 from firm.run import UserError, compose
+from firm.run.shipped import CONFIGS
 
 OUTPUT = "output.txt"
 """What the processes of a kit print, in its folder."""
@@ -119,7 +119,7 @@ def federation_of(kit: Path) -> FederationConfig:
     """Returns the federation that a kit belongs to."""
     path = kit / "federation.yaml"
     if not path.is_file():
-        raise UserError(f"{kit} is no kit; make kits with recipes/network.py provision.")
+        raise UserError(f"{kit} is no kit; make kits with firm network provision.")
     return compose(FederationConfig, [path], [])
 
 

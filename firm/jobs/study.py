@@ -10,7 +10,6 @@ from typing import Any
 from firm.federation.outside import check_name, printable
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.configs import CONFIGS
 from firm.report import Record, read_record
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME
@@ -27,6 +26,7 @@ from firm.run import (
     to_yaml,
 )
 from firm.run.guard import drawing
+from firm.run.shipped import CONFIGS
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan", "figures", "half_life")
 """What may differ from the study's own configuration when it is resumed."""

@@ -16,7 +16,6 @@ from firm.federation.outside import check_name
 from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.configs import CONFIGS
 from firm.jobs.study import finish
 from firm.report import Record, read_record
 from firm.report.front_page import front_figure, write_front_page
@@ -34,6 +33,7 @@ from firm.run import (
     to_yaml,
 )
 from firm.run.guard import drawing
+from firm.run.shipped import CONFIGS
 
 PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
 """Where the strategies that know preferences have them."""

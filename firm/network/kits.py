@@ -152,7 +152,7 @@ def server_address(kit: Path) -> tuple[str, int]:
     else:
         raise ValueError(
             f"{kit} is no kit of a server, a site or an administrator; make them with "
-            "recipes/network.py provision."
+            "firm network provision."
         )
     content = json.loads(path.read_text(encoding="utf-8"))
     if name == "fed_admin.json":

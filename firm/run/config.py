@@ -43,6 +43,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from firm.federation.outside import printable
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.plugins import import_plugin
+from firm.run.shipped import find_config
 
 Config = TypeVar("Config")
 
@@ -495,7 +496,7 @@ def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
 
 def _read_file(file: str) -> Any:
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = find_config(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError("no such file; check --config.") from None
     except (OSError, UnicodeDecodeError) as error:

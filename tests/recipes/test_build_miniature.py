@@ -5,16 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from firm.cli.build_miniature import main
+from firm.jobs.miniature import BuildConfig, earlier_report, load_corpus, other_corpus
 from firm.miniature.preferences import split_of
 from firm.run.config import parse, run_cli
 from firm.run.errors import UserError
-from recipes.build_miniature import (
-    BuildConfig,
-    earlier_report,
-    load_corpus,
-    main,
-    other_corpus,
-)
 
 TINY = {
     "num_texts": 60,

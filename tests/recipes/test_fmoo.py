@@ -20,10 +20,10 @@ from firm.fmoo.metrics import delta_m
 from firm.fmoo.models import MODELS
 from firm.jobs import fmoo as module
 from firm.jobs import fmoo_loading, fmoo_measures, fmoo_page
-from firm.jobs.configs import CONFIGS
 from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report.fmoo_figures import AlgorithmRuns
 from firm.run import Run, parse
+from firm.run.shipped import CONFIGS
 
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",

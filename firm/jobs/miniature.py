@@ -1,0 +1,279 @@
+"""Builds a policy and its reward models: tokenizer, SFT, and one classifier per objective."""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from firm.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
+from firm.miniature.corpus import Corpus, generated_corpus, preference_corpus
+from firm.miniature.encoder import EncoderTraining, train_encoder
+from firm.miniature.preferences import Preference, load_preferences, truncate_prompt
+from firm.miniature.training import (
+    PolicyTraining,
+    RewardTraining,
+    bits_per_byte,
+    fit_pairs,
+    quiet,
+    reward_margins,
+    reward_tokenizer,
+    save_checkpoint,
+    train_policy,
+    train_reward_model,
+    train_tokenizer,
+)
+from firm.miniature.world import World
+from firm.run.config import to_dict
+from firm.run.files import parse_object, read_text
+
+OTHER = "helpful_other"
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What is built, from what, and where it goes."""
+
+    out: Path
+    """Folder that receives the checkpoints, the prompts and `build.json`."""
+    preferences: list[Path] = field(default_factory=list)
+    """Preference files; none: the generated world."""
+    seed: int = 0
+    """Seed of everything random."""
+    num_texts: int = 20_000
+    """Generated world: demonstrations that the policy learns from."""
+    num_pairs: int = 50_000
+    """Generated world: training pairs per objective."""
+    num_held_out: int = 1000
+    """Generated world: pairs per objective and held-out split, and held-out texts."""
+    noise: float = 0.1
+    """Generated world: temperature of the training labels; held-out pairs are free of noise."""
+    max_prompt_tokens: int = 64
+    """Longest prompt in a scored text and in the prompt files; whole turns go first."""
+    only: list[str] = field(default_factory=list)
+    """Checkpoints that are built; none: all. Reward models start from the policy that is in `out`,
+    except `helpful_other`, which needs nothing."""
+    policy: PolicyTraining = field(default_factory=PolicyTraining)
+    """The policy."""
+    encoder: EncoderTraining = field(default_factory=EncoderTraining)
+    """Generated world: what `helpful_other` starts from."""
+    reward: RewardTraining = field(default_factory=RewardTraining)
+    """Each reward model."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_texts", "num_pairs", "num_held_out", "max_prompt_tokens"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}.")
+        if not 0 <= self.noise < float("inf"):
+            raise ValueError(f"noise must be finite and non-negative, got {self.noise}.")
+        longest = self.max_prompt_tokens + 3  # BOS, EOS and one token of a reply
+        if self.reward.call_format == "plain" and self.reward.max_length < longest:
+            raise ValueError(
+                f"reward.max_length must be at least {longest} for prompts of "
+                f"{self.max_prompt_tokens} tokens, got {self.reward.max_length}."
+            )
+
+
+@quiet()
+def build(cfg: BuildConfig) -> dict[str, Any]:
+    """Builds everything, or `only` some of it, and returns what `build.json` holds."""
+    corpus = load_corpus(cfg)
+    chosen = chosen_checkpoints(cfg, corpus)
+    cfg.out.mkdir(parents=True, exist_ok=True)
+    report = earlier_report(cfg) | {"config": to_dict(cfg)}
+
+    if "policy" in chosen:
+        with timed("policy", report):
+            tokenizer = train_tokenizer(corpus.texts["train"], vocab_size=cfg.policy.vocab_size)
+            policy = train_policy(corpus.texts["train"], tokenizer, cfg.policy, seed=cfg.seed)
+            save_checkpoint(policy, tokenizer, cfg.out / "policy", dtype=torch.float16)
+            report["policy"] = policy_figures(cfg, corpus.texts["test"])
+            report["num_prompts"] = save_prompts(cfg, corpus, tokenizer)
+
+    for kind, pairs_by_split in corpus.pairs.items():
+        if kind in chosen:
+            with timed(kind, report):
+                tokenizer = AutoTokenizer.from_pretrained(cfg.out / "policy")
+                report["reward_models"][kind] = build_reward_model(
+                    cfg, kind, pairs_by_split, tokenizer, trunk=cfg.out / "policy", seed=cfg.seed
+                )
+
+    if OTHER in chosen:
+        with timed(OTHER, report), tempfile.TemporaryDirectory() as trunk:
+            seed = cfg.seed + 1
+            texts, pairs_by_split = other_corpus(cfg, corpus)
+            tokenizer = train_tokenizer(texts, vocab_size=cfg.encoder.vocab_size)
+            framed = reward_tokenizer(tokenizer, cfg.reward)
+            encoder = train_encoder(texts, framed, cfg.encoder, seed=seed)
+            save_checkpoint(encoder, framed, trunk, dtype=torch.float32)
+            report["reward_models"][OTHER] = build_reward_model(
+                cfg, OTHER, pairs_by_split, tokenizer, trunk=Path(trunk), seed=seed
+            )
+
+    (cfg.out / "build.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def chosen_checkpoints(cfg: BuildConfig, corpus: Corpus) -> list[str]:
+    """Returns the names of the checkpoints to build.
+
+    Raises:
+        ValueError: There is no such checkpoint, or no policy to start a reward model from.
+    """
+    names = ["policy", *corpus.pairs, *([] if cfg.preferences else [OTHER])]
+    for name in cfg.only:
+        if name not in names:
+            raise ValueError(f"only must name some of {', '.join(names)}, got '{name}'.")
+    chosen = cfg.only or names
+    starting = [name for name in chosen if name in corpus.pairs]
+    if starting and "policy" not in chosen and not (cfg.out / "policy").is_dir():
+        raise ValueError(
+            f"'{starting[0]}' starts from the policy, and {cfg.out} holds none: build it as well."
+        )
+    return chosen
+
+
+def earlier_report(cfg: BuildConfig) -> dict[str, Any]:
+    """Returns what `build.json` says of the checkpoints that are not built anew."""
+    path = cfg.out / "build.json"
+    if cfg.only and path.is_file():
+        remedy = "remove it, or build everything."
+        return parse_object(read_text(path, remedy=remedy), where=str(path), remedy=remedy)
+    return {"reward_models": {}, "seconds": {}}
+
+
+def build_reward_model(
+    cfg: BuildConfig,
+    name: str,
+    pairs_by_split: dict[str, list[Preference]],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    trunk: Path,
+    seed: int,
+) -> dict[str, Any]:
+    """Trains a reward model on a trunk of this tokenizer, saves it and returns its figures."""
+    fitted = {
+        split: fit_pairs(
+            pairs,
+            cfg.reward,
+            shorten=shortener(cfg, tokenizer),
+            num_tokens=token_counter(tokenizer),
+        )
+        for split, pairs in pairs_by_split.items()
+    }
+    framed = reward_tokenizer(tokenizer, cfg.reward)
+    model = train_reward_model(trunk, framed, fitted["train"], cfg.reward, seed=seed)
+    save_checkpoint(model, framed, cfg.out / name, dtype=torch.float16)
+    return reward_figures(cfg, name, pairs_by_split, fitted)
+
+
+def token_counter(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], int]:
+    """Returns the function that counts a text's tokens, special tokens apart."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def shortener(cfg: BuildConfig, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], str]:
+    """Returns the function that cuts a prompt to `max_prompt_tokens`."""
+    return partial(
+        truncate_prompt, max_tokens=cfg.max_prompt_tokens, num_tokens=token_counter(tokenizer)
+    )
+
+
+def save_prompts(
+    cfg: BuildConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, int]:
+    """Writes the prompts of every split, cut to size, and returns their numbers."""
+    shorten = shortener(cfg, tokenizer)
+    for split, prompts in corpus.prompts.items():
+        with open(cfg.out / f"prompts_{split}.jsonl", "w", encoding="utf-8") as file:
+            for row in prompts:
+                file.write(json.dumps({**row, "prompt": shorten(row["prompt"])}) + "\n")
+    return {split: len(prompts) for split, prompts in corpus.prompts.items()}
+
+
+def load_corpus(cfg: BuildConfig) -> Corpus:
+    """Returns the corpus of the preference files, or of the generated world without any."""
+    if cfg.preferences:
+        corpus = preference_corpus(
+            pair for path in cfg.preferences for pair in load_preferences(path)
+        )
+        if "policy" in corpus.pairs:
+            raise ValueError("kind 'policy' would take the policy's folder; rename that kind.")
+        return corpus
+    return generated_corpus(
+        World.conflict(),
+        num_texts=cfg.num_texts,
+        num_pairs=cfg.num_pairs,
+        num_held_out=cfg.num_held_out,
+        noise=cfg.noise,
+        seed=cfg.seed,
+    )
+
+
+def other_corpus(cfg: BuildConfig, corpus: Corpus) -> tuple[list[str], dict[str, list[Preference]]]:
+    """Returns texts and pairs by split for `helpful_other`; only the held-out pairs are shared."""
+    world = World.conflict()
+    seed = cfg.seed + 2  # `seed` drew what the others learn from, `seed + 1` the held-out texts
+    texts = [row["prompt"] + row["completion"] for row in world.sft_texts(cfg.num_texts, seed)]
+    train = world.preference_pairs("helpful", cfg.num_pairs, seed, cfg.noise)
+    return texts, {**corpus.pairs["helpful"], "train": [Preference(**row) for row in train]}
+
+
+def policy_figures(cfg: BuildConfig, held_out: list[str]) -> dict[str, Any]:
+    """Returns size and held-out code length of the policy as it was saved."""
+    policy = AutoModelForCausalLM.from_pretrained(cfg.out / "policy", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.out / "policy")
+    return {
+        "num_parameters": policy.num_parameters(),
+        "tokens_seen": cfg.policy.num_tokens,
+        "held_out_bytes": sum(len(text.encode()) for text in held_out),
+        "bits_per_byte": bits_per_byte(
+            policy, tokenizer, held_out, context_length=cfg.policy.context_length
+        ),
+    }
+
+
+def reward_figures(
+    cfg: BuildConfig,
+    kind: str,
+    pairs_by_split: dict[str, list[Preference]],
+    fitted: dict[str, list[Preference]],
+) -> dict[str, Any]:
+    """Returns the pair accuracies, beside two baselines, of a reward model as it was saved."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        cfg.out / kind, num_labels=1, dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(cfg.out / kind)
+    train = pairs_by_split["train"]
+    figures: dict[str, Any] = {"num_train_pairs": len(train), "call_format": cfg.reward.call_format}
+    for split, pairs in pairs_by_split.items():
+        if pairs:
+            margins = {
+                "model": reward_margins(model, tokenizer, fitted[split], cfg.reward).numpy(),
+                "length": length_margins(train, pairs),
+                "bag_of_words": bag_of_words_margins(train, pairs),
+            }
+            figures[split] = {name: asdict(pair_accuracy(m)) for name, m in margins.items()}
+    return figures
+
+
+@contextmanager
+def timed(stage: str, report: dict[str, Any]) -> Iterator[None]:
+    """Announces a stage and notes its wall-clock and processor seconds."""
+    print(f"{stage} ...", flush=True)
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    report["seconds"][stage] = {"wall": round(wall, 1), "cpu": round(cpu, 1)}

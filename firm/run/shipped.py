@@ -1,0 +1,66 @@
+"""What comes with the package, found from any working directory: configurations and checkpoints."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from firm.run.errors import UserError
+
+_ROOT = Path(__file__).parents[2]
+"""A clone, or where packages are installed: what paths that begin with `firm/` start from."""
+
+CONFIGS = next(folder for folder in (_ROOT / "firm/configs", _ROOT / "configs") if folder.is_dir())
+"""The configurations: inside an installed package, beside it in a clone."""
+
+Value = TypeVar("Value")
+
+
+def find_config(name: str | Path) -> Path:
+    """Returns a configuration file: one that is there, or else the shipped one of this name.
+
+    Args:
+        name: A path, or a shipped file's name such as `smoke`, `fmoo/adult.yaml` or
+            `configs/smoke.yaml`.
+
+    Raises:
+        UserError: There is neither; names the nearest.
+    """
+    path = Path(name)
+    if path.exists() or path.is_absolute():
+        return path
+    parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
+    for shipped in (CONFIGS.joinpath(*parts), CONFIGS.joinpath(*parts).with_suffix(".yaml")):
+        if shipped.is_file():
+            return shipped
+    names = [str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.rglob("*.yaml")]
+    near = difflib.get_close_matches(str(Path(*parts).with_suffix("")) if parts else "", names)
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    raise UserError(f"no such file{hint}; check --config.")
+
+
+def with_shipped_paths(value: Value) -> Value:
+    """Returns a configuration whose paths into the package work from any working directory.
+
+    Texts and paths that begin with `firm/`, and that lead nowhere from here, are made absolute
+    where the package has such a file or folder.
+
+    Args:
+        value: A dataclass, or what one holds.
+    """
+    found: Any = value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value) if field.init)
+        old = {name: getattr(value, name) for name in fields}
+        new = {name: with_shipped_paths(each) for name, each in old.items()}
+        changed = {name: each for name, each in new.items() if each != old[name]}
+        found = dataclasses.replace(value, **changed) if changed else value
+    elif isinstance(value, Mapping):
+        found = {key: with_shipped_paths(each) for key, each in value.items()}
+    elif isinstance(value, list | tuple):
+        found = type(value)(with_shipped_paths(each) for each in value)
+    elif isinstance(value, str | Path) and str(value).startswith("firm/"):
+        shipped = _ROOT / value
+        found = type(value)(shipped) if shipped.exists() and not Path(value).exists() else value
+    return found
