@@ -147,7 +147,7 @@ def example(schema: Schema, reading: Reading) -> Any:
         case schemas.Gram():
             return [[1.0, 0.2], [0.2, 2.0]]
         case schemas.Metrics():
-            return {name: example(each, reading) for name, each in METRICS.items()}
+            return {name: example(each.schema, reading) for name, each in METRICS.items()}
         case schemas.Number():
             return int(max(schema.low, 1)) if schema.is_integer else float(max(schema.low, 0.5))
         case schemas.Text():
@@ -193,7 +193,7 @@ def _dictionaries(
     for name, item in value.items():
         yield f"lacks {name}", {key: value[key] for key in value if key != name}
         if isinstance(schema, schemas.Metrics):
-            inner = METRICS[name]
+            inner = METRICS[name].schema
         elif isinstance(schema, schemas.Fields):
             inner = schema.schemas[name]
         else:

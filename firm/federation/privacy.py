@@ -30,6 +30,9 @@ from scipy.special import ndtri
 from firm.federation.client import Adapter, ProcessLost, State
 from firm.federation.messages import Update
 from firm.federation.randomness import derive_seed
+from firm.federation.schema import Number, register_metrics
+
+register_metrics(clipped=Number(), update_norm=Number(0))
 
 NoiseSource = Callable[[int], bytes]
 """Returns as many random bytes as it is asked for."""

@@ -296,8 +296,20 @@ class Fields:
         }
 
 
-METRICS: dict[str, Schema] = {}
-"""What a client may tell of its local training, by name; each wing registers its own."""
+@dataclass(frozen=True)
+class Metric:
+    """What a client may tell of its local training: a figure of batches, never of one example."""
+
+    schema: Schema
+    """Its type, shape and range."""
+    may_leave: bool = True
+    """Whether it may leave a site whose policy does not name it."""
+    needs: tuple[str, ...] = ()
+    """Metrics that it says nothing without."""
+
+
+METRICS: dict[str, Metric] = {}
+"""Metrics of clients by name; whoever measures one registers it."""
 
 RESERVED = (
     "kind",
@@ -310,27 +322,27 @@ RESERVED = (
 """Keys of a client's row in the log that the server writes itself."""
 
 
-def register_metrics(**schemas: Schema) -> None:
-    """Registers metrics of clients; what is not registered is dropped by the server, and counted.
-
-    A metric is a figure of a batch or a minibatch as a whole, never of one reply or example.
+def register_metrics(**metrics: Schema | Metric) -> None:
+    """Registers metrics of clients; the server drops and counts what is not registered.
 
     Args:
-        schemas: What each one may be, by name.
+        metrics: What each one may be, by name; a schema alone is that of a metric that may leave a
+            site.
 
     Raises:
-        ValueError: A name is the server's own, or is taken by another schema.
+        ValueError: A name is the server's own, or is taken by another metric.
     """
-    for name, schema in schemas.items():
+    for name, given in metrics.items():
         if name in RESERVED:
             raise ValueError(f"the metric {name!r} is written by the server; choose another name.")
-        if METRICS.setdefault(name, schema) != schema:
+        metric = given if isinstance(given, Metric) else Metric(given)
+        if METRICS.setdefault(name, metric) != metric:
             raise ValueError(f"the metric {name!r} exists already; choose another name.")
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a client tells of its training: registered names; others are dropped and counted."""
+    """Registered metrics of a client's training; others are dropped and counted."""
 
     def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
         """Returns the registered metrics."""
@@ -339,11 +351,13 @@ class Metrics:
         read = {}
         for name, item in value.items():
             if isinstance(name, str) and name in METRICS:
-                read[name] = METRICS[name].read(item, f"{path}.{name}", reading)
+                read[name] = METRICS[name].schema.read(item, f"{path}.{name}", reading)
             else:
                 reading.dropped.append(f"{path}.{printable(name, max_length=40)}")
-        if "gram" in read and "weights" not in read:
-            raise Invalid(f"{path} has a gram without weights")
+        for name in read:
+            for needed in METRICS[name].needs:
+                if needed not in read:
+                    raise Invalid(f"{path} has a {name} without {needed}")
         return read
 
 
@@ -369,18 +383,3 @@ def _finite(tensor: torch.Tensor, path: str) -> torch.Tensor:
     if tensor.numel() and tensor.abs().max() > LARGEST_ENTRY:
         raise Invalid(f"{path} has entries beyond {LARGEST_ENTRY:g}")
     return tensor
-
-
-_SHARE = Number(0, 1)
-register_metrics(
-    weights=Items(PerObjective(Number(-LARGEST, LARGEST)), 1),
-    gradient_norms=Items(PerObjective(Number(0)), 1),
-    cosines=Items(PerObjective(Number(), pairs=True), 1),
-    beta_effect=Items(Number(0), 1),
-    gram=Gram(),
-    num_steps=Number(0, 1e9, is_integer=True),
-    start_losses=PerObjective(Number()),
-    seconds=Named(Number(0), 50),
-    clipped=Number(),
-    update_norm=Number(0),
-)

@@ -30,7 +30,10 @@ from firm.federation.schema import (
     ByObjective,
     Fields,
     Flag,
+    Gram,
     Invalid,
+    Items,
+    Metric,
     Metrics,
     Named,
     Number,
@@ -219,7 +222,18 @@ class _OwnMetrics:
         return Metrics().read(value, path, reading)
 
 
-register_metrics(by_objective=ByObjective(_OwnMetrics()))
+register_metrics(
+    num_steps=Number(0, MAX_ROUND, is_integer=True),
+    seconds=Named(Number(0), 50),
+    start_losses=PerObjective(Number()),
+    by_objective=ByObjective(_OwnMetrics()),
+    # lists of one entry per solve, but the Gram matrix, which is the first one's
+    weights=Items(PerObjective(Number()), 1),
+    gradient_norms=Items(PerObjective(Number(0)), 1),
+    cosines=Items(PerObjective(Number(), pairs=True), 1),
+    beta_effect=Items(Number(0), 1),
+    gram=Metric(Gram(), needs=("weights",)),
+)
 
 
 @task(LocalTraining)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from firm.federation import Adapter, Client, Gradients, State, derive_seed
-from firm.federation.schema import Items, Number, PerObjective, register_metrics
+from firm.federation.schema import Items, Metric, Number, PerObjective, register_metrics
 from firm.gradients import combine
 from firm.solvers import smoothed_weights
 from firm.theory.critic import CRITICS, CriticConfig, Transitions, sample_chain, td_errors
@@ -20,8 +20,8 @@ PARAMETER = "theta"
 """Name of the adapter's only tensor: the policy's logits, shape [d], float64."""
 
 register_metrics(
-    theta=Items(Items(Number())),
-    jacobian=Items(PerObjective(Items(Number()))),
+    theta=Metric(Items(Items(Number())), may_leave=False),
+    jacobian=Metric(Items(PerObjective(Items(Number()))), may_leave=False),
     smoothed_weights=Items(PerObjective(Number(0, 1.001))),
 )
 

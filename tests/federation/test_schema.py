@@ -1,6 +1,7 @@
 """Schemas: what is read is fit to compute with; whatever else comes is told by its path."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,6 +183,8 @@ def test_a_metrics_name_is_given_once_and_never_the_servers():
         register_metrics(client=Number())
     with pytest.raises(ValueError, match="'num_steps' exists already"):
         register_metrics(num_steps=Flag())
+    with pytest.raises(ValueError, match="'num_steps' exists already"):
+        register_metrics(num_steps=replace(METRICS["num_steps"], may_leave=False))
     before = dict(METRICS)
     register_metrics(num_steps=METRICS["num_steps"])
     assert before == METRICS

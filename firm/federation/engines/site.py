@@ -28,7 +28,7 @@ class SitePolicy:
 
     metrics: tuple[str, ...] | None = None
     """Names of the metrics that may leave: figures of a batch or a minibatch as a whole, none of
-    one reply. null: all that are registered; an empty list: none."""
+    one reply. null: all that are registered as such; an empty list: none."""
     tasks: tuple[str, ...] = ("local_training",)
     """Tasks that the server may ask for. What another one sends (Jacobians, several updates) tells
     more of the data than an adapter does."""
@@ -44,6 +44,17 @@ class SitePolicy:
             raise ValueError(f"tasks must be among {', '.join(sorted(TASKS))}, got {unknown}.")
         if unknown := [name for name in self.metrics or () if name not in METRICS]:
             raise ValueError(f"metrics must be among {', '.join(sorted(METRICS))}, got {unknown}.")
+
+    def released(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those of a client's metrics that may leave the site."""
+        names = self.metrics
+        if names is None:
+            names = tuple(name for name, metric in METRICS.items() if metric.may_leave)
+        released = {name: value for name, value in metrics.items() if name in names}
+        if by_objective := released.get("by_objective"):
+            own = {objective: self.released(each) for objective, each in by_objective.items()}
+            released["by_objective"] = own
+        return released
 
 
 class Site:
@@ -141,7 +152,7 @@ class Site:
             logger.error("%s failed: %s", failure.client, printable(failure.reason))
         return {
             "replies": [
-                {"client": reply.client, "content": self._told(reply)} for reply in replies
+                {"client": reply.client, "content": self._released(reply)} for reply in replies
             ],
             "failures": [
                 {"client": failure.client, "reason": self._reason(failure)} for failure in failures
@@ -153,14 +164,12 @@ class Site:
             return printable(failure.reason)
         return f"{failure.kind or 'its answer was refused'}; its site's log says more"
 
-    def _told(self, reply: Reply) -> Answer:
+    def _released(self, reply: Reply) -> Answer:
         """An answer without what must not leave."""
         content = reply.content
-        allowed = self._policy.metrics
-        if allowed is None or not hasattr(content, "metrics"):
+        if not hasattr(content, "metrics"):
             return content
-        kept = {key: value for key, value in content.metrics.items() if key in allowed}
-        return replace(content, metrics=kept)
+        return replace(content, metrics=self._policy.released(content.metrics))
 
 
 _NOTHING = Reading((), {})

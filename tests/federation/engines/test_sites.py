@@ -16,6 +16,7 @@ from firm.federation.engines import (
     SitesEngine,
     SitesReturned,
 )
+from firm.federation.schema import METRICS
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
@@ -336,6 +337,18 @@ def test_only_what_the_policy_names_leaves_a_site(new_network, start):
     for _, answer in channel.answered:
         for reply in unpack(answer)["replies"]:
             assert reply["content"]["metrics"].keys() == {"cosines"}
+
+
+def test_a_metric_that_may_not_leave_stays_unless_the_policy_names_it(monkeypatch):
+    kept = replace(METRICS["cosines"], may_leave=False)
+    monkeypatch.setitem(METRICS, "cosines", kept)
+    own = {"cosines": [[0.5]], "num_steps": 1}
+    metrics = {**own, "by_objective": {"left": own}}
+    released = {"num_steps": 1, "by_objective": {"left": {"num_steps": 1}}}
+    assert SitePolicy().released(metrics) == released
+    named = SitePolicy(metrics=("cosines", "by_objective")).released(metrics)
+    only = {"cosines": [[0.5]]}
+    assert named == {**only, "by_objective": {"left": only}}
 
 
 def test_no_metric_may_leave_and_the_run_goes_on(new_network, new_clients, start, same):
