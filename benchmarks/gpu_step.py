@@ -63,7 +63,7 @@ class Shape:
     policy: LlamaConfig
     reward: GPT2Config
     rollout: RolloutConfig
-    ppo: PPOConfig
+    estimator: PPOConfig
 
 
 SHAPES = {
@@ -170,7 +170,7 @@ def configuration(shape: Shape, folder: Path, device: torch.device) -> Alignment
         rewards={"first": reward, "second": reward},
         num_clients=1,
         rollout=shape.rollout,
-        ppo=shape.ppo,
+        estimator=shape.estimator,
     )
 
 
@@ -178,7 +178,7 @@ def report(cfg: AlignmentConfig, device: torch.device) -> None:
     """Runs the local steps and prints what the last one took."""
     gc.collect()  # the trainer of the other variant is in reference cycles
     trainer = MultiObjectivePPOTrainer(
-        cfg.ppo,
+        cfg.estimator,
         rollout_config=cfg.rollout,
         policy=load_policy(cfg.policy, stream=RandomStream(0, "adapter")),
         tokenizer=load_tokenizer(cfg.policy),
@@ -205,8 +205,8 @@ def report(cfg: AlignmentConfig, device: torch.device) -> None:
 
 def local_step(trainer: MultiObjectivePPOTrainer, stages: Stages) -> None:
     """A local step on random prompts of full length, as a client takes it."""
-    tokenizer, rollout, ppo = trainer.processing_class, trainer.rollout_config, trainer.config
-    size = (ppo.batch_size, rollout.max_prompt_tokens)
+    tokenizer, rollout, estimator = trainer.processing_class, trainer.rollout_config, trainer.config
+    size = (estimator.batch_size, rollout.max_prompt_tokens)
     query_ids = torch.randint(len(SPECIAL), len(tokenizer), size)
     prompts = tokenizer.batch_decode(query_ids)
     with stages.of("rollout and reference"):

@@ -43,8 +43,8 @@ WAYS = {
     "frozen A": {"policy.lora.freeze_a": "true"},
 }
 SIZES = {
-    "ppo.batch_size": 32,
-    "ppo.minibatch_size": 16,
+    "estimator.batch_size": 32,
+    "estimator.minibatch_size": 16,
     "evaluation.num_calibration_prompts": 128,
     "evaluation.num_validation_prompts": 0,
     "evaluation.num_test_prompts": 200,

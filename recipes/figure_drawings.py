@@ -161,6 +161,6 @@ def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Curve:
 
 def _solves_per_round(record: Record) -> float:
     """Optimizer steps of a client in a round, which is what the paper's half-life counts."""
-    ppo = record.settings["ppo"]
+    estimator = record.settings["estimator"]
     steps = record.settings["strategy"]["num_local_steps"]
-    return steps * ppo["num_epochs"] * ppo["batch_size"] / ppo["minibatch_size"]
+    return steps * estimator["num_epochs"] * estimator["batch_size"] / estimator["minibatch_size"]

@@ -7,7 +7,7 @@ policy is worth on held-out prompts.
 
 from firm.alignment.adapters import fill_adapter_, load_adapters, select_adapter
 from firm.alignment.client import AlignmentClient
-from firm.alignment.estimators import PPOConfig
+from firm.alignment.estimators import EstimatorConfig, PPOConfig
 from firm.alignment.evaluation import (
     Comparison,
     Evaluation,
@@ -47,6 +47,7 @@ __all__ = [
     "AlignmentClient",
     "Calibration",
     "Comparison",
+    "EstimatorConfig",
     "Evaluation",
     "Judges",
     "KLConfig",

@@ -40,10 +40,10 @@ class KLConfig:
 
     def __post_init__(self) -> None:
         if not self.coefficient >= 0:
-            raise ValueError(f"kl.coefficient must be non-negative, got {self.coefficient}.")
+            raise ValueError(f"coefficient must be non-negative, got {self.coefficient}.")
         if not (self.target > 0 and self.horizon > 0):
             raise ValueError(
-                f"kl.target and kl.horizon must be positive, got {self.target} and {self.horizon}."
+                f"target and horizon must be positive, got {self.target} and {self.horizon}."
             )
 
 
@@ -135,8 +135,8 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
         return None
     if config.coefficient == 0:
         return (
-            "the adaptive KL controller is inert: it multiplies ppo.kl.coefficient, which is 0; "
-            "start from a positive one, or set ppo.kl.controller to fixed."
+            "the adaptive KL controller is inert: it multiplies estimator.kl.coefficient, which is "
+            "0; start from a positive one, or set estimator.kl.controller to fixed."
         )
     most = MAX_KL_ERROR * batch_size
     low, high = (
@@ -146,8 +146,8 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
         return None
     horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)
     return (
-        f"the adaptive KL controller is inert: with ppo.kl.horizon {config.horizon:,g} the run's "
-        f"{num_steps:,} local steps of {batch_size:,} responses take its coefficient from "
+        f"the adaptive KL controller is inert: with estimator.kl.horizon {config.horizon:,g} the "
+        f"run's {num_steps:,} local steps of {batch_size:,} responses take its coefficient from "
         f"{config.coefficient:g} to {low:.4g} or {high:.4g} at most; a horizon of about "
         f"{float(f'{horizon:.2g}'):,g} would allow {INERT_KL_CHANGE:.0%}."
     )

@@ -7,15 +7,16 @@ times as much, and 2.4 times with gradient checkpointing.
 """
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from firm.alignment.estimators.ppo import entropy, policy_losses
+from firm.alignment.estimators import EstimatorConfig, Policy
 from firm.alignment.policy import adapter_parameters
-from firm.alignment.rollout import RolloutConfig, forward, response_logits, token_logprobs
+from firm.alignment.rollout import Queries, RolloutConfig, Rollouts, response_logprobs
 
 
 class LiveBytes(TorchDispatchMode):
@@ -57,50 +58,76 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._live.pop(address)
 
 
+@dataclass(frozen=True)
+class _Rehearsal(Policy):
+    """A policy whose Jacobian is not kept: its rows are counted apart."""
+
+    live: LiveBytes = field(kw_only=True)
+    kept: list[int] = field(default_factory=list, kw_only=True)
+    """Bytes that lived before each backward pass."""
+
+    def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
+        """Takes the backward passes and returns no column."""
+        for objective, loss in enumerate(losses):
+            self.kept.append(self.live.now)
+            is_last = objective == len(losses) - 1
+            torch.autograd.grad(loss, self.parameters, retain_graph=not is_last)
+        return torch.empty(len(losses), 0)
+
+
 def update_memory(
-    model: Any, rows: int, num_objectives: int, rollout: RolloutConfig, clip_range: float
+    model: Any,
+    config: EstimatorConfig,
+    rollout: RolloutConfig,
+    *,
+    num_rows: int,
+    num_objectives: int,
 ) -> tuple[int, int]:
-    """Bytes that a part of a minibatch takes beyond the parameters and the Jacobian.
+    """Returns the bytes of a minibatch's part beyond parameters, critic and Jacobian.
 
     Args:
         model: The policy, with its adapter; real, or fake inside a fake mode.
-        rows: Rows of the part.
-        num_objectives: M, the number of backward passes.
+        config: The estimator, which rehearses its update.
         rollout: Says how long prompts and replies are at most.
-        clip_range: Of the PPO loss.
+        num_rows: Rows of the part.
+        num_objectives: M.
 
     Returns:
         What lives between forward and backward pass, and the peak of both.
     """
-    num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    critic = config.new_critic(model, num_objectives)
+    owners = torch.nn.ModuleList([model] if critic is None else [model, critic])
+    experience = config.rehearsal(_full_length(num_rows, rollout), num_objectives)
+    live = LiveBytes(owners)
     parameters = list(adapter_parameters(model).values())
-    model.train()
-    token_ids = torch.ones(rows, num_tokens, dtype=torch.long)
-    mask = torch.ones(rows, rollout.max_new_tokens, dtype=torch.bool)
-    old_logprobs = torch.zeros(rows, rollout.max_new_tokens)
-    advantages = torch.zeros(num_objectives, rows, rollout.max_new_tokens)
+    policy = _Rehearsal(model, parameters, pad_token_id=0, config=rollout, live=live)
+    estimator = config.estimator(policy, critic=critic, optimizer=torch.optim.AdamW)
+    with live:
+        estimator.gradients(experience, experience)
+    return max(policy.kept, default=live.peak), live.peak
+
+
+def scoring_memory(model: Any, rollout: RolloutConfig, *, num_rows: int) -> int:
+    """Returns the peak bytes of a pass that gives the log-probabilities of replies."""
+    sequences = _full_length(num_rows, rollout)
     with LiveBytes(model) as live:
-        output = forward(model, token_ids, 0)
-        logits = response_logits(output.logits, rollout.max_prompt_tokens, rollout.temperature)
-        logprobs = token_logprobs(logits, token_ids[:, rollout.max_prompt_tokens :])
-        losses, _ = policy_losses(logprobs, old_logprobs, advantages, mask, clip_range=clip_range)
-        hidden = output.hidden_states[-1].detach().float()  # what the value heads read
-        kept = live.now
-        for objective, loss in enumerate(losses):
-            is_last = objective == num_objectives - 1
-            torch.autograd.grad(loss, parameters, retain_graph=not is_last)
-        entropy(logits.detach())
-        del hidden
-    return kept, live.peak
+        response_logprobs(model, sequences, 0, rollout.temperature)
+    return live.peak
 
 
-def response_logprobs(model: Any, rows: int, rollout: RolloutConfig) -> torch.Tensor:
-    """Log-probabilities of replies of full length to prompts of full length, [B, T]."""
+def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
+    """Replies of full length to prompts of full length, without content."""
     num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
-    token_ids = torch.ones(rows, num_tokens, dtype=torch.long)
-    logits = forward(model, token_ids, 0).logits
-    logits = response_logits(logits, rollout.max_prompt_tokens, rollout.temperature)
-    return token_logprobs(logits, token_ids[:, rollout.max_prompt_tokens :])
+    logprobs = torch.zeros(num_rows, rollout.max_new_tokens)
+    return Rollouts(
+        Queries([""] * num_rows, torch.ones(num_rows, rollout.max_prompt_tokens, dtype=torch.long)),
+        torch.ones(num_rows, num_tokens, dtype=torch.long),
+        completions=[""] * num_rows,
+        logprobs=logprobs,
+        reference_logprobs=logprobs,
+        last_index=torch.full((num_rows,), rollout.max_new_tokens - 1),
+        ended=torch.ones(num_rows, dtype=torch.bool),
+    )
 
 
 def with_fake_parameters(model: Any) -> Any:

@@ -4,7 +4,6 @@ Models are built without storage, so sizes are those of the real ones; memory is
 without content (`firm.alignment.memory`). It stays an estimate; `LEFT_OUT` says of what.
 """
 
-import copy
 import dataclasses
 import json
 import math
@@ -23,9 +22,9 @@ from transformers import (
     PretrainedConfig,
 )
 
-from firm.alignment.estimators import PPOConfig
+from firm.alignment.estimators import EstimatorConfig
 from firm.alignment.hyperparameters import Hyperparameter, hyperparameters
-from firm.alignment.memory import LiveBytes, response_logprobs, update_memory, with_fake_parameters
+from firm.alignment.memory import scoring_memory, update_memory, with_fake_parameters
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.rollout import RolloutConfig
 from firm.federation import (
@@ -59,8 +58,7 @@ STATES_PER_CLIENT = 3
 LEFT_OUT = (
     "Memory is an estimate, for prompts and replies of full length. Left out: the reward models' "
     "activations, the libraries and drivers themselves (0.5 to 1 GB), workspaces, what the "
-    "allocator holds back (on a CPU up to one and a half times as much again), texts, and the "
-    "activations of a critic that is a network."
+    "allocator holds back (on a CPU up to one and a half times as much again), and texts."
 )
 
 
@@ -386,7 +384,7 @@ class _Run(Protocol):
     @property
     def rollout(self) -> RolloutConfig: ...
     @property
-    def ppo(self) -> PPOConfig: ...
+    def estimator(self) -> EstimatorConfig: ...
     @property
     def strategy(self) -> StrategyConfig: ...
     @property
@@ -644,8 +642,8 @@ def _listen(
 
 def _passes(cfg: _Run) -> int:
     """Optimizer steps of one local training."""
-    num_minibatches = cfg.ppo.batch_size // cfg.ppo.minibatch_size
-    return cfg.strategy.num_local_steps * cfg.ppo.num_epochs * num_minibatches
+    num_minibatches = cfg.estimator.batch_size // cfg.estimator.minibatch_size
+    return cfg.strategy.num_local_steps * cfg.estimator.num_epochs * num_minibatches
 
 
 def _solves(cfg: _Run) -> int:
@@ -668,7 +666,7 @@ def _work(cfg: _Run, num_clients: int, listener: _Listener) -> Work:
         server_solves=int(listener.solves_on_server),
         clients_per_round=clients_per_round,
         rounds=cfg.rounds,
-        training_replies=cfg.rounds * clients_per_round * batches * cfg.ppo.batch_size,
+        training_replies=cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size,
         evaluation_replies=prompts * evaluation.num_samples,
         calibration_replies=evaluation.num_calibration_prompts,
         num_objectives=len(cfg.rewards),
@@ -733,11 +731,12 @@ def _memory(
     """What one process needs, by passes of fake models of the policy's shape."""
     num_objectives = len(cfg.rewards)
     is_whole = listener.takes_whole_batches
-    num_rows = cfg.ppo.batch_size if is_whole else cfg.ppo.minibatch_size
+    num_rows = cfg.estimator.batch_size if is_whole else cfg.estimator.minibatch_size
     own_rows = math.ceil(num_rows / per_client)
-    part = min(cfg.ppo.micro_batch_size or own_rows, own_rows)
+    part = min(cfg.estimator.micro_batch_size or own_rows, own_rows)
     calibration, evaluation = cfg.evaluation.num_calibration_prompts, EVALUATION_BATCH
-    rows = min(cfg.rollout.forward_batch_size, max(cfg.ppo.batch_size, calibration, evaluation))
+    replies = max(cfg.estimator.batch_size, calibration, evaluation)
+    rows = min(cfg.rollout.forward_batch_size, replies)
     update, saved = {}, {}
     for checkpointing in (False, True):
         changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
@@ -745,15 +744,14 @@ def _memory(
         with FakeTensorMode() as mode:
             with_fake_parameters(model)
             saved[checkpointing], update[checkpointing] = update_memory(
-                model, part, num_objectives, cfg.rollout, cfg.ppo.clip_range
+                model, cfg.estimator, cfg.rollout, num_rows=part, num_objectives=num_objectives
             )
     model.eval()
     with mode, torch.no_grad():
         one_token = model(input_ids=torch.ones(rows, 1, dtype=torch.long), use_cache=True)
         layers = one_token.past_key_values.layers
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        with LiveBytes(model) as live:
-            response_logprobs(model, rows, cfg.rollout)
+        scoring = scoring_memory(model, cfg.rollout, num_rows=rows)
     vocabulary = one_token.logits.size(-1)
     num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     return Memory(
@@ -763,22 +761,17 @@ def _memory(
         saved=saved,
         cache=cache * num_tokens,
         scores=2 * rows * cfg.rollout.max_new_tokens * vocabulary * 4,  # transformers': float32
-        scoring=live.peak,
+        scoring=scoring,
     )
 
 
 def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: _Run) -> int:
     """Critics and optimizer moments of one client, once."""
-    if cfg.ppo.critic == "heads":
-        critic = len(cfg.rewards) * (architecture.get_text_config().hidden_size + 1) * 4
-    else:
-        labelled = copy.deepcopy(architecture)
-        labelled.num_labels = len(cfg.rewards)
-        dtype = getattr(torch, cfg.policy.dtype)
-        with torch.device("meta"):
-            network = AutoModelForSequenceClassification.from_config(labelled, dtype=dtype)
-        critic = sum(parameter.nbytes for parameter in network.parameters())
-    moments = 2 * policy.adapter_bytes if cfg.ppo.actor_optimizer == "adam" else 0
+    with torch.device("meta"):
+        model = _policy_without_storage(architecture, cfg.policy)
+        module = cfg.estimator.new_critic(model, len(cfg.rewards))
+    critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
+    moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
     learner = 3 * critic + moments  # the critic has Adam
     requests = cfg.strategy.requests(tuple(cfg.rewards))  # type: ignore[attr-defined]  # every strategy's configuration has them
     if ObjectiveTraining in requests:

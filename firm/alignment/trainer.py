@@ -102,7 +102,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     ) -> None:
         if config.minibatch_size < team.size:
             raise ValueError(
-                f"ppo.minibatch_size must have a row for each of the client's {team.size} "
+                f"estimator.minibatch_size must have a row for each of the client's {team.size} "
                 f"processes, got {config.minibatch_size}."
             )
         self.config = config

@@ -290,7 +290,7 @@ def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
     if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
         return texts
     num_steps = cfg.rounds * cfg.strategy.num_local_steps
-    alarm = kl_alarm(cfg.ppo.kl, batch_size=cfg.ppo.batch_size, num_steps=num_steps)
+    alarm = kl_alarm(cfg.estimator.kl, batch_size=cfg.estimator.batch_size, num_steps=num_steps)
     return [*texts, alarm] if alarm else texts
 
 
@@ -305,7 +305,7 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
     if logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation":
         alarm = drawn(
             "Whether rounding is small beside the KL",
-            lambda: mismatch_alarm(rows, cfg.ppo.kl),
+            lambda: mismatch_alarm(rows, cfg.estimator.kl),
             instead=str,
         )
         texts += [alarm] if alarm else []

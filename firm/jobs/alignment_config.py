@@ -8,6 +8,7 @@ from typing import Literal
 from firm.alignment import (
     AlignmentClient,
     Calibration,
+    EstimatorConfig,
     PolicyConfig,
     PPOConfig,
     PromptsConfig,
@@ -148,7 +149,7 @@ class AlignmentConfig:
     group."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    estimator: EstimatorConfig = field(default_factory=PPOConfig)
     """A local step."""
     strategy: StrategyConfig = field(default_factory=FirmConfig)
     """A round."""

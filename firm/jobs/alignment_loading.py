@@ -93,7 +93,7 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
     policy = load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter"))
     check_vocabulary(policy, tokenizer, cfg.policy.path)
     trainer = MultiObjectivePPOTrainer(
-        cfg.ppo,
+        cfg.estimator,
         rollout_config=cfg.rollout,
         prompt_format=cfg.policy.prompt,
         policy=policy,
@@ -191,7 +191,7 @@ def _texts(
 
 def _partition(prompts: list[Prompt], cfg: AlignmentConfig) -> list[list[Prompt]]:
     """The clients' shards, each large enough for a batch of different prompts."""
-    size = cfg.ppo.batch_size
+    size = cfg.estimator.num_prompts
     if cfg.partition.kind == "iid":
         shards = iid_partition(len(prompts), cfg.num_clients, seed=cfg.seed, min_examples=size)
     else:

@@ -132,7 +132,10 @@ def site_process(kit: Path) -> None:
         prompts = None
         if own.own_prompts:
             shards = iid_partition(
-                len(loaded.prompts), len(names), seed=cfg.seed, min_examples=cfg.ppo.batch_size
+                len(loaded.prompts),
+                len(names),
+                seed=cfg.seed,
+                min_examples=cfg.estimator.num_prompts,
             )
             prompts = {
                 name: [loaded.prompts[index] for index in shard]

@@ -41,6 +41,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from firm.federation.outside import printable
+from firm.run.earlier import translated_settings
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.plugins import import_plugin
 from firm.run.shipped import find_config
@@ -119,7 +120,7 @@ def compose(
     contents = []
     for file in map(str, files):
         with _named_in_errors(file):
-            contents.append((file, _read_file(file)))
+            contents.append((file, translated_settings(_read_file(file))))
     if "plugins" in get_type_hints(config_class):
         mappings = [content for _, content in contents if isinstance(content, Mapping)]
         given = [content["plugins"] for content in mappings if "plugins" in content]

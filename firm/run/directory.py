@@ -38,6 +38,7 @@ from firm.federation.client import State
 from firm.federation.outside import printable
 from firm.run.checkpoint import OtherFormat, load_state, save_state, sync
 from firm.run.config import read_yaml, to_yaml
+from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
 from firm.run.files import TooDeep, make_private_folder, parse_object, read_text
 from firm.run.lock import LOCK_NAME, check_not_held, hold
@@ -273,7 +274,7 @@ class Run:
             UserError: It is no UTF-8 text, or malformed.
         """
         path = self.path / _CONFIG
-        return read_yaml(read_text(path, remedy=_RESTORE), str(path))
+        return translated_settings(read_yaml(read_text(path, remedy=_RESTORE), str(path)))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl.

@@ -81,13 +81,13 @@ def test_a_fixed_coefficient_or_no_step_raises_no_alarm_and_a_coefficient_of_zer
     assert kl_alarm(KLConfig(), batch_size=16, num_steps=0) is None
     zero = kl_alarm(KLConfig(coefficient=0.0, horizon=100), batch_size=16, num_steps=1000)
     assert zero is not None
-    assert "ppo.kl.coefficient, which is 0" in zero
+    assert "estimator.kl.coefficient, which is 0" in zero
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"coefficient": -0.1}, r"kl.coefficient must be non-negative, got -0.1"),
+        ({"coefficient": -0.1}, r"^coefficient must be non-negative, got -0.1"),
         ({"target": 0.0}, r"must be positive, got 0.0 and 10000"),
         ({"horizon": -1.0}, r"must be positive, got 0.03 and -1.0"),
     ],

@@ -126,9 +126,9 @@ def test_fedcmoo_a_sends_m_jacobian_rows_and_fsmgda_m_adapters_more_than_firm():
 
 
 def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(shallow):
-    sizes = ("--policy.path", shallow, "--ppo.batch_size", 8)
-    fedcmoo = plan_of(config(*sizes, "--ppo.minibatch_size", 4, *FEDCMOO_A)).memory
-    whole = plan_of(config(*sizes, "--ppo.minibatch_size", 8)).memory
+    sizes = ("--policy.path", shallow, "--estimator.batch_size", 8)
+    fedcmoo = plan_of(config(*sizes, "--estimator.minibatch_size", 4, *FEDCMOO_A)).memory
+    whole = plan_of(config(*sizes, "--estimator.minibatch_size", 8)).memory
     assert fedcmoo.update == whole.update
 
 
@@ -212,7 +212,7 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
         "--policy.lora.target_modules", "[q_proj, v_proj]",
         "--policy.gradient_checkpointing", str(checkpointing).lower(),
         "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
-        "--ppo.batch_size", 16, "--ppo.minibatch_size", 8,
+        "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
     )  # fmt: skip
     memory = plan_of(cfg).memory
     assert memory.update[checkpointing] == pytest.approx(taken, rel=0.1)
@@ -223,7 +223,8 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
 def test_a_fake_model_takes_what_a_real_one_takes():
     cfg = config(file="miniature")
     real = load_policy(cfg.policy, stream=RandomStream(0, "adapter"))
-    expected = update_memory(real, cfg.ppo.minibatch_size, 2, cfg.rollout, 0.2)
+    num_rows = cfg.estimator.minibatch_size
+    expected = update_memory(real, cfg.estimator, cfg.rollout, num_rows=num_rows, num_objectives=2)
     memory = plan_of(cfg).memory
     assert (memory.saved[False], memory.update[False]) == pytest.approx(expected, rel=0.05)
 
@@ -242,7 +243,7 @@ def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(shallow):
 def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
     sizes = ["--policy.path", shallow, "--rollout.max_prompt_tokens", 40]
     whole = plan_of(config(*sizes)).memory
-    parts = plan_of(config(*sizes, "--ppo.micro_batch_size", 1)).memory
+    parts = plan_of(config(*sizes, "--estimator.micro_batch_size", 1)).memory
     team = plan_of(config(*sizes, "--processes_per_client", 4), num_processes=4).memory
     assert parts.update[False] == team.update[False] < whole.update[False] / 2
     assert parts.jacobian == 2 * whole.jacobian  # a part's and the sum
@@ -278,8 +279,8 @@ def test_a_clients_learners_are_as_large_as_its_state(
     tensors = tensors_of([state["learner"], state["alone"]])
     cfg = config(
         "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, v_proj]",
-        "--rewards.third.name", "brevity", "--ppo.critic", critic,
-        "--ppo.actor_optimizer", optimizer, "--strategy", f"{{name: {strategy}}}",
+        "--rewards.third.name", "brevity", "--estimator.critic", critic,
+        "--estimator.actor_optimizer", optimizer, "--strategy", f"{{name: {strategy}}}",
     )  # fmt: skip
     assert plan_of(cfg).memory.learner == pytest.approx(
         3 * sum(t.nbytes for t in tensors if t.dim()), rel=1e-3
@@ -309,7 +310,7 @@ def test_the_cache_of_a_rollout_is_what_the_model_keeps(make_model, checkpoint):
 def test_a_rollout_is_as_large_as_the_largest_of_training_calibration_and_evaluation(shallow):
     def rows(batch, calibration, limit):
         cfg = config(
-            "--policy.path", shallow, "--ppo.batch_size", batch,
+            "--policy.path", shallow, "--estimator.batch_size", batch,
             "--evaluation.num_calibration_prompts", calibration,
             "--rollout.forward_batch_size", limit,
         )  # fmt: skip
@@ -476,13 +477,13 @@ def test_the_values_of_appendix_a1_are_the_papers():
         **{f"data.{part}.source": "Anthropic/hh-rlhf" for part in ("train", "validation", "test")},
         "partition.kind": "iid",
         "partition.alpha": "0.3",  # of A.2.2
-        "ppo.batch_size": "16",
-        "ppo.minibatch_size": "8",
-        "ppo.num_epochs": "3",
-        "ppo.actor_learning_rate": "6e-05",
-        "ppo.critic_learning_rate": "0.0001",
-        "ppo.kl.controller": "adaptive",
-        "ppo.kl.target": "0.03",
+        "estimator.batch_size": "16",
+        "estimator.minibatch_size": "8",
+        "estimator.num_epochs": "3",
+        "estimator.actor_learning_rate": "6e-05",
+        "estimator.critic_learning_rate": "0.0001",
+        "estimator.kl.controller": "adaptive",
+        "estimator.kl.target": "0.03",
         "strategy.beta": "0.01",
         "strategy.normalize": "True",
     }
@@ -501,10 +502,10 @@ def test_one_of_several_values_is_the_papers_and_nothing_of_an_open_class_is_com
 def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():
     for name in ("hh_tinyllama", "hh_llama32"):
         given = [h for h in hyperparameters(config(file=name)) if h.source]
-        assert {"rounds", "num_clients", "ppo.kl.target"} <= {h.path for h in given}
+        assert {"rounds", "num_clients", "estimator.kl.target"} <= {h.path for h in given}
         assert [h.path for h in given if not h.is_papers] == []
-    changed = hyperparameters(config("--ppo.num_epochs", 4, file="hh_tinyllama"))
-    assert [h.path for h in changed if h.source and not h.is_papers] == ["ppo.num_epochs"]
+    changed = hyperparameters(config("--estimator.num_epochs", 4, file="hh_tinyllama"))
+    assert [h.path for h in changed if h.source and not h.is_papers] == ["estimator.num_epochs"]
 
 
 def test_the_tables_are_printed_whole_in_a_pipe():
@@ -513,7 +514,7 @@ def test_the_tables_are_printed_whole_in_a_pipe():
     for table in plan.tables():
         print_table(table.title, table.header, table.rows, console=Console(file=text))
     sizes = (f"{plan.policy.num_trainable:,}", f"{plan.policy.adapter_bytes:,} bytes")
-    for figure in (*sizes, "ppo.clip_range", "reward helpful", "4,608"):
+    for figure in (*sizes, "estimator.clip_range", "reward helpful", "4,608"):
         assert figure in text.getvalue()
     assert "None" not in text.getvalue()  # values as YAML has them
     assert "…" not in text.getvalue()

@@ -109,7 +109,7 @@ CASES = {
     ),
     "a key of another section": (
         ["--batch_size", "8"],
-        ["unknown key batch_size", "did you mean ppo.batch_size?"],
+        ["unknown key batch_size", "did you mean estimator.batch_size?"],
     ),
     "a key without a value": (
         ["--seed"],
@@ -168,8 +168,8 @@ CASES = {
         ["not all zero", "got (0.0, 0.0)"],
     ),
     "a batch that minibatches do not divide": (
-        ["--ppo.minibatch_size", "3"],
-        ["ppo.batch_size must be a multiple of ppo.minibatch_size, got 8 and 3"],
+        ["--estimator.minibatch_size", "3"],
+        ["estimator.batch_size must be a multiple of minibatch_size, got 8 and 3"],
     ),
     "a config file that stands for more than it says": (
         ["--config", "FILES/bomb.yaml"],

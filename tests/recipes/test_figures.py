@@ -144,13 +144,13 @@ def departures_of(**overrides: Any) -> dict[str, list[str]]:
 
 def test_every_departure_from_the_papers_values_is_listed_with_its_settings():
     found = departures_of()
-    assert found["ppo.actor_learning_rate"] == ["6e-05", "A.1", "0.003 (50 times)"]
-    assert found["ppo.critic_learning_rate"] == ["0.0001", "A.1", "0.03 (300 times)"]
-    assert found["ppo.num_epochs"] == ["3", "A.1", "2"]
-    assert found["ppo.kl.controller"] == ["adaptive", "A.1", "fixed"]
+    assert found["estimator.actor_learning_rate"] == ["6e-05", "A.1", "0.003 (50 times)"]
+    assert found["estimator.critic_learning_rate"] == ["0.0001", "A.1", "0.03 (300 times)"]
+    assert found["estimator.num_epochs"] == ["3", "A.1", "2"]
+    assert found["estimator.kl.controller"] == ["adaptive", "A.1", "fixed"]
     assert found["policy.path"][-1] == "firm/miniature/checkpoints/policy"
     assert found["partition.kind"] == ["iid", "A.1", "dirichlet: `Dirichlet 0.3`"]
-    assert found["ppo.batch_size"] == ["16", "A.1", "128: `centralised`"]
+    assert found["estimator.batch_size"] == ["16", "A.1", "128: `centralised`"]
     assert "0.5 (50 times): `β = 0.5, C = 2`, `β = 0.5, C = 8`" in found["strategy.beta"][-1]
     assert "; 16: `16 clients`" in found["num_clients"][-1]
     others = "all but `aligned: FIRM`, `aligned: FedCMOO-A`"
@@ -161,7 +161,7 @@ def test_every_departure_from_the_papers_values_is_listed_with_its_settings():
 
 def test_a_changed_value_adds_its_line_and_the_papers_own_takes_it_away():
     before = departures_of()
-    changed = {"policy.lora.r": 8, "rounds": 2, "ppo.num_epochs": 3}
+    changed = {"policy.lora.r": 8, "rounds": 2, "estimator.num_epochs": 3}
     after = departures_of(**changed)
     assert after.keys() ^ before.keys() == changed.keys()
     assert after["policy.lora.r"] == ["16", "section 5", "8"]

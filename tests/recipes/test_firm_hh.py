@@ -243,9 +243,10 @@ def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
     for name in ("hh_tinyllama", "hh_llama32"):
         cfg = parse(AlignmentConfig, ["--config", str(ROOT / f"configs/{name}.yaml")])
         assert (cfg.num_clients, cfg.rounds) == (8, 16)
-        assert (cfg.ppo.actor_learning_rate, cfg.ppo.critic_learning_rate) == (6e-5, 1e-4)
-        assert (cfg.ppo.num_epochs, cfg.ppo.batch_size, cfg.ppo.minibatch_size) == (3, 16, 8)
-        assert (cfg.ppo.kl.controller, cfg.ppo.kl.target) == ("adaptive", 0.03)
+        step = cfg.estimator
+        assert (step.actor_learning_rate, step.critic_learning_rate) == (6e-5, 1e-4)
+        assert (step.num_epochs, step.batch_size, step.minibatch_size) == (3, 16, 8)
+        assert (step.kl.controller, step.kl.target) == ("adaptive", 0.03)
         lora = cfg.policy.lora
         assert (lora.r, lora.alpha, lora.dropout) == (16, 32, 0.05)
         assert lora.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -323,7 +324,7 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
     )
     (about,) = rows_of(out, "run")
     (alarm,) = about["alarms"]
-    assert "ppo.kl.horizon" in alarm
+    assert "estimator.kl.horizon" in alarm
     before, _, after = capsys.readouterr().out.partition("round 1/1")
     assert f"note: {alarm}\n" in before
     assert f"\nnote: Before round 1: {alarm}\n" in after.partition("held-out prompts")[2]
@@ -332,7 +333,7 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
 
 
 def test_where_local_work_is_told_in_epochs_the_kl_controller_is_not_judged_by_one_step():
-    keys = ["--ppo.kl.controller", "adaptive", "--ppo.kl.horizon", "10000"]
+    keys = ["--estimator.kl.controller", "adaptive", "--estimator.kl.horizon", "10000"]
     cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys])
     assert len(alarms_at_start(cfg)) == 1
     strategy = replace(cfg.strategy, num_local_steps=1, num_local_epochs=5)
@@ -347,7 +348,7 @@ def test_the_plan_of_the_papers_run_says_that_its_kl_controller_cannot_act(capsy
 def test_what_epsilon_does_not_cover_is_said_at_the_start_alone():
     options = {"clip_norm": 1, "noise_multiplier": 0, "statistics": "exact"}
     keys = [f"--strategy.privacy.{key}={value}" for key, value in options.items()]
-    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys, "--ppo.kl.controller=fixed"])
+    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys, "--estimator.kl.controller=fixed"])
     assert alarms_at_start(cfg) == cfg.strategy.privacy.notes()
     assert len(cfg.strategy.privacy.notes()) == 2
     end = {"kind": "round", "round": 1, "failures": []}

@@ -213,7 +213,7 @@ def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
 def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_own():
     cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
     shared = {key for key, _ in leaves(to_dict(cfg)) if not jobs_network._is_own(key)}
-    for key in ("seed", "rounds", "ppo.batch_size", "strategy.beta", "policy.lora.r"):
+    for key in ("seed", "rounds", "estimator.batch_size", "strategy.beta", "policy.lora.r"):
         assert key in shared
     for key in ("data.train.source", "policy.path", "policy.device", "out", "num_threads"):
         assert key not in shared

@@ -193,31 +193,38 @@ class EstimatorConfig(ABC):
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.minibatch_size < 1 or self.batch_size % self.minibatch_size:
             raise ValueError(
-                f"ppo.batch_size must be a multiple of ppo.minibatch_size, got {self.batch_size} "
+                f"batch_size must be a multiple of minibatch_size, got {self.batch_size} "
                 f"and {self.minibatch_size}."
             )
         if self.batch_size % self.replies_per_prompt:
             raise ValueError(
-                f"ppo.batch_size must be a multiple of the {self.replies_per_prompt} replies to a "
+                f"batch_size must be a multiple of the {self.replies_per_prompt} replies to a "
                 f"prompt, got {self.batch_size}."
             )
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(
-                f"ppo.micro_batch_size must be at least 1 or null, got {self.micro_batch_size}."
+                f"micro_batch_size must be at least 1 or null, got {self.micro_batch_size}."
             )
         if self.num_epochs < 1:
-            raise ValueError(f"ppo.num_epochs must be at least 1, got {self.num_epochs}.")
+            raise ValueError(f"num_epochs must be at least 1, got {self.num_epochs}.")
         self.check_positive("actor_learning_rate")
         self.check_positive("missing_end_penalty", or_zero=True)
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise ValueError(
-                f"ppo.max_gradient_norm must be positive or null, got {self.max_gradient_norm}."
+                f"max_gradient_norm must be positive or null, got {self.max_gradient_norm}."
             )
         if self.kl.horizon <= MAX_KL_ERROR * self.batch_size:
             raise ValueError(
-                f"ppo.kl.horizon must exceed a fifth of ppo.batch_size ({self.batch_size}), got "
+                f"kl.horizon must exceed a fifth of batch_size ({self.batch_size}), got "
                 f"{self.kl.horizon}: one step of the controller could turn the penalty's sign."
             )
+
+    @classmethod
+    def forms(cls) -> list[type["EstimatorConfig"]]:
+        """Returns the registered configurations of this kind, told apart by `name`."""
+        return [
+            ESTIMATORS[name] for name in sorted(ESTIMATORS) if issubclass(ESTIMATORS[name], cls)
+        ]
 
     def check_positive(self, *names: str, or_zero: bool = False) -> None:
         """Raises ``ValueError`` where a field is not finite and positive, or 0 if that will do."""
@@ -225,7 +232,7 @@ class EstimatorConfig(ABC):
             value = getattr(self, name)
             if not (0 < value < math.inf or (or_zero and value == 0)):
                 how = "non-negative" if or_zero else "positive"
-                raise ValueError(f"ppo.{name} must be {how}, got {value}.")
+                raise ValueError(f"{name} must be {how}, got {value}.")
 
     @property
     def replies_per_prompt(self) -> int:

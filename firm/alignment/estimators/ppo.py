@@ -65,7 +65,7 @@ class PPOConfig(EstimatorConfig):
         self.check_positive("value_clip_range", or_zero=True)
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"ppo.{name} must be in [0, 1], got {getattr(self, name)}.")
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}.")
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
         """Returns value heads, or a sequence classifier of the policy's architecture."""

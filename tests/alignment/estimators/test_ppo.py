@@ -172,13 +172,13 @@ def test_the_defaults_are_those_of_appendix_a1():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"minibatch_size": 5}, r"multiple of ppo.minibatch_size, got 16 and 5"),
-        ({"minibatch_size": 0}, r"multiple of ppo.minibatch_size, got 16 and 0"),
-        ({"batch_size": 4}, r"multiple of ppo.minibatch_size, got 4 and 8"),
-        ({"num_epochs": 0}, r"ppo.num_epochs must be at least 1, got 0"),
-        ({"actor_learning_rate": 0.0}, r"ppo.actor_learning_rate must be positive, got 0.0"),
-        ({"critic_learning_rate": -1.0}, r"ppo.critic_learning_rate must be positive, got -1.0"),
-        ({"clip_range": 0.0}, r"ppo.clip_range must be positive, got 0.0"),
+        ({"minibatch_size": 5}, r"multiple of minibatch_size, got 16 and 5"),
+        ({"minibatch_size": 0}, r"multiple of minibatch_size, got 16 and 0"),
+        ({"batch_size": 4}, r"multiple of minibatch_size, got 4 and 8"),
+        ({"num_epochs": 0}, r"num_epochs must be at least 1, got 0"),
+        ({"actor_learning_rate": 0.0}, r"actor_learning_rate must be positive, got 0.0"),
+        ({"critic_learning_rate": -1.0}, r"critic_learning_rate must be positive, got -1.0"),
+        ({"clip_range": 0.0}, r"clip_range must be positive, got 0.0"),
     ],
 )
 def test_a_ppo_config_that_cannot_work_is_refused(changes, message):
@@ -188,7 +188,7 @@ def test_a_ppo_config_that_cannot_work_is_refused(changes, message):
 
 @pytest.mark.parametrize("batch_size", [0, -8])
 def test_a_batch_without_responses_is_refused(batch_size):
-    with pytest.raises(ValueError, match=r"ppo\.batch_size"):
+    with pytest.raises(ValueError, match=r"batch_size"):
         PPOConfig(batch_size=batch_size)
 
 
