@@ -8,10 +8,10 @@ import numpy as np
 
 from firm.fronts import exponential_average
 from firm.report import Record
-from firm.report.cloud_plane import Cloud
-from firm.report.paper import Curve, PaperFigure, curves_figure, plane_figure, save_figure
-from firm.report.settings import Setting, settings_of
+from firm.report.plane import Cloud
 from firm.report.settings_page import base_place, setting_clouds
+from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure, save_figure
+from firm.report.tables import Setting, settings_of
 from firm.report.trajectories import (
     Figure,
     final_reward,
@@ -123,7 +123,7 @@ def _preferences(runs: Runs, out: Path) -> PaperFigure:
     for index, (label, names) in enumerate(groups.items()):
         settings = settings_of({name: runs[name] for name in names})
         parts = setting_clouds(settings, out)
-        key = Setting(label, index, settings[0].records).key
+        key = Setting(label, index, ()).key
         clouds.append(
             Cloud(
                 key,

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from firm.report.comparison import Measure
 from firm.report.drawing import INK, MUTED, Key, Panel, style_layout
-from firm.report.formats import measure
-from firm.report.page import Section, replace_file
+from firm.report.formats import CONFIG, measure
+from firm.report.page import Origin, Page, Section, Table, write_page
 from firm.report.scaling import (
     Fit,
     Points,
@@ -32,8 +31,8 @@ from firm.report.scaling import (
     scaling_panel,
     ticks_at,
 )
-from firm.report.study_page import Study, Table, render_study
 from firm.run import Run, print_table, run_cli, to_dict, to_yaml
+from firm.run.comparison import Measure
 from firm.run.guard import drawing
 from firm.theory import Slope, geometric_mean, verdict
 from firm.theory.sweeps import (
@@ -136,8 +135,7 @@ def main(cfg: Config) -> Path:
         write_csv(run.path / "slopes.csv", slope_rows(slopes))
         pairs = sample_pairs(cfg, num_shown=NUM_SHOWN_PAIRS)
         with drawing(f"The page {PAGE_NAME}"):
-            study = study_of(cfg, values, slopes, pairs, summary=summary)
-            replace_file(run.path / PAGE_NAME, render_study(study))
+            write_page(run.path / PAGE_NAME, page_of(cfg, values, slopes, pairs, summary=summary))
     seconds = time.perf_counter() - start
     print(f"page     {run.path / PAGE_NAME}\npoints   {run.path / 'theory.csv'}\n{seconds:.0f} s")
     return run.path
@@ -317,14 +315,14 @@ def unregularised_panel(values: Values, cfg: Config) -> Panel:
     return Panel("unregularised", "Spread of the clients' λ*", {"data": data, "layout": layout})
 
 
-def study_of(
+def page_of(
     cfg: Config,
     values: Values,
     slopes: Mapping[Law, Slope],
     pairs: Sequence[Mapping[str, float]],
     *,
     summary: Sequence[str],
-) -> Study:
+) -> Page:
     """All that the page says."""
 
     def panels(*names: str) -> list[Panel]:
@@ -342,7 +340,6 @@ def study_of(
             "dotted line both sides would be equal, above it the lemma would be false. R is the "
             "largest gradient of the pair, the smallest value that the proof allows.",
             [lemma_panel(pairs)],
-            [],
         ),
         Section(
             "disagreement",
@@ -354,6 +351,7 @@ def study_of(
             "bound between them lies above it in every step.",
             panels("beta", "batch", "objectives", "time", "steps", "alpha"),
             keys(SPREAD, BOUND, SOLVED, DRIFT),
+            is_wide=True,
         ),
         Section(
             "local-steps",
@@ -388,7 +386,6 @@ def study_of(
             "Without regularisation",
             "Root mean square distance of the clients' λ* from their mean. Dashed: β = 0.",
             [unregularised_panel(values, cfg)],
-            [],
         ),
     ]
     base, mdp = cfg.experiment, cfg.experiment.mdp
@@ -407,28 +404,30 @@ def study_of(
         [*cells, "" if cells[-1] == "as the theorem" else law.why]
         for law, cells in ((law, law_cells(law, slope)) for law, slope in slopes.items())
     ]
-    return Study(
+    table = Table(
+        "All slopes",
+        "Least squares on log-log axes within each seed, mean ± standard error over the seeds, "
+        "beside the exponent of Theorem 1, which is an upper bound: a quantity that falls "
+        "faster or rises slower keeps it, and so does one of higher order that rises faster "
+        "while it is small. A slope within two standard errors, or 5 %, of the exponent counts "
+        "as equal. The reasons are ours: what the proof's steps lead one to expect.",
+        ["Quantity", "against", "Slope", "Theorem", "Verdict", "Reason"],
+        rows,
+        words=frozenset({1, 4, 5}),
+    )
+    origin = Origin(
+        "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
+        "uniform policy, so that a term is measured at one place whatever the step size; the runs "
+        "of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves open, "
+        "stands in the docstrings of firm.theory.",
+        {CONFIG: to_yaml(cfg)},
+    )
+    return Page(
         product="FIRM theory laboratory",
         title="The convergence theory, measured",
         summary=summary,
         facts=facts,
-        sections=sections,
-        table=Table(
-            "All slopes",
-            "Least squares on log-log axes within each seed, mean ± standard error over the seeds, "
-            "beside the exponent of Theorem 1, which is an upper bound: a quantity that falls "
-            "faster or rises slower keeps it, and so does one of higher order that rises faster "
-            "while it is small. A slope within two standard errors, or 5 %, of the exponent counts "
-            "as equal. The reasons are ours: what the proof's steps lead one to expect.",
-            ["Quantity", "against", "Slope", "Theorem", "Verdict", "Reason"],
-            rows,
-            words=frozenset({1, 4, 5}),
-        ),
-        method="Every seed draws its own MDP and all noise. In the sweeps each round starts from "
-        "the uniform policy, so that a term is measured at one place whatever the step size; the "
-        "runs of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves "
-        "open, stands in the docstrings of firm.theory.",
-        config=to_yaml(cfg),
+        blocks=[*sections, table, origin],
     )
 
 

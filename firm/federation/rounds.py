@@ -1,4 +1,4 @@
-"""A round as every strategy runs it: draw clients, ask them, drop what is invalid, report."""
+"""What every strategy's round does alike: draw clients, ask them, keep what is valid, report."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +28,13 @@ RequestType = TypeVar("RequestType", bound=Request)
 
 
 class Round:
-    """A round under way: its clients, its failures and its bytes so far.
+    """A round under way: who takes part, and what has come back so far.
 
     Args:
         state: The server's state that the round begins with; never changed.
         clients: Names of all clients, in the order in which their updates are summed.
         engine: Where they run.
-        cfg: The strategy's configuration.
+        cfg: What the strategy leaves to choose about a round.
     """
 
     def __init__(

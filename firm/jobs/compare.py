@@ -32,14 +32,14 @@ from firm.alignment import (
 from firm.federation import RandomStream
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
 from firm.report import Record
-from firm.report.comparison import Measure
-from firm.report.comparison_page import Figure, Row, Sample, write_comparison
-from firm.report.samples import Reply, dialogue
+from firm.report.comparison import write_comparison
+from firm.report.samples import Reply, Sample, dialogue
 from firm.run import (
     UserError,
     leaves,
     to_yaml,
 )
+from firm.run.comparison import Line, Measure
 from firm.run.guard import drawing
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig, load_reward_model
@@ -292,7 +292,7 @@ def write_results(
             draft / PAGE_NAME,
             title=f"{', '.join(folder_by_name)} against the base model",
             adapters={name: str(folder) for name, folder in folder_by_name.items()},
-            rows=_page_rows(list(table_by_name.values()), scores=[*cfg.rewards, *cfg.metrics]),
+            lines=_lines(table_by_name, scores=[*cfg.rewards, *cfg.metrics]),
             samples=[
                 Sample(
                     dialogue(samples[start]["prompt"]),
@@ -337,19 +337,22 @@ def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, A
     return rows
 
 
-def _page_rows(tables: Sequence[Sequence[Comparison]], *, scores: Sequence[str]) -> list[Row]:
-    return [
-        Row(
-            rows[0].name,
-            Measure(rows[0].base, rows[0].base_se),
-            [
-                Figure(Measure(row.final, row.final_se), Measure(row.change, row.change_se))
-                for row in rows
-            ],
-            is_score=rows[0].name in scores,
-        )
-        for rows in zip(*tables, strict=True)
-    ]
+def _lines(
+    tables: Mapping[str, Sequence[Comparison]], *, scores: Sequence[str]
+) -> dict[str, list[Line]]:
+    return {
+        name: [
+            Line(
+                row.name,
+                Measure(row.base, row.base_se),
+                Measure(row.final, row.final_se),
+                Measure(row.change, row.change_se),
+                is_score=row.name in scores,
+            )
+            for row in table
+        ]
+        for name, table in tables.items()
+    }
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -22,8 +22,8 @@ from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import Federation, federate
 from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Measurement, Wing, train
-from firm.report.fmoo_figures import AlgorithmRuns
-from firm.report.fmoo_sections import NUM_TABLE_USERS
+from firm.report.classic_sections import NUM_TABLE_USERS
+from firm.report.tables import Setting
 from firm.run import (
     Run,
     Tracker,
@@ -41,7 +41,7 @@ class ClassicResult:
 
     path: Path
     """The study's directory."""
-    runs: list[AlgorithmRuns]
+    runs: list[Setting]
     """The rows of every run, by algorithm."""
 
 
@@ -60,7 +60,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
         logs = [Run(out / name / f"seed_{s}") for s in cfg.seeds]
         left_out = [text for log in logs for text in log.checked_rows()[1]]
-        runs.append(AlgorithmRuns(name, color, seeds, left_out))
+        runs.append(Setting(name, color, seeds, left_out))
         write_comparison(cfg, runs, splits, out)
     return ClassicResult(out, runs)
 
@@ -193,7 +193,7 @@ def progress_line(path: Path, row: dict[str, Any]) -> str:
 
 
 def write_comparison(
-    cfg: ClassicConfig, runs: Sequence[AlgorithmRuns], splits: Splits, out: Path
+    cfg: ClassicConfig, runs: Sequence[Setting], splits: Splits, out: Path
 ) -> None:
     """Writes the page and the table of what has run so far."""
     model = build_model(cfg.model, splits.train, seed=0)

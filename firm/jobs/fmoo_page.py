@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firm.fmoo.metrics import delta_m, preference_correlation, rounds_to_loss, user_summary
-from firm.report.fmoo_figures import AlgorithmRuns
-from firm.report.fmoo_sections import (
+from firm.report.classic_page import FIELDS, comparison_page, worst
+from firm.report.classic_sections import (
     NUM_TABLE_USERS,
     improved_section,
     parameter_section,
@@ -23,9 +23,8 @@ from firm.report.fmoo_sections import (
     users_section,
     weights_section,
 )
-from firm.report.fmoo_study import comparison_study, final_values
-from firm.report.page import Section, alarms, drawn_section, left_out_note, replace_file
-from firm.report.study_page import render_study
+from firm.report.page import Block, Section, alarms, drawn_block, left_out_note, write_page
+from firm.report.tables import Setting
 from firm.run import to_dict
 from firm.run.guard import drawing, drawn
 
@@ -45,13 +44,13 @@ MEASURED = {
 }
 
 Columns = dict[str, dict[str, str]]
-"""Heading to algorithm to cell."""
+"""Heading to setting to cell."""
 
 
 def write(
     out: Path,
     cfg: "ClassicConfig",
-    runs: Sequence[AlgorithmRuns],
+    settings: Sequence[Setting],
     *,
     facts: Mapping[str, str],
     config: str,
@@ -61,12 +60,12 @@ def write(
     A page that cannot be written is a warning, and the study goes on.
     """
     with drawing(f"The table {TABLE_NAME}"):
-        header, lines = summary(cfg, runs)
+        header, lines = summary(cfg, settings)
         with (out / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([["algorithm", *header[1:]], *lines])
     with drawing(f"The page {PAGE_NAME}"):
-        kept, notices = readable(cfg, runs)
-        study = comparison_study(
+        kept, notices = readable(cfg, settings)
+        page = comparison_page(
             kept,
             title=f"Algorithms on {cfg.data.name}",
             facts=facts,
@@ -76,90 +75,91 @@ def write(
             sections=_sections(cfg, kept),
             split=cfg.split,
             is_log_loss=cfg.target_loss is not None,
-            alarms=alarms_of(cfg, runs),
+            alarms=alarms_of(cfg, settings),
             notices=notices,
         )
-        replace_file(out / PAGE_NAME, render_study(study))
+        write_page(out / PAGE_NAME, page)
 
 
-def readable(
-    cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]
-) -> tuple[list[AlgorithmRuns], list[str]]:
+def readable(cfg: "ClassicConfig", settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
     """Returns what can be compared of the runs, and sentences on what was left out.
 
-    A run without an evaluation of the objectives that most rows name is left out, and so is an
-    algorithm without runs.
+    A run without an evaluation of the objectives that most rows name is left out, and so is a
+    setting without runs.
 
     Raises:
         ValueError: Nothing is left.
     """
-    rows = [row for one in runs for seed in one.seeds for row in seed]
-    names = {}
-    for field in ("losses", "accuracies"):
-        told = Counter(tuple(row[field]) for row in rows if row.get(field))
-        names[field] = set(told.most_common(1)[0][0]) if told else set()
-    wanted = [field for field, objectives in names.items() if objectives]
-    notices = [
-        left_out_note(f"the logs of {one.name}", one.left_out) for one in runs if one.left_out
-    ]
+    rows = [row for setting in settings for run in setting.runs for row in run]
+    names: dict[str, set[str]] = {}
+    for field in FIELDS:
+        counts = Counter(tuple(row[field]) for row in rows if row.get(field))
+        names[field] = set(counts.most_common(1)[0][0]) if counts else set()
+    wanted = [field for field in FIELDS[::-1] if names[field]]
+    notices = [left_out_note(f"the logs of {s.name}", s.left_out) for s in settings if s.left_out]
     kept = []
-    for one in runs:
-        seeds = []
-        for number, rows in zip(cfg.seeds, one.seeds, strict=True):
+    for setting in settings:
+        runs = []
+        for seed, run in zip(cfg.seeds, setting.runs, strict=True):
             own = [
-                {k: v for k, v in row.items() if k not in names or set(v) == names[k]}
-                for row in rows
+                {
+                    key: value
+                    for key, value in row.items()
+                    if key != "split" and (key not in names or set(value) == names[key])
+                }
+                for row in run
             ]
             if all(any(field in row for row in own) for field in wanted):
-                seeds.append(own)
+                runs.append(own)
             else:
                 notices.append(
-                    f"{one.name}, seed {number}, is left out: no row of its log has valid "
+                    f"{setting.name}, seed {seed}, is left out: no row of its log has valid "
                     f"{' and '.join(wanted)}."
                 )
-        if seeds:
-            kept.append(replace(one, seeds=seeds))
+        if runs:
+            kept.append(replace(setting, runs=runs))
     if not wanted or not kept:
         raise ValueError("no run has a valid evaluation; run the study again under another --out.")
     return kept, notices
 
 
-def alarms_of(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> list[tuple[str, str]]:
-    """What the runs warned of: algorithm, seed and rounds, and the text."""
+def alarms_of(cfg: "ClassicConfig", settings: Sequence[Setting]) -> list[tuple[str, str]]:
+    """Returns the warnings of the runs: setting, seed and rounds, and the text."""
     return [
-        (f"{one.name}, seed {seed}, {alarm.when.lower()}", alarm.text)
-        for one in runs
-        for seed, rows in zip(cfg.seeds, one.seeds, strict=True)
+        (f"{setting.name}, seed {seed}, {alarm.when.lower()}", alarm.text)
+        for setting in settings
+        for seed, rows in zip(cfg.seeds, setting.runs, strict=True)
         for alarm in alarms(rows)
     ]
 
 
-def summary(
-    cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]
-) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the final figures, means over the seeds."""
-    runs, _ = readable(cfg, runs)
-    objectives = _objectives(runs)
-    is_regression = not _last(runs[0].seeds[0]).get("accuracies")
-    columns = _columns(cfg, runs)
+def summary(cfg: "ClassicConfig", settings: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and the rows of the final figures, means over the seeds."""
+    settings, _ = readable(cfg, settings)
+    objectives = settings[0].objectives_with("losses")
+    columns = _columns(cfg, settings)
     lines = []
-    for one in runs:
-        values = final_values(one, "losses" if is_regression else "accuracies", objectives)
-        means = values.mean(axis=0)  # [M]
-        worst = means.max() if is_regression else means.min()
-        cells = [f"{value:.3f}" for value in [*means, means.mean(), worst]]
-        upload = fmean(sum(row.get("bytes_up") or 0 for row in rows) for rows in one.seeds) / 1e6
-        more = [column.get(one.name, "") for column in columns.values()]
-        lines.append([one.name, *cells, *more, f"{upload:.1f}"])
+    for setting in settings:
+        field = _main_field(settings)
+        means = setting.finals(field, objectives).mean(axis=0)  # [M]
+        cells = [f"{value:.3f}" for value in [*means, means.mean(), *worst(means[None], field)]]
+        more = [column.get(setting.name, "") for column in columns.values()]
+        sent = setting.bytes_so_far("bytes_up").reindex(columns=range(len(setting.runs)))
+        upload = sent.iloc[-1:].fillna(0.0).to_numpy().mean() / 1e6 if len(sent) else 0.0
+        lines.append([setting.name, *cells, *more, f"{upload:.1f}"])
     return ["", *objectives, "mean", "worst", *columns, "MB up"], lines
 
 
-def _columns(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
+def _main_field(settings: Sequence[Setting]) -> str:
+    return "losses" if settings[0].values("accuracies").empty else "accuracies"
+
+
+def _columns(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
     """What some studies measure beside: Δ_M, users, rounds to the target loss."""
     groups: dict[str, Callable[[], Columns]] = {
-        "Δ_M": lambda: _relative_loss(cfg, runs),
-        "users": lambda: _users(runs),
-        "rounds to the target loss": lambda: _rounds(cfg, runs),
+        "Δ_M": lambda: _relative_loss(cfg, settings),
+        "users": lambda: _users(settings),
+        "rounds to the target loss": lambda: _rounds(cfg, settings),
     }
     columns: Columns = {}
     for what, draw in groups.items():
@@ -167,14 +167,14 @@ def _columns(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
     return columns
 
 
-def _relative_loss(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
+def _relative_loss(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
     """Δ_M against the objectives trained alone, where the study has trained each of them alone."""
-    objectives = _objectives(runs)
-    field = "accuracies" if _last(runs[0].seeds[0]).get("accuracies") else "losses"
-    alone = _alone(cfg, runs)
+    objectives = settings[0].objectives_with("losses")
+    field = _main_field(settings)
+    alone = _alone(cfg, settings)
     if len(alone) < len(objectives):
         return {}
-    means = {one.name: final_values(one, field, objectives).mean(axis=0) for one in runs}
+    means = {s.name: s.finals(field, objectives).mean(axis=0) for s in settings}
     reference = [means[alone[name]][index] for index, name in enumerate(objectives)]
     if not np.isfinite(reference).all():
         return {}
@@ -188,35 +188,34 @@ def _relative_loss(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Colum
     }
 
 
-def _users(runs: Sequence[AlgorithmRuns]) -> Columns:
+def _users(settings: Sequence[Setting]) -> Columns:
     """The users' final accuracies in per cent, one by one or, where they are many, their spread."""
-    found = {}
-    for one in runs:
+    accuracies: dict[str, list[dict[str, float]]] = {}
+    for setting in settings:
+        names = list(dict.fromkeys(setting.values("users")["objective"]))
+        finals = setting.finals("users", names)  # [S, C]
         users = [
-            {
-                user: share
-                for user, share in (_last(rows).get("users") or {}).items()
-                if share is not None
-            }
-            for rows in one.seeds
+            {name: value for name, value in zip(names, row, strict=True) if np.isfinite(value)}
+            for row in finals
         ]
-        if all(users):
-            found[one.name] = users
-    if not found:
+        if len(users) == len(setting.runs) and all(users):
+            accuracies[setting.name] = users
+    if not accuracies:
         return {}
     # a seed's partition may leave a user without a sample
-    everyone = [seed for seeds in found.values() for seed in seeds]
+    everyone = [seed for seeds in accuracies.values() for seed in seeds]
     shared = [user for user in everyone[0] if all(user in seed for seed in everyone)]
     if len(shared) <= NUM_TABLE_USERS:
         return {
             user: {
                 name: f"{100 * fmean(seed[user] for seed in seeds):.1f}"
-                for name, seeds in found.items()
+                for name, seeds in accuracies.items()
             }
             for user in shared
         }
     spreads = {
-        name: [user_summary(list(seed.values())) for seed in seeds] for name, seeds in found.items()
+        name: [user_summary(list(seed.values())) for seed in seeds]
+        for name, seeds in accuracies.items()
     }
     headings = {"users": "mean", "SD": "std", "worst 5 %": "worst", "best 5 %": "best"}
     return {
@@ -228,62 +227,61 @@ def _users(runs: Sequence[AlgorithmRuns]) -> Columns:
     }
 
 
-def _rounds(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Columns:
+def _rounds(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
     """Rounds in which each objective came down to the target loss, means over the seeds."""
     if cfg.target_loss is None:
         return {}
     columns: Columns = {}
-    for objective in _objectives(runs):
+    for objective in settings[0].objectives_with("losses"):
         cells = columns[f"rounds to {cfg.target_loss:g}, {objective}"] = {}
-        for one in runs:
-            reached = []
-            for rows in one.seeds:
-                measured = [row for row in rows if "losses" in row]
-                losses = np.array([row["losses"][objective] for row in measured], dtype=float)
-                if not np.isfinite(losses).all():
-                    reached.append(None)
-                    continue
-                at = [row["round"] for row in measured]
-                reached.append(rounds_to_loss(at, losses.tolist(), cfg.target_loss))
+        for setting in settings:
+            losses = setting.values("losses")
+            losses = losses[losses["objective"] == objective]
+            reached = [
+                rounds_to_loss(own["round"].tolist(), own["value"].tolist(), cfg.target_loss)
+                if np.isfinite(own["value"]).all()
+                else None
+                for _, own in losses.groupby("seed")
+            ]
             known = [count for count in reached if count is not None]
             is_reached = len(known) == len(reached)
-            rounds = cfg.algorithms[one.name].rounds or cfg.rounds
-            cells[one.name] = f"{fmean(known):.0f}" if is_reached else f"> {rounds}"
+            rounds = cfg.algorithms[setting.name].rounds or cfg.rounds
+            cells[setting.name] = f"{fmean(known):.0f}" if is_reached else f"> {rounds}"
     return columns
 
 
-def _sections(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> list[Section]:
-    quantities: dict[str, Callable[[], Section | None]] = {
+def _sections(cfg: "ClassicConfig", settings: Sequence[Setting]) -> list[Block]:
+    draws: dict[str, Callable[[], Section | None]] = {
         **{
             options["name"]: partial(parameter_section, lines, **options)
-            for lines, options in _settings(cfg, runs)
+            for lines, options in _parameters(cfg, settings)
         },
-        "preferences": lambda: _preferences(cfg, runs),
-        "users": lambda: users_section(runs),
-        "improved": lambda: improved_section(runs),
-        "progress": lambda: progress_section(runs),
-        "weights": lambda: weights_section(runs),
-        "stationarity": lambda: stationarity_section(runs),
+        "preferences": lambda: _preferences(cfg, settings),
+        "users": lambda: users_section(settings),
+        "improved": lambda: improved_section(settings),
+        "progress": lambda: progress_section(settings),
+        "weights": lambda: weights_section(settings),
+        "stationarity": lambda: stationarity_section(settings),
     }
     return [
-        drawn_section(
+        drawn_block(
             name.capitalize(),
-            lambda name=name, draw=draw: draw() or Section(name, "", "", [], []),
+            lambda name=name, draw=draw: draw() or Section(name, "", "", []),
             name=name,
         )
-        for name, draw in quantities.items()
+        for name, draw in draws.items()
     ]
 
 
-def _preferences(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Section | None:
+def _preferences(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Section | None:
     """The section on preferences, with the least losses of each objective trained alone."""
-    objectives = _objectives(runs)
+    objectives = settings[0].objectives_with("losses")
     wishes = {
-        one.name: tuple(wish)
-        for one in runs
-        if (wish := getattr(cfg.algorithms[one.name].strategy, "preference", None))
+        setting.name: tuple(wish)
+        for setting in settings
+        if (wish := getattr(cfg.algorithms[setting.name].strategy, "preference", None))
     }
-    ends = {one.name: final_values(one, "losses", objectives) for one in runs}
+    ends = {setting.name: setting.finals("losses", objectives) for setting in settings}
     pairs = [
         (wishes[name], row)
         for name, losses in ends.items()
@@ -293,35 +291,35 @@ def _preferences(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> Section
     correlation = None
     if len({wish for wish, _ in pairs}) > 1:
         correlation = preference_correlation(*zip(*pairs, strict=True))
-    alone, limits = _alone(cfg, runs), None
+    alone, limits = _alone(cfg, settings), None
     if len(alone) == len(objectives) == 2:
         least = [ends[alone[name]].mean(axis=0)[i] for i, name in enumerate(objectives)]
         limits = (least[0], least[1]) if np.isfinite(least).all() else None
-    return preferences_section(runs, wishes, limits=limits, correlation=correlation)
+    return preferences_section(settings, wishes, limits=limits, correlation=correlation)
 
 
-def _settings(
-    cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]
-) -> list[tuple[dict[str, dict[float, AlgorithmRuns]], dict[str, Any]]]:
-    """The settings that are swept: numbers in which alone the algorithms of a family differ.
+def _parameters(
+    cfg: "ClassicConfig", settings: Sequence[Setting]
+) -> list[tuple[dict[str, dict[float, Setting]], dict[str, Any]]]:
+    """The parameters that are swept: numbers in which alone the settings of a family differ.
 
-    A family has one name up to a comma. Of each setting, the lines by family, and what titles its
+    A family has one name up to a comma. Of each parameter, the lines by family, and what titles its
     section.
     """
-    families: dict[str, list[AlgorithmRuns]] = {}
-    for one in runs:
-        families.setdefault(one.name.partition(",")[0], []).append(one)
-    found: dict[str, dict[str, dict[float, AlgorithmRuns]]] = {}
+    families: dict[str, list[Setting]] = {}
+    for setting in settings:
+        families.setdefault(setting.name.partition(",")[0], []).append(setting)
+    lines: dict[str, dict[str, dict[float, Setting]]] = {}
     for name, members in families.items():
-        leaves = [_leaves(to_dict(cfg.algorithms[one.name])) for one in members]
+        leaves = [_leaves(to_dict(cfg.algorithms[setting.name])) for setting in members]
         changed = [key for key in leaves[0] if len({leaf.get(key) for leaf in leaves}) > 1]
         if len(changed) == 1 and all(isinstance(leaf[changed[0]], int | float) for leaf in leaves):
             (key,) = changed
-            line = {float(leaf[key]): one for one, leaf in zip(members, leaves, strict=True)}
-            found.setdefault(key, {})[name] = line
+            line = {float(leaf[key]): s for s, leaf in zip(members, leaves, strict=True)}
+            lines.setdefault(key, {})[name] = line
     return [
         (
-            lines,
+            by_family,
             {
                 "title": f"The setting {key}",
                 "x_title": key.rpartition(".")[2].replace("_", " "),
@@ -329,7 +327,7 @@ def _settings(
                 "is_log_loss": cfg.target_loss is not None,
             },
         )
-        for place, (key, lines) in enumerate(found.items())
+        for place, (key, by_family) in enumerate(lines.items())
     ]
 
 
@@ -345,21 +343,12 @@ def _leaves(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _alone(cfg: "ClassicConfig", runs: Sequence[AlgorithmRuns]) -> dict[str, str]:
-    """The algorithm that trains an objective alone, by objective: a weighted sum of one weight."""
-    objectives, alone = _objectives(runs), {}
-    for one in runs:
-        strategy = cfg.algorithms[one.name].strategy
+def _alone(cfg: "ClassicConfig", settings: Sequence[Setting]) -> dict[str, str]:
+    """The setting that trains an objective alone, by objective: a weighted sum of one weight."""
+    objectives, alone = settings[0].objectives_with("losses"), {}
+    for setting in settings:
+        strategy = cfg.algorithms[setting.name].strategy
         weights = getattr(strategy, "weights", None)
         if strategy.name == "fedavg" and weights and sum(weight > 0 for weight in weights) == 1:
-            alone[objectives[int(np.argmax(weights))]] = one.name
+            alone[objectives[int(np.argmax(weights))]] = setting.name
     return alone
-
-
-def _objectives(runs: Sequence[AlgorithmRuns]) -> list[str]:
-    return list(_last(runs[0].seeds[0])["losses"])
-
-
-def _last(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """A run's last evaluation."""
-    return next(row for row in reversed(rows) if "losses" in row)

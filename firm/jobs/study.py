@@ -13,9 +13,9 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.report import Record, read_record
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME
-from firm.report.paper import save_figure
-from firm.report.settings import final_figure, final_reward, final_score
+from firm.report.record import final_figure, final_reward, final_score
 from firm.report.settings_page import study_figures, write_study_page
+from firm.report.static import save_figure
 from firm.run import (
     Sweep,
     check_slugs,

@@ -20,8 +20,8 @@ from firm.jobs.study import finish
 from firm.report import Record, read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
-from firm.report.paper import save_figure
 from firm.report.record import rewards_of
+from firm.report.static import save_figure
 from firm.run import (
     Sweep,
     Tracker,

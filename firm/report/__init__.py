@@ -1,18 +1,19 @@
-"""The page of a run: `report.html`, rewritten after every round from the run's own files.
+"""Runs → one tidy table → figures → pages.
 
-`record` reads a run directory, `comparison` and `samples` set the aligned model beside the base
-model, `plane` and `figures` draw in the one style of `drawing`, `page` writes one self-contained
-file that asks nothing of the network.
-`python -m firm.report RUN_DIR` rewrites the page of any run. What cannot be drawn,
-because the files of a run hold what they should not, is a note on its page and a warning; a run
-never ends for it.
+`record` reads a run directory and `tables` makes one tidy table of its numbers, of one run or of
+several settings over seeds. `firm.run.quantities` names them. `drawing`, `plane`, `run_figures`,
+`classic_figures` and `scaling` draw them in one style as plain data for plotly; `static` draws the
+same figures as PNG and SVG with the data beside them. `page` is the one model of a page with its
+template. On it stand `run_page` (one run), `settings_page` (settings over seeds), `front_page` (a
+sweep over preferences), `classic_page` (vision and tables) and `comparison` (evaluated adapters).
 
-Several runs have pages, too: `settings_page` compares settings over seeds, `front_page` shows the
-fronts of a sweep over preferences, both by the figures of `settings` and `cloud_plane` and the
-bytes of `ledger`. `paper` draws the same as PNG and SVG with the data beside them.
+A page is one self-contained file that asks nothing of the network. What cannot be drawn, because
+the files of a run hold what they should not, is a note on its page and a warning; a run never ends
+for it. `python -m firm.report RUN_DIR` rewrites the page of any run.
 """
 
-from firm.report.page import alarms, update_report, write_report
+from firm.report.page import alarms
 from firm.report.record import Record, read_record
+from firm.report.run_page import update_report, write_report
 
 __all__ = ["Record", "alarms", "read_record", "update_report", "write_report"]

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from firm.report.page import write_report
+from firm.report.run_page import write_report
 from firm.run.errors import exit_on_user_error
 
 

@@ -1,48 +1,20 @@
-"""The aligned model beside the base model, in figures."""
+"""Base against aligned models: of one run, or the page of any number of adapters."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from firm.report.record import Record, score
-from firm.run.directory import Row
+from firm.report import formats
+from firm.report.page import Bar, Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
+from firm.report.record import Record
+from firm.run.comparison import Line, Measure, compare
 
-SIDE_FIGURES = {
-    "kl": "KL from the base model (nats per reply)",
-    "length": "Reply length (tokens)",
-    "distinct_1": "Distinct words (share)",
-    "distinct_2": "Distinct word pairs (share)",
-    "end_share": "Replies that end by themselves (share)",
-}
-"""What an evaluation holds beside the scores: key -> how the page calls it."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A mean with its standard error, where there is one."""
-
-    mean: float
-    se: float | None = None
-
-    @property
-    def z(self) -> float | None:
-        """The mean in standard errors."""
-        return self.mean / self.se if self.se else None
-
-
-@dataclass(frozen=True)
-class Line:
-    """One score or side figure: base model, aligned model, and their difference per prompt."""
-
-    name: str
-    label: str
-    base: Measure | None
-    aligned: Measure | None
-    change: Measure | None
-    is_objective: bool = False
+TITLE = "Base against aligned model"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Base and aligned model on the same prompts."""
+    """Base and aligned model of a run on the same prompts, objectives first."""
 
     split: str
     round: int
@@ -50,59 +22,132 @@ class Comparison:
     lines: tuple[Line, ...]
 
     def line(self, name: str) -> Line | None:
-        """The line of that name, None if it was not measured."""
+        """Returns the line of that name, None if it was not measured."""
         return next((line for line in self.lines if line.name == name), None)
 
 
-def compare(record: Record, split: str) -> Comparison | None:
-    """Returns base against aligned model on a split, None until both were evaluated.
-
-    The change is the one that the evaluation paired by prompt; its standard error is smaller than
-    that of two independent means.
-    """
+def comparison_of(record: Record, split: str) -> Comparison | None:
+    """Returns base against aligned model on a split, None until both were evaluated."""
     rows = record.evaluations.get(split, [])
     if not rows or rows[0]["round"] != 0 or rows[-1]["round"] == 0:
         return None
     base, aligned = rows[0], rows[-1]
-    scores = [*record.objectives, *record.extra_scores()]
-    lines = [
-        Line(
-            name,
-            _label(name),
-            _measure(base, "scores", name),
-            _measure(aligned, "scores", name),
-            _measure(aligned, "change", name),
-            is_objective=name in record.objectives,
-        )
-        for name in scores
-        if name in aligned.get("scores", {})
-    ]
-    lines += [
-        Line(key, label, _value(base, key), _value(aligned, key), _difference(base, aligned, key))
-        for key, label in SIDE_FIGURES.items()
-        if aligned.get(key) is not None
-    ]
+    order = [*record.objectives, *record.extra_scores()]
+    lines = sorted(
+        compare(base, aligned),
+        key=lambda line: order.index(line.name) if line.is_score else len(order),
+    )
     return Comparison(split, aligned["round"], aligned.get("num_prompts") or 0, tuple(lines))
 
 
 def best_comparison(record: Record) -> Comparison | None:
     """Returns the comparison on the test split, and until there is one, on the validation split."""
-    return compare(record, "test") or compare(record, "validation")
+    return comparison_of(record, "test") or comparison_of(record, "validation")
 
 
-def _measure(row: Row, field: str, name: str) -> Measure | None:
-    mean = score(row, field, name, "mean")
-    return None if mean is None else Measure(mean, score(row, field, name, "se"))
+def comparison_table(
+    lines: Mapping[str, Sequence[Line]], text: str, *, chips: Mapping[str, str] | None = None
+) -> Table:
+    """Returns the table that sets models beside their base model.
+
+    Args:
+        lines: The same scores and figures of each model, by its name.
+        text: Opens the text above the table.
+        chips: Colours of scores by their name.
+    """
+    rows = [
+        [own[0].label, _base(own[0]), *(_cell(line) for line in own)]
+        for own in zip(*lines.values(), strict=True)
+    ]
+    return Table(
+        TITLE if len(lines) == 1 else f"{TITLE}s",
+        f"{text} Mean ± standard error over prompts. Below it the change against the base model, "
+        "paired by prompt, and z, the change in standard errors: beyond ±2, set in bold, chance is "
+        "an unlikely cause of a single figure. The more figures one looks at, the likelier one of "
+        "them is bold by chance.",
+        ["Figure", "base", *lines],
+        rows,
+        name="evaluation",
+        chips=chips or {},
+        is_stacked=True,
+    )
 
 
-def _value(row: Row, key: str) -> Measure | None:
-    return None if row.get(key) is None else Measure(row[key], row.get(f"{key}_se"))
+def write_comparison(
+    path: Path,
+    *,
+    title: str,
+    adapters: Mapping[str, str],
+    lines: Mapping[str, Sequence[Line]],
+    samples: Sequence[Sample],
+    facts: Mapping[str, str],
+    config: str,
+) -> None:
+    """Writes the page of evaluated adapters, in one step; it has no script.
+
+    Args:
+        path: The page to be.
+        title: Heading.
+        adapters: Name to place of every adapter.
+        lines: What was measured, by adapter.
+        samples: Replies side by side, the base model's first; without any there is no section.
+        facts: What was evaluated, label to text.
+        config: Text of the resolved configuration.
+    """
+    origin = Table("", "", ["Adapter", "Folder"], list(adapters.items()), words=frozenset({1}))
+    blocks = [
+        *([bars] if (bars := _bars(lines)).groups else []),
+        comparison_table(lines, ""),
+        Samples(
+            "The first reply of each model to the same prompts, with its raw scores.",
+            samples,
+            ["base", *adapters],
+        ),
+        Origin("What one needs to repeat the evaluation.", {formats.CONFIG: config}, origin),
+    ]
+    write_page(path, Page(product="FIRM evaluation", title=title, blocks=blocks, facts=facts))
 
 
-def _difference(base: Row, aligned: Row, key: str) -> Measure | None:
-    both = base.get(key) is not None and aligned.get(key) is not None
-    return Measure(aligned[key] - base[key]) if both else None
+def bar(change: Measure, reach: float) -> Bar:
+    """Returns the place of a change on an axis that ends at ± `reach`.
+
+    >>> bar(Measure(0.2, 0.2), 0.4)
+    Bar(center=75.0, low=50.0, high=100.0)
+    """
+    se = change.se or 0.0
+    ends = change.mean, change.mean - se, change.mean + se
+    return Bar(*(50 + 50 * end / (reach or 1.0) for end in ends))
 
 
-def _label(score: str) -> str:
-    return "parse rate" if score == "parse" else score.replace("true_", "true ", 1)
+def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
+    """The changes of each score, with an axis that ends where the farthest error bar does."""
+    groups = {}
+    for own in zip(*lines.values(), strict=True):
+        changes = [
+            (name, line.change)
+            for name, line in zip(lines, own, strict=True)
+            if line.change and line.is_score
+        ]
+        if changes:
+            reach = max(abs(change.mean) + (change.se or 0.0) for _, change in changes)
+            groups[own[0].label] = [(n, change, bar(change, reach)) for n, change in changes]
+    return Bars(
+        "changes",
+        "Change of each score",
+        "Against the base model on the same prompts; bars are one standard error to both sides, "
+        "the middle line is no change. Every score has a scale of its own.",
+        groups,
+    )
+
+
+def _base(line: Line) -> str:
+    return formats.MISSING if line.name == "kl" else formats.measure(line.base)
+
+
+def _cell(line: Line) -> Cell:
+    change = None if line.name == "kl" else line.change  # the KL is a change itself
+    if change is None:
+        return Cell(formats.measure(line.aligned))
+    z = "" if change.z is None else f", z{formats.NBSP}{formats.number(change.z, is_signed=True)}"
+    text = f"{formats.measure(change, is_signed=True)}{z}"
+    return Cell(formats.measure(line.aligned), text, change.is_clear)

@@ -9,10 +9,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import repeat
-from math import isfinite
-from typing import Any
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from firm.report.tables import Series
 
 INK, MUTED, GRID, SURFACE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--surface)"
+
+NUM_BANDS = 6
+"""Around more lines, bands would hide one another."""
 
 Points = Iterable[tuple[float, float | None]]
 Trace = dict[str, Any]
@@ -158,3 +166,67 @@ def axis_title(text: str) -> dict[str, Any]:
 def nonempty(panels: Iterable[Panel]) -> list[Panel]:
     """Returns the panels that show anything."""
     return [panel for panel in panels if panel.figure["data"]]
+
+
+def series_panel(
+    name: str,
+    title: str,
+    series: Sequence["Series"],
+    *,
+    y_title: str,
+    over: Literal["rounds", "megabytes"] = "rounds",
+    num_bands: int = NUM_BANDS,
+    **y_axis: Any,
+) -> Panel:
+    """Returns lines with bands of one standard error, bands below all lines.
+
+    On a logarithmic axis no band reaches below a tenth of its line.
+
+    Args:
+        name: Of the panel, unique on its page.
+        title: Of the panel.
+        series: Means over seeds.
+        y_title: Quantity or unit.
+        over: What the x-axis counts.
+        num_bands: Around more lines there are no bands.
+        y_axis: As for `rounds_figure`.
+    """
+    least = 0.1 if y_axis.get("type") == "log" else -inf
+    has_bands = len(series) <= num_bands
+    traces = [_band(own, least) for own in series if has_bands and own.ses.any()]
+    for own in series:
+        points = list(zip(own.xs.tolist(), own.means.tolist(), strict=True))
+        size = 5 if len(points) <= 12 else 0
+        line = curve(points, own.key.label, own.key.color, size=size, dash=own.key.mark)
+        line["legendgroup"] = escape(own.key.label)  # a line and its band come and go together
+        if over == "megabytes":
+            line["hovertemplate"] = "%{fullData.name}<br>%{x:.4~g} MB: %{y:.4~g}<extra></extra>"
+        traces.append(line)
+    figure = rounds_figure(traces, y_title, **y_axis)
+    figure["layout"]["height"] = 300
+    if over == "megabytes":
+        end = max((float(own.xs[-1]) for own in series), default=0.0) or 1.0
+        x_axis = {"title": axis_title("uploaded so far (MB)"), "range": [-0.02 * end, 1.03 * end]}
+        figure["layout"] |= {"xaxis": style_layout(300, x_axis, {})["xaxis"]}
+    return Panel(name, title, figure)
+
+
+def _band(series: "Series", least: float) -> Trace:
+    """One standard error to both sides of the means, never below that share of a mean."""
+    upper, lower = series.means + series.ses, series.means - series.ses
+    if least > 0:
+        lower = np.maximum(lower, least * series.means)
+    return {
+        "type": "scatter",
+        "x": [*series.xs.tolist(), *series.xs[::-1].tolist()],
+        "y": [*upper.tolist(), *lower[::-1].tolist()],
+        "mode": "lines",
+        "line": {"color": series.key.color, "width": 0},
+        "fill": "toself",
+        "fillcolor": series.key.color,
+        "opacity": 0.18,
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": escape(series.key.label),
+        "name": escape(series.key.label),
+    }

@@ -1,11 +1,13 @@
 """How the page writes numbers."""
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from firm.report.comparison import Measure
+from firm.run.comparison import Measure
 
 MISSING = "–"
+CONFIG = "Configuration (config.yaml)"
 NBSP = "\N{NO-BREAK SPACE}"
 
 
@@ -87,6 +89,25 @@ def moment(text: str) -> str:
     '2026-01-05 09:30 UTC'
     """
     return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def count(number: int, noun: str, nouns: str | None = None) -> str:
+    """Returns a number of things.
+
+    >>> count(1, "round"), count(2, "round"), count(2, "entry", "entries")
+    ('1 round', '2 rounds', '2 entries')
+    """
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def shares(preference: Sequence[float] | None) -> str:
+    """Returns a preference as people write it."""
+    return "none" if preference is None else ", ".join(f"{share:.3g}" for share in preference)
+
+
+def vector(values: Sequence[float]) -> str:
+    """Returns a vector as people write it."""
+    return f"({', '.join(f'{value:.3g}' for value in values)})"
 
 
 def _with_sign(value: float, digits: str, is_signed: bool) -> str:

@@ -1,141 +1,249 @@
-"""The trade-off plane: where the rounds took the global model, one pair of objectives at a time."""
+"""The trade-off plane of any models: the rounds of a run, settings over seeds, or fronts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import combinations
+from math import isfinite
+from statistics import fmean, stdev
 from typing import Any
 
 from firm.report.drawing import (
     INK,
     MUTED,
     SURFACE,
+    Key,
     Panel,
     axis_title,
     error_bars,
-    nonempty,
     style_layout,
 )
-from firm.report.formats import number
-from firm.report.record import Record, score
-from firm.run.directory import Row
+
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
+"""One for each colour, so that no reader depends on colours."""
+KL = "KL from the base model (nats per reply)"
+REWARD = "mean reward in [0, 1]"
+MARGIN = 0.08
+"""Share of the points' span that a plane leaves free around them."""
+
+Place = Mapping[str, float]
+"""Rewards by objective, and the KL under `KL`."""
 
 
-def trade_off_planes(record: Record) -> list[Panel]:
-    """Returns one plane per pair of objectives; with a single one, its score against the KL."""
-    if len(record.objectives) == 1:
-        return nonempty([_trade_off(record, None, record.objectives[0])])
-    return nonempty(_trade_off(record, x, y) for x, y in combinations(record.objectives, 2))
+@dataclass(frozen=True)
+class Spot:
+    """A model, or the mean of several."""
+
+    place: Place
+    errors: Mapping[str, float | None]
+    """Standard errors of what stands in `place`."""
+    facts: Mapping[str, str]
+    """What the pointer shows, label to text."""
+    is_dominated: bool = False
+    """Whether another spot of its kind is better in all; it is drawn hollow."""
+    label: str = ""
+    """Stands below it."""
+    shade: float | None = None
+    """From 0, the base model, to 1, the last round; the colour deepens with it."""
+
+    @property
+    def hover(self) -> str:
+        """The facts as lines."""
+        return "<br>".join(escape(f"{label}: {text}") for label, text in self.facts.items())
 
 
-def final_test(record: Record) -> list[Row]:
-    """Returns the evaluations on the test split once the aligned model has one."""
-    rows = record.evaluations.get("test", [])
-    return rows if rows and rows[-1]["round"] > 0 else []
+@dataclass(frozen=True)
+class Cloud:
+    """Models that share a colour."""
+
+    key: Key
+    index: int
+    """Place among the symbols, from 0."""
+    models: Sequence[Spot]
+    """The models behind means of several, drawn small."""
+    means: Sequence[Spot]
+    """Means over seeds, or single models, drawn large."""
+    path: Sequence[int] = ()
+    """Which means a line joins, in this order."""
+
+    @property
+    def symbol(self) -> str:
+        """The form of its markers."""
+        return SYMBOLS[self.index % len(SYMBOLS)]
+
+    @property
+    def spots(self) -> list[Spot]:
+        """All of them, the means first."""
+        return [*self.means, *self.models]
 
 
-def _trade_off(record: Record, x: str | None, y: str) -> Panel:
-    """The plane of two scores, or of the KL (x is None) and a score."""
-    validation = [row for row in record.evaluations.get("validation", []) if _has(row, x, y)]
-    test = [row for row in final_test(record) if _has(row, x, y)]
-    traces = [
-        {
-            "x": [_coordinate(row, x) for row in validation],
-            "y": [_coordinate(row, y) for row in validation],
-            "error_x": _path_error(validation, test, x),
-            "error_y": _path_error(validation, test, y),
-            "customdata": _hover_data(record, validation),
-            "text": [_end_label(row, validation) for row in validation],
-            "textposition": "bottom center",
-            "cliponaxis": False,
-            "textfont": {"color": INK},
-            "mode": "lines+markers+text",
-            "name": "validation, after each round",
-            "line": {"color": MUTED, "width": 1},
-            "marker": {
-                "color": [row["round"] for row in validation],
-                "colorscale": [[0, "var(--round-first)"], [1, "var(--round-last)"]],
-                "cmin": 0,
-                "cmax": max(record.num_rounds, 1),
-                "size": 10,
-                "line": {"color": SURFACE, "width": 1},
-            },
-            "hovertemplate": _plane_hover(record, "validation", x, y),
-        },
-        {
-            "x": [_coordinate(row, x) for row in test],
-            "y": [_coordinate(row, y) for row in test],
-            "error_x": error_bars([_score_se(row, x) for row in test], INK),
-            "error_y": error_bars([_score_se(row, y) for row in test], INK),
-            "customdata": _hover_data(record, test),
-            "mode": "lines+markers",
-            "name": "test, base and aligned",
-            "line": {"color": INK, "width": 1, "dash": "dot"},
-            "marker": {
-                "symbol": "diamond",
-                "size": 11,
-                "color": [f"var(--round-{'last' if row['round'] else 'first'})" for row in test],
-                "line": {"color": INK, "width": 1.5},
-            },
-            "hovertemplate": _plane_hover(record, "test", x, y),
-        },
-    ]
-    data = [{"type": "scatter", **trace} for trace in traces if trace["x"]]
-    layout = style_layout(460, {"title": _score_title(x)}, {"title": _score_title(y)})
-    layout["margin"] |= {"t": 28, "r": 28}
-    title = f"{y} against {x or 'KL'}"
-    return Panel(f"plane-{x}-{y}", title, {"data": data, "layout": layout})
+def mean_spot(spots: Sequence[Spot], facts: Mapping[str, str]) -> Spot:
+    """Returns the mean of models with its standard error over them; a single one is itself."""
+    if len(spots) == 1:
+        return spots[0]
+    keys = [key for key in spots[0].place if all(key in spot.place for spot in spots)]
+    values = {key: [spot.place[key] for spot in spots] for key in keys}
+    errors = {key: stdev(own) / len(own) ** 0.5 for key, own in values.items()}
+    return Spot({key: fmean(own) for key, own in values.items()}, errors, facts)
 
 
-def _score_title(name: str | None) -> dict[str, Any]:
-    if name is None:
-        return axis_title("KL from the base model (nats per reply)")
-    return axis_title(f"{escape(name)} (mean raw reward)")
+def axes_of(objectives: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the planes' axes, x and y: every pair, or the KL and a single objective."""
+    return list(combinations(objectives, 2)) if len(objectives) > 1 else [(KL, objectives[0])]
 
 
-def _has(row: Row, *names: str | None) -> bool:
-    return all(_coordinate(row, name) is not None for name in names)
+def planes(
+    name: str,
+    clouds: Sequence[Cloud],
+    objectives: Sequence[str],
+    *,
+    unit: str = REWARD,
+    base: Place | None = None,
+    reference: Place | None = None,
+) -> list[Panel]:
+    """Returns one plane per pair of objectives; with a single one, its reward against the KL.
 
+    The axes hold all models and the base model. A reference point that lies beyond them is among
+    the data, and a note says where it is.
 
-def _coordinate(row: Row, name: str | None) -> float | None:
-    return row.get("kl") if name is None else score(row, "scores", name, "mean")
-
-
-def _score_se(row: Row, name: str | None) -> float | None:
-    return None if name is None else score(row, "scores", name, "se")
-
-
-def _path_error(path: Sequence[Row], test: Sequence[Row], name: str | None) -> dict[str, Any]:
-    """Bars at both ends of the path, none between, where they would hide it.
-
-    Once the test split was scored, its points bear the bars.
+    Args:
+        name: Opens the panels' names.
+        clouds: The models.
+        objectives: Their names.
+        unit: Of the rewards.
+        base: Where the base model is.
+        reference: Where hypervolumes begin.
     """
-    ends = set() if test else {0, len(path) - 1}
-    ses = [_score_se(row, name) if index in ends else None for index, row in enumerate(path)]
-    return error_bars(ses, MUTED)
+    panels = []
+    for x, y in axes_of(objectives):
+        traces = [t for cloud in clouds for t in _traces(cloud, x, y) if t["x"]]
+        spots = [spot for cloud in clouds for spot in cloud.spots]
+        spots = [s for s in [*spots, Spot(base or {}, {}, {})] if _has(s.place, x, y)]
+        if base and _has(base, x, y):
+            traces.append(_mark(base, x, y, "base model", "asterisk-open", INK))
+        layout = style_layout(460, _axis(x, spots, unit), _axis(y, spots, unit))
+        layout["margin"] |= {"t": 28, "r": 28}
+        if reference and _has(reference, x, y):
+            traces.append(_mark(reference, x, y, "reference point", "cross-thin-open", MUTED))
+            if any(reference[n] < layout[a]["range"][0] for n, a in ((x, "xaxis"), (y, "yaxis"))):
+                layout["annotations"] = [_corner_note(reference, x, y)]
+        short = "KL" if x == KL else x
+        figure = {"data": traces, "layout": layout}
+        panels.append(Panel(f"{name}-{short}-{y}", f"{y} against {short}", figure))
+    return panels
 
 
-def _end_label(row: Row, rows: Sequence[Row]) -> str:
-    if row["round"] == 0:
-        return "base"
-    return f"round {row['round']}" if row is rows[-1] else ""
+def _traces(cloud: Cloud, x: str, y: str) -> list[dict[str, Any]]:
+    has_shades = any(spot.shade is not None for spot in cloud.means)
+    width = 1 if has_shades else 1.5
+    line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
+    is_whole = list(cloud.path) == list(range(len(cloud.means)))
+    means = _markers(cloud, cloud.means, x, y)
+    if is_whole and cloud.path:
+        means |= {"mode": f"lines+{means['mode']}", "line": line}
+        return [_markers(cloud, cloud.models, x, y), means]
+    ends = [cloud.means[index].place for index in cloud.path]
+    path = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [place[x] for place in ends],
+        "y": [place[y] for place in ends],
+        "name": escape(f"{cloud.key.label}, front"),
+        "line": line,
+        "hoverinfo": "skip",
+        "legendgroup": escape(cloud.key.label),
+        "showlegend": False,
+    }
+    return [path, _markers(cloud, cloud.models, x, y), means]
 
 
-def _hover_data(record: Record, rows: Sequence[Row]) -> list[list[Any]]:
-    """Round, KL and adapter of each point; the adapter is the last round's."""
-    places = {0: "none, the base model"}
-    if record.is_finished:
-        places[record.last_round] = escape(f"{record.name}/adapter")
-    return [
-        [row["round"], number(row.get("kl")), places.get(row["round"], "of this round not kept")]
-        for row in rows
+def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> dict[str, Any]:
+    shown = [spot for spot in spots if _has(spot.place, x, y)]
+    is_mean = spots is cloud.means
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [spot.place[x] for spot in shown],
+        "y": [spot.place[y] for spot in shown],
+        "name": escape(cloud.key.label if is_mean else f"{cloud.key.label}, single seeds"),
+        "customdata": [spot.hover for spot in shown],
+        "cliponaxis": False,
+        "marker": {
+            "symbol": [f"{cloud.symbol}{'-open' if s.is_dominated else ''}" for s in shown],
+            "size": 12 if is_mean else 7,
+            "color": cloud.key.color,
+            "opacity": 1.0 if is_mean else 0.6,
+            "line": {
+                "width": 1.5 if is_mean else 1,
+                "color": [cloud.key.color if s.is_dominated else SURFACE for s in shown],
+            },
+        },
+        "legendgroup": escape(cloud.key.label),
+        "showlegend": is_mean,
+        "hovertemplate": f"%{{customdata}}<br>{_coordinates(x, y)}<extra></extra>",
+    }
+    if is_mean:
+        trace |= {
+            f"error_{axis}": error_bars([spot.errors.get(key) for spot in shown], cloud.key.color)
+            for axis, key in (("x", x), ("y", y))
+        }
+    if any(spot.shade is not None for spot in shown):
+        scale = [[0, "var(--round-first)"], [1, "var(--round-last)"]]
+        shades = {"color": [s.shade for s in shown], "colorscale": scale, "cmin": 0, "cmax": 1}
+        trace["marker"] |= {**shades, "size": 10, "line": {"width": 1.5, "color": cloud.key.color}}
+    if any(spot.label for spot in shown):
+        trace["marker"] |= {"line": {"width": 1, "color": SURFACE}}
+        trace |= {
+            "mode": "markers+text",
+            "text": [escape(spot.label) for spot in shown],
+            "textposition": "bottom center",
+            "textfont": {"color": INK},
+        }
+    return trace
+
+
+def _mark(place: Place, x: str, y: str, name: str, symbol: str, color: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [place[x]],
+        "y": [place[y]],
+        "name": name,
+        "marker": {"symbol": symbol, "size": 13, "color": color, "line": {"width": 2}},
+        "hovertemplate": f"{name}<br>{_coordinates(x, y)}<extra></extra>",
+    }
+
+
+def _axis(name: str, spots: Sequence[Spot], unit: str) -> dict[str, Any]:
+    """An axis that holds all spots with their error bars."""
+    values = [
+        spot.place[name] + sign * (spot.errors.get(name) or 0.0)
+        for spot in spots
+        for sign in (-1, 1)
     ]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    gap = MARGIN * (high - low) or 0.05
+    title = name if name == KL else f"{escape(name)} ({unit})"
+    return {"title": axis_title(title), "range": [low - gap, high + gap]}
 
 
-def _plane_hover(record: Record, split: str, x: str | None, y: str) -> str:
-    names = [escape(name or "KL") for name in (x, y)]
-    shares = ", ".join(f"{share:g}" for share in record.preference or ())
-    return (
-        f"{split}, round %{{customdata[0]}}<br>{names[0]} %{{x:.3f}}<br>{names[1]} %{{y:.3f}}"
-        f"<br>preference {shares or 'none'}, seed {record.seed}"
-        "<br>KL %{customdata[1]}<br>adapter: %{customdata[2]}<extra></extra>"
-    )
+def _corner_note(reference: Place, x: str, y: str) -> dict[str, Any]:
+    return {
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0.99,
+        "y": 0.01,
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "text": f"↙ reference point ({reference[x]:g}, {reference[y]:g}), beyond the corner",
+        "font": {"color": MUTED, "size": 11},
+    }
+
+
+def _coordinates(x: str, y: str) -> str:
+    return f"{'KL' if x == KL else escape(x)} %{{x:.3f}}<br>{escape(y)} %{{y:.3f}}"
+
+
+def _has(place: Place, *names: str) -> bool:
+    return all(isfinite(place.get(name, float("nan"))) for name in names)

@@ -1,6 +1,6 @@
 """What a run directory says, at whatever stage the run is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -8,7 +8,7 @@ from typing import Any
 
 from firm.run.directory import Row, Run
 from firm.run.errors import UserError
-from firm.run.rows import TRAINING
+from firm.run.rows import SHAPES
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,28 @@ def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
     return known if len(known) == len(means) else None
 
 
+def final_row(record: Record) -> Row | None:
+    """Returns the evaluation of the final model on the test prompts, None until there is one."""
+    rows = record.evaluations.get("test", [])
+    trained = [row for row in rows if row["round"] > 0 or record.num_rounds == 0]
+    return trained[-1] if trained else None
+
+
+def final_reward(objective: str) -> Callable[[Record], float | None]:
+    """Returns the function that reads a run's final calibrated reward on the test prompts."""
+    return lambda record: score(final_row(record) or {}, "normalized", objective, "mean")
+
+
+def final_score(name: str) -> Callable[[Record], float | None]:
+    """Returns the function that reads another mean score of a run's final replies."""
+    return lambda record: score(final_row(record) or {}, "scores", name, "mean")
+
+
+def final_figure(key: str) -> Callable[[Record], float | None]:
+    """Returns the function that reads another figure of a run's final evaluation, such as kl."""
+    return lambda record: (final_row(record) or {}).get(key)
+
+
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     """The rows of one kind by rising round, the last one of each round and value of `key`."""
     latest = {(row["round"], row[key]): row for row in rows if row.get("kind") == kind}
@@ -134,7 +156,8 @@ def _as_one_training(row: Row) -> Row:
     trainings = row.get("by_objective")
     if not trainings:
         return row
-    keys = dict.fromkeys(key for each in trainings.values() for key in each if key in TRAINING)
+    seen = dict.fromkeys(key for each in trainings.values() for key in each)
+    keys = [key for key in seen if key in SHAPES["client"]]
     merged = {}
     for key in keys:
         values = {name: each[key] for name, each in trainings.items() if key in each}

@@ -1,10 +1,11 @@
-"""Replies of base and aligned model to the same prompts, side by side."""
+"""Replies of several models to the same prompts, side by side."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firm.report.record import Record
-from firm.run.directory import Row
+from firm.run.rows import Row
 
 ROLES = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]*")
 
@@ -26,21 +27,21 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The same prompt answered by base and aligned model."""
+class Sample:
+    """One prompt and the replies to it, the base model's first."""
 
-    turns: tuple[Turn, ...]
-    base: Reply
-    aligned: Reply | None
+    turns: Sequence[Turn]
+    replies: Sequence[Reply]
 
     def change(self, name: str) -> float | None:
-        """Score of the aligned reply minus that of the base reply."""
-        before = self.base.scores.get(name)
-        after = self.aligned.scores.get(name) if self.aligned else None
-        return None if before is None or after is None else after - before
+        """Returns the score of the second reply minus that of the first."""
+        scores = [reply.scores.get(name) for reply in self.replies[:2]]
+        if len(scores) < 2 or scores[0] is None or scores[1] is None:
+            return None
+        return scores[1] - scores[0]
 
 
-def sample_pairs(record: Record) -> list[Pair]:
+def samples_of(record: Record) -> list[Sample]:
     """Returns the base model's samples in file order, each with the latest reply to its prompt."""
     latest = max((row["round"] for row in record.samples), default=0)
     bases = [row for row in record.samples if row["round"] == 0]
@@ -48,12 +49,12 @@ def sample_pairs(record: Record) -> list[Pair]:
     for row in record.samples:
         if row["round"] == latest and latest > 0:
             replies.setdefault(row["prompt"], []).append(row)
-    pairs = []
+    samples = []
     for row in bases:
         matching = replies.get(row["prompt"])
-        aligned = _reply(matching.pop(0)) if matching else None
-        pairs.append(Pair(dialogue(row["prompt"]), _reply(row), aligned))
-    return pairs
+        aligned = [_reply(matching.pop(0))] if matching else []
+        samples.append(Sample(dialogue(row["prompt"]), [_reply(row), *aligned]))
+    return samples
 
 
 def dialogue(prompt: str) -> tuple[Turn, ...]:

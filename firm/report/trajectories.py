@@ -8,8 +8,7 @@ import numpy as np
 from scipy import stats
 
 from firm.fronts import total_variation
-from firm.report.record import Record
-from firm.report.settings import final_row
+from firm.report.record import Record, final_row
 from firm.run.directory import Row
 
 Figure = Callable[[Record], float]

@@ -2,7 +2,8 @@
 
 A configuration is a frozen dataclass filled from YAML and the command line (`run_cli`, `parse`). A
 `Run` is a directory that survives being killed at any moment, a `Sweep` a folder of them.
-`Tracker` forwards metrics to W&B when asked, `Progress` tells the person who waits.
+`Tracker` forwards metrics to W&B when asked, `Progress` informs the person who waits. A `Quantity`
+that is `register`ed stands on every page and figure.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
@@ -12,6 +13,7 @@ from firm.run.errors import UserError, exit_on_user_error
 from firm.run.files import make_private_folder
 from firm.run.names import check_folder_name, check_slugs, slug
 from firm.run.progress import Progress, print_table
+from firm.run.quantities import Quantity, register
 from firm.run.sweep import Outcome, Sweep, summarise
 from firm.run.tracking import Tracker, TrackingConfig
 
@@ -20,6 +22,7 @@ __all__ = [
     "OtherFormat",
     "Outcome",
     "Progress",
+    "Quantity",
     "Run",
     "Sweep",
     "Tracker",
@@ -35,6 +38,7 @@ __all__ = [
     "parse",
     "print_table",
     "read_yaml",
+    "register",
     "run_cli",
     "save_state",
     "slug",

@@ -85,36 +85,6 @@ SHARE, CORRELATION = Number(-SLACK, 1 + SLACK), Number(-1 - SLACK, 1 + SLACK)
 WEIGHT = Number(-SLACK, 1 + SLACK, may_lack=False)
 MEASURE = Fields({"mean": Number(may_lack=False), "se": AMOUNT}, required=("mean",))
 
-TRAINING: dict[str, Shape] = {
-    "num_examples": COUNT,
-    "num_steps": COUNT,
-    "weights": Several(Several(WEIGHT, "objectives")),
-    "gradient_norms": Several(Several(AMOUNT, "objectives")),
-    "cosines": Several(Several(CORRELATION, "pairs")),
-    "beta_effect": Several(Number(low=0, may_lack=False)),
-    "gram": Several(Several(NUMBER, "objectives"), "objectives"),
-    "reward_raw": ByName(NUMBER),
-    "reward_raw_std": ByName(AMOUNT),
-    "reward": ByName(NUMBER),
-    "reward_correlation": ByName(CORRELATION),
-    "reward_length_correlation": ByName(CORRELATION),
-    "reward_truncated_share": ByName(SHARE),
-    "kl": NUMBER,
-    "kl_coefficient": NUMBER,
-    "logprob_mismatch": AMOUNT,
-    "logprob_mismatch_per_reply": AMOUNT,
-    "entropy": NUMBER,
-    "clip_fraction": SHARE,
-    "policy_loss": ByName(NUMBER),
-    "value_loss": ByName(NUMBER),
-    "response_length": AMOUNT,
-    "end_share": SHARE,
-    "seconds": ByName(AMOUNT),
-    "bytes_down": COUNT,
-    "bytes_up": COUNT,
-}
-"""What a client tells of a local training."""
-
 SHAPES: dict[str, dict[str, Shape]] = {
     "run": {
         "objectives": Items(Text()),
@@ -125,7 +95,19 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "num_trainable": SIZE,
         "adapter_bytes": SIZE,
     },
-    "client": {"client": Text(), **TRAINING, "by_objective": ByName(Fields(TRAINING))},
+    "client": {
+        "num_examples": COUNT,
+        "num_steps": COUNT,
+        "gradient_norms": Several(Several(AMOUNT, "objectives")),
+        "gram": Several(Several(NUMBER, "objectives"), "objectives"),
+        "reward": ByName(NUMBER),
+        "logprob_mismatch": AMOUNT,
+        "logprob_mismatch_per_reply": AMOUNT,
+        "policy_loss": ByName(NUMBER),
+        "seconds": ByName(AMOUNT),
+        "bytes_down": COUNT,
+        "bytes_up": COUNT,
+    },
     "round": {
         "clients": Items(Text()),
         "failures": Items(Fields({"client": Text(), "reason": Text()}, ("client", "reason"))),
@@ -136,10 +118,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "bytes_down": COUNT,
         "bytes_up": COUNT,
         "weights": ByName(NUMBER),
-        "weights_spread": ByName(AMOUNT),
-        "drift": AMOUNT,
         "norm_ratio": AMOUNT,
-        "stationarity": NUMBER,
         "disagreement_bound": NUMBER,
         "improved": SHARE,
         "privacy": Fields(
@@ -160,22 +139,15 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "scores": ByName(MEASURE),
         "normalized": ByName(MEASURE),
         "change": ByName(MEASURE),
-        "kl": NUMBER,
         "kl_se": AMOUNT,
-        "length": AMOUNT,
-        "distinct_1": SHARE,
-        "distinct_2": SHARE,
-        "end_share": SHARE,
         "commonest_share": SHARE,
         "empty_share": SHARE,
-        "losses": ByName(NUMBER),
-        "accuracies": ByName(SHARE),
         "users": ByName(SHARE),
         "progress": ByName(ByName(NUMBER)),
     },
     "sample": {"prompt": Text(), "completion": Text(), "scores": ByName(NUMBER)},
 }
-"""Shapes of the fields that are read, by the kind of their row."""
+"""Shapes of the fields by the kind of their row; `firm.run.quantities` adds what pages draw."""
 NOISY: dict[str, Shape] = {
     "weights": Several(Several(Number(may_lack=False), "objectives")),
     "cosines": Several(Several(Number(may_lack=False), "pairs")),
@@ -246,6 +218,8 @@ def valid_row(
     if not isinstance(row, Mapping) or not isinstance(kind, str | None):
         return None, []
     shapes = SHAPES.get(kind or "", {})
+    if kind == "client":
+        shapes = {"client": Text(), **shapes, "by_objective": ByName(Fields(shapes))}
     if kind == "client" and "clipped" in row and "update_norm" not in row:
         shapes = {**shapes, **NOISY}
     rounds = Number(0, LAST_ROUND if last_round is None else last_round, True, may_lack=False)

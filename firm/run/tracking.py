@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, Self, TypeGuard
+from typing import Any, Literal, Self
 
 from firm.federation.outside import printable
 from firm.run.guard import drawing
+from firm.run.quantities import entries
 from firm.run.rows import valid_row, valid_rows
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,8 @@ class Tracker:
 def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, float]:
     """Returns the numbers of a row under flat names, such as "weights/helpful/client_0".
 
-    Lists over solves become their means. Rows without a round (the run's own) have no series.
+    Lists over solves become their means, and derived quantities are added. Rows without a round
+    (the run's own) have no series.
 
     Example:
         >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.25, 0.75], [1, 0]]}
@@ -201,33 +202,11 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
     before = [] if row["kind"] == "client" else [row["kind"]]
     before += [row["split"]] if "split" in row else []
     after = [row["client"]] if row["kind"] == "client" else []
-    pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
-    columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
     return {
-        "/".join([*before, name, *after]): value
-        for key, entry in row.items()
-        if key not in ("kind", "round", "client", "split")
-        for name, value in _series(key, entry, columns.get(key, ()))
+        "/".join([*before, *path, *after]): value
+        for path, value in entries(row, objectives)
+        if value is not None
     }
-
-
-def _series(name: str, entry: Any, columns: Sequence[str]) -> Iterator[tuple[str, float]]:
-    if isinstance(entry, Mapping):
-        for key, item in entry.items():
-            yield from _series(f"{name}/{key}", item, columns)
-    elif isinstance(entry, list) and entry and isinstance(entry[0], list):  # [S][columns]
-        if columns:  # other matrices, such as a Gram, are no series
-            for column, values in zip(columns, zip(*entry, strict=True), strict=True):
-                yield from _series(f"{name}/{column}", list(values), ())
-    elif isinstance(entry, list):
-        if known := [value for value in entry if _is_number(value)]:
-            yield name, fmean(known)
-    elif _is_number(entry):
-        yield name, float(entry)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, Any]:

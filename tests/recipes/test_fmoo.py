@@ -21,7 +21,7 @@ from firm.fmoo.models import MODELS
 from firm.jobs import fmoo as module
 from firm.jobs import fmoo_loading, fmoo_measures, fmoo_page
 from firm.jobs.fmoo_config import ClassicConfig, attack_on
-from firm.report.fmoo_figures import AlgorithmRuns
+from firm.report.tables import Setting
 from firm.run import Run, parse
 from firm.run.shipped import CONFIGS
 
@@ -199,7 +199,7 @@ def _measured(rows: list[dict], **algorithms: dict) -> dict[str, str]:
     cfg = replace(_config(Path("unused")), target_loss=0.5)
     short = replace(cfg.algorithms["firm"], rounds=2)
     cfg = replace(cfg, algorithms={"fedcmoo": cfg.algorithms["fedcmoo"], "firm": short})
-    runs = [AlgorithmRuns(name, 0, [rows, algorithms[name]]) for name in algorithms]
+    runs = [Setting(name, 0, [rows, algorithms[name]]) for name in algorithms]
     header, lines = fmoo_page.summary(cfg, runs)
     return {line[0]: dict(zip(header, line, strict=True)) for line in lines}
 
@@ -436,7 +436,7 @@ def test_a_poisoned_run_hides_no_other_of_the_study(study, tmp_path, value):
     for color, name in enumerate(SMALL):
         logs = [Run(out / name / f"seed_{seed}").checked_rows() for seed in (0, 1)]
         left_out = [text for _, texts in logs for text in texts]
-        runs.append(AlgorithmRuns(name, color, [rows for rows, _ in logs], left_out))
+        runs.append(Setting(name, color, [rows for rows, _ in logs], left_out))
     module.write_comparison(cfg, runs, splits, out)
     html = (out / "comparison.html").read_text()
     assert "firm, seed 1, is left out: no row of its log has valid losses and accuracies." in html
@@ -454,7 +454,7 @@ def test_a_study_of_which_nothing_is_valid_keeps_its_last_page(study, tmp_path, 
     out = tmp_path / "study"
     shutil.copytree(study, out)
     before = (out / "comparison.html").read_text()
-    runs = [AlgorithmRuns(name, 0, [[], []]) for name in SMALL]
+    runs = [Setting(name, 0, [[], []]) for name in SMALL]
     module.write_comparison(_config(out), runs, load_data(DataConfig()), out)
     assert (out / "comparison.html").read_text() == before
     assert [note.partition(" could")[0] for note in undrawn] == [

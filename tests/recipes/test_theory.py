@@ -105,10 +105,10 @@ def test_panels_show_points_fit_and_theorem(results):
 
 
 def test_a_page_that_cannot_be_drawn_leaves_the_figures(tmp_path, monkeypatch, undrawn):
-    def fail(study):
+    def fail(*_):
         raise ValueError("no")
 
-    monkeypatch.setattr(theory, "render_study", fail)
+    monkeypatch.setattr(theory, "write_page", fail)
     out, _ = run(tmp_path / "theory")
     assert (out / "slopes.csv").exists()
     assert undrawn == ["The page theory.html could not be drawn (ValueError: no)."]

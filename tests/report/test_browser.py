@@ -79,34 +79,36 @@ def test_every_marker_stands_where_metrics_jsonl_says(page, make_run) -> None:
         "plane-helpful-harmless": dict(
             zip(("validation, after each round", "test, base and aligned"), plane, strict=True)
         ),
-        "reward-harmless": per_client(lambda row: row["reward_raw"]["harmless"])
+        "reward_raw-harmless": per_client(lambda row: row["reward_raw"]["harmless"])
         | {
             "global model, validation": over_rounds(
                 validation, lambda row: row["scores"]["harmless"]["mean"]
             )
         },
-        "reward-spread": {
+        "reward_raw_std": {
             name: client_means(lambda row, key=name: row["reward_raw_std"][key]) for name in names
         },
-        "reward-correlation": {
+        "reward_correlation": {
             f"{a} / {b}": client_means(lambda row, key=f"{a}-{b}": row["reward_correlation"][key])
             for a, b in (names[:2], names[::2], names[1:])
         },
-        "reward-length": {
+        "reward_length_correlation": {
             name: client_means(lambda row, key=name: row["reward_length_correlation"][key])
             for name in names
         },
-        "truncated": {
+        "reward_truncated_share": {
             name: client_means(lambda row, key=name: row["reward_truncated_share"][key])
             for name in names
         }
         | {"replies that the length limit cut": client_means(lambda row: 1 - row["end_share"])},
-        "weights-spread": {
+        "weights_spread": {
             name: over_rounds(rounds, lambda row, key=name: row["weights_spread"][key])
             for name in names
         },
-        "stationarity": {"bound": over_rounds(rounds, lambda row: row["stationarity"])},
-        "drift": {"drift": over_rounds(rounds, lambda row: row["drift"])},
+        "stationarity": {
+            "Bound on Pareto stationarity": over_rounds(rounds, lambda row: row["stationarity"])
+        },
+        "drift": {"Client drift": over_rounds(rounds, lambda row: row["drift"])},
         "kl": per_client(lambda row: row["kl"])
         | {"global model, validation": over_rounds(validation, lambda row: row["kl"])},
     }

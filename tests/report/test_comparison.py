@@ -3,7 +3,8 @@ import json
 import pytest
 
 from firm.report import read_record
-from firm.report.comparison import Measure, best_comparison, compare
+from firm.report.comparison import best_comparison, comparison_of
+from firm.run.comparison import Measure
 
 
 def rows_of(run_path, **fields):
@@ -26,7 +27,7 @@ def test_there_is_no_comparison_before_both_models_were_evaluated(make_run):
     run_path = make_run("aligned only", num_done=2)
     kept = [row for row in rows_of(run_path) if row.get("round") != 0]
     (run_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    assert compare(read_record(run_path), "validation") is None
+    assert comparison_of(read_record(run_path), "validation") is None
 
 
 def test_the_change_is_the_paired_one_of_the_evaluation(make_run):
@@ -53,7 +54,7 @@ def test_a_side_figure_changes_by_the_difference_and_has_no_standard_error(make_
 def test_objectives_come_first_and_are_marked(make_run):
     comparison = best_comparison(read_record(make_run(objectives=("a", "b", "c"))))
     assert comparison is not None
-    assert [line.name for line in comparison.lines if line.is_objective] == ["a", "b", "c"]
+    assert [line.name for line in comparison.lines if line.is_score][:3] == ["a", "b", "c"]
     assert [line.name for line in comparison.lines][:3] == ["a", "b", "c"]
 
 

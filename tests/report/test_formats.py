@@ -1,7 +1,7 @@
 import pytest
 
 from firm.report import formats
-from firm.report.comparison import Measure
+from firm.run.comparison import Measure
 
 NBSP = "\N{NO-BREAK SPACE}"
 

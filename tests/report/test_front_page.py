@@ -18,16 +18,16 @@ from firm.fronts import (
     seed_hypervolumes,
 )
 from firm.report import read_record
-from firm.report.comparison import Measure
 from firm.report.formats import measure
 from firm.report.front_page import (
-    BOOTSTRAP_SEED,
     front_clouds,
-    front_study,
+    front_page,
     volumes_by_round,
     write_front_page,
 )
+from firm.report.front_tables import BOOTSTRAP_SEED
 from firm.report.ledger import total_bytes
+from firm.run.comparison import Measure
 from firm.run.errors import UserError
 
 OBJECTIVES = ("helpful", "harmless", "humorous")
@@ -87,12 +87,12 @@ def make_sweep(make_run):
 
 
 def study(fronts, runs, rewards):
-    return front_study(fronts, runs=runs, prompt_rewards=rewards, config="", title="A sweep")
+    return front_page(fronts, runs=runs, prompt_rewards=rewards, config="", title="A sweep")
 
 
 def table_of(study, title):
     """Row name -> heading -> cell, with plain spaces."""
-    (table,) = [table for table in (study.table, *study.tables) if table.title == title]
+    table = study.block(title)
     return {
         row[0]: dict(
             zip(
@@ -225,7 +225,7 @@ def test_the_hypervolume_over_the_rounds_is_that_of_the_validation(make_sweep):
             rows = [r.evaluations["validation"][at]["normalized"] for r in own]
             scores = [[row[name]["mean"] for name in front.objectives] for row in rows]
             assert value == pytest.approx(hypervolume(scores, front.reference))
-    panel = next(s for s in study(fronts, runs, rewards).sections if s.name == "hypervolume")
+    panel = next(s for s in study(fronts, runs, rewards).blocks if s.name == "hypervolume")
     line = next(
         t for t in panel.panels[0].figure["data"] if t.get("name") == "FIRM" and "fill" not in t
     )
@@ -248,7 +248,7 @@ def test_shares_stand_against_rewards_and_falls_are_told_in_words(make_sweep):
     worse = replace(front.points[2], rewards={"helpful": 0.3, "harmless": 0.3})
     fronts["FIRM"] = replace(front, points=(*front.points[:2], worse))
     made = study(fronts, runs, rewards)
-    (section,) = [s for s in made.sections if s.name == "preference"]
+    (section,) = [s for s in made.blocks if s.name == "preference"]
     line = next(t for t in section.panels[0].figure["data"] if t["name"] == "FIRM")
     assert line["x"] == [0.2, 0.5, 0.8]
     assert line["y"] == [p.rewards["helpful"] for p in fronts["FIRM"].points]

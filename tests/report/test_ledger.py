@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from firm.federation.client import Gradients
+from firm.federation.client import Client, Gradients
 from firm.federation.engines import LocalEngine
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES
@@ -35,7 +35,7 @@ class Batch:
         yield self.whole
 
 
-class Quadratic:
+class Quadratic(Client):
     """Objective j is the half squared distance to its own target, in many dimensions."""
 
     num_examples = 1

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from firm.fronts import Front, Point
-from firm.report import page, read_record, update_report, write_report
+from firm.report import page, read_record, run_page, update_report, write_report
 from firm.report.__main__ import main
 from firm.report.front_page import write_front_page
 from firm.report.settings_page import study_figures, write_study_page
@@ -89,6 +89,10 @@ def poisoned(row: dict[str, Any], place: Place, value: Any) -> dict[str, Any]:
     return row
 
 
+def html_of(run_path: Path) -> str:
+    return page.render(run_page.run_page(read_record(run_path)), inline=False)
+
+
 def figures_in(html: str) -> dict[str, Any]:
     found = re.search(r'id="figures">(.*?)</script>', html, re.DOTALL)
     assert found
@@ -136,7 +140,7 @@ def run_path(make_run) -> Path:
 def test_whatever_stands_in_a_field_the_page_is_drawn_and_shows_the_rest(run_path, kind):
     rows, rng = read(run_path), random.Random(kind)
     at = last(rows, kind)
-    other = page.render(read_record(run_path), inline=False)
+    other = html_of(run_path)
     expected = values_of(other, "entropy", "client_0")
     tried = set()
     for place in places(rows[at]):
@@ -145,7 +149,7 @@ def test_whatever_stands_in_a_field_the_page_is_drawn_and_shows_the_rest(run_pat
             changed = poisoned(rows[at], place, VALUES[name])
             write(run_path, [*rows[:at], changed, *rows[at + 1 :]])
             record = read_record(run_path)
-            html = page.render(record, inline=False)
+            html = page.render(run_page.run_page(record), inline=False)
             assert values_of(html, "entropy", "client_0") == expected, (place, name)
             for text in record.left_out:
                 assert escape(text, quote=True).replace("&#x27;", "&#39;") in html, (place, name)
@@ -158,11 +162,11 @@ def test_a_row_of_which_nothing_is_valid_hides_no_other(run_path, name):
     for kind in ("client", "round", "evaluation"):
         row = rows[last(rows, kind)]
         row |= dict.fromkeys(row.keys() - {"kind", "round", "client", "split"}, VALUES[name])
-    before = values_of(page.render(read_record(run_path), inline=False), "entropy", "client_0")
+    before = values_of(html_of(run_path), "entropy", "client_0")
     write(run_path, rows)
-    html = page.render(read_record(run_path), inline=False)
+    html = html_of(run_path)
     assert values_of(html, "entropy", "client_0") == before
-    assert "reward-helpful" in figures_in(html)
+    assert "reward_raw-helpful" in figures_in(html)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_the_page_names_what_is_not_valid_and_keeps_it_out_of_the_figures(
     rows = read(run_path)
     rows[last(rows, "client")][field] = value
     write(run_path, rows)
-    html = page.render(read_record(run_path), inline=False)
+    html = html_of(run_path)
     assert f"1 entry in the log of demo is not valid and left out: {told}" in html
     if field in ("kl", "entropy"):
         rest = [row[field] for row in rows if row.get("client") == "client_1"][:1]
@@ -200,9 +204,9 @@ def test_a_ratio_of_valid_norms_past_all_floats_is_left_out_of_its_line(make_run
     rows = read(run_path)
     rows[last(rows, "client")]["gradient_norms"] = [[1e30, 1e-300]]
     write(run_path, rows)
-    html = page.render(read_record(run_path), inline=False)
-    assert len(values_of(html, "norm-ratio", "client_0")) == 2
-    assert len(values_of(html, "norm-ratio", "client_1")) == 1
+    html = html_of(run_path)
+    assert len(values_of(html, "norm_ratio", "client_0")) == 2
+    assert len(values_of(html, "norm_ratio", "client_1")) == 1
 
 
 def test_of_many_entries_that_are_not_valid_the_first_are_named(make_run):
@@ -212,11 +216,11 @@ def test_of_many_entries_that_are_not_valid_the_first_are_named(make_run):
         if row["kind"] == "client":
             row["kl"] = math.nan
     write(run_path, rows)
-    html = page.render(read_record(run_path), inline=False)
+    html = html_of(run_path)
     assert "16 entries in the log of demo are not valid and left out: kl of client_0 in" in html
     assert html.count("kl of client_") == page.NUM_LEFT_OUT
     assert "and 11 more." in html
-    assert "not valid" not in page.render(read_record(make_run("calm")), inline=False)
+    assert "not valid" not in html_of(make_run("calm"))
 
 
 def test_a_row_that_a_client_passes_off_as_the_runs_own_does_not_become_it(run_path):
@@ -260,15 +264,15 @@ def test_a_section_that_cannot_be_drawn_is_a_note_in_its_place(make_run, monkeyp
         raise ZeroDivisionError("by <b>nothing</b>")
 
     def infinite(record):
-        section = page.SECTIONS["training"](record)
+        section = run_page.SECTIONS["training"](record)
         section.panels[0].figure["data"][0]["y"][0] = math.inf
         return section
 
     run_path = make_run(num_done=2)
-    whole = set(figures_in(page.render(read_record(run_path), inline=False)))
-    broken = {**page.SECTIONS, "rewards": fail, "cost": infinite}
-    monkeypatch.setattr(page, "SECTIONS", broken)
-    html = page.render(read_record(run_path), inline=False)
+    whole = set(figures_in(html_of(run_path)))
+    broken = {**run_page.SECTIONS, "rewards": fail, "cost": infinite}
+    monkeypatch.setattr(run_page, "SECTIONS", broken)
+    html = html_of(run_path)
     note = (
         "The section &#39;Rewards&#39; could not be drawn (ZeroDivisionError: by &lt;b&gt;nothing"
     )
@@ -276,7 +280,7 @@ def test_a_section_that_cannot_be_drawn_is_a_note_in_its_place(make_run, monkeyp
     assert start < html.index(note) < html.index("</section>", start)
     assert '<section id="cost">' in html
     left = set(figures_in(html))
-    assert left == whole - {"reward-helpful", "reward-harmless", "bytes", "seconds"}
+    assert left == whole - {"reward_raw-helpful", "reward_raw-harmless", "bytes", "seconds"}
     assert [note[:27] for note in undrawn] == [
         "The section 'Rewards' could",
         "The section 'Cost' could no",
@@ -290,12 +294,12 @@ def test_summary_facts_comparison_and_samples_have_notes_above_the_figures(
     def fail(*_):
         raise ValueError("no")
 
-    for name in ("_summary", "_facts", "best_comparison", "sample_pairs"):
-        monkeypatch.setattr(page, name, fail)
-    html = page.render(read_record(make_run(num_done=2)), inline=False)
+    for name in ("_summary", "_facts", "best_comparison", "samples_of"):
+        monkeypatch.setattr(run_page, name, fail)
+    html = html_of(make_run(num_done=2))
     assert len(undrawn) == 4
     assert html[: html.index("<main>")].count("could not be drawn (ValueError: no)") == 4
-    assert "reward-helpful" in figures_in(html)
+    assert "reward_raw-helpful" in figures_in(html)
 
 
 def test_training_goes_on_where_the_page_cannot_be_written(make_run, monkeypatch, undrawn):

@@ -1,14 +1,14 @@
 import json
 
 from firm.report import read_record
-from firm.report.samples import Turn, dialogue, sample_pairs
+from firm.report.samples import Turn, dialogue, samples_of
 
 
 def write_samples(run_path, *rows):
     keys = ("round", "prompt", "completion", "scores")
     lines = [json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows]
     (run_path / "samples.jsonl").write_text("".join(lines))
-    return sample_pairs(read_record(run_path))
+    return samples_of(read_record(run_path))
 
 
 def test_replies_to_the_same_prompt_stand_side_by_side(make_run):
@@ -19,7 +19,9 @@ def test_replies_to_the_same_prompt_stand_side_by_side(make_run):
         (8, "q", "aligned to q", {"a": 0.75}),
         (8, "p", "aligned to p", {"a": 0.25}),
     )
-    assert [(pair.base.text, pair.aligned.text) for pair in pairs if pair.aligned] == [
+    assert [
+        (pair.replies[0].text, pair.replies[1].text) for pair in pairs if len(pair.replies) > 1
+    ] == [
         ("base to p", "aligned to p"),
         ("base to q", "aligned to q"),
     ]
@@ -30,7 +32,7 @@ def test_the_second_reply_to_a_prompt_meets_the_second_one(make_run):
     pairs = write_samples(
         make_run(), (0, "p", "b1", {}), (0, "p", "b2", {}), (8, "p", "a1", {}), (8, "p", "a2", {})
     )
-    assert [(p.base.text, p.aligned.text) for p in pairs if p.aligned] == [
+    assert [tuple(reply.text for reply in p.replies) for p in pairs] == [
         ("b1", "a1"),
         ("b2", "a2"),
     ]
@@ -38,7 +40,7 @@ def test_the_second_reply_to_a_prompt_meets_the_second_one(make_run):
 
 def test_before_the_end_the_base_model_stands_alone(make_run):
     (pair,) = write_samples(make_run(), (0, "p", "b", {"a": 1.0}))
-    assert pair.aligned is None
+    assert len(pair.replies) == 1
     assert pair.change("a") is None
 
 

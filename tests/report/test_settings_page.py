@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 
 from firm.report import read_record
-from firm.report.cloud_plane import KL
-from firm.report.comparison import Measure
 from firm.report.formats import measure, size
 from firm.report.ledger import total_bytes, uploads_so_far
-from firm.report.settings import (
-    Setting,
-    final_row,
-    round_rows,
-    scales,
-    settings_of,
-    shared_samples,
-    stage_seconds,
-)
+from firm.report.plane import KL
+from firm.report.record import final_row
 from firm.report.settings_page import setting_clouds, study_figures, write_study_page
+from firm.report.settings_sections import shared_samples, stage_seconds
+from firm.report.tables import Setting, scales, settings_of
+from firm.run.comparison import Measure
 from firm.run.errors import UserError
 
 
@@ -147,9 +141,11 @@ def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
     runs["FSMGDA"] = [edit_rows(record, as_fsmgda) for record in runs["FSMGDA"]]
     shown = figures_in(write_study_page(tmp_path / "report.html", runs))
     assert line(shown, "weights-helpful", "FSMGDA")["y"] == [0.25] * 3
-    first, second = (round_rows(records[0])[1:] for records in runs.values())
-    assert [row["trained_reward"] for row in second] == [row["trained_reward"] for row in first]
-    assert stage_seconds(runs["FSMGDA"][0])["reward"] == pytest.approx(2 * 4 * 0.4)
+    first, second = settings_of(runs)
+    rewards = [s.curves("reward", name) for s in (first, second) for name in s.objectives]
+    assert rewards[0].equals(rewards[2])
+    assert rewards[1].equals(rewards[3])
+    assert stage_seconds(second)["reward"] == pytest.approx(2 * 4 * 0.4)
 
 
 def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tmp_path):
@@ -253,8 +249,9 @@ def test_a_study_under_way_has_a_page(make_study, make_run, tmp_path):
 
 def test_samples_are_the_prompts_that_all_answered(make_study):
     settings = settings_of(make_study("FIRM", "fixed", seeds=(0,)))
-    samples, names = shared_samples(settings)
-    assert names == ["base model", "FIRM, seed 0", "fixed, seed 10"]
+    block = shared_samples(settings)
+    samples = block.samples
+    assert block.models == ["base model", "FIRM, seed 0", "fixed, seed 10"]
     assert len(samples) == 5
     for sample in samples:
         assert len(sample.replies) == 3
@@ -277,7 +274,7 @@ def test_figures_for_a_paper_follow_the_sets(make_study, tmp_path):
 def test_settings_without_runs_keep_their_colour_free(make_study):
     runs = {"missing": [], **make_study("FIRM", seeds=(0,))}
     assert [(s.name, s.index) for s in settings_of(runs)] == [("FIRM", 1)]
-    assert Setting("FIRM", 1, runs["FIRM"]).key.label == "FIRM"
+    assert Setting("FIRM", 1, ()).key.label == "FIRM"
 
 
 @pytest.mark.parametrize("width", [390, 1280])

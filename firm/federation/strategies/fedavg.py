@@ -23,7 +23,7 @@ from firm.solvers import fixed_weights
 
 @dataclass(frozen=True)
 class ScalarConfig(StrategyConfig):
-    """Options of local training on a fixed weighted sum of the objectives."""
+    """What local training on a fixed weighted sum of the objectives leaves to choose."""
 
     weights: tuple[float, ...] | None = None
     """Weight of each objective, scaled to sum 1; null weighs them alike."""
@@ -68,7 +68,7 @@ class ScalarConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class FedAvgConfig(ScalarConfig):
-    """Options of FedAvg on a weighted sum."""
+    """What FedAvg on a weighted sum leaves to choose."""
 
     name: Literal["fedavg"] = "fedavg"
     """The strategy."""

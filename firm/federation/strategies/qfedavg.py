@@ -26,7 +26,7 @@ MIN_LOSS = 1e-10
 
 @dataclass(frozen=True)
 class QFedAvgConfig(ScalarConfig):
-    """Options of q-FedAvg."""
+    """What q-FedAvg leaves to choose."""
 
     name: Literal["qfedavg"] = "qfedavg"
     """The strategy."""

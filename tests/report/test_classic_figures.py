@@ -9,28 +9,21 @@ import plotly.graph_objects as go
 import pytest
 
 import firm.report
-from firm.report.drawing import INK, Key, Panel
-from firm.report.fmoo_figures import (
-    NUM_BANDS,
-    AlgorithmRuns,
+from firm.report.classic_figures import (
     Outcome,
-    Series,
     Users,
     curves_panel,
-    mean_of,
-    of_objective,
     points_panel,
     preference_plane,
     radar_panel,
     ratios_panel,
-    series_of,
-    uploaded,
     user_histograms,
-    worst_of,
 )
+from firm.report.drawing import INK, NUM_BANDS, Key, Panel
+from firm.report.tables import Series, Setting, series_of
 
 STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
-LEFT = of_objective("accuracies", "left")
+LEFT = ("accuracies", "left")
 
 
 def run(values, *, bytes_up=100, name="left"):
@@ -42,7 +35,7 @@ def run(values, *, bytes_up=100, name="left"):
 
 
 def algorithm(*seeds, name="FedCMOO", color=0):
-    return AlgorithmRuns(name, color, seeds)
+    return Setting(name, color, seeds)
 
 
 def series(xs, means, *, ses=None, name="FedCMOO"):
@@ -76,8 +69,8 @@ def every_panel() -> list[Panel]:
     both = ("<b>x</b>", "<b>y</b>")
     users = [Users(pair.key, np.array([[0.5, 0.9]]))]
     return [
-        curves_panel("a", "A", [pair], LEFT, y_title="accuracy", tickformat="~%"),
-        curves_panel("b", "B", [pair], LEFT, y_title="accuracy", over="megabytes"),
+        curves_panel("a", "A", [pair], *LEFT, y_title="accuracy", tickformat="~%"),
+        curves_panel("b", "B", [pair], *LEFT, y_title="accuracy", over="megabytes"),
         points_panel("d", "D", [series([1, 5], [0.2, 0.3], ses=[0.1, 0.1])],
                      x_title="<b>K</b>", y_title="y"),
         points_panel("e", "E", [series([0, 5], [0.2, 0.3])], x_title="bias", y_title="y",
@@ -91,45 +84,46 @@ def every_panel() -> list[Panel]:
 
 def test_a_value_stands_in_the_round_in_which_all_seeds_have_it():
     first, second = run([0.1, 0.2, 0.3]), run([0.3, 0.4])
-    found = series_of(algorithm(first, second), LEFT)
+    found = series_of(algorithm(first, second), *LEFT)
     assert found.xs.tolist() == [0, 1]
     assert found.means == pytest.approx([0.2, 0.3])
     assert found.ses == pytest.approx([0.1, 0.1])  # half the difference of two seeds
 
 
 def test_a_curve_ends_where_a_seed_diverges():
-    found = series_of(algorithm(run([0.1, 0.2, 0.3]), run([0.1, 0.2, float("nan")])), LEFT)
+    found = series_of(algorithm(run([0.1, 0.2, 0.3]), run([0.1, 0.2, float("nan")])), *LEFT)
     assert found.xs.tolist() == [0, 1]
 
 
 def test_a_running_mean_has_no_point_before_its_first_full_window():
     runs = algorithm(run([0.1, 0.3, 0.5, 0.1]), run([0.1, 0.3, 0.9, 0.1]))
-    found = series_of(runs, LEFT, window=3)
+    found = series_of(runs, *LEFT, window=3)
     assert found.xs.tolist() == [2, 3]
     assert found.means == pytest.approx([(0.9 + 1.3) / 6, (0.9 + 1.3) / 6])
     assert found.ses == pytest.approx([0.4 / 6, 0.4 / 6])  # half the difference of two seeds
-    assert series_of(runs, LEFT, window=5) is None
+    assert series_of(runs, *LEFT, window=5) is None
 
 
 def test_an_algorithm_without_the_quantity_is_left_out():
     unknown = algorithm(run([0.1], name="other"), name="FSMGDA")
-    panel = curves_panel("a", "A", [algorithm(run([0.1])), unknown], LEFT, y_title="y")
+    panel = curves_panel("a", "A", [algorithm(run([0.1])), unknown], *LEFT, y_title="y")
     assert list(lines(panel)) == ["FedCMOO"]
 
 
 def test_mean_and_worst_are_taken_over_the_objectives():
     row = {"round": 3, "accuracies": {"a": 0.2, "b": 0.6}, "losses": {"a": 2.0, "b": 0.5}}
-    assert mean_of("accuracies")(row) == pytest.approx(0.4)
-    assert worst_of("accuracies")(row) == 0.2
-    assert worst_of("losses")(row) == 2.0
-    assert mean_of("losses")({"round": 3}) is None
-    assert worst_of("losses")({"round": 3, "losses": {}}) is None
+    runs = algorithm([{"round": 0, "losses": {}}, row])
+    assert runs.curves("accuracies").loc[3].tolist() == pytest.approx([0.4])
+    assert runs.curves("accuracies", how="worst").loc[3].tolist() == [0.2]
+    assert runs.curves("losses", how="worst").loc[3].tolist() == [2.0]
+    assert algorithm([{"round": 3}]).curves("losses").empty
+    assert runs.curves("losses", how="worst").index.tolist() == [3]
 
 
 def test_uploaded_bytes_add_up_over_rows_and_rounds():
     rows = [{"round": 2, "bytes_up": 5}, {"round": 1, "bytes_up": 3}, {"round": 2, "bytes_up": 1}]
-    assert uploaded(rows) == {1: 3, 2: 9}
-    assert uploaded([{"round": 1, "losses": {"a": 1.0}}]) == {}
+    assert algorithm(rows).bytes_so_far("bytes_up")[0].to_dict() == {1: 3, 2: 9}
+    assert algorithm([{"round": 1, "losses": {"a": 1.0}}]).bytes_so_far("bytes_up").empty
 
 
 def test_megabytes_count_the_rounds_between_two_evaluations():
@@ -137,7 +131,7 @@ def test_megabytes_count_the_rounds_between_two_evaluations():
     rows += [{"round": 0, "accuracies": {"left": 0.1}}, {"round": 3, "accuracies": {"left": 0.5}}]
     other = [row | ({"bytes_up": 4_000_000} if "bytes_up" in row else {}) for row in rows]
     panel = curves_panel(
-        "a", "A", [algorithm(rows, other)], LEFT, y_title="accuracy", over="megabytes"
+        "a", "A", [algorithm(rows, other)], *LEFT, y_title="accuracy", over="megabytes"
     )
     assert lines(panel) == {"FedCMOO": [(0, 0.1), (9, 0.5)]}
     assert panel.figure["layout"]["xaxis"]["title"]["text"] == "uploaded so far (MB)"
@@ -145,12 +139,12 @@ def test_megabytes_count_the_rounds_between_two_evaluations():
 
 def test_without_counted_bytes_there_is_no_curve_over_megabytes():
     rows = [{"round": 0, "accuracies": {"left": 0.1}}]
-    assert series_of(algorithm(rows), LEFT, over="megabytes") is None
+    assert series_of(algorithm(rows), *LEFT, over="megabytes") is None
 
 
 def test_bands_are_one_standard_error_to_both_sides_and_lie_below_the_lines():
     panel = curves_panel(
-        "a", "A", [algorithm(run([0.1, 0.2]), run([0.3, 0.2]))], LEFT, y_title="accuracy"
+        "a", "A", [algorithm(run([0.1, 0.2]), run([0.3, 0.2]))], *LEFT, y_title="accuracy"
     )
     upper, lower = band(panel)
     assert upper == pytest.approx([0.3, 0.2])
@@ -159,7 +153,7 @@ def test_bands_are_one_standard_error_to_both_sides_and_lie_below_the_lines():
 
 
 def test_one_seed_has_no_band():
-    panel = curves_panel("a", "A", [algorithm(run([0.1, 0.2]))], LEFT, y_title="accuracy")
+    panel = curves_panel("a", "A", [algorithm(run([0.1, 0.2]))], *LEFT, y_title="accuracy")
     assert len(panel.figure["data"]) == 1
 
 
@@ -167,16 +161,16 @@ def test_many_lines_have_no_bands():
     pair = (run([0.1, 0.2]), run([0.3, 0.2]))
     for count in (NUM_BANDS, NUM_BANDS + 1):
         several = [algorithm(*pair, name=f"{place}") for place in range(count)]
-        traces = curves_panel("a", "A", several, LEFT, y_title="accuracy").figure["data"]
+        traces = curves_panel("a", "A", several, *LEFT, y_title="accuracy").figure["data"]
         assert len(traces) == (2 * count if count == NUM_BANDS else count)
 
 
 def test_on_a_log_axis_a_band_stays_positive():
     runs = algorithm(run([0.0]), run([0.2]), run([0.0]))  # the standard error is the mean
-    upper, lower = band(curves_panel("a", "A", [runs], LEFT, y_title="loss", type="log"))
+    upper, lower = band(curves_panel("a", "A", [runs], *LEFT, y_title="loss", type="log"))
     assert upper == pytest.approx([0.4 / 3])
     assert lower == pytest.approx([0.2 / 30])
-    assert band(curves_panel("a", "A", [runs], LEFT, y_title="loss"))[1] == pytest.approx([0.0])
+    assert band(curves_panel("a", "A", [runs], *LEFT, y_title="loss"))[1] == pytest.approx([0.0])
 
 
 def test_algorithms_past_the_colours_are_told_apart_by_their_line():
@@ -346,7 +340,7 @@ def test_every_colour_is_defined_for_light_and_dark():
 def test_names_cannot_bring_markup_into_a_figure():
     drawn = json.dumps([panel.figure for panel in every_panel()])
     named = algorithm(run([0.5]), name="<b>bold</b>")
-    drawn += json.dumps(curves_panel("a", "A", [named], LEFT, y_title="y").figure)
+    drawn += json.dumps(curves_panel("a", "A", [named], *LEFT, y_title="y").figure)
     drawn += json.dumps(radar_panel("a", "A", {named.key: [1, 2, 3]}, ["x", "y", "z"]).figure)
     assert "<b>" not in drawn
     assert "&lt;b&gt;bold" in drawn

@@ -2,16 +2,17 @@ import re
 
 import pytest
 
-from firm.report.comparison import Measure
-from firm.report.comparison_page import Figure, Row, Sample, bar, write_comparison
-from firm.report.samples import Reply, Turn
+from firm.report.comparison import bar, write_comparison
+from firm.report.samples import Reply, Sample, Turn
+from firm.run.comparison import Line, Measure
 
 HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7 * 7 }}"
 
 
-def row(name="helpful", *changes: Measure, is_score=True) -> Row:
-    figures = [Figure(Measure(1.0, 0.1), change) for change in changes]
-    return Row(name, Measure(0.5, 0.1), figures, is_score=is_score)
+def row(name="helpful", *changes: Measure, is_score=True) -> list[Line]:
+    """One line of each adapter."""
+    ends = Measure(0.5, 0.1), Measure(1.0, 0.1)
+    return [Line(name, *ends, change, is_score=is_score) for change in changes]
 
 
 @pytest.fixture
@@ -23,7 +24,10 @@ def write(tmp_path):
             path,
             title=title,
             adapters={name: f"runs/{name}/adapter" for name in adapters},
-            rows=[row("helpful", *changes)] if rows is None else rows,
+            lines={
+                name: [own[place] for own in rows or [row("helpful", *changes)]]
+                for place, name in enumerate(adapters)
+            },
             samples=samples,
             facts={"Base model": "models/base"},
             config="seed: 0\n",
@@ -62,7 +66,7 @@ def test_only_changes_beyond_two_standard_errors_are_bold(write):
 
 def test_kl_is_shown_without_a_change_because_it_is_one(write):
     html = write(rows=[row("kl", Measure(0.5, 0.1), Measure(0.5, 0.1), is_score=False)])
-    assert '<td data-label="base">–</td>' in html
+    assert re.findall(r'<td data-label="base"[^>]*>(.*)</td>', html) == ["–"]
     assert 'class="change' not in html
 
 
@@ -74,12 +78,11 @@ def test_scores_alone_are_drawn(write):
 
 
 def test_bars_end_at_the_edge_and_no_change_is_the_middle():
-    both = row("helpful", Measure(0.3, 0.1), Measure(-0.1, 0.1))
-    bars = [bar(both, figure.change) for figure in both.figures]
+    changes = Measure(0.3, 0.1), Measure(-0.1, 0.1)
+    bars = [bar(change, 0.4) for change in changes]
     assert (bars[0].center, bars[0].low, bars[0].high) == pytest.approx((87.5, 75, 100))
     assert (bars[1].center, bars[1].low, bars[1].high) == pytest.approx((37.5, 25, 50))
-    still = row("helpful", Measure(0.0, 0.0))
-    assert bar(still, still.figures[0].change).center == 50
+    assert bar(Measure(0.0, 0.0), 0.0).center == 50
 
 
 def test_replies_stand_side_by_side_and_many_are_folded(write):
@@ -110,7 +113,7 @@ def test_texts_are_shown_and_never_run(write):
 def test_the_page_asks_nothing_of_the_network_and_runs_no_script(write):
     html = write()
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src' in html
-    assert not re.findall(r"(?:src|href)=\"(?!data:)[^\"]+", html)
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]+", html)
     assert "@import" not in html
     assert "url(" not in html
     assert "prefers-color-scheme: dark" in html

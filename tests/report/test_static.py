@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from firm.fronts import exponential_average
-from firm.report.cloud_plane import Cloud, Spot
 from firm.report.drawing import Key
-from firm.report.paper import (
+from firm.report.plane import Cloud, Spot
+from firm.report.static import (
     COLUMN_IN,
     DPI,
     PAGE_IN,
@@ -100,8 +100,8 @@ def test_smoothing_is_the_running_average_of_each_seed():
 
 def test_one_seed_has_no_band():
     lines = [Curve(KEYS[0], [1, 2, 3], VALUES[:1])]
-    assert not curves_figure({"a": lines}, y_title="reward").figure.axes[0].collections
-    assert curves().figure.axes[0].collections
+    assert not curves_figure({"a": lines}, y_title="reward").figure.axes[0].patches
+    assert curves().figure.axes[0].patches
 
 
 def test_the_data_of_the_plane_are_its_spots(tmp_path):

@@ -8,20 +8,13 @@ import plotly.graph_objects as go
 import pytest
 
 import firm.report
-from firm.report import figures, read_record
+from firm.report import read_record
+from firm.report import run_figures as figures
 from firm.report.formats import number
-from firm.report.plane import trade_off_planes
+from firm.report.run_figures import trade_off_planes
+from firm.report.tables import Setting
 
-ALL_FIGURES = (
-    trade_off_planes,
-    figures.reward_curves,
-    figures.learned_and_true,
-    figures.reward_diagnostics,
-    figures.weight_curves,
-    figures.gradient_curves,
-    figures.training_curves,
-    figures.cost_curves,
-)
+SECTIONS = ("rewards", "diagnostics", "weights", "gradients", "training", "further")
 STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
 
 
@@ -36,8 +29,23 @@ def traces(panels, name):
     return {t["name"]: dict(zip(t["x"], t["y"], strict=True)) for t in panel.figure["data"]}
 
 
+def setting(record):
+    return Setting.of(record.name, 0, [record])
+
+
+def quantities(record, section):
+    return figures.quantity_panels(setting(record), section)[0]
+
+
 def every_figure(record):
-    return [panel for draw in ALL_FIGURES for panel in draw(record)]
+    run = setting(record)
+    panels = [panel for name in SECTIONS for panel in quantities(record, name)]
+    return [
+        *trade_off_planes(record),
+        *panels,
+        *figures.learned_and_true(run),
+        *figures.cost_curves(run),
+    ]
 
 
 def edit_rows(run_path, change):
@@ -49,9 +57,9 @@ def edit_rows(run_path, change):
 
 def test_reward_curves_hold_the_logged_values(make_run):
     run_path = make_run()
-    panels = figures.reward_curves(read_record(run_path))
+    panels = quantities(read_record(run_path), "rewards")
     for objective in ("helpful", "harmless"):
-        drawn = traces(panels, f"reward-{objective}")
+        drawn = traces(panels, f"reward_raw-{objective}")
         assert drawn.pop("global model, validation") == {
             row["round"]: row["scores"][objective]["mean"]
             for row in rows_of(run_path, kind="evaluation", split="validation")
@@ -72,7 +80,7 @@ def test_reward_curves_carry_the_standard_error_of_their_own_round(make_run):
         return None if row["kind"] == "evaluation" and row["round"] == 1 else row
 
     edit_rows(run_path, forget_round_1)
-    (panel, _) = figures.reward_curves(read_record(run_path))
+    (panel, _) = quantities(read_record(run_path), "rewards")
     curve = panel.figure["data"][-1]
     rows = rows_of(run_path, kind="evaluation", split="validation")
     assert curve["x"] == [0, 2, 3]
@@ -87,7 +95,9 @@ def test_the_plane_holds_base_model_rounds_and_test(make_run):
         rows = rows_of(run_path, kind="evaluation", split=split)
         assert trace["x"] == [row["scores"]["helpful"]["mean"] for row in rows]
         assert trace["y"] == [row["scores"]["harmless"]["mean"] for row in rows]
-        assert [entries[0] for entries in trace["customdata"]] == [row["round"] for row in rows]
+        assert [text.split("<br>")[:2] for text in trace["customdata"]] == [
+            [f"split: {split}", f"round: {row['round']}"] for row in rows
+        ]
     assert test["error_x"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
     assert test["error_y"]["array"] == [row["scores"]["harmless"]["se"] for row in rows]
     assert path["text"] == ["base", *[""] * 7, "round 8"]
@@ -111,9 +121,9 @@ def test_with_one_objective_the_plane_is_reward_against_kl(make_run):
 
 def test_weights_are_means_over_the_solves_of_a_round(make_run):
     run_path = make_run(objectives=("a", "b", "c"), num_clients=2)
-    panels = figures.weight_curves(read_record(run_path))
+    panels = quantities(read_record(run_path), "weights")
     for index, objective in enumerate("abc"):
-        drawn = traces(panels, f"weight-{objective}")
+        drawn = traces(panels, f"weights-{objective}")
         for client in ("client_0", "client_1"):
             for row in rows_of(run_path, kind="client", client=client):
                 mean = fmean(weights[index] for weights in row["weights"])
@@ -121,16 +131,16 @@ def test_weights_are_means_over_the_solves_of_a_round(make_run):
         for round_number, mean in drawn["mean over clients"].items():
             of_clients = [drawn[client][round_number] for client in ("client_0", "client_1")]
             assert mean == pytest.approx(fmean(of_clients), abs=1e-15)
-    spread = traces(panels, "weights-spread")
+    spread = traces(panels, "weights_spread")
     for row in rows_of(run_path, kind="round"):
         drawn = {name: points[row["round"]] for name, points in spread.items()}
         assert drawn == row["weights_spread"]
 
 
 def test_two_objectives_need_only_the_first_weight_and_one_none(make_run):
-    two = figures.weight_curves(read_record(make_run("two")))
-    one = figures.weight_curves(read_record(make_run("one", objectives=("helpful",))))
-    assert [panel.name for panel in two] == ["weight-helpful", "weights-spread"]
+    two = quantities(read_record(make_run("two")), "weights")
+    one = quantities(read_record(make_run("one", objectives=("helpful",))), "weights")
+    assert [panel.name for panel in two] == ["weights-helpful", "weights_spread"]
     assert one == []
     assert two[0].figure["layout"]["shapes"][0]["y0"] == 0.5
 
@@ -146,12 +156,12 @@ def test_gradient_curves_hold_cosines_ratios_and_beta_effect(make_run):
         return row
 
     edit_rows(run_path, known_gradients)
-    panels = figures.gradient_curves(read_record(run_path))
-    cosines = [traces(panels, f"cosine-{pair}")["client_1"][2] for pair in ("a-b", "a-c", "b-c")]
+    panels = quantities(read_record(run_path), "gradients")
+    cosines = [traces(panels, f"cosines-{pair}")["client_1"][2] for pair in ("a-b", "a-c", "b-c")]
     assert cosines == pytest.approx([0.2, -0.3, 0.4])
     # 4 and 3; the solve with a zero gradient has no ratio.
-    assert traces(panels, "norm-ratio")["client_1"][2] == pytest.approx(12**0.5)
-    assert traces(panels, "beta-effect")["client_1"][2] == pytest.approx(0.04)
+    assert traces(panels, "norm_ratio")["client_1"][2] == pytest.approx(12**0.5)
+    assert traces(panels, "beta_effect")["client_1"][2] == pytest.approx(0.04)
 
 
 def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
@@ -161,8 +171,8 @@ def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
         return {**row, "gradient_norms": [[1.0, 4.0]]} if row["kind"] == "client" else row
 
     edit_rows(run_path, larger_second)
-    panels = figures.gradient_curves(read_record(run_path))
-    assert traces(panels, "norm-ratio")["client_0"] == {1: pytest.approx(0.25)}
+    panels = quantities(read_record(run_path), "gradients")
+    assert traces(panels, "norm_ratio")["client_0"] == {1: pytest.approx(0.25)}
 
 
 def test_reward_diagnostics_are_means_over_the_clients_that_have_a_value(make_run):
@@ -179,20 +189,20 @@ def test_reward_diagnostics_are_means_over_the_clients_that_have_a_value(make_ru
         return row
 
     edit_rows(run_path, known_rewards)
-    panels = figures.reward_diagnostics(read_record(run_path))
-    assert traces(panels, "reward-spread")["b"] == {1: 1.5, 2: 1.5}
-    assert traces(panels, "reward-correlation")["a / c"] == {1: -0.5, 2: -0.5}
-    assert traces(panels, "reward-length").keys() == {"a", "c"}
-    assert traces(panels, "truncated")["c"] == {1: 0.5, 2: 0.5}
-    assert traces(panels, "truncated")[figures.CUT.label] == {1: 0.25, 2: 0.25}
+    panels = quantities(read_record(run_path), "diagnostics")
+    assert traces(panels, "reward_raw_std")["b"] == {1: 1.5, 2: 1.5}
+    assert traces(panels, "reward_correlation")["a / c"] == {1: -0.5, 2: -0.5}
+    assert traces(panels, "reward_length_correlation").keys() == {"a", "c"}
+    assert traces(panels, "reward_truncated_share")["c"] == {1: 0.5, 2: 0.5}
+    assert traces(panels, "reward_truncated_share")[figures.CUT.label] == {1: 0.25, 2: 0.25}
 
 
 def test_the_stationarity_bound_is_drawn_where_clients_sent_their_gram(make_run):
     sent, kept = read_record(make_run("sent", has_gram=True)), read_record(make_run("kept"))
-    assert traces(figures.gradient_curves(sent), "stationarity")["bound"] == {
-        row["round"]: row["stationarity"] for row in sent.rounds
-    }
-    assert "stationarity" not in [panel.name for panel in figures.gradient_curves(kept)]
+    assert traces(quantities(sent, "gradients"), "stationarity")[
+        "Bound on Pareto stationarity"
+    ] == {row["round"]: row["stationarity"] for row in sent.rounds}
+    assert "stationarity" not in [panel.name for panel in quantities(kept, "gradients")]
 
 
 def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(make_run):
@@ -210,7 +220,7 @@ def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(ma
         return row
 
     edit_rows(run_path, known_scores)
-    panels = figures.learned_and_true(read_record(run_path))
+    panels = figures.learned_and_true(setting(read_record(run_path)))
     drawn = traces(panels, "true-helpful")
     assert drawn["learned reward"] == pytest.approx({0: 0.0, 1: 0.5})
     assert drawn["true score"] == pytest.approx({0: 0.0, 1: -0.5})
@@ -221,11 +231,11 @@ def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(ma
 
 def test_training_curves_hold_the_logged_values(make_run):
     run_path = make_run()
-    panels = figures.training_curves(read_record(run_path))
+    panels = quantities(read_record(run_path), "training")
     (row,) = rows_of(run_path, kind="client", client="client_2", round=5)
     for name in ("kl", "kl_coefficient", "entropy", "response_length", "clip_fraction"):
         assert traces(panels, name)["client_2"][5] == row[name]
-    assert traces(panels, "value-loss-harmless")["client_2"][5] == row["value_loss"]["harmless"]
+    assert traces(panels, "value_loss-harmless")["client_2"][5] == row["value_loss"]["harmless"]
     (row,) = rows_of(run_path, kind="evaluation", split="validation", round=5)
     assert traces(panels, "kl")["global model, validation"][5] == row["kl"]
     assert traces(panels, "response_length")["global model, validation"][5] == row["length"]
@@ -233,7 +243,7 @@ def test_training_curves_hold_the_logged_values(make_run):
 
 def test_bytes_add_up_and_seconds_are_summed_over_clients(make_run):
     run_path = make_run(num_done=3)
-    panels = figures.cost_curves(read_record(run_path))
+    panels = figures.cost_curves(setting(read_record(run_path)))
     rounds = rows_of(run_path, kind="round")
     bytes_drawn = traces(panels, "bytes")
     assert bytes_drawn["clients to server"][3] == sum(row["bytes_up"] for row in rounds)
@@ -248,7 +258,7 @@ def test_bytes_add_up_and_seconds_are_summed_over_clients(make_run):
 
 def test_a_client_has_points_only_in_the_rounds_it_was_sampled_in(make_run):
     run_path = make_run(num_clients=6, clients_per_round=2)
-    drawn = traces(figures.training_curves(read_record(run_path)), "entropy")
+    drawn = traces(quantities(read_record(run_path), "training"), "entropy")
     for client, points in drawn.items():
         rows = rows_of(run_path, kind="client", client=client)
         assert list(points) == [row["round"] for row in rows]
@@ -268,9 +278,9 @@ def test_a_client_has_the_same_colour_and_dash_in_every_figure(make_run):
 
 
 def test_every_stage_of_a_local_step_has_its_own_colour(make_run):
-    record = read_record(make_run())
-    assert figures.stages(record) == list(figures.STAGES)
-    assert len({figures.stage_color(record, stage) for stage in figures.STAGES}) == 11
+    keys = figures.stage_keys([setting(read_record(make_run()))])
+    assert [key.label for key in keys] == list(figures.STAGES)
+    assert len({key.color for key in keys}) == 11
 
 
 def test_every_colour_is_defined_for_light_and_dark(make_run):
@@ -329,16 +339,16 @@ def test_the_weights_of_the_server_are_a_line_of_their_own(make_run):
 
     edit_rows(run_path, weigh)
     record = read_record(run_path)
-    (panel,) = figures.weight_curves(record)
+    (panel,) = quantities(record, "weights")
     (line,) = panel.figure["data"]
     assert line["name"] == "weights of the server"
     assert line["y"] == pytest.approx([0.1, 0.2, 0.3])
-    assert figures.has_server_weights(record)
+    assert figures.SERVER in figures.quantity_panels(setting(record), "weights")[1]
 
 
 def test_the_ledger_shows_what_others_would_have_sent(make_run):
     record = read_record(make_run(num_done=2))
-    lines = traces(figures.cost_curves(record), "bytes")
+    lines = traces(figures.cost_curves(setting(record)), "bytes")
     sizes = record.header["adapter_bytes"], 8 * record.header["num_trainable"]
     each = {"FedCMOO-A": sum(sizes), "FSMGDA": 2 * sizes[0]}
     for name, key in figures.WOULD_SEND.items():
@@ -349,7 +359,9 @@ def test_the_plane_tells_preference_seed_adapter_and_kl(make_run):
     run_path = make_run(num_done=2, seed=7)
     (panel,) = trade_off_planes(read_record(run_path))
     path, test = panel.figure["data"]
-    assert "preference none, seed 7" in path["hovertemplate"]
+    assert all("preference: none<br>seed: 7" in text for text in path["customdata"])
     rows = rows_of(run_path, kind="evaluation", split="test")
-    assert [entry[1] for entry in test["customdata"]] == [number(row["kl"]) for row in rows]
-    assert [entry[2] for entry in test["customdata"]] == ["none, the base model", "demo/adapter"]
+    assert [text.split("<br>")[-2:] for text in test["customdata"]] == [
+        [f"KL: {number(row['kl'])}", f"adapter: {adapter}"]
+        for row, adapter in zip(rows, ["none, the base model", "demo/adapter"], strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Figures for a paper: the plane and curves over the rounds as PNG and SVG, with their data as CSV.
+"""Figures for a paper: the pages' own figures as PNG and SVG, with their data as CSV.
 
 Drawn by matplotlib without its global state. The colours are those of the pages in light.
 """
@@ -8,6 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import unescape
 from importlib.resources import files
 from pathlib import Path
 from re import findall
@@ -22,19 +23,29 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from firm.fronts import exponential_average
-from firm.report.cloud_plane import KL, Cloud, Place, Spot, axes_of
-from firm.report.drawing import Key
+from firm.report.drawing import Key, Panel, Trace, series_panel
 from firm.report.page import replace_file
+from firm.report.plane import Cloud, Place, planes
+from firm.report.tables import Series, mean_and_error
 
 COLUMN_IN, PAGE_IN = 3.3, 6.8
 """Width of a figure over one column and over two, in inches."""
 PANEL_IN = 2.4
 """Height of a row of panels, in inches."""
-MARKERS = ("o", "s", "D", "^", "P", "X", "*", "p")
-"""One for each colour, in the order of the page's."""
+MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle-up": "^",
+    "cross": "P",
+    "x": "X",
+    "star": "*",
+    "pentagon": "p",
+    "asterisk-open": "*",
+}
 LINES = {"solid": "-", "dash": "--", "dot": ":"}
+POINTS_PER_PIXEL = {"line": 0.65, "marker": 0.45}
 DPI = 300
-BASE = "base model"
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -45,8 +56,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "firm",  # equal figures have equal files
 }
@@ -57,10 +66,17 @@ class Curve:
     """A quantity of one setting over the rounds."""
 
     key: Key
-    xs: Sequence[float]
+    xs: Sequence[float] | np.ndarray
     """Rounds, [T]."""
     values: np.ndarray
     """Of each seed, [S, T]."""
+
+    def smoothed(self, half_life: float | None) -> Series:
+        """Returns means over the seeds of each seed's running average, or of the plain values."""
+        values = np.asarray(self.values, dtype=float)
+        if half_life is not None:
+            values = exponential_average(values.T, half_life=half_life).T
+        return Series(self.key, np.asarray(self.xs, dtype=float), *mean_and_error(values))
 
 
 @dataclass(frozen=True)
@@ -97,32 +113,19 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
 
 
 def plane_figure(
-    clouds: Sequence[Cloud],
-    objectives: Sequence[str],
-    *,
-    base: Place | None = None,
+    clouds: Sequence[Cloud], objectives: Sequence[str], *, base: Place | None = None
 ) -> PaperFigure:
     """Returns the trade-off plane: one column wide with one pair of objectives, else two.
 
-    Means over the seeds are large with one standard error, models small, dominated ones hollow.
     The data are one row per mean or model.
 
     Args:
-        clouds: What is drawn, one colour and marker each.
-        objectives: Their names; with a single one its reward stands against the KL.
+        clouds: As for `planes`.
+        objectives: As for `planes`.
         base: Where the base model is.
     """
-    axes = axes_of(objectives)
-    with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(axes), num_keys=len(clouds) + bool(base))
-        for panel, (x, y) in zip(panels, axes, strict=True):
-            for cloud in clouds:
-                _draw_cloud(panel, cloud, x, y)
-            if base:
-                panel.plot([base[x]], [base[y]], "*", color="black", markersize=7, label=BASE)
-            panel.set(xlabel=x if x == KL else f"{x} (mean reward)", ylabel=f"{y} (mean reward)")
-        _legend(figure, panels[0])
-    names = list(dict.fromkeys(name for cloud in clouds for s in _spots(cloud) for name in s.facts))
+    figure = static_figure(planes("plane", clouds, objectives, base=base), has_titles=False)
+    names = list(dict.fromkeys(name for cloud in clouds for s in cloud.spots for name in s.facts))
     header = ["group", "kind", *names, *objectives, *(f"{n} error" for n in objectives)]
     rows = [
         [
@@ -130,11 +133,11 @@ def plane_figure(
             "point" if spot in cloud.means else "single seed",
             *(spot.facts.get(name, "") for name in names),
             *(spot.place[name] for name in objectives),
-            *(_cell(spot.errors.get(name)) for name in objectives),
+            *("" if (e := spot.errors.get(name)) is None else e for name in objectives),
             "yes" if spot.is_dominated else "no",
         ]
         for cloud in clouds
-        for spot in _spots(cloud)
+        for spot in cloud.spots
     ]
     return PaperFigure(figure, [*header, "dominated"], rows)
 
@@ -161,29 +164,47 @@ def curves_figure(
     Raises:
         ValueError: A half-life that is not positive, or values that are not finite.
     """
-    rows = []
-    keys = {curve.key.label for curves in panels.values() for curve in curves}
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _panels(len(panels), num_keys=len(keys))
-        for panel, (title, curves) in zip(axes, panels.items(), strict=True):
-            for curve in curves:
-                means, errors = _smoothed(curve, half_life)
-                color = light_color(curve.key.color)
-                style = LINES.get(curve.key.mark, "-")
-                panel.plot(curve.xs, means, style, color=color, label=curve.key.label)
-                if errors.any():
-                    panel.fill_between(
-                        curve.xs, means - errors, means + errors, color=color, alpha=0.18, lw=0
-                    )
-                rows += [
-                    [title, curve.key.label, x, float(mean), float(error), len(curve.values)]
-                    for x, mean, error in zip(curve.xs, means, errors, strict=True)
-                ]
-            panel.set(title=title, xlabel=x_title, ylabel=y_title)
-            panel.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        _legend(figure, *axes)
+    rows, drawn = [], []
+    for title, curves in panels.items():
+        series = [curve.smoothed(half_life) for curve in curves]
+        panel = series_panel(title, title, series, y_title=y_title, num_bands=len(series))
+        panel.figure["layout"]["xaxis"]["title"]["text"] = x_title
+        drawn.append(panel)
+        rows += [
+            [title, curve.key.label, x, float(mean), float(error), len(curve.values)]
+            for curve, own in zip(curves, series, strict=True)
+            for x, mean, error in zip(curve.xs, own.means, own.ses, strict=True)
+        ]
+    figure = static_figure(drawn)
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     header = ["panel", "setting", x_title, "mean", "standard error", "seeds"]
     return PaperFigure(figure, header, rows)
+
+
+def static_figure(panels: Sequence[Panel], *, has_titles: bool = True) -> Figure:
+    """Returns figures of a page side by side, drawn by matplotlib, with one legend below them.
+
+    Args:
+        panels: Lines, bands and markers over linear or logarithmic axes.
+        has_titles: Whether the panels' titles stand above them.
+    """
+    with matplotlib.rc_context(STYLE):
+        names = {t["name"] for panel in panels for t in panel.figure["data"] if _is_named(t)}
+        figure, all_axes = _grid(len(panels), num_keys=len(names))
+        for axes, panel in zip(all_axes, panels, strict=True):
+            layout = panel.figure["layout"]
+            for trace in panel.figure["data"]:
+                _draw(axes, trace)
+            for name in ("x", "y"):
+                own = layout[f"{name}axis"]
+                axes.set(**{f"{name}label": unescape(own["title"]["text"])})
+                if own.get("type") == "log":
+                    axes.set(**{f"{name}scale": "log"})
+            if has_titles:
+                axes.set_title(panel.title)
+        _legend(figure, all_axes)
+    return figure
 
 
 def light_color(color: str) -> str:
@@ -202,7 +223,52 @@ def _palette() -> dict[str, str]:
     return dict(findall(r"--([\w-]+): (#\w{6})", style.partition("}")[0]))
 
 
-def _panels(number: int, *, num_keys: int) -> tuple[Figure, list[Axes]]:
+def _is_named(trace: Trace) -> bool:
+    return trace.get("showlegend", True) and trace.get("hoverinfo") != "skip"
+
+
+def _draw(axes: Axes, trace: Trace) -> None:
+    """A line, a band or markers with error bars."""
+    xs, ys = np.array(trace["x"], dtype=float), np.array(trace["y"], dtype=float)
+    if "fill" in trace:
+        color = light_color(trace["fillcolor"])
+        axes.fill(xs, ys, color=color, alpha=trace["opacity"], linewidth=0)
+        return
+    label = unescape(trace["name"]) if _is_named(trace) else None
+    if "lines" in trace["mode"]:
+        line = trace["line"]
+        width = POINTS_PER_PIXEL["line"] * line["width"]
+        color, style = light_color(line["color"]), LINES.get(line.get("dash", "solid"), "-")
+        axes.plot(xs, ys, style, color=color, linewidth=width, label=label)
+        label = None
+    marker = trace.get("marker", {})
+    if "markers" not in trace["mode"] or not isinstance(marker.get("color"), str):
+        return
+    symbols = marker.get("symbol", "circle")
+    symbols = [symbols] * len(xs) if isinstance(symbols, str) else symbols
+    for place, symbol in enumerate(symbols):
+        name = symbol if symbol in MARKERS else symbol.removesuffix("-open")
+        errors = {}
+        for axis in ("x", "y"):
+            bars = trace.get(f"error_{axis}", {}).get("array")
+            errors[f"{axis}err"] = bars[place] if bars else None
+        color = light_color(marker["color"])
+        axes.errorbar(
+            xs[place],
+            ys[place],
+            **errors,
+            fmt=MARKERS[name],
+            color=color,
+            markersize=POINTS_PER_PIXEL["marker"] * marker["size"],
+            markerfacecolor=color if name == symbol else "white",
+            alpha=marker.get("opacity", 1.0),
+            elinewidth=0.7,
+            label=label,
+        )
+        label = None
+
+
+def _grid(number: int, *, num_keys: int) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels, and room for a legend below them."""
     num_columns = min(number, 3)
     num_rows = -(-number // max(num_columns, 1))
@@ -214,14 +280,14 @@ def _panels(number: int, *, num_keys: int) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def _legend(figure: Figure, *axes: Axes) -> None:
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend for all panels, below them."""
     entries: dict[str, Artist] = {}
     for panel in axes:
         handles, labels = panel.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    if BASE in entries:  # lines come before error bars, and the base model is to be last
-        entries[BASE] = entries.pop(BASE)
+    if "base model" in entries:  # lines come before markers, and the base model is to be last
+        entries["base model"] = entries.pop("base model")
     if len(entries) > 1:
         figure.legend(
             list(entries.values()),
@@ -230,52 +296,3 @@ def _legend(figure: Figure, *axes: Axes) -> None:
             ncols=2 if figure.get_figwidth() == COLUMN_IN else 4,
             frameon=False,
         )
-
-
-def _draw_cloud(panel: Axes, cloud: Cloud, x: str, y: str) -> None:
-    color = light_color(cloud.key.color)
-    marker = MARKERS[cloud.index % len(MARKERS)]
-    if cloud.path and x != KL:
-        ends = [cloud.means[index].place for index in cloud.path]
-        panel.plot(
-            [place[x] for place in ends],
-            [place[y] for place in ends],
-            LINES.get(cloud.key.mark, "-"),
-            color=color,
-            linewidth=0.9,
-        )
-    labels = iter([cloud.key.label])
-    for spots, size in ((cloud.models, 2.2), (cloud.means, 5.5)):
-        for spot in spots:
-            is_mean = spots is cloud.means
-            panel.errorbar(
-                [spot.place[x]],
-                [spot.place[y]],
-                xerr=spot.errors.get(x) if is_mean else None,
-                yerr=spot.errors.get(y) if is_mean else None,
-                fmt=marker,
-                color=color,
-                markersize=size,
-                markerfacecolor="white" if spot.is_dominated else color,
-                alpha=1.0 if is_mean else 0.6,
-                elinewidth=0.7,
-                label=next(labels, None) if is_mean else None,
-            )
-
-
-def _spots(cloud: Cloud) -> list[Spot]:
-    return [*cloud.means, *cloud.models]
-
-
-def _smoothed(curve: Curve, half_life: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error over the seeds, [T], of the curves as they are drawn."""
-    values = np.asarray(curve.values, dtype=float)
-    if half_life is not None:
-        values = exponential_average(values.T, half_life=half_life).T
-    if len(values) == 1:
-        return values[0], np.zeros_like(values[0])
-    return values.mean(axis=0), values.std(axis=0, ddof=1) / len(values) ** 0.5
-
-
-def _cell(value: float | None) -> float | str:
-    return "" if value is None else value

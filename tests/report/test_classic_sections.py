@@ -5,8 +5,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 
-from firm.report.fmoo_figures import AlgorithmRuns
-from firm.report.fmoo_sections import (
+from firm.report.classic_sections import (
     improved_section,
     parameter_section,
     preferences_section,
@@ -15,6 +14,7 @@ from firm.report.fmoo_sections import (
     users_section,
     weights_section,
 )
+from firm.report.tables import Setting
 
 NAN = float("nan")
 
@@ -34,7 +34,7 @@ def rounds(field, *values):
 
 
 def algorithm(*seeds, name="FedCMOO", color=0):
-    return AlgorithmRuns(name, color, seeds)
+    return Setting(name, color, seeds)
 
 
 def users(*accuracies, at=0):

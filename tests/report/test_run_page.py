@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from firm.report import figures, page, read_record, write_report
+from firm.report import read_record, write_report
+from firm.report import run_figures as figures
 from firm.report.__main__ import main
 
 HOSTILE = (
@@ -125,7 +126,7 @@ def test_the_page_carries_the_figures_as_they_were_drawn(make_run):
     run_path = make_run()
     drawn = figures_in(write(run_path))
     record = read_record(run_path)
-    (plane,) = page.plane.trade_off_planes(record)
+    (plane,) = figures.trade_off_planes(record)
     assert drawn[plane.name] == {"title": plane.title, "figure": plane.figure}
 
 
@@ -240,7 +241,7 @@ def test_what_comes_from_a_site_is_shown_and_never_run(make_run, text):
         assert words in tags.text
     assert text not in html or "<" not in text
     lines = figures_in(html)["kl"]["figure"]["data"]
-    assert {line["name"] for line in lines} <= {"client_0", figures.GLOBAL_MODEL}
+    assert {line["name"] for line in lines} <= {"client_0", figures.GLOBAL_MODEL.label}
 
 
 def test_only_scripts_with_a_fresh_nonce_may_run(make_run):
@@ -367,7 +368,7 @@ def test_a_run_with_privacy_tells_epsilon_and_lacks_what_clients_kept(make_run):
     keys = Tags(html[html.index('id="privacy"') :]).text
     assert figures.VIEWS["epsilon_server"].label in keys
     assert figures.VIEWS["epsilon_if_unknown"].label not in keys
-    assert not {"clipped", "drift", "weight-helpful", "kl_coefficient"} & set(drawn)
+    assert not {"clipped", "drift", "weights-helpful", "kl_coefficient"} & set(drawn)
 
 
 def test_without_noise_epsilon_is_infinite_and_without_privacy_not_spoken_of(make_run):

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from firm.report.drawing import Key, Panel
-from firm.report.page import Section
-from firm.report.study_page import Study, Table, render_study
+from firm.report.page import Origin, Page, Section, Table, render
 
 FIGURE = {"data": [{"type": "scatter", "x": [1], "y": [2]}], "layout": {"height": 340}}
 
@@ -18,16 +17,13 @@ def page() -> str:
         "drift", "The drift", "It <falls>.", [Panel("a", "Against B", FIGURE)], [Key("fit", "red")]
     )
     table = Table("Slopes", "By least squares.", ["what", "slope"], [["drift", "<b>−2</b>"]])
-    return render_study(
-        Study(
+    return render(
+        Page(
             product="laboratory",
             title="A study",
             summary=["It holds.", "Always."],
             facts={"Clients": "C = 4"},
-            sections=[section],
-            table=table,
-            method="By measuring.",
-            config="seed: 0",
+            blocks=[section, table, Origin("By measuring.", {"Configuration": "seed: 0"})],
         )
     )
 

@@ -1,0 +1,202 @@
+"""The tables of a sweep over preferences: hypervolumes, steering, models and costs."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from firm.fronts import (
+    Front,
+    bootstrap_hypervolume,
+    dominators,
+    monotone_violations,
+    non_dominated,
+    preference_correlations,
+    seed_hypervolumes,
+)
+from firm.report import formats
+from firm.report.ledger import total_bytes
+from firm.report.page import Table
+from firm.report.record import Record
+from firm.run.comparison import Measure, score_label
+
+NUM_RESAMPLES = 1000
+BOOTSTRAP_SEED = 0
+
+Runs = Mapping[str, Mapping[str, Record]]
+"""Records by method and name of the point."""
+
+
+def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
+    """By method and point the points of all fronts that dominate it."""
+    places = [(method, point.name) for method, front in fronts.items() for point in front.points]
+    scores = np.concatenate([front.scores() for front in fronts.values()])
+    return {
+        place: [places[index][1] for index in above]
+        for place, above in zip(places, dominators(scores), strict=True)
+    }
+
+
+def hypervolume_table(
+    fronts: Mapping[str, Front], prompt_rewards: Mapping[str, ArrayLike], notes: list[str]
+) -> Table:
+    """The hypervolumes; why one is missing is put into the notes."""
+    rows = []
+    for method, front in fronts.items():
+        told = [
+            _or_note(value, method, notes)
+            for value in (
+                lambda front=front: f"{front.hypervolume:.4f}",
+                lambda front=front: _seed_volumes(front),
+            )
+        ]
+        has_interval = told[0] != formats.MISSING and method in prompt_rewards
+        interval = _interval(front, prompt_rewards[method]) if has_interval else formats.MISSING
+        num_seeds = len({point.seed for point in front.points})
+        num_kept = int(non_dominated(front.scores()).sum())
+        kept = f"{num_kept} of {len(front.points)}"
+        rows.append([method, told[0], interval, told[1], str(num_seeds), kept])
+    first = next(iter(fronts.values()))
+    return Table(
+        "Hypervolume",
+        f"What the models on the test prompts dominate, measured from the reference point "
+        f"{formats.vector(first.reference)}. All: every point of every seed together. The "
+        f"interval, 95 % of {NUM_RESAMPLES} resamples of the prompts for these very models, says "
+        "nothing on other seeds. By seed: mean ± standard deviation of each seed's own front.",
+        [
+            "method",
+            "all",
+            "interval over prompts",
+            "by seed",
+            "seeds",
+            "not dominated in its front",
+        ],
+        rows,
+    )
+
+
+def _or_note(value: Callable[[], str], method: str, notes: list[str]) -> str:
+    """The cell, or a dash with the reason among the notes."""
+    try:
+        return value()
+    except ValueError as error:
+        note = f"{method} has no hypervolume of some kind: {error}"
+        if note not in notes:
+            notes.append(note)
+        return formats.MISSING
+
+
+def _seed_volumes(front: Front) -> str:
+    found = seed_hypervolumes(front)
+    return formats.measure(Measure(found.mean, found.sd))
+
+
+def _interval(front: Front, rewards: ArrayLike) -> str:
+    low, high = bootstrap_hypervolume(
+        rewards,
+        front.reference,
+        generator=np.random.default_rng(BOOTSTRAP_SEED),
+        num_resamples=NUM_RESAMPLES,
+    )
+    return f"{low:.4f} to {high:.4f}"
+
+
+def steering_table(fronts: Mapping[str, Front]) -> Table:
+    """Whether preferences steer, in figures and words, and how many models collapsed."""
+    objectives = next(iter(fronts.values())).objectives
+    rows = []
+    for method, front in fronts.items():
+        correlations = preference_correlations(front)
+        num_collapsed = sum(point.collapse is not None for point in front.points)
+        rows.append(
+            [
+                method,
+                *(formats.number(correlations[name], is_signed=True) for name in objectives),
+                f"{num_collapsed} of {len(front.points)}",
+                _violations(front),
+            ]
+        )
+    return Table(
+        "Preference and outcome",
+        "Spearman's rank correlation of an objective's share of the preference and its reward, "
+        "over all models; 1 is perfect steering. The falls are places where the mean reward is "
+        "lower at a higher share.",
+        ["method", *(f"ρ {name}" for name in objectives), "collapsed", "falls"],
+        rows,
+        words=frozenset({len(objectives) + 2}),
+    )
+
+
+def _violations(front: Front) -> str:
+    falls = [
+        f"{fall.objective} from share {fall.lower:.3g} to {fall.higher:.3g} "
+        f"by {formats.number(fall.fall)}"
+        for fall in monotone_violations(front)
+    ]
+    return "; ".join(falls) or "none"
+
+
+def point_table(fronts: Mapping[str, Front]) -> Table:
+    """Every model."""
+    objectives = next(iter(fronts.values())).objectives
+    beaten = beaten_by(fronts)
+    extras = dict.fromkeys(
+        name for front in fronts.values() for point in front.points for name in point.scores
+    )
+    labels = [score_label(name) for name in extras]
+    points = [(method, point) for method, front in fronts.items() for point in front.points]
+    columns = [("model", [point.name for _, point in points])]
+    if len(fronts) > 1:
+        columns.append(("method", [method for method, _ in points]))
+    columns.append(("preference", [formats.shares(point.preference) for _, point in points]))
+    for name in objectives:
+        measures = [Measure(point.rewards[name], point.errors[name]) for _, point in points]
+        columns.append((name, [formats.measure(measure) for measure in measures]))
+    for name, label in zip(extras, labels, strict=True):
+        columns.append((label, [formats.number(point.scores.get(name)) for _, point in points]))
+    columns.append(("KL", [formats.number(point.kl) for _, point in points]))
+    if any(point.collapse for _, point in points):
+        columns.append(("collapsed", [point.collapse or "no" for _, point in points]))
+    columns.append(("dominated by", [_names(beaten[method, p.name]) for method, p in points]))
+    return Table(
+        "Models",
+        "On the test prompts: rewards in [0, 1] ± standard error over the prompts, raw scores "
+        "beside them, KL from the base model in nats per reply. Dominated by models of any "
+        "method.",
+        [label for label, _ in columns],
+        [list(row) for row in zip(*(cells for _, cells in columns), strict=True)],
+        words=frozenset({1, len(columns) - 1} if len(fronts) > 1 else {len(columns) - 1}),
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    if len(names) > 2:
+        return f"{names[0]} and {len(names) - 1} more"
+    return ", ".join(names) or "none"
+
+
+def cost_table(fronts: Mapping[str, Front], runs: Runs) -> Table:
+    """What each method's runs sent and how long they trained."""
+    rows = []
+    for method, front in fronts.items():
+        records = [runs[method][p.name] for p in front.points if p.name in runs.get(method, {})]
+        up, down = (sum(total_bytes(r, key) for r in records) for key in ("bytes_up", "bytes_down"))
+        seconds = sum(row.get("seconds") or 0 for record in records for row in record.rounds)
+        trained = sum(bool(record.rounds) for record in records)
+        rows.append(
+            [
+                method,
+                str(len(front.points)),
+                str(trained),
+                formats.size(up),
+                formats.size(down),
+                formats.duration(seconds),
+            ]
+        )
+    return Table(
+        "Cost of a front",
+        "Measured bytes and the time spent in rounds, of all runs of a method together. Means of "
+        "adapters are models that need no training.",
+        ["method", "models", "trainings", "up", "down", "time in rounds"],
+        rows,
+    )

@@ -1,0 +1,439 @@
+"""The page of one run: `report.html`, rewritten after every round."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from markupsafe import Markup
+
+from firm.report import formats
+from firm.report import run_figures as figures
+from firm.report.comparison import Comparison, best_comparison, comparison_table
+from firm.report.drawing import INK, MUTED, Key
+from firm.report.ledger import WOULD_BE, total_bytes, uploads_so_far
+from firm.report.page import (
+    PAGE_NAME,
+    Block,
+    Headline,
+    Origin,
+    Page,
+    Samples,
+    Section,
+    Table,
+    alarms,
+    drawn_block,
+    drawn_part,
+    left_out_note,
+    write_page,
+)
+from firm.report.record import Record, read_record
+from firm.report.samples import samples_of
+from firm.report.tables import Setting
+from firm.run.guard import drawing
+from firm.run.quantities import shown
+
+
+def write_report(run_path: Path, *, final: bool) -> Path:
+    """Writes the report of a run, at whatever stage it is, and returns the page's path.
+
+    Args:
+        run_path: The run's directory.
+        final: Whether the run is over. The page then carries plotly itself and stands alone;
+            before, plotly.min.js lies beside it, so that rewriting it every round stays cheap.
+
+    Raises:
+        UserError: There is no run at `run_path`.
+        ValueError: One of its files is malformed.
+        OSError: The page cannot be written.
+    """
+    return write_page(run_path / PAGE_NAME, run_page(read_record(run_path)), final=final)
+
+
+def update_report(run_path: Path, *, final: bool = False) -> Path:
+    """Writes the report of a run as `write_report` does, but never raises, and returns its path.
+
+    A page that cannot be written, because the disk is full for example, is a warning: the run goes
+    on, and its next checkpoint reports the disk.
+    """
+    with drawing(f"The page {PAGE_NAME}"):
+        write_report(run_path, final=final)
+    return run_path / PAGE_NAME
+
+
+def run_page(record: Record) -> Page:
+    """Returns what the page of a run says; what cannot be drawn is a note in its place."""
+    notes: list[str] = []
+    part = partial(drawn_part, notes)
+    comparison = part("The comparison", lambda: best_comparison(record), None)
+    samples = part("The section 'Samples'", lambda: samples_of(record), [])
+    run = Setting.of(record.name, 0, [record])
+    blocks: dict[str, Block] = {
+        name: drawn_block(name.capitalize(), partial(draw, run), name=name)
+        for name, draw in SECTIONS.items()
+    }
+    if comparison:
+        blocks["evaluation"] = drawn_block(
+            "Evaluation", lambda: _evaluation(record, comparison), name="evaluation"
+        )
+    blocks["samples"] = Samples(
+        "The same prompts answered by the base model"
+        + (
+            " and by the aligned one; the small figures are the change of each score."
+            if samples and len(samples[0].replies) > 1
+            else "; the aligned model's replies follow at the end of the run."
+        ),
+        samples,
+        ["Base", "Aligned"],
+        has_changes=True,
+    )
+    failures = _failures(record)
+    if failures:
+        blocks["failures"] = failures
+    blocks["settings"] = _origin(record)
+    summary = part("The summary", lambda: _summary(record, comparison), "")
+    return Page(
+        product="FIRM run report",
+        title=record.name,
+        status=record.run.get("status", "unknown"),
+        summary=[summary],
+        facts=part("The list of facts", lambda: _facts(record), {}),
+        headlines=_headlines(record, comparison) if comparison else [],
+        stats=_stats(record, comparison) if record.rounds else [],
+        alarms=[(alarm.when, alarm.text) for alarm in alarms([record.header, *record.rounds])],
+        notices=[
+            *notes,
+            *([left_out_note(f"the log of {record.name}", o)] if (o := record.left_out) else []),
+            *_dropped_fields(record),
+            *([_failed(len(failures.rows))] if failures else []),
+        ],
+        blocks=[blocks[name] for name in ORDER if name in blocks],
+    )
+
+
+# --- The head -------------------------------------------------------------------------------------
+
+
+def _facts(record: Record) -> dict[str, str]:
+    """What the run is: label -> text; what its files do not say is left out."""
+    policy = record.settings.get("policy") or {}
+    num_trainable = record.header.get("num_trainable")
+    facts = {
+        "Model": policy.get("path"),
+        "Objectives": ", ".join(record.objectives),
+        "Clients": len(record.clients),
+        "Rounds": f"{record.last_round} of {record.num_rounds}",
+        "Trained parameters": None if num_trainable is None else f"{num_trainable:,}",
+        "Seed": record.settings.get("seed"),
+        "Commit": formats.commit(record.run["commit"]),
+        "Started": formats.moment(record.run["started"]),
+        "Log-probability mismatch": _mismatch(record),
+        "Privacy": _guarantee(record),
+    }
+    return {label: str(value) for label, value in facts.items() if value not in (None, "")}
+
+
+def _mismatch(record: Record) -> str | None:
+    """How far log-probabilities at generation are from a forward pass's in the first round."""
+    rows = [row for rows in record.trainings.values() for row in rows if row["round"] == 1]
+    means = []
+    for key in ("logprob_mismatch", "logprob_mismatch_per_reply"):
+        known = [row[key] for row in rows if row.get(key) is not None]
+        means += [fmean(known)] if known else []
+    return "{:.2g} nats per token, {:.2g} per reply".format(*means) if len(means) == 2 else None
+
+
+def _guarantee(record: Record) -> str | None:
+    """The (ε, δ) of the clients so far, where there is any."""
+    spent = record.rounds[-1].get("privacy") if record.rounds else None
+    if not spent:
+        return None
+    epsilon = "∞" if spent["epsilon"] is None else formats.number(spent["epsilon"])
+    return f"ε {epsilon}, δ {spent['delta']:g} per client"
+
+
+def _summary(record: Record, comparison: Comparison | None) -> str:
+    """What the run did to its objectives, in a sentence."""
+    if not record.evaluations:
+        return "The run has begun. Figures appear here as it writes them."
+    if comparison is None and not record.rounds:
+        return "The base model is evaluated. The first round of training is under way."
+    if comparison is None:
+        return (
+            f"{formats.count(record.last_round, 'round')} of training done. The aligned model has "
+            "not been compared with the base model yet."
+        )
+    changes = []
+    for objective in record.objectives:
+        line = comparison.line(objective)
+        if line is None or line.change is None:
+            continue
+        amount = formats.measure(line.change, is_signed=True)
+        if line.change.is_clear:
+            changes.append(f"{objective} {'rose' if line.change.mean > 0 else 'fell'} ({amount})")
+        else:
+            changes.append(f"{objective} did not change measurably ({amount})")
+    return (
+        f"After {formats.count(comparison.round, 'round')} on "
+        f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the mean "
+        f"reward against the base model, ± standard error, on {comparison.num_prompts} "
+        f"{comparison.split} prompts."
+    )
+
+
+def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
+    headlines = []
+    for line in comparison.lines:
+        if line.name in record.objectives and line.is_score:
+            ends = [formats.number(m.mean if m else None) for m in (line.base, line.aligned)]
+            notes = [" → ".join(ends)]
+            if truth := comparison.line(f"true_{line.name}"):
+                notes.append(f"true score {formats.measure(truth.change, is_signed=True)}")
+            value = formats.measure(line.change, is_signed=True)
+            color = figures.objective_color(record, line.name)
+            headlines.append(Headline(line.name, color, value, notes))
+    return headlines
+
+
+def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str, str]]:
+    stats = []
+    labels = {"kl": "KL, nats per reply", "length": "Reply length, tokens", "parse": "Parse rate"}
+    for name, label in labels.items() if comparison else ():
+        if comparison and (line := comparison.line(name)):
+            has_base = line.base and name != "kl"
+            base = f"base {formats.number(line.base.mean)}" if line.base and has_base else ""
+            stats.append((label, formats.number(line.aligned and line.aligned.mean), base))
+    both = sum(total_bytes(record, key) for key in ("bytes_up", "bytes_down"))
+    seconds = sum(row.get("seconds") or 0 for row in record.rounds)
+    return [
+        *stats,
+        ("Sent, both ways", formats.size(both), ""),
+        ("Time in rounds", formats.duration(seconds), ""),
+    ]
+
+
+def _dropped_fields(record: Record) -> list[str]:
+    """A sentence on what the server did not take over from clients."""
+    counts: Counter[str] = Counter()
+    for row in record.rounds:
+        counts.update({name: n or 0 for name, n in (row.get("dropped_fields") or {}).items()})
+    if not +counts:
+        return []
+    clients = ", ".join(f"{name} ({count})" for name, count in (+counts).items())
+    return [f"Fields that the server does not know were dropped from the metrics of {clients}."]
+
+
+def _failed(count: int) -> str:
+    return Markup('<a href="#failures">{}</a> left out of the average.').format(
+        formats.count(count, "failed update")
+    )
+
+
+# --- The sections ---------------------------------------------------------------------------------
+
+
+def _trade_off(run: Setting) -> Section:
+    record = run.records[0]
+    has_several = len(record.objectives) > 1
+    has_path, has_test = record.evaluations.get("validation"), figures.final_test(record)
+    path = [Key("validation, by round", "var(--round-last)", "path")] if has_path else []
+    test = [Key("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
+    return Section(
+        "trade-off",
+        "The trade-off" if has_several else "Reward against KL",
+        (
+            "Each point is the global model after a round, scored on the validation prompts; "
+            "its colour deepens from the base model on. "
+            if path
+            else ""
+        )
+        + ("Up and to the right is better. " if has_several else "Up is better. ")
+        + ("Diamonds are base and aligned model on the test prompts. " if test else "")
+        + "Bars: one standard error.",
+        figures.trade_off_planes(record) if record.objectives else [],
+        path + test,
+    )
+
+
+def _evaluation(record: Record, comparison: Comparison) -> Table:
+    return comparison_table(
+        {"aligned": comparison.lines},
+        f"{comparison.num_prompts} {comparison.split} prompts, the same for both; aligned is the "
+        f"global model after round {comparison.round}.",
+        chips={name: figures.objective_color(record, name) for name in record.objectives},
+    )
+
+
+def _truth(run: Setting) -> Section:
+    has_truth = bool(figures.true_scores(run.records[0]))
+    return Section(
+        "truth",
+        "Learned and true scores" if has_truth else "Other scores",
+        "Solid: what the reward model says. Dotted: the true score of the same replies. Where "
+        "the solid line rises and the dotted one does not, the reward is being hacked. Both "
+        "are changes since the base model, in standard deviations of its score over prompts."
+        if has_truth
+        else "What is measured on the validation prompts beside the rewards.",
+        figures.learned_and_true(run),
+        [Key("learned reward", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
+    )
+
+
+def _quantities(run: Setting, name: str, title: str, text: str) -> Section:
+    """All registered quantities of a section."""
+    panels, keys = figures.quantity_panels(run, name)
+    drawn = {panel.name for panel in panels}
+    helps = [
+        quantity.help
+        for quantity in shown(name)
+        if quantity.help and any(panel.startswith(quantity.name) for panel in drawn)
+    ]
+    if any(key == figures.SERVER for key in keys):
+        helps.append("Here the server finds the weights, for all clients alike.")
+    return Section(name, title, " ".join(filter(None, [text, *helps])), panels, keys)
+
+
+def _cost(run: Setting) -> Section:
+    would_send = _would_send(run.records[0])
+    return Section(
+        "cost",
+        "Bytes and seconds",
+        "What the federation sent so far, as serialised, and where the time went: bars are "
+        "seconds per stage summed over the clients, the line is the elapsed time of the round."
+        + would_send,
+        figures.cost_curves(run),
+        [
+            figures.UP,
+            figures.DOWN,
+            *(figures.WOULD_SEND.values() if would_send else ()),
+            *figures.stage_keys([run]),
+            Key("whole round", INK),
+        ],
+    )
+
+
+def _would_send(record: Record) -> str:
+    """What other algorithms would have uploaded, in a sentence; empty where it is not known."""
+    ends = {name: uploads_so_far(record, name)[-1:] for name in WOULD_BE}
+    if len(record.objectives) < 2 or not all(ends.values()):
+        return ""
+    others = " and ".join(f"{formats.size(end[0][1])} with {name}" for name, end in ends.items())
+    return (
+        f" The clients sent {formats.size(total_bytes(record, 'bytes_up'))} up; with as many "
+        f"clients it would have been {others}, by the sizes of what these send: the adapter and "
+        "the uncompressed Jacobian, and one adapter per objective."
+    )
+
+
+def _privacy(run: Setting) -> Section:
+    panels, keys = figures.privacy_curves(run)
+    return Section(
+        "privacy",
+        "Privacy spent",
+        "ε of a client so far: how well those who know all but its data can tell whether it "
+        "is this client or another. Below 1 is strong, above 10 close to none. It holds for "
+        "the adapters and for noisy statistics, not for checkpoints, which hold the clients' "
+        "own states.",
+        panels,
+        keys,
+    )
+
+
+def _failures(record: Record) -> Table | None:
+    rows = [
+        [str(row["round"]), failure["client"], failure["reason"]]
+        for row in record.rounds
+        for failure in row.get("failures") or ()
+    ]
+    if not rows:
+        return None
+    return Table(
+        "Failures",
+        "Updates that did not arrive or were refused; their clients count as not sampled in that "
+        "round.",
+        ["Round", "Client", "Reason"],
+        rows,
+        words=frozenset({1, 2}),
+        name="failures",
+    )
+
+
+def _origin(record: Record) -> Origin:
+    calibrations = record.header.get("calibration") or {}
+    rows = [
+        [
+            name,
+            ", ".join(
+                f"{key.replace('_', ' ')} "
+                f"{formats.number(value) if isinstance(value, int | float) else value}"
+                for key, value in calibration.items()
+            ),
+        ]
+        for name, calibration in calibrations.items()
+    ]
+    colors = {name: figures.objective_color(record, name) for name in record.objectives}
+    table = Table("", "", ["Reward", "Map to [0, 1]"], rows, words=frozenset({1}), chips=colors)
+    run = json.dumps(record.run, indent=2, ensure_ascii=False)
+    files = {formats.CONFIG: record.config, "Program and versions (run.json)": run}
+    return Origin(
+        "What one needs to repeat the run: the frozen map of rewards to [0, 1], the resolved "
+        "configuration, and the versions.",
+        {heading: text for heading, text in files.items() if text.strip("{} \n")},
+        table if rows else None,
+    )
+
+
+SECTIONS: dict[str, Callable[[Setting], Section]] = {
+    "trade-off": _trade_off,
+    "rewards": partial(
+        _quantities,
+        name="rewards",
+        title="Rewards by round",
+        text="Bold: mean reward of the global model on the validation prompts, with its standard "
+        "error. Thin: what each client saw on its own prompts while it trained.",
+    ),
+    "truth": _truth,
+    "diagnostics": partial(
+        _quantities,
+        name="diagnostics",
+        title="Can the rewards be trusted?",
+        text="What the reward models said of the clients' training replies, mean over clients.",
+    ),
+    "weights": partial(_quantities, name="weights", title="Weights of the clients", text=""),
+    "gradients": partial(_quantities, name="gradients", title="Conflict of the gradients", text=""),
+    "training": partial(
+        _quantities,
+        name="training",
+        title="Health of the training",
+        text="Thin: each client, mean over its round. Bold: the global model on the validation "
+        "prompts.",
+    ),
+    "further": partial(
+        _quantities,
+        name="further",
+        title="Further quantities",
+        text="Thin: each client, mean over its round.",
+    ),
+    "cost": _cost,
+    "privacy": _privacy,
+}
+"""The parts of the page that hold figures; one without figures is left out."""
+ORDER = (
+    "trade-off",
+    "evaluation",
+    "rewards",
+    "truth",
+    "samples",
+    "diagnostics",
+    "weights",
+    "gradients",
+    "training",
+    "further",
+    "cost",
+    "privacy",
+    "failures",
+    "settings",
+)
+"""The page's blocks: what came out, what it looks like, how it came about, what it cost."""

@@ -1,0 +1,88 @@
+"""The aligned model beside the base model: every score and side figure of two evaluations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from firm.run.quantities import QUANTITIES
+
+CLEAR_Z = 2.0
+"""Standard errors from which on a change is called one."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A mean with its standard error, where there is one."""
+
+    mean: float
+    se: float | None = None
+
+    @property
+    def z(self) -> float | None:
+        """The mean in standard errors."""
+        return self.mean / self.se if self.se else None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether chance is an unlikely cause of a mean that is not zero."""
+        return self.z is not None and abs(self.z) >= CLEAR_Z
+
+
+@dataclass(frozen=True)
+class Line:
+    """One score or side figure: base model, aligned model, and their difference per prompt."""
+
+    name: str
+    base: Measure | None
+    aligned: Measure | None
+    change: Measure | None
+    is_score: bool = True
+    """Whether it is a reward or another score of the replies."""
+
+    @property
+    def label(self) -> str:
+        """Its name on pages."""
+        side = QUANTITIES.get(("evaluation", self.name))
+        if side and not self.is_score:
+            return f"{side.title} ({side.unit})"
+        return score_label(self.name)
+
+
+def score_label(name: str) -> str:
+    """Returns a score's name on pages.
+
+    >>> score_label("parse"), score_label("true_helpful")
+    ('parse rate', 'true helpful')
+    """
+    return "parse rate" if name == "parse" else name.replace("true_", "true ", 1)
+
+
+def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
+    """Returns base against aligned model, all scores first, from their rows of one split.
+
+    The change of a score is the one that the evaluation paired by prompt; its standard error is
+    smaller than that of two independent means.
+    """
+    lines = [
+        Line(
+            name,
+            _measure(base.get("scores"), name),
+            _measure(aligned.get("scores"), name),
+            _measure(aligned.get("change"), name),
+        )
+        for name in aligned.get("scores") or {}
+    ]
+    for kind, name in QUANTITIES:
+        if kind == "evaluation" and isinstance(aligned.get(name), int | float):
+            before, after = (
+                None if row.get(name) is None else Measure(row[name], row.get(f"{name}_se"))
+                for row in (base, aligned)
+            )
+            change = Measure(after.mean - before.mean) if before and after else None
+            lines.append(Line(name, before, after, change, is_score=False))
+    return lines
+
+
+def _measure(scores: Mapping[str, Any] | None, name: str) -> Measure | None:
+    entry = (scores or {}).get(name) or {}
+    return None if entry.get("mean") is None else Measure(entry["mean"], entry.get("se"))

@@ -1,0 +1,352 @@
+"""The quantities that runs log: what pages, figures, tables and W&B call and draw them.
+
+Whoever logs a number of its own adds one entry by `register`: it then stands on the page of a run,
+on that of a study, among the figures with their data, and its values are checked when a log is
+read. Numbers without an entry reach W&B all the same.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean
+from typing import Any, Literal
+
+from firm.run.rows import (
+    AMOUNT,
+    CORRELATION,
+    NUMBER,
+    SHAPES,
+    SHARE,
+    WEIGHT,
+    ByName,
+    Number,
+    Several,
+    Shape,
+)
+
+Kind = Literal["client", "round", "evaluation"]
+Lines = Literal["clients", "clients and mean", "means"]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A logged number."""
+
+    name: str
+    """Its field in the rows."""
+    title: str
+    """Above its figure; {} stands for the objective, the pair, or both objectives of two."""
+    unit: str
+    """Beside the axis."""
+    help: str = ""
+    """A sentence on what it says, for the text of its section."""
+    kind: Kind = "client"
+    """The rows that hold it."""
+    section: str = "further"
+    """The part of a run's page that shows it; none where it is empty."""
+    by: Literal["", "objective", "pair"] = ""
+    """Whether there is one for all, one by objective, or one by pair of objectives."""
+    lines: Lines = "clients"
+    """A line for each client, with or without their mean, or the mean by objective alone."""
+    evaluated: str = ""
+    """The field of evaluations that holds the same for the global model."""
+    reference: float | Literal["1/M"] | None = None
+    """Where a dashed line lies."""
+    axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
+    """Further attributes of plotly's y-axis."""
+    is_share: bool = False
+    """Whether the values of all objectives sum to one, so that of two the first says it all."""
+    is_compared: bool = False
+    """Whether pages of several settings show it, too."""
+    shape: Shape = NUMBER
+    """What a valid entry of a row is."""
+    of: Callable[[Mapping[str, Any]], float | None] | None = None
+    """Derives it from a row that does not hold it."""
+
+
+QUANTITIES: dict[tuple[Kind, str], Quantity] = {}
+"""By kind of row and name, in the order in which pages show them."""
+
+
+def register(quantity: Quantity) -> Quantity:
+    """Adds a quantity, or replaces the one of its name and kind, and returns it."""
+    QUANTITIES[quantity.kind, quantity.name] = quantity
+    if quantity.of is None:
+        SHAPES[quantity.kind][quantity.name] = quantity.shape
+    return quantity
+
+
+def shown(section: str) -> list[Quantity]:
+    """Returns the quantities of a section in order."""
+    return [quantity for quantity in QUANTITIES.values() if quantity.section == section]
+
+
+def entries(
+    row: Mapping[str, Any], objectives: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], float | None]]:
+    """Yields the numbers of a row with their path, such as ("weights", "helpful").
+
+    Lists over solves become their means; what is no number is left out. Derived quantities follow.
+
+    Args:
+        row: A valid row.
+        objectives: Names of the M objectives, which name the columns of lists of lists.
+    """
+    pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
+    columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
+    for key, entry in row.items():
+        if key not in ("kind", "round", "client", "split"):
+            yield from _numbers((key,), entry, columns.get(key, ()))
+    for (kind, name), quantity in QUANTITIES.items():
+        if quantity.of and kind == row.get("kind") and (value := quantity.of(row)) is not None:
+            yield (name,), value
+
+
+def _numbers(
+    path: tuple[str, ...], entry: Any, columns: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], float | None]]:
+    if isinstance(entry, Mapping):
+        for key, item in entry.items():
+            yield from _numbers((*path, key), item, columns)
+    elif isinstance(entry, list) and entry and isinstance(entry[0], list):  # [S][columns]
+        if columns:  # other matrices, such as a Gram, are no series
+            for column, values in zip(columns, zip(*entry, strict=True), strict=True):
+                yield from _numbers((*path, column), list(values), ())
+    elif isinstance(entry, list):
+        if known := [value for value in entry if _is_number(value)]:
+            yield path, fmean(known)
+    elif entry is None or _is_number(entry):
+        yield path, None if entry is None else float(entry)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _norm_ratio(row: Mapping[str, Any]) -> float | None:
+    """Geometric mean of a round's norm ratios: first over second, or largest over smallest."""
+    ratios = []
+    for norms in row.get("gradient_norms") or ():
+        if len(norms) < 2 or not all(norms):
+            continue  # a zero gradient has no ratio
+        ratio = norms[0] / norms[1] if len(norms) == 2 else max(norms) / min(norms)
+        ratios.append(math.log(ratio))
+    return math.exp(fmean(ratios)) if ratios else None
+
+
+SIDES = {"range": [-1.05, 1.05]}
+PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
+
+for _quantity in (
+    Quantity(
+        "reward_raw",
+        "{}",
+        "mean raw reward",
+        section="rewards",
+        by="objective",
+        evaluated="scores",
+        axis={},
+        shape=ByName(NUMBER),
+    ),
+    Quantity(
+        "reward_raw_std",
+        "Spread of the rewards",
+        "SD of raw reward",
+        "Replies with nearly equal rewards teach little.",
+        section="diagnostics",
+        by="objective",
+        lines="means",
+        shape=ByName(AMOUNT),
+    ),
+    Quantity(
+        "reward_correlation",
+        "Reward against reward",
+        "correlation",
+        section="diagnostics",
+        by="pair",
+        lines="means",
+        reference=0.0,
+        axis=SIDES,
+        shape=ByName(CORRELATION),
+    ),
+    Quantity(
+        "reward_length_correlation",
+        "Reward against reply length",
+        "correlation",
+        "A reward that follows the length of the reply invites padding.",
+        section="diagnostics",
+        by="objective",
+        lines="means",
+        reference=0.0,
+        axis=SIDES,
+        shape=ByName(CORRELATION),
+    ),
+    Quantity(
+        "reward_truncated_share",
+        "Texts cut short",
+        "share",
+        "A text that was cut short was not judged whole.",
+        section="diagnostics",
+        by="objective",
+        lines="means",
+        axis=PERCENT,
+        shape=ByName(SHARE),
+    ),
+    Quantity(
+        "weights",
+        "λ of {}",
+        "mean weight λ",
+        "λ says how much each objective's gradient counts in a client's step; with FIRM each "
+        "client finds its own, and at the dashed line all objectives count alike.",
+        section="weights",
+        by="objective",
+        lines="clients and mean",
+        reference="1/M",
+        axis={"range": [-0.02, 1.02]},
+        is_share=True,
+        is_compared=True,
+        shape=Several(Several(WEIGHT, "objectives")),
+    ),
+    Quantity(
+        "weights_spread",
+        "Spread of λ over clients",
+        "SD of λ over clients",
+        "Clients whose lines lie apart weigh the objectives differently.",
+        kind="round",
+        section="weights",
+        by="objective",
+        is_share=True,
+        is_compared=True,
+        shape=ByName(AMOUNT),
+    ),
+    Quantity(
+        "cosines",
+        "Cosine, {}",
+        "cosine",
+        "Below a cosine of zero, what serves one objective hurts the other.",
+        section="gradients",
+        by="pair",
+        lines="clients and mean",
+        reference=0.0,
+        axis=SIDES,
+        shape=Several(Several(CORRELATION, "pairs")),
+    ),
+    Quantity(
+        "norm_ratio",
+        "Norm, {}",
+        "norm ratio",
+        section="gradients",
+        lines="clients and mean",
+        reference=1.0,
+        axis={"type": "log", "tickformat": "~g", "nticks": 6},
+        of=_norm_ratio,
+    ),
+    Quantity(
+        "beta_effect",
+        "β-effect",
+        "share of the way",
+        "The β-effect is the share of the way to uniform weights that regularisation takes λ; "
+        "below 5 % (dashed) β does nothing.",
+        section="gradients",
+        lines="clients and mean",
+        reference=0.05,
+        axis=PERCENT,
+        shape=Several(Number(low=0, may_lack=False)),
+    ),
+    Quantity(
+        "drift",
+        "Client drift",
+        "spread / server step",
+        "Drift is the clients' distance from their mean, measured in steps of the server.",
+        kind="round",
+        section="gradients",
+        is_compared=True,
+        shape=AMOUNT,
+    ),
+    Quantity(
+        "stationarity",
+        "Bound on Pareto stationarity",
+        "squared norm",
+        "The bound on Pareto stationarity is the most that the squared norm of the shortest common "
+        "gradient can be, on the batches that a round draws first, at the global model: near zero, "
+        "no step serves all objectives on these batches. For the objectives themselves it is an "
+        "estimate, which the batches' noise usually raises.",
+        kind="round",
+        section="gradients",
+        is_compared=True,
+    ),
+    Quantity(
+        "kl",
+        "KL from the base model",
+        "nats per reply",
+        "A KL that runs away, an entropy that collapses or replies that grow without end are signs "
+        "of over-optimisation.",
+        section="training",
+        evaluated="kl",
+    ),
+    Quantity("kl_coefficient", "KL coefficient", "coefficient", section="training"),
+    Quantity(
+        "entropy",
+        "Entropy of the policy",
+        "nats per token",
+        section="training",
+        is_compared=True,
+    ),
+    Quantity(
+        "response_length",
+        "Reply length",
+        "tokens",
+        section="training",
+        evaluated="length",
+        shape=AMOUNT,
+    ),
+    Quantity(
+        "end_share",
+        "Replies that end by themselves",
+        "share",
+        section="training",
+        evaluated="end_share",
+        shape=SHARE,
+    ),
+    Quantity("clip_fraction", "Clip fraction", "share of tokens", section="training", shape=SHARE),
+    Quantity(
+        "value_loss",
+        "Value loss, {}",
+        "loss",
+        section="training",
+        by="objective",
+        shape=ByName(NUMBER),
+    ),
+    *(
+        Quantity(name, title, unit, kind="evaluation", section="", shape=shape)
+        for name, title, unit, shape in (
+            ("kl", "KL from the base model", "nats per reply", NUMBER),
+            ("length", "Reply length", "tokens", AMOUNT),
+            ("distinct_1", "Distinct words", "share", SHARE),
+            ("distinct_2", "Distinct word pairs", "share", SHARE),
+            ("end_share", "Replies that end by themselves", "share", SHARE),
+        )
+    ),
+    Quantity(
+        "losses",
+        "loss",
+        "loss",
+        kind="evaluation",
+        section="",
+        by="objective",
+        axis={},
+        shape=ByName(NUMBER),
+    ),
+    Quantity(
+        "accuracies",
+        "accuracy",
+        "accuracy",
+        kind="evaluation",
+        section="",
+        by="objective",
+        axis={"tickformat": "~%"},
+        shape=ByName(SHARE),
+    ),
+):
+    register(_quantity)
