@@ -59,7 +59,8 @@ class RewardModelConfig:
     file: str = ""
     """A Python file whose functions join the registry by the decorator `reward_model`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of a registered function, such as brevity's `half_words`."""
+    """Further arguments of a registered function, such as brevity's `half_words`, or the settings
+    of a registered class."""
     golden: list[GoldenScore] = field(default_factory=list)
     """Examples with known scores, which are checked when the reward model is loaded."""
     normalization: Literal["sigmoid", "minmax", "none"] = "sigmoid"
@@ -129,14 +130,22 @@ REWARD_MODELS: dict[str, Callable[[RewardModelConfig, str], Any]] = {
 def reward_model(name: str) -> Callable[[Function], Function]:
     """Registers a function with TRL's reward-function signature under a name; it stays as it is.
 
+    A class whose instances can be called so is a kind with settings of its own: `options` are the
+    arguments of its constructor, and every objective gets an instance.
+
     Raises:
-        ValueError: The name is taken, or the function cannot be called like a reward function.
+        ValueError: The name is taken, or what is registered cannot be called like a reward
+            function.
     """
 
     def register(function: Function) -> Function:
         if name in REWARD_MODELS:
             raise ValueError(f"there is a reward model {name!r} already: choose another name.")
-        _check_call(name, function, {})
+        kind: Any = function
+        if isinstance(kind, type):
+            _check_call(name, kind.__call__, {"self": None})
+        else:
+            _check_call(name, kind, {})
         REWARD_MODELS[name] = partial(_function, function)
         return function
 
@@ -146,8 +155,18 @@ def reward_model(name: str) -> Callable[[Function], Function]:
 def _function(
     function: Callable[..., Any], config: RewardModelConfig, objective: str
 ) -> FunctionReward:
-    _check_call(config.name, function, config.options)
-    return FunctionReward(objective, function, dict(config.options))
+    if not isinstance(function, type):
+        _check_call(config.name, function, config.options)
+        return FunctionReward(objective, function, dict(config.options))
+    try:
+        inspect.signature(function).bind(**config.options)
+    except TypeError as error:
+        raise ValueError(
+            f"{config.name!r} cannot be built with the options "
+            f"{', '.join(config.options) or 'none'} ({error}): its settings are "
+            f"{inspect.signature(function)}."
+        ) from None
+    return FunctionReward(objective, function(**config.options), {})
 
 
 def _check_call(name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -155,9 +174,10 @@ def _check_call(name: str, function: Callable[..., Any], options: dict[str, Any]
     try:
         signature.bind(prompts=[], completions=[], **options)
     except TypeError as error:
+        given = [option for option in options if option != "self"]
         raise ValueError(
             f"the reward function {name!r} cannot be called with prompts, completions"
-            f"{''.join(f', {option}' for option in options)} ({error}): "
+            f"{''.join(f', {option}' for option in given)} ({error}): "
             f"its signature is {signature}."
         ) from None
 

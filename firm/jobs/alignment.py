@@ -49,7 +49,16 @@ from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = ("name", "plugins", "resume", "out", "tracking", "plan", "client_timeout")
+FREE_KEYS = (
+    "client_timeout",
+    "engine",
+    "name",
+    "out",
+    "plan",
+    "plugins",
+    "resume",
+    "tracking",
+)
 """What may differ from the run's own configuration when it is resumed."""
 
 

@@ -15,6 +15,7 @@ from firm.alignment import (
     RolloutConfig,
 )
 from firm.alignment.attacks import AttackConfig
+from firm.federation.engines import check_engine
 from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
@@ -133,6 +134,9 @@ class AlignmentConfig:
     """Adapter folders that the training starts from, and the share of each in their mean; none: a
     fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
     (arXiv:2306.04488). Not in the paper."""
+    engine: str = "local"
+    """Where clients run in this process, by a name that is registered
+    (`firm.federation.engines.engine`)."""
     client_timeout: float | None = None
     """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
     with several processes per client ends the run. null: as long as it takes."""
@@ -185,6 +189,7 @@ class AlignmentConfig:
                 f"client_timeout must be positive and finite, got {self.client_timeout:g}; null "
                 "sets no limit."
             )
+        check_engine(self.engine)
         _check_participation(self)
         if self.strategy.robust.min_updates > self.num_clients:
             raise ValueError(

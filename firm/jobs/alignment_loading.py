@@ -33,6 +33,7 @@ from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
 from firm.federation import (
     Adapter,
     Client,
+    Engine,
     LocalEngine,
     Processes,
     ProcessesEngine,
@@ -41,8 +42,9 @@ from firm.federation import (
     iid_partition,
 )
 from firm.federation.aggregation import weighted_mean
+from firm.federation.engines import ENGINES
 from firm.jobs.alignment_config import AlignmentConfig, client_names, reward_configs
-from firm.run import Run
+from firm.run import Run, UserError
 from firm.run.shipped import with_shipped_paths
 from reward_models import load_reward_model
 
@@ -165,20 +167,22 @@ def build_engine(
     calibrations: Mapping[str, Calibration],
     *,
     on_event: Callable[..., None] | None = None,
-) -> LocalEngine | ProcessesEngine:
+) -> Engine:
     """The engine of this process and of those that a launcher started beside it."""
     names, processes = client_names(cfg), loaded.processes
     own = processes.hosted(names)
     clients = build_clients(loaded, cfg, calibrations, own, on_event=on_event)
-    local = LocalEngine(
+    engine = ENGINES[cfg.engine](
         clients,
         timeout=cfg.client_timeout,
         interrupt=processes.per_client == 1,
         on_event=on_event,
     )
     if processes.size == 1:
-        return local
-    return ProcessesEngine(processes, names, local, on_event=on_event)
+        return engine
+    if not isinstance(engine, LocalEngine):
+        raise UserError(f"engine must be local with {processes.size} processes, got {cfg.engine}.")
+    return ProcessesEngine(processes, names, engine, on_event=on_event)
 
 
 def _texts(

@@ -5,6 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Literal
 
+from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
 from firm.fmoo import (
     AttackConfig,
@@ -17,7 +18,7 @@ from firm.run import (
     check_folder_name,
 )
 
-FREE_KEYS = ("resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
+FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""
 
 
@@ -127,6 +128,8 @@ class ClassicConfig:
     progress_from: str | None = None
     """An algorithm from whose global models, wherever they are evaluated, the local trainings of
     all algorithms are compared: how far each lowers its clients' losses; null compares none."""
+    engine: str = "local"
+    """Where clients run, by a name that is registered (`firm.federation.engines.engine`)."""
     num_workers: int | None = None
     """Clients that are trained at a time; by default as many as there are cores. Results do not
     depend on it."""
@@ -151,6 +154,7 @@ class ClassicConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or null, got {value}.")
+        check_engine(self.engine)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
         if not self.algorithms:

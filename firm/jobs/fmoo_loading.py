@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from firm.federation import LocalEngine
+from firm.federation import Engine
+from firm.federation.engines import ENGINES
 from firm.federation.partition import (
     balanced_dirichlet_partition,
     dirichlet_partition,
@@ -38,7 +39,7 @@ class Federation:
     """The strategy's."""
     workspace: Workspace
     clients: list[SupervisedClient]
-    engine: LocalEngine
+    engine: Engine
     shards: dict[str, torch.Tensor]
     """Indices of the samples that each client trains on, into the training data."""
     held_out: dict[str, torch.Tensor]
@@ -91,7 +92,7 @@ def federate(
     strategy = algorithm.strategy
     if attack.kind != "none":
         strategy = replace(strategy, always=attack.clients)
-    engine = LocalEngine(clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
+    engine = ENGINES[cfg.engine](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
     return Federation(strategy, workspace, clients, engine, indices, held_out)
 
 

@@ -53,6 +53,7 @@ OWN_KEYS = (
     "checkpoints",
     "client_timeout",
     "data",
+    "engine",
     "evaluation",
     "name",
     "num_threads",

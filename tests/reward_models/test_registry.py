@@ -1,5 +1,6 @@
 import asyncio
 import sys
+from dataclasses import dataclass
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -50,6 +51,32 @@ def test_the_decorator_leaves_a_function_as_it_is():
 
     assert constant(["a"]) == [1.0]
     assert load_reward_model(RewardModelConfig(name="constant"), "c")(["p"], ["a"]) == [1.0]
+
+
+def test_a_class_is_a_kind_with_settings_of_its_own():
+    @reward_model("letters")
+    @dataclass(frozen=True)
+    class Letters:
+        letter: str = "a"
+
+        def __call__(self, completions, **kwargs):
+            return [float(text.count(self.letter)) for text in completions]
+
+    for options, scores in (({}, [1.0]), ({"letter": "b"}, [2.0])):
+        reward = load_reward_model(RewardModelConfig(name="letters", options=options), "r")
+        assert reward.name == "r"
+        assert reward(["p"], ["abb"]) == scores
+    with pytest.raises(ValueError, match=r"'letters' cannot be built with the options size"):
+        load_reward_model(RewardModelConfig(name="letters", options={"size": 3}), "r")
+
+
+def test_a_class_whose_instances_cannot_be_called_is_refused():
+    with pytest.raises(ValueError, match="cannot be called with prompts, completions"):
+
+        @reward_model("silent")
+        class Silent:
+            def __call__(self, texts):
+                return []
 
 
 def test_a_users_file_joins_the_registry_once(tmp_path):

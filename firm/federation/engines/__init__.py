@@ -1,7 +1,7 @@
 """Engines: where clients run. A strategy asks, an engine carries and counts the bytes."""
 
 from firm.federation.engines.agreement import Agreement, Budget, Ledger
-from firm.federation.engines.engine import Engine
+from firm.federation.engines.engine import ENGINES, Engine, check_engine, engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
 from firm.federation.engines.site import Site, SitePolicy
@@ -9,6 +9,7 @@ from firm.federation.engines.sites import Channel, Lost, SitesEngine, SitesRetur
 from firm.federation.engines.states import ClientStates, MemoryStates
 
 __all__ = [
+    "ENGINES",
     "Agreement",
     "Budget",
     "Channel",
@@ -25,4 +26,6 @@ __all__ = [
     "SitesEngine",
     "SitesReturned",
     "Team",
+    "check_engine",
+    "engine",
 ]

@@ -3,9 +3,9 @@
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from firm.federation.client import Failure, Reply, State, total_seconds
+from firm.federation.client import Client, Failure, Reply, State, total_seconds
 from firm.federation.messages import Request
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid
@@ -45,6 +45,50 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends what the engine started; it is not used afterwards."""
         ...
+
+
+class EngineFactory(Protocol):
+    """Builds an engine in this process; `LocalEngine` says what the arguments mean."""
+
+    def __call__(
+        self,
+        clients: Sequence[Client],
+        *,
+        num_workers: int = 1,
+        timeout: float | None = None,
+        interrupt: bool = True,
+        on_event: Callable[..., None] | None = None,
+    ) -> Engine:
+        """Returns the engine; the clients' present states are those of round 0."""
+        ...
+
+
+ENGINES: dict[str, EngineFactory] = {}
+"""Engines that a configuration may choose, by name."""
+
+Factory = TypeVar("Factory", bound=EngineFactory)
+
+
+def engine(name: str) -> Callable[[Factory], Factory]:
+    """Registers an engine, or a function that builds one, under a name.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(factory: Factory) -> Factory:
+        if name in ENGINES:
+            raise ValueError(f"there is an engine {name!r} already; choose another name.")
+        ENGINES[name] = factory
+        return factory
+
+    return register
+
+
+def check_engine(name: str) -> None:
+    """Raises ``ValueError`` on a name that no engine has."""
+    if name not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}.")
 
 
 def checked_reply(

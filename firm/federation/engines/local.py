@@ -15,6 +15,7 @@ from firm.federation.client import Client, Failure, ProcessLost, Reply, State, T
 from firm.federation.engines.engine import (
     RequestSizes,
     checked_reply,
+    engine,
     error_kind,
     tell_finished,
 )
@@ -30,6 +31,7 @@ MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
 """What tells of the machine, and not of the batch that it was met at; a passed time limit aside."""
 
 
+@engine("local")
 class LocalEngine:
     """Runs clients one after the other, or on several threads; implements ``Engine``.
 
