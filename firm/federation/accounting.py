@@ -74,7 +74,7 @@ def spend(
     num_clients: int,
     has_regulars: bool = False,
 ) -> tuple[State, dict[str, Any]]:
-    """Returns the ledger after a round, and what the round's row tells of privacy.
+    """Returns the ledger after a round, and the round's row on privacy.
 
     Three who look on, all of whom know everything but one client's data and the noise:
 
@@ -82,7 +82,7 @@ def spend(
       and has the noisy statistics where clients send them. The client that took part most often
       counts; sampling helps only by its being left out.
     - "epsilon_if_unknown", where clients are sampled: whoever sees the models but no log, so that
-      who took part is hidden. The run's seed tells, and must be as secret.
+      who took part is hidden. The run's seed reveals it, and must be as secret.
     - "epsilon_server", where clients add the noise: the server, who gets their messages.
 
     Args:
@@ -96,7 +96,7 @@ def spend(
     Returns:
         The ledger: "rounds", how often each client was asked; "sizes", how many updates each round
         averaged. The entry: each ε, None where it is infinite, "delta", and "clipped", the share of
-        clients whose delta was clipped, where they tell it.
+        clients whose delta was clipped, where they report it.
     """
     counts = Counter(ledger.get("rounds", {}))
     counts.update(asked)

@@ -1,4 +1,4 @@
-"""Clients who train as told and send something else: what robust rules are tried against.
+"""Clients who train honestly and send something else, to test robust rules against.
 
 Attackers of the rewards, and so of the training itself, are the wings' own: ``alignment.attacks``
 has those of language models, ``fmoo.attacks`` those of losses.
@@ -62,7 +62,7 @@ class Attacker:
         self._client.load(adapter, round)
 
     def batches(self, num_steps: int) -> Iterator[Batch]:
-        """Yields the client's batches; until they end its adapter is told as it is."""
+        """Yields the client's batches; until they end its adapter stays honest."""
         self._is_training = True  # a proximal term asks for the adapter, and pulls it back
         yield from self._client.batches(num_steps)
         self._is_training = False

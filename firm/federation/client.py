@@ -248,7 +248,7 @@ class TeamLost(ProcessLost):
 
 
 def total_seconds(metrics: dict[str, Any]) -> float:
-    """Returns the time of all stages that a client's metrics tell of; 0 where they tell of none."""
+    """Returns the total of a client's stage times; 0 where its metrics have none."""
     seconds = metrics.get("seconds")
     stages = seconds.values() if isinstance(seconds, dict) else ()
     return sum(value for value in stages if isinstance(value, int | float))

@@ -1,4 +1,4 @@
-"""Numbers that tell how a round went: on one solve, and on the clients together."""
+"""Diagnostics of a round: of one solve, and of the clients together."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -107,7 +107,7 @@ def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
 
 
 def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 3) -> str | None:
-    """Returns what to tell the user whose β does nothing; None while there is nothing to tell.
+    """Returns an alarm about a β that does nothing; None while there is none.
 
     Told once, after the given number of rounds, when the median β-effect of all solves so far is
     below 5 %. A β of 0 is meant so.
@@ -250,10 +250,10 @@ def _distance(first: Adapter, second: Adapter) -> float:
 
 
 def failure_alarms(rows: Sequence[Mapping[str, Any]], *, rounds: int = 3) -> list[str]:
-    """Returns what to tell the user of clients that fail again and again.
+    """Returns alarms about clients that fail again and again.
 
-    A client is told of once its failures in a row are as many as given, counted over the rounds in
-    which it was asked, and again whenever their number has doubled.
+    An alarm names a client once its failures in a row are as many as given, counted over the rounds
+    in which it was asked, and again whenever their number has doubled.
 
     Args:
         rows: Rows of the log so far, that of the round that just ended last.

@@ -270,9 +270,9 @@ def server_noised(
 
 
 def share_clipped(updates: Sequence[Update]) -> State:
-    """Returns {"clipped": mean of what clients tell of it}; nothing where they do not."""
-    told = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
-    return {"clipped": fmean(told)} if told else {}
+    """Returns {"clipped": mean of the clients' reports}; nothing where they report none."""
+    shares = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
+    return {"clipped": fmean(shares)} if shares else {}
 
 
 def _noisy_statistics(

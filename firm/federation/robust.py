@@ -24,7 +24,7 @@ Rule = Literal[
 class RobustConfig:
     """Which updates the mean is taken of: by default of all, as they are.
 
-    Not in the paper. What clients tell beside their updates is not covered: FedCMOO's weights come
+    Not in the paper. What clients send beside their updates is not covered: FedCMOO's weights come
     of all Jacobians, an attacker's among them.
     """
 

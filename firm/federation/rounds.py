@@ -203,7 +203,7 @@ def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) ->
     """Returns why these cannot be a client's losses at θ_t; None if they can.
 
     Args:
-        losses: What it told, shape [M].
+        losses: What it sent, shape [M].
         objectives: Their names.
     """
     if losses is None:

@@ -2,7 +2,8 @@
 
 Nothing that another party sends is used before it has been read here. Reading checks type, shape,
 range and finiteness, and returns plain values that the program can compute with; what is wrong is
-told by the field's path. The same schemas generate the mutated messages of the conformance suite.
+reported with the field's path. The same schemas generate the mutated messages of the conformance
+suite.
 """
 
 import reprlib
@@ -298,7 +299,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Metric:
-    """What a client may tell of its local training: a figure of batches, never of one example."""
+    """A metric of a client's local training: a figure of batches, never of one example."""
 
     schema: Schema
     """Its type, shape and range."""

@@ -104,16 +104,7 @@ def accept(
     """
     problems = [_problem(reply.content, request, cfg, check) for reply in replies]
     if common is not None:
-        values = [
-            None if problem else common(reply.content)
-            for reply, problem in zip(replies, problems, strict=True)
-        ]
-        counts = Counter(value for value in values if value is not None)
-        usual = max(counts, key=lambda value: counts[value], default=None)
-        problems = [
-            problem or (f"its answer has {value}, the others' {usual}" if value != usual else None)
-            for problem, value in zip(problems, values, strict=True)
-        ]
+        problems = _uncommon(replies, problems, common)
     accepted, all_failures = [], list(failures)
     for reply, problem in zip(replies, problems, strict=True):
         if problem:
@@ -137,6 +128,22 @@ def accept(
             f"cause, then resume from round {request.round - 1}."
         ) from (causes[0] if causes else None)
     return accepted, all_failures
+
+
+def _uncommon(
+    replies: Sequence[Reply], problems: Sequence[str | None], common: Callable[[Any], int]
+) -> list[str | None]:
+    """Returns the problems, with those of answers that differ from the most frequent value."""
+    values = [
+        None if problem else common(reply.content)
+        for reply, problem in zip(replies, problems, strict=True)
+    ]
+    counts = Counter(value for value in values if value is not None)
+    usual = max(counts, key=lambda value: counts[value], default=None)
+    return [
+        problem or (f"its answer has {value}, the others' {usual}" if value != usual else None)
+        for problem, value in zip(problems, values, strict=True)
+    ]
 
 
 def num_refused(failures: Sequence[Failure]) -> int:
@@ -243,8 +250,8 @@ def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, d
 def _gram_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Bounds for the first solves of a round, all at θ_t, where clients sent their Gram matrices.
 
-    Later solves are at each client's own parameters: the mean gradient of different models tells
-    of none, and weights that are averaged before they are compared may disagree by turns.
+    Later solves are at each client's own parameters: the mean gradient of different models
+    describes none, and weights that are averaged before they are compared may disagree by turns.
     """
     if not updates:
         return {}

@@ -133,7 +133,7 @@ class StrategyConfig:
 
     @classmethod
     def forms(cls) -> list[type["StrategyConfig"]]:
-        """Returns the registered configurations of this kind, told apart by ``name``."""
+        """Returns the registered configurations of this kind, each with its own ``name``."""
         return [_CONFIGS[name] for name in sorted(STRATEGIES) if issubclass(_CONFIGS[name], cls)]
 
     def check(self, objectives: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ class StrategyConfig:
         raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns what a user should be told after a round, each text once; by default nothing.
+        """Returns alarms to show after a round, each text once; by default none.
 
         Args:
             rows: Rows of the log so far, those of the round that just ended included.
@@ -227,7 +227,7 @@ class StrategyConfig:
             )
         if self.max_update_norm is not None:
             raise ValueError(
-                "privacy.clip_norm limits the updates already, and refusing one would tell of it; "
+                "privacy.clip_norm limits the updates already, and refusing one would reveal it; "
                 f"max_update_norm must be null, got {self.max_update_norm}."
             )
         if self.share_gram and privacy.statistics != "exact":

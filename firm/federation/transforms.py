@@ -45,7 +45,7 @@ class ServerStep:
     learning_rate: float = 1.0
     """η that the step was taken with."""
     entries: State = field(default_factory=dict)
-    """What the round's row tells of the step, JSON-able."""
+    """Entries of the round's row, JSON-able."""
     hidden: tuple[str, ...] = ()
     """Entries of the round's row that must not be logged."""
 
@@ -130,8 +130,8 @@ class Count:
         """Follows a robust rule only where all count alike."""
         if (rule := _robust_rule(before)) and self.by != "uniform":
             raise ValueError(
-                "a robust rule counts all alike, since clients tell their own number of examples; "
-                f"aggregation must be uniform with robust.rule {rule}, got {self.by}."
+                "a robust rule counts all alike, since clients report their own number of "
+                f"examples; aggregation must be uniform with robust.rule {rule}, got {self.by}."
             )
 
     def __call__(self, step: ServerStep) -> ServerStep:

@@ -34,7 +34,7 @@ def fedcmoo_weights(
 
     Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.). It is an
     approach to ``min_norm_weights`` of the number of steps that one asks for, not a solve to a
-    tolerance: ``kkt_gap`` tells how far it came.
+    tolerance: ``kkt_gap`` measures how far it came.
 
     Args:
         weights: The weights to start from, those of the round before, shape [..., M]. Never

@@ -163,7 +163,7 @@ def tell_finished(
         on_event: As of ``LocalEngine``.
         outcome: What became of the client.
         round_number: The round t.
-        seconds: That the client took; by default those that its metrics tell of.
+        seconds: That the client took; by default those of its metrics.
     """
     failed = isinstance(outcome, Failure)
     metrics = {} if failed else getattr(outcome.content, "metrics", {})

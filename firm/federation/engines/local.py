@@ -28,7 +28,7 @@ from firm.federation.tasks import TASKS
 logger = logging.getLogger(__name__)
 
 MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
-"""What tells of the machine, and not of the batch that it was met at; a passed time limit aside."""
+"""Errors of the machine, and not of the batch that met them; a passed time limit aside."""
 
 
 @engine("local")
@@ -51,7 +51,7 @@ class LocalEngine:
             work as one on a client (``Team``) one must not give up alone: it would go on with the
             next client while the others are still at this one.
         states: Where the clients' states are kept; in memory by default.
-        on_event: Told of progress: ``on_event("client_started", client=..., round=...)`` and
+        on_event: Called on progress: ``on_event("client_started", client=..., round=...)`` and
             ``on_event("client_finished", client=..., round=..., seconds=..., reason=...,
             metrics=...)``, where the reason is None and the metrics are the update's unless the
             client failed. Calls do not overlap.

@@ -31,7 +31,7 @@ from firm.federation.tasks import TASKS
 Result = TypeVar("Result")
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What a launcher tells a process of its place, beside its RANK."""
+"""What a launcher sets for a process beside its RANK."""
 
 _MOMENT = 0.2
 """Seconds in which a process that was gone before shows that it is, and one that is told to end now
@@ -274,7 +274,7 @@ class ProcessesEngine:
         processes: All of them, with more than one member.
         clients: Names of all clients, in order.
         local: Runs the clients that this process works on.
-        on_event: Told of the clients on other processes, as ``LocalEngine`` tells of its own.
+        on_event: Called for the clients on other processes, as by ``LocalEngine``.
     """
 
     def __init__(

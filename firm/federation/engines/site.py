@@ -30,8 +30,8 @@ class SitePolicy:
     """Names of the metrics that may leave: figures of a batch or a minibatch as a whole, none of
     one reply. null: all that are registered as such; an empty list: none."""
     tasks: tuple[str, ...] = ("local_training",)
-    """Tasks that the server may ask for. What another one sends (Jacobians, several updates) tells
-    more of the data than an adapter does."""
+    """Tasks that the server may ask for. What another one sends (Jacobians, several updates)
+    reveals more of the data than an adapter does."""
     reasons: bool = False
     """Whether the server learns in full why a client failed. An error may quote the prompt or reply
     that caused it; without this the server learns the kind of error and the machine's error number,
@@ -65,8 +65,9 @@ class Site:
     lets out. Whatever arrives, an answer goes back.
 
     Args:
-        build: From what the server tells at the first meeting to the engine that runs the clients,
-            in this process or in several that work together. What it raises is told by its kind.
+        build: From what the server sends at the first meeting to the engine that runs the clients,
+            in this process or in several that work together. The server learns the kind of an
+            error that it raises.
         clients: Their names.
         fingerprint: What must be the same at the server, as of ``SitesEngine.meet``.
         agreement: What the site does for the server.
@@ -106,7 +107,7 @@ class Site:
             reason = printable(error) if is_own else error_kind(error)
             logger.error("refused: %s", printable(f"{type(error).__name__}: {error}"))
             logger.debug("the message was refused here", exc_info=True)
-            with suppress(OSError):  # a full disk, which the log has told of
+            with suppress(OSError):  # a full disk, which the log reports
                 self.ledger.refused(reason)
             answer = {"problem": reason}
         return pack({**answer, "number": number})

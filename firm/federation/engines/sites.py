@@ -69,7 +69,7 @@ class SitesEngine:
         clients: Names of all clients, in the order in which updates are summed.
         timeout: Seconds that a site has for a task.
         meeting_timeout: Seconds that a site has to say that it is ready, after it was lost.
-        on_event: Told of progress, as by ``LocalEngine``.
+        on_event: Called on progress, as by ``LocalEngine``.
 
     Raises:
         ValueError: A client is at no site, or at two.

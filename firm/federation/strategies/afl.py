@@ -66,7 +66,7 @@ def afl(
 
 
     Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or told a loss that
+        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or sent a loss that
             is finite and not negative.
     """
     model = state.adapter

@@ -123,7 +123,7 @@ def fedcmoo(
     weights, next_start = _next_weights(last, estimate, cfg)
 
     # phase 2: local training on Σ w_j f_j, and the server's step
-    is_symmetric = cfg.communication != "two_sample"  # or there is no minimum to tell
+    is_symmetric = cfg.communication != "two_sample"  # or there is no minimum
     entries = {"stationarity": stationarity([estimate.gram.tolist()])} if is_symmetric else {}
     memory = {**state.memory, "weights": next_start}
     scale = sum(weights) if cfg.solver == "upgrad" else 1.0

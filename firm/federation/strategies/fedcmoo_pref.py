@@ -80,13 +80,13 @@ def fedcmoo_pref(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedCMOO-Pref, and the rows for the log.
 
-    As ``fedcmoo``, but the weights come of the losses at θ_t too, which clients tell with their
+    As ``fedcmoo``, but the weights depend on the losses at θ_t too, which clients send with their
     Jacobians: the means over those that serve an objective, in the row's "start_losses". The
     programme is the printed one, from which the authors' released code departs: ``cfg.variant``.
 
 
     Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase, or told losses that
+        RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase, or sent losses that
             are finite and not negative.
     """
     this_round = Round(state, clients, engine, cfg)

@@ -80,7 +80,7 @@ def qfedavg(
 
 
     Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or told a loss that
+        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or sent a loss that
             is finite and not negative.
     """
     this_round = Round(state, clients, engine, cfg)
