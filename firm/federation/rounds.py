@@ -186,6 +186,11 @@ class Round:
             also: Clients without an update whose states count as after this round all the same.
             entries: What else the round's row holds, JSON-able.
         """
+        if self._cfg.privacy is not None and "privacy" not in (entries or {}):
+            raise RuntimeError(
+                "with privacy a round ends with the server's noise, which Privacy adds at the end "
+                "of the server's step; finish it by aggregate."
+            )
         names = [reply.client for reply in replies]
         after = self._state.advance(adapter, [*names, *also], memory=memory)
         totals = [

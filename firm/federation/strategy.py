@@ -12,7 +12,7 @@ from firm.federation.lora import LoraMean
 from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.robust import RobustConfig
-from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, Transform, chain
+from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, chain
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class StrategyConfig:
     """What of a LoRA layer is averaged: A and B apart, as adapters are in Algorithm 1 of FIRM, or
     their products B·A, which are then brought back to rank r. Products are not in the paper."""
     robust: RobustConfig = field(default_factory=RobustConfig)
-    """What the mean is taken of where some clients may attack. Not in the paper."""
-
+    """Robust aggregation, where some clients may attack. Not in the paper."""
     privacy: PrivacyConfig | None = None
     """Differential privacy of the clients; null: none. Not in the paper."""
 
@@ -125,11 +124,8 @@ class StrategyConfig:
             Robust(self.robust),
             Count(self.aggregation),
             Mean(self.lora_mean, self.server_learning_rate),
+            Privacy(self.privacy, has_regulars=bool(self.always)),
         )
-
-    def privacy_transforms(self) -> list[Transform]:
-        """Returns the end of the server's step with privacy; nothing without."""
-        return [] if self.privacy is None else [Privacy(self.privacy, bool(self.always))]
 
     @classmethod
     def forms(cls) -> list[type["StrategyConfig"]]:

@@ -84,6 +84,16 @@ def test_what_cannot_follow_is_refused(transforms, message):
     chain(Robust(RobustConfig()), Count("by_examples"), Mean("products"), Rate(1.0))
 
 
+def test_no_round_with_privacy_ends_without_it(new_client, start, run_rounds):
+    class BareConfig(FedAvgConfig):
+        def server(self, num_rounds=0):
+            return chain(Count("uniform"), Mean())
+
+    cfg = BareConfig(privacy=PRIVACY.cfg)
+    with pytest.raises(RuntimeError, match="a round ends with the server's noise"):
+        run_rounds(fedavg, [new_client()], start, cfg)
+
+
 @dataclass(frozen=True)
 class Halved:
     """A newcomer: half of every coordinate of the mean."""

@@ -17,7 +17,7 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining
-from firm.federation.transforms import Count, Mean, Robust, ServerStep, UnitLengths, chain
+from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, UnitLengths, chain
 from firm.solvers import fixed_weights
 
 
@@ -91,7 +91,7 @@ class FedAvgConfig(ScalarConfig):
             *([UnitLengths()] if self.normalize_updates else []),
             Count(self.aggregation),
             Mean(self.lora_mean, self.learning_rate(num_rounds)),
-            *self.privacy_transforms(),
+            Privacy(self.privacy, has_regulars=bool(self.always)),
         )
 
 

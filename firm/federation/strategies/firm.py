@@ -18,7 +18,7 @@ from firm.federation.schema import Flag, Items, Number, Optional, Text
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining, weighting
-from firm.federation.transforms import Count, Mean, Rate, Robust, ServerStep, chain
+from firm.federation.transforms import Count, Mean, Privacy, Rate, Robust, ServerStep, chain
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
 
@@ -79,7 +79,7 @@ class FirmConfig(StrategyConfig):
             Count(self.aggregation),
             Mean(self.lora_mean),
             Rate(self.server_learning_rate),
-            *self.privacy_transforms(),
+            Privacy(self.privacy, has_regulars=bool(self.always)),
         )
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
