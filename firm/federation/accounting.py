@@ -105,16 +105,16 @@ def spend(
 
     message = cfg.noise_multiplier / 2
     models = _models(cfg, sizes)
-    told = {message: longest} if cfg.statistics == "noisy" else {}
+    statistics = {message: longest} if cfg.statistics == "noisy" else {}
     # a client is in its own rounds alone, and the fewest updates hide it least
-    seen = dict(_fewest(cfg, sizes, longest))
-    entry = {"epsilon": _finite(_compose(seen, told, cfg.delta))}
+    models_seen = dict(_fewest(cfg, sizes, longest))
+    entry = {"epsilon": _finite(_compose(models_seen, statistics, cfg.delta))}
     if len(asked) < num_clients and not has_regulars:
         sample = (len(asked), num_clients)
         entry["epsilon_if_unknown"] = _finite(gaussian_epsilon(models, cfg.delta, sample=sample))
     if cfg.at == "client":
         is_covered = cfg.statistics != "exact"
-        full = _compose({message: longest}, told, cfg.delta) if is_covered else inf
+        full = _compose({message: longest}, statistics, cfg.delta) if is_covered else inf
         entry["epsilon_server"] = _finite(full)
     return (
         {"rounds": dict(counts), "sizes": sizes},
@@ -136,12 +136,12 @@ def message_epsilon(cfg: PrivacyConfig, num_messages: int) -> float:
     if cfg.statistics == "exact":
         return inf if num_messages else 0.0
     message = {cfg.noise_multiplier / 2: num_messages}
-    told = message if cfg.statistics == "noisy" else {}
-    return _compose(message, told, cfg.delta)
+    statistics = message if cfg.statistics == "noisy" else {}
+    return _compose(message, statistics, cfg.delta)
 
 
 def _models(cfg: PrivacyConfig, sizes: Sequence[int]) -> Counter[float]:
-    """Rounds by the noise of their mean, in multiples of what one client changes.
+    """Counts rounds by the noise of their mean, in multiples of what one client changes.
 
     n independent noises of clients are √n times as strong in the sum as one.
     """
@@ -150,7 +150,7 @@ def _models(cfg: PrivacyConfig, sizes: Sequence[int]) -> Counter[float]:
 
 
 def _fewest(cfg: PrivacyConfig, sizes: Sequence[int], count: int) -> Counter[float]:
-    """Of the rounds, those ``count`` with the least noise."""
+    """Counts the ``count`` rounds with the least noise."""
     return _models(cfg, sorted(sizes)[:count])
 
 

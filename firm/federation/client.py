@@ -38,7 +38,7 @@ class Batch(Protocol):
 
     @property
     def whole(self) -> Any:
-        """The whole batch as one thing that ``gradients`` takes; weights per batch come of it."""
+        """Returns the whole batch as ``gradients`` takes it, for weights that hold per batch."""
         ...
 
     def minibatches(self) -> Iterator[Any]:

@@ -138,7 +138,7 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 
 
 
 def _gram(norms: Sequence[float], cosine: Sequence[float]) -> torch.Tensor:
-    """The Gram matrix [M, M] of gradients of these norms and pairwise cosines."""
+    """Returns the Gram matrix [M, M] of gradients of these norms and pairwise cosines."""
     gram = torch.diag(torch.tensor(norms, dtype=torch.float64).square())
     for (i, j), value in zip(combinations(range(len(norms)), 2), cosine, strict=True):
         gram[i, j] = gram[j, i] = value * norms[i] * norms[j]
@@ -223,7 +223,7 @@ def disagreement_bound(grams: Sequence[torch.Tensor], weights: Sequence[torch.Te
 
 
 def _deviations(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far each client's weights are from the clients' mean, shape [C, M]."""
+    """Returns how far each client's weights are from the clients' mean, shape [C, M]."""
     stacked = torch.stack(list(weights)).double()
     return stacked - stacked.mean(dim=0)
 

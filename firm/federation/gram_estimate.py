@@ -126,7 +126,7 @@ class Estimate:
 
     @property
     def active(self) -> list[int]:
-        """The A objectives' indices."""
+        """Returns the A objectives' indices."""
         return [j for j, factor in enumerate(self.factors) if factor > 0]
 
     def spread(self, weights: Sequence[float]) -> list[float]:
@@ -161,8 +161,8 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
         corrections = this_round.ask(
             this_round.request(CorrectionRequest, correction), list(messages)
         )
-        kept = {correction.client for correction in corrections}
-        replies = [reply for reply in replies if reply.client in kept]
+        corrected = {correction.client for correction in corrections}
+        replies = [reply for reply in replies if reply.client in corrected]
         gram = two_way_gram(
             [messages[reply.client] for reply in replies],
             [TwoWayReply(**vars(correction.content)) for correction in corrections],
@@ -293,7 +293,7 @@ def _message(reply: Reply) -> Message:
 
 
 def _compressor(cfg: GramConfig, message: Message) -> Any:
-    """The server's own, of the clients' budget."""
+    """Returns the server's own compressor, of the clients' budget."""
     compressor: Any = COMPRESSORS[cfg.compressor]
     return compressor(int(cfg.upload_budget * message.shape[1]))
 
@@ -305,7 +305,7 @@ def _jacobians(
     state: ServerState,
     cfg: GramConfig,
 ) -> list[Reply]:
-    """The clients' valid Jacobians, of as many columns each."""
+    """Returns the clients' valid Jacobians, of as many columns each."""
     request = this_round.request(JacobianRequest, fields)
     is_two_sample = cfg.communication == "two_sample"
 

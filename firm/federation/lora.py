@@ -169,7 +169,7 @@ def _mean_products(
 def _mean_product(
     pair: LoraPair, adapters: Sequence[Adapter], weights: Sequence[float]
 ) -> _Product:
-    """P = [w₁B₁ .. w_C B_C] · [A₁; ..; A_C], by QR of both."""
+    """Returns P = [w₁B₁ .. w_C B_C] · [A₁; ..; A_C], by QR of both."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     scaled = [s * adapter[pair.b].double() for adapter, s in zip(adapters, shares, strict=True)]
@@ -182,7 +182,7 @@ def _mean_product(
 def _factors(
     product: _Product, mean_a: torch.Tensor, mean_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [r, in] and B [out, r] of the product's best rank r, near the plain means."""
+    """Returns A [r, in] and B [out, r] of the product's best rank r, near the plain means."""
     rank = len(mean_a)
     u, sizes, vh = torch.linalg.svd(product.core, full_matrices=False)
     kept = min(rank, int((sizes > RANK_TOLERANCE * sizes[0]).sum()))
@@ -204,7 +204,7 @@ def _factors(
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-    """For each direction the s that minimises (s - a)² + (product / s - b)².
+    """Returns for each direction the s that minimises (s - a)² + (product / s - b)².
 
     It is a root of s⁴ - a s³ + b product s - product², which is at most 0 at 0 and at least 0 at
     a + √product; it is a itself where a · b is the product.

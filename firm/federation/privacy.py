@@ -44,7 +44,7 @@ of 4.5e6 float64 squares two orders of summing differ by less than 1e-9."""
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """What a client's part in a round may tell of it. Not in the paper."""
+    """Differential privacy of a client's part in a round. Not in the paper."""
 
     clip_norm: float
     """Longest delta ‖θ_c - θ_t‖ that leaves a client, S; a longer one is scaled down to it."""
@@ -278,7 +278,7 @@ def share_clipped(updates: Sequence[Update]) -> State:
 def _noisy_statistics(
     metrics: dict[str, Any], is_clipped: float, multiplier: float, source: NoiseSource
 ) -> dict[str, Any]:
-    """λ and cosines, means over the solves, and ``is_clipped``, in the layout of one solve.
+    """Returns noisy means of λ and cosines over the solves, and ``is_clipped``, as of one solve.
 
     The numbers may leave their ranges: cut back to them, their means over clients would be biased.
     """
@@ -289,9 +289,9 @@ def _noisy_statistics(
     exact = np.concatenate([weights, np.zeros(num_pairs) if cosines is None else cosines, [0.0]])
     exact[-1] = is_clipped
     noise = gaussian(exact.shape, source).numpy()
-    told = (exact + multiplier * statistics_radius(len(weights)) * noise).tolist()
+    noisy = (exact + multiplier * statistics_radius(len(weights)) * noise).tolist()
     return {
-        "weights": [told[: len(weights)]],
-        **({} if cosines is None else {"cosines": [told[len(weights) : -1]]}),
-        "clipped": told[-1],
+        "weights": [noisy[: len(weights)]],
+        **({} if cosines is None else {"cosines": [noisy[len(weights) : -1]]}),
+        "clipped": noisy[-1],
     }

@@ -1,4 +1,4 @@
-"""Means that a few clients cannot move at will: what the server averages when some may attack.
+"""Robust aggregation: means that a few attacking clients cannot move at will.
 
 The rules take the updates of N clients, f of whom may send anything finite. Each says what it
 tolerates; none needs to know who attacks. Arithmetic is in float64.
@@ -22,7 +22,7 @@ Rule = Literal[
 
 @dataclass(frozen=True)
 class RobustConfig:
-    """Which updates the mean is taken of: by default of all, as they are.
+    """Robust aggregation; by default the mean is that of all updates, as they are.
 
     Not in the paper. What clients send beside their updates is not covered: FedCMOO's weights come
     of all Jacobians, an attacker's among them.
@@ -65,7 +65,7 @@ class RobustConfig:
 
     @property
     def min_updates(self) -> int:
-        """Fewest updates that the rule needs while all attackers are among them."""
+        """Returns the fewest updates that the rule needs with all attackers among them."""
         return self.updates_needed(self.num_attackers)
 
     def updates_needed(self, num_attackers: int) -> int:
@@ -121,8 +121,8 @@ def robust_updates(
             f"{cfg.rule} needs {needed} updates with {num_attackers} attackers left, "
             f"got {len(updates)}."
         )
-    found, done = _RULES[cfg.rule](start, updates, cfg, num_attackers)
-    return found, {"robust": {"rule": cfg.rule, "num_attackers": num_attackers, **done}}
+    counted, entry = _RULES[cfg.rule](start, updates, cfg, num_attackers)
+    return counted, {"robust": {"rule": cfg.rule, "num_attackers": num_attackers, **entry}}
 
 
 def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
@@ -351,13 +351,13 @@ def _stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, to
 
 
 def _lengths(start: Adapter, updates: Sequence[Update]) -> torch.Tensor:
-    """The lengths ‖θ_c - θ_t‖, float64 [N]."""
+    """Returns the lengths ‖θ_c - θ_t‖, float64 [N]."""
     lengths = [update_length(start, update.adapter) for update in updates]
     return torch.tensor(lengths, dtype=torch.float64)
 
 
 def _scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
-    """θ_t + a (θ_c - θ_t) for each; θ_c itself where a is 1."""
+    """Returns θ_t + a (θ_c - θ_t) for each; θ_c itself where a is 1."""
     return [
         update if factor == 1 else replace(update, adapter=moved(start, [update.adapter], [factor]))
         for update, factor in zip(updates, factors.tolist(), strict=True)
@@ -365,7 +365,7 @@ def _scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) ->
 
 
 def _as_update(merged: Adapter, start: Adapter) -> Update:
-    """One update in place of all, in the start's dtypes."""
+    """Returns one update in place of all, in the start's dtypes."""
     adapter = {name: merged[name].to(parameter.dtype) for name, parameter in start.items()}
     return Update("merged", adapter, 1, {})
 
@@ -375,7 +375,7 @@ def _by_client(updates: Sequence[Update], values: Sequence[float]) -> dict[str, 
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:
-    """The mean over the rows, added up in their order, whatever torch's own order is."""
+    """Returns the mean over the rows, added up in their order, whatever torch's own order is."""
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row

@@ -1,4 +1,4 @@
-"""What every strategy's round does alike: draw clients, ask them, keep what is valid, report."""
+"""A round as every strategy runs it: draw clients, ask them, drop what is invalid, report."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +28,13 @@ RequestType = TypeVar("RequestType", bound=Request)
 
 
 class Round:
-    """A round under way: who takes part, and what has come back so far.
+    """A round under way: its clients, its failures and its bytes so far.
 
     Args:
         state: The server's state that the round begins with; never changed.
         clients: Names of all clients, in the order in which their updates are summed.
         engine: Where they run.
-        cfg: What the strategy leaves to choose about a round.
+        cfg: The strategy's configuration.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _with_lists(value: Any) -> Any:
-    """A record's fields with lists for tuples, which schemas read alike."""
+    """Returns a record's fields with lists for tuples, which schemas read alike."""
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value

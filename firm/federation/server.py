@@ -1,4 +1,4 @@
-"""The server's side of a round: its state, what it accepts, and what it reports."""
+"""The server's side of a round: its state, the checks of answers, and the rows of the log."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -154,7 +154,7 @@ def num_refused(failures: Sequence[Failure]) -> int:
 def _problem(
     content: Any, request: Request, cfg: StrategyConfig, check: Check | None
 ) -> str | None:
-    """Why an answer cannot be used in this round; None if it can."""
+    """Returns why an answer cannot be used in this round; None if it can."""
     if not isinstance(content, request.answer):
         return f"its answer is no {request.answer.__name__} but {type(content).__name__}"
     try:
@@ -234,13 +234,13 @@ def round_metrics(
 
 
 def _dropped(replies: Sequence[Reply]) -> dict[str, dict[str, int]]:
-    """How many unknown fields were left out of whose answers, where there were any."""
+    """Returns the number of unknown fields that were left out of each answer that had any."""
     counts = {reply.client: reply.dropped for reply in replies if reply.dropped}
     return {"dropped_fields": counts} if counts else {}
 
 
 def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, dict[str, float]]:
-    """How far the clients' own weights scatter, where they have some."""
+    """Returns how far the clients' own weights scatter, where they have some."""
     if not all("weights" in update.metrics for update in updates):
         return {}
     spread = weights_spread([update.metrics["weights"] for update in updates]).tolist()
@@ -248,7 +248,7 @@ def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, d
 
 
 def _gram_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Bounds for the first solves of a round, all at θ_t, where clients sent their Gram matrices.
+    """Returns bounds for the first solves of a round, at θ_t, where clients sent Gram matrices.
 
     Later solves are at each client's own parameters: the mean gradient of different models
     describes none, and weights that are averaged before they are compared may disagree by turns.

@@ -1,4 +1,4 @@
-"""What clients tell beside their updates: Jacobians, losses, and which objectives they serve.
+"""Sharing of gradients: Jacobians, losses, and which objectives a client serves.
 
 The tasks are the clients' part of ApproxGramJacobian, Algorithms 3, 6 and 9 of Askin et al. (2024),
 FedCMOO; the mathematics is that of ``firm.gradients``.
@@ -192,7 +192,7 @@ def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch
 
 
 def _rows(client: Client, request: JacobianRequest) -> torch.Tensor:
-    """The Jacobian's shared columns, float32 [M, d] on the CPU."""
+    """Returns the Jacobian's shared columns, float32 [M, d] on the CPU."""
     client.load(request.adapter, request.round)
     (batch,) = drawn_batches(client, 1, skipped=request.skipped_batches)
     jacobian = client.gradients(batch.whole).jacobian

@@ -93,7 +93,7 @@ def weighting(name: str, **options: Schema) -> Callable[[WeightingFunction], Wei
 def _fixed(
     gram: torch.Tensor, served: Sequence[int], *, weights: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """Weights that are known before."""
+    """Returns weights that are known before."""
     return fixed_weights(gram, weights=weights)
 
 
@@ -360,12 +360,12 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
 
 
 def _batches(client: Client, request: LocalTraining) -> Iterator[Batch]:
-    """The batches of the local steps."""
+    """Yields the batches of the local steps."""
     return drawn_batches(client, _num_steps(client, request), skipped=request.skipped_batches)
 
 
 def _num_steps(client: Client, request: LocalTraining) -> int:
-    """K, or as many as E epochs have."""
+    """Returns K, or as many steps as E epochs have."""
     if request.num_local_epochs is None:
         return request.num_local_steps
     return request.num_local_epochs * client.batches_per_epoch
@@ -381,7 +381,7 @@ def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -
 
 
 def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each objective's losses in its own training, where the client tells losses by objective."""
+    """Returns each objective's losses in its own training, where metrics have them by objective."""
     losses = {
         name: each["losses"][name]
         for name, each in metrics.items()
@@ -393,7 +393,7 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _solve(
     jacobian: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the weights [M] of a Jacobian [M, d], and what is worth keeping of the solve."""
+    """Returns the weights [M] of a Jacobian [M, d], and the figures of the solve."""
     start = time.perf_counter()
     gram = gram_matrix(jacobian).cpu()
     gram_end = time.perf_counter()

@@ -271,7 +271,7 @@ def zero_updates(
 
 
 def _robust_rule(before: Sequence[Transform]) -> str | None:
-    """The robust rule among some transformations; None where all updates count as they are."""
+    """Returns the robust rule among some transformations; None where updates stay as they are."""
     rules = [each.cfg.rule for each in before if isinstance(each, Robust)]
     return next((rule for rule in rules if rule != "none"), None)
 

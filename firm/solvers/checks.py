@@ -48,7 +48,7 @@ def as_gram(gram: torch.Tensor | np.ndarray) -> np.ndarray:
 
 
 def _is_above(matrix: np.ndarray, bound: np.ndarray) -> bool:
-    """Whether no eigenvalue is below the bound [...]; a no may be rounding, a yes is certain."""
+    """Returns whether no eigenvalue is below the bound [...]; a no may be rounding."""
     if matrix.shape[-1] <= 2:
         return False if matrix.shape[-1] == 1 else _is_above_of_two(matrix, bound)
     if matrix.ndim > 2:
@@ -67,7 +67,7 @@ def _is_above_of_two(matrix: np.ndarray, bound: np.ndarray) -> bool:
 
 
 def _where(is_wrong: np.ndarray) -> str:
-    """Which member of a batch is wrong first; nothing for a single matrix."""
+    """Returns which member of a batch is wrong first; nothing for a single matrix."""
     if is_wrong.ndim == 0:
         return ""
     return f" in batch entry {np.argwhere(is_wrong)[0].tolist()}"

@@ -72,7 +72,7 @@ def _differences(text: str, objectives: Sequence[str]) -> list[Term]:
         raise ValueError(f"The constraint {text!r} is no inequality; {remedy}.") from None
     if not isinstance(tree, ast.Compare):
         raise ValueError(f"The constraint {text!r} is no inequality; {remedy}.")
-    found = []
+    bounds = []
     sides = [tree.left, *tree.comparators]
     for operator, left, right in zip(tree.ops, sides, sides[1:], strict=False):
         try:
@@ -80,12 +80,12 @@ def _differences(text: str, objectives: Sequence[str]) -> list[Term]:
         except ValueError as error:
             raise ValueError(f"The constraint {text!r} {error}; {remedy}.") from None
         if isinstance(operator, ast.LtE | ast.Eq):
-            found.append(_sum(low, high, factor=-1.0))
+            bounds.append(_sum(low, high, factor=-1.0))
         if isinstance(operator, ast.GtE | ast.Eq):
-            found.append(_sum(high, low, factor=-1.0))
+            bounds.append(_sum(high, low, factor=-1.0))
         if not isinstance(operator, ast.LtE | ast.GtE | ast.Eq):
             raise ValueError(f"The constraint {text!r} needs <=, >= or ==; {remedy}.")
-    return found
+    return bounds
 
 
 def _term(node: ast.expr, aliases: Mapping[str, str]) -> Term:

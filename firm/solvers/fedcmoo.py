@@ -153,18 +153,18 @@ def fedcmoo_pref_weights(
     is_released = variant == "released"
     batch = matrix[..., active[:, None], active].reshape(-1, len(active), len(active))
     rows = values[..., active].reshape(-1, len(active))
-    found = np.array(
+    solved = np.array(
         [
             _preferred(single, row, multiples[active], threshold, is_released=is_released)
             for single, row in zip(batch, rows, strict=True)
         ]
     )
     if is_released:
-        found = (1 - len(active) * min_weight) * found + min_weight
+        solved = (1 - len(active) * min_weight) * solved + min_weight
     elif min_weight > 0:
-        found = box_projection(found, np.full(len(active), min_weight), np.ones(len(active)))
+        solved = box_projection(solved, np.full(len(active), min_weight), np.ones(len(active)))
     weights = np.zeros(values.shape)
-    weights[..., active] = found.reshape(*values.shape[:-1], len(active))
+    weights[..., active] = solved.reshape(*values.shape[:-1], len(active))
     return like(weights, gram)
 
 
@@ -176,7 +176,7 @@ def _preferred(
     *,
     is_released: bool,
 ) -> np.ndarray:
-    """Eq. 19 for one matrix [M, M], or the released code's programme."""
+    """Solves Eq. 19 for one matrix [M, M], or the released code's programme."""
     num_objectives = len(gram)
     if np.trace(gram) <= 0 or num_objectives == 1:
         return np.full(num_objectives, 1 / num_objectives)  # no direction to choose

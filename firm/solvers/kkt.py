@@ -93,7 +93,7 @@ def box_gap(
 
 
 def _scale(matrix: np.ndarray, weights: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """√(D · max(room² Gᵢᵢ, D)), shape [..., M]."""
+    """Returns √(D · max(room² Gᵢᵢ, D)), shape [..., M]."""
     bound = np.einsum("...i,...ij,...j->...", weights, np.abs(matrix), weights)[..., None]
     diagonal = np.maximum(np.einsum("...ii->...i", matrix), 0.0)
     # two roots, because their product under one would overflow above 1e154

@@ -106,7 +106,7 @@ def _inverse_lengths(matrix: np.ndarray) -> np.ndarray:
 def _interior_point(
     matrix: np.ndarray, scale: np.ndarray, rows: np.ndarray, bounds: np.ndarray
 ) -> np.ndarray | None:
-    """The weights λ = s·y by cvxpy; None where it finds none."""
+    """Returns the weights λ = s·y by cvxpy; None where it finds none."""
     scaled = matrix * scale * scale[:, None]
     scaled /= scaled.diagonal().max() or 1.0
     eigenvalues, eigenvectors = np.linalg.eigh(scaled)
@@ -127,7 +127,7 @@ def is_feasible(rows: np.ndarray, bounds: np.ndarray) -> bool:
 def _polytope_gap(
     matrix: np.ndarray, weights: np.ndarray, rows: np.ndarray, bounds: np.ndarray
 ) -> float:
-    """The decrease that a step to the best vertex promises, relative as in ``kkt_gap``."""
+    """Returns the decrease that a step to the best vertex promises, relative as in ``kkt_gap``."""
     slope = matrix @ weights
     vertex = _best_vertex(slope, rows, bounds)
     if vertex is None:
@@ -145,7 +145,7 @@ def _best_vertex(costs: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> np.
 
 
 def _solve(problem: Any, **options: Any) -> None:
-    """Solves a problem in silence: what comes out is checked, whatever the solver thinks of it."""
+    """Solves a problem in silence; the caller checks the solution."""
     import cvxpy
 
     with warnings.catch_warnings():

@@ -91,28 +91,30 @@ def firm_weights(
         matrix = np.divide(matrix, mean_square, out=matrix, where=mean_square > 0)
     matrix = matrix + np.diag(regulariser)
     if solver == "exact":
-        found = simplex_qp(matrix)
+        solved = simplex_qp(matrix)
     else:
-        found = _constrained(matrix, rows[:, :-1][:, is_active], rows[:, -1])
+        solved = _constrained(matrix, rows[:, :-1][:, is_active], rows[:, -1])
     if norms is not None:
-        found = found / norms
-        found /= found.sum(axis=-1, keepdims=True)
+        solved = solved / norms
+        solved /= solved.sum(axis=-1, keepdims=True)
     weights = np.zeros((*matrix.shape[:-2], num_objectives))
-    weights[..., is_active] = found
+    weights[..., is_active] = solved
     return like(weights, gram)
 
 
 def _norms(matrix: np.ndarray) -> np.ndarray:
-    """The gradients' norms [..., M], those of zero gradients as long as the longest."""
+    """Returns the gradients' norms [..., M], those of zero gradients as long as the longest."""
     norms = np.sqrt(np.maximum(np.einsum("...ii->...i", matrix), 0.0))
     longest = norms.max(axis=-1, keepdims=True)
     return np.where(norms > 0, norms, np.where(longest > 0, longest, 1.0))
 
 
 def _constrained(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """The constrained weights of each matrix [..., M, M], shape [..., M]."""
+    """Returns the constrained weights of each matrix [..., M, M], shape [..., M]."""
     flat = matrix.reshape(-1, *matrix.shape[-2:])
-    return np.array([constrained_qp(one, rows, bounds) for one in flat]).reshape(matrix.shape[:-1])
+    return np.array([constrained_qp(each, rows, bounds) for each in flat]).reshape(
+        matrix.shape[:-1]
+    )
 
 
 def _as_rows(

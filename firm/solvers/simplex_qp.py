@@ -53,12 +53,12 @@ def simplex_qp(
         flat = matrix.reshape(-1, num_objectives, num_objectives)
         return _batch(flat).reshape(matrix.shape[:-1])
     flat = matrix.reshape(-1, num_objectives, num_objectives)
-    weights = np.array([_boxed(one, lower, upper, start) for one in flat])
+    weights = np.array([_boxed(each, lower, upper, start) for each in flat])
     return weights.reshape(matrix.shape[:-1])
 
 
 def _single(matrix: np.ndarray, start: np.ndarray | None) -> np.ndarray:
-    """One matrix on the whole simplex."""
+    """Solves one matrix on the whole simplex."""
     num_objectives = len(matrix)
     if num_objectives == 2:
         (first, product), (_, second) = matrix.tolist()
@@ -117,7 +117,7 @@ def _certified(
 def _boxed(
     matrix: np.ndarray, lower: np.ndarray, upper: np.ndarray, start: np.ndarray | None
 ) -> np.ndarray:
-    """One matrix between two bounds."""
+    """Solves one matrix between two bounds."""
     if len(matrix) == 2:
         (first, product), (_, second) = matrix.tolist()
         weights = np.array(_edge(first, product, second))
@@ -153,7 +153,7 @@ def _boxed(
 
 
 def _batch(matrices: np.ndarray) -> np.ndarray:
-    """Several matrices [N, M, M] on the whole simplex, by a masked block pivoting."""
+    """Solves several matrices [N, M, M] on the whole simplex, by a masked block pivoting."""
     num_objectives = matrices.shape[-1]
     if num_objectives == 2:
         first = np.maximum(matrices[:, 1, 1] - matrices[:, 0, 1], 0.0)
@@ -181,7 +181,7 @@ def _batch(matrices: np.ndarray) -> np.ndarray:
 
 
 def _pivot_together(matrices: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Block pivoting on K [N, M, M]; NaN where it has not ended. Solutions are not normalised."""
+    """Pivots blocks of K [N, M, M]; NaN where it has not ended. Solutions are not normalised."""
     count, size = scale.shape
     ridge = 4 * EPS * np.eye(size)
     points = np.full((count, size), np.nan)
@@ -206,7 +206,7 @@ def _pivot_together(matrices: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _edge(first: float, product: float, second: float) -> tuple[float, float]:
-    """The weights of two, inversely proportional to the slopes at the two corners."""
+    """Returns the weights of two, inversely proportional to the slopes at the two corners."""
     towards, back = max(second - product, 0.0), max(first - product, 0.0)
     total = towards + back
     # each by its own division: 1 - share would leave a small weight few digits
@@ -214,7 +214,7 @@ def _edge(first: float, product: float, second: float) -> tuple[float, float]:
 
 
 def _three(rows: list[list[float]]) -> list[float] | None:
-    """M = 3 in floats: an edge if it is optimal, else the inside; None where neither passes.
+    """Solves M = 3 in floats: an edge if it is optimal, else the inside; None if neither passes.
 
     The inside comes from a Cholesky factorisation of the scaled matrix; by Cramer's rule it would
     lose half of the digits where gradients nearly coincide.

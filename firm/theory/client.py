@@ -28,7 +28,7 @@ register_metrics(
 
 @dataclass(frozen=True)
 class ActorCriticConfig:
-    """What a client of T-FIRM leaves to choose. Its values are not in the paper."""
+    """Options of a client of T-FIRM. Their values are not in the paper."""
 
     batch_size: int = 32
     """B, transitions per policy gradient."""

@@ -58,7 +58,7 @@ class Agreement:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks that the strategy asks for."""
+        """Returns the names of the tasks that the strategy asks for."""
         return tuple(self._fields)
 
     def request(self, task: str, content: Any) -> Request:
@@ -83,27 +83,18 @@ class Agreement:
             raise Refused(f"objectives must be {', '.join(self._objectives)}, as agreed")
         if request.round > self.num_rounds:
             raise Refused(f"round {request.round} is beyond the agreed {self.num_rounds} rounds")
-        decided = {}
-        for name, own in self._fields[task].items():
-            if own is not DECIDED_BY_SERVER:
-                asked = getattr(request, name)
-                if difference := _difference(name, self._told(name, own), self._told(name, asked)):
-                    raise Refused(difference)
-                decided[name] = own
-        return replace(request, objectives=self._objectives, **decided)
-
-    def _told(self, name: str, value: Any) -> Any:
-        """What a message says of a field: of clients the own ones, and never the noise's seed."""
-        if name == "options_by_client":
-            return {client: value[client] for client in self._clients if client in value}
-        own = self.privacy
-        if name == "privacy" and value is own and own is not None:
-            return replace(own, noise_seed=None)
-        return value
+        fields = self._fields[task].items()
+        decided = {name: own for name, own in fields if own is not DECIDED_BY_SERVER}
+        agreed = replace(request, objectives=self._objectives, **decided)
+        sent, arrived = agreed.to_network(*self._clients), request.of(*self._clients)
+        for name in decided:
+            if difference := _difference(name, getattr(sent, name), getattr(arrived, name)):
+                raise Refused(difference)
+        return agreed
 
 
 def _difference(path: str, own: Any, asked: Any) -> str | None:
-    """In what a request differs from what was agreed, in words; None if it does not."""
+    """Returns how a request differs from what was agreed, in words; None if it does not."""
     if isinstance(own, PrivacyConfig) and isinstance(asked, PrivacyConfig):
         own, asked = asdict(own), asdict(asked)
     if isinstance(own, Mapping) and isinstance(asked, Mapping) and own.keys() == asked.keys():
@@ -115,7 +106,7 @@ def _difference(path: str, own: Any, asked: Any) -> str | None:
 
 
 def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, Any]:
-    """The agreed value of every field of a request beside the envelope."""
+    """Returns the agreed value of every field of a request beside the envelope."""
     defaults = {
         each.name: each.default_factory() if callable(each.default_factory) else each.default
         for each in fields(kind)
@@ -125,7 +116,7 @@ def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would have it, so that lists and tuples compare alike."""
+    """Returns a value as JSON would have it, so that lists and tuples compare alike."""
     if isinstance(value, PrivacyConfig):
         return asdict(value)
     if isinstance(value, Mapping):
@@ -231,7 +222,7 @@ class Ledger:
 
 
 def _rows(path: Path | None) -> list[dict[str, Any]]:
-    """The rows so far; a last line that was cut off counts for nothing."""
+    """Returns the rows so far, without a last line that was cut off."""
     if path is None or not path.exists():
         return []
     rows = []
@@ -247,7 +238,7 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A row of the record; None where a line is none."""
+    """Returns a row of the record; None where a line is none."""
     try:
         row = json.loads(line)
     except ValueError:

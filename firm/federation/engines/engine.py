@@ -133,7 +133,7 @@ class RequestSizes:
 
 
 def _text_bytes(request: Request) -> int:
-    """Bytes of the fields that differ from client to client."""
+    """Returns the bytes of the fields that differ from client to client."""
     fields = {**vars(request), "adapter": None}
     return len(pack({name: value for name, value in fields.items() if isinstance(value, dict)}))
 

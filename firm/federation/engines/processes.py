@@ -407,7 +407,7 @@ def _received(rank: int) -> Any:
 
 
 def _reply(request: Request, fields: dict[str, Any]) -> Reply | Failure:
-    """A reply as another process of this program has read it, in its types again."""
+    """Returns a reply that another process of this program has read, in its types again."""
     sizes = fields["bytes_down"], fields["bytes_up"]
     reply = checked_reply(request, fields["client"], fields["content"], *sizes)
     return replace(reply, dropped=fields["dropped"]) if isinstance(reply, Reply) else reply

@@ -24,7 +24,7 @@ MAX_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """What a site lets out beside the adapter, and how often."""
+    """Limits of what leaves a site beside the adapter, and how often."""
 
     metrics: tuple[str, ...] | None = None
     """Names of the metrics that may leave: figures of a batch or a minibatch as a whole, none of
@@ -166,7 +166,7 @@ class Site:
         return f"{failure.kind or 'its answer was refused'}; its site's log says more"
 
     def _released(self, reply: Reply) -> Answer:
-        """An answer without what must not leave."""
+        """Returns an answer without what must not leave."""
         content = reply.content
         if not hasattr(content, "metrics"):
             return content
@@ -180,9 +180,9 @@ _ASKED: dict[str, Schema] = {"task": Text(), "clients": Items(Text(), 1, 1000)}
 def differences(server: Mapping[str, Any], site: Mapping[str, Any]) -> str:
     """Returns in what two fingerprints differ, in words; empty when they are the same."""
     names: Collection[str] = [*server, *(name for name in site if name not in server)]
-    told = [
+    texts = [
         f"its {printable(name)} is {shown(site.get(name))}, the server's {shown(server.get(name))}"
         for name in names
         if server.get(name) != site.get(name)
     ]
-    return printable("; ".join(told), max_length=2000)
+    return printable("; ".join(texts), max_length=2000)

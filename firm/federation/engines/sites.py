@@ -180,7 +180,7 @@ class SitesEngine:
         self._channel.close()
 
     def _still_lost(self, asked: Mapping[str, Sequence[str]]) -> list[str]:
-        """The sites among those asked that were lost before and are not ready now."""
+        """Returns the sites among those asked that were lost before and are not ready now."""
         suspects = [site for site in asked if site in self._lost]
         for site, problem in self._meet(suspects, timeout=self._meeting_timeout).items():
             if problem is None:
@@ -189,7 +189,7 @@ class SitesEngine:
         return [site for site in suspects if site in self._lost]
 
     def _meet(self, sites: Sequence[str], *, timeout: float) -> dict[str, str | None]:
-        """Why each of these sites is not ready; None if it is."""
+        """Returns why each of these sites is not ready; None if it is."""
         messages = dict.fromkeys(sites, self._introduction)
         answers = self._ask(messages, timeout=timeout, max_bytes=dict.fromkeys(sites, _SMALL))
         problems: dict[str, str | None] = {}
@@ -212,33 +212,33 @@ class SitesEngine:
         timeout: float,
         max_bytes: Mapping[str, int],
     ) -> dict[str, Any]:
-        """The sites' answers, unpacked, to messages with a number each; ``Lost`` otherwise."""
+        """Returns the sites' answers to messages with a number each; ``Lost`` otherwise."""
         if not messages:
             return {}
         numbers = {site: next(self._numbers) for site in messages}
         packed = {
             site: pack({**message, "number": numbers[site]}) for site, message in messages.items()
         }
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         for site, raw in self._channel.ask(packed, timeout=timeout).items():
             if not isinstance(raw, Lost):
-                found[site] = _read(raw, numbers[site], max_bytes[site])
+                answers[site] = _read(raw, numbers[site], max_bytes[site])
                 continue
-            found[site] = raw = Lost(printable(raw.reason))
+            answers[site] = raw = Lost(printable(raw.reason))
             if site not in self._lost:
                 self._lost[site] = raw.reason
                 logger.warning("%s is lost: %s", site, raw.reason)
-        return found
+        return answers
 
 
 def _most_bytes(request: Request) -> int:
-    """More bytes than an honest client's answer has: a Jacobian or one adapter per objective."""
+    """Returns more bytes than an honest answer has: a Jacobian or one adapter per objective."""
     size = sum(parameter.numel() for parameter in request.adapter.values())
     return _SMALL + 16 * (len(request.objectives) + 1) * size
 
 
 def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
-    """A site's answer, with "problem" when it is none."""
+    """Returns a site's answer, with "problem" when it is none."""
     try:
         answer = unpack(raw, max_bytes=max_bytes)
     except ValueError as error:
@@ -256,29 +256,29 @@ def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
 def _outcomes(
     site: str, names: Sequence[str], answer: Any, request: Request, sizes: RequestSizes
 ) -> dict[str, Reply | Failure]:
-    """What an answer says of each client that its site was asked for."""
+    """Returns the reply or failure of each client that a site was asked for."""
     if isinstance(answer, Lost):
         return {name: Failure(name, f"its site {site} is lost: {answer.reason}") for name in names}
     if problem := answer.get("problem"):
         reason = printable(f"at {site}: {problem}")
         return {name: Failure(name, reason, sizes.of(name)) for name in names}
-    found: dict[str, Reply | Failure] = {}
+    outcomes: dict[str, Reply | Failure] = {}
     for key in ("replies", "failures"):
-        told = answer.get(key)
-        for fields in told if isinstance(told, list) else []:
+        entries = answer.get(key)
+        for fields in entries if isinstance(entries, list) else []:
             name = fields.get("client") if isinstance(fields, dict) else None
             if not isinstance(name, str) or name not in names:
                 continue
-            if name in found:
-                found[name] = Failure(name, f"{site} answered for it twice", is_refused=True)
+            if name in outcomes:
+                outcomes[name] = Failure(name, f"{site} answered for it twice", is_refused=True)
             elif key == "failures":
-                found[name] = Failure(name, printable(fields.get("reason")), sizes.of(name))
+                outcomes[name] = Failure(name, printable(fields.get("reason")), sizes.of(name))
             else:
-                found[name] = _reply(request, name, fields.get("content"), sizes.of(name))
+                outcomes[name] = _reply(request, name, fields.get("content"), sizes.of(name))
     silent = f"{site} said nothing of it"
-    return {name: found.get(name) or Failure(name, silent) for name in names}
+    return {name: outcomes.get(name) or Failure(name, silent) for name in names}
 
 
 def _reply(request: Request, name: str, content: Any, bytes_down: int) -> Reply | Failure:
-    """A reply, whose bytes the server counts itself."""
+    """Returns a reply, whose bytes the server counts itself."""
     return checked_reply(request, name, content, bytes_down, len(pack(content)))

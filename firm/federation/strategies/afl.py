@@ -22,7 +22,7 @@ from firm.solvers import project_to_simplex
 
 @dataclass(frozen=True)
 class AflConfig(ScalarConfig):
-    """What AFL leaves to choose; γ_w is the server learning rate."""
+    """Options of AFL; γ_w is the server learning rate."""
 
     name: Literal["afl"] = "afl"
     """The strategy."""

@@ -23,7 +23,7 @@ from firm.solvers import fixed_weights
 
 @dataclass(frozen=True)
 class ScalarConfig(StrategyConfig):
-    """What local training on a fixed weighted sum of the objectives leaves to choose."""
+    """Options of local training on a fixed weighted sum of the objectives."""
 
     weights: tuple[float, ...] | None = None
     """Weight of each objective, scaled to sum 1; null weighs them alike."""
@@ -68,7 +68,7 @@ class ScalarConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class FedAvgConfig(ScalarConfig):
-    """What FedAvg on a weighted sum leaves to choose."""
+    """Options of FedAvg on a weighted sum."""
 
     name: Literal["fedavg"] = "fedavg"
     """The strategy."""

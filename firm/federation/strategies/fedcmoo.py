@@ -150,7 +150,7 @@ def _next_weights(
 
 
 def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) -> list[float]:
-    """FindWeights, Algorithm 2, on a matrix [A, A]; or Eq. 3, or UPGrad."""
+    """Solves for the weights of a matrix [A, A] by Algorithm 2, Eq. 3 or UPGrad."""
     if cfg.solver == "exact":
         return firm_weights(gram, beta=cfg.beta, normalize=cfg.normalize_gram).tolist()
     if cfg.solver == "upgrad":

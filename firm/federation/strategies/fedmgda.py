@@ -23,7 +23,7 @@ from firm.solvers import min_norm_weights
 
 @dataclass(frozen=True)
 class FedMgdaConfig(ScalarConfig):
-    """What FedMGDA+ leaves to choose; FedMGDA is the same without normalisation."""
+    """Options of FedMGDA+; FedMGDA is the same without normalisation."""
 
     name: Literal["fedmgda"] = "fedmgda"
     """The strategy."""

@@ -25,7 +25,7 @@ from firm.solvers.regularised import Solver
 
 @dataclass(frozen=True)
 class FirmConfig(StrategyConfig):
-    """What FIRM leaves to choose."""
+    """Options of FIRM."""
 
     name: Literal["firm"] = "firm"
     """The strategy."""
@@ -91,7 +91,7 @@ class FirmConfig(StrategyConfig):
         return [alarm] if alarm else []
 
     def of_client(self, name: str) -> Self:
-        """Returns what holds for one client, with its own preference where it has one."""
+        """Returns the options of a client, with its own preference where it has one."""
         preference = self.preferences.get(name, self.preference)
         return replace(self, preference=preference, preferences={})
 

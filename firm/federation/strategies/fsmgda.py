@@ -28,7 +28,7 @@ from firm.solvers import min_norm_weights
 
 @dataclass(frozen=True)
 class FsmgdaConfig(StrategyConfig):
-    """What FSMGDA leaves to choose."""
+    """Options of FSMGDA."""
 
     name: Literal["fsmgda"] = "fsmgda"
     """The strategy."""
@@ -90,15 +90,15 @@ def fsmgda(
     rows = update_matrix(state.adapter, list(means.values()))
     if cfg.gram_columns == "shared":
         rows = rows[:, : contents[0].num_shared]
-    found = min_norm_weights(gram_matrix(rows)).tolist()
-    weights = dict.fromkeys(state.objectives, 0.0) | dict(zip(means, found, strict=True))
+    solved = min_norm_weights(gram_matrix(rows)).tolist()
+    weights = dict.fromkeys(state.objectives, 0.0) | dict(zip(means, solved, strict=True))
 
     # θ_{t+1} = θ_t + η Σ λ_s Δ_s
     adapter = server_step(
-        state.adapter, list(means.values()), found, learning_rate=cfg.server_learning_rate
+        state.adapter, list(means.values()), solved, learning_rate=cfg.server_learning_rate
     )
-    seen = [_as_update(reply, state, weights) for reply in replies]
-    return this_round.finish(adapter, seen, entries={"weights": weights})
+    combined = [_as_update(reply, state, weights) for reply in replies]
+    return this_round.finish(adapter, combined, entries={"weights": weights})
 
 
 def _mean_update(name: str, contents: Sequence[ObjectiveUpdates], cfg: StrategyConfig) -> Adapter:
@@ -109,7 +109,7 @@ def _mean_update(name: str, contents: Sequence[ObjectiveUpdates], cfg: StrategyC
 
 
 def _as_update(reply: Reply, state: ServerState, weights: dict[str, float]) -> Reply:
-    """The reply with one update, that of its objectives under the server's weights."""
+    """Returns the reply with one update, that of its objectives under the server's weights."""
     content = reply.content
     names = list(content.updates)
     adapter = moved(

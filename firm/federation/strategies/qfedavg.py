@@ -26,7 +26,7 @@ MIN_LOSS = 1e-10
 
 @dataclass(frozen=True)
 class QFedAvgConfig(ScalarConfig):
-    """What q-FedAvg leaves to choose."""
+    """Options of q-FedAvg."""
 
     name: Literal["qfedavg"] = "qfedavg"
     """The strategy."""
