@@ -15,11 +15,11 @@ from firm.fmoo.metrics import delta_m, preference_correlation, rounds_to_loss, u
 from firm.report.classic_page import FIELDS, comparison_page, worst
 from firm.report.classic_sections import (
     NUM_TABLE_USERS,
-    improved_section,
+    STATIONARITY,
+    further_section,
     parameter_section,
     preferences_section,
     progress_section,
-    stationarity_section,
     users_section,
     weights_section,
 )
@@ -27,6 +27,7 @@ from firm.report.page import Block, Section, alarms, drawn_block, left_out_note,
 from firm.report.tables import Setting
 from firm.run import to_dict
 from firm.run.guard import drawing, drawn
+from firm.run.quantities import QUANTITIES, shown
 
 if TYPE_CHECKING:
     from firm.jobs.fmoo_config import ClassicConfig
@@ -258,10 +259,15 @@ def _sections(cfg: "ClassicConfig", settings: Sequence[Setting]) -> list[Block]:
         },
         "preferences": lambda: _preferences(cfg, settings),
         "users": lambda: users_section(settings),
-        "improved": lambda: improved_section(settings),
+        "improved": lambda: further_section(settings, QUANTITIES["round", "improved"]),
         "progress": lambda: progress_section(settings),
         "weights": lambda: weights_section(settings),
-        "stationarity": lambda: stationarity_section(settings),
+        "stationarity": lambda: further_section(settings, STATIONARITY),
+        **{
+            entry.name: partial(further_section, settings, entry)
+            for entry in shown("further")
+            if not entry.by
+        },
     }
     return [
         drawn_block(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from firm.report.drawing import (
     axis_title,
     curve,
     error_bars,
-    series_panel,
     style_layout,
 )
 from firm.report.formats import NBSP
 from firm.report.scaling import ticks_at
-from firm.report.tables import How, Series, Setting, mean_and_error, series_of
+from firm.report.tables import Series, mean_and_error
 
 SPOKE_WIDTH = 11
 """Characters in a line of an objective's name beside a radar chart."""
@@ -58,36 +57,6 @@ class Users:
     key: Key
     accuracies: np.ndarray
     """Of each seed and user, shape [S, C]."""
-
-
-# --- Curves ---------------------------------------------------------------------------------------
-
-
-def curves_panel(
-    name: str,
-    title: str,
-    settings: Sequence[Setting],
-    quantity: str,
-    objective: str | None = None,
-    *,
-    how: How = "mean",
-    over: Literal["rounds", "megabytes"] = "rounds",
-    **options: Any,
-) -> Panel:
-    """Returns a quantity of all settings over the rounds or the uploaded megabytes.
-
-    Args:
-        name: Of the panel, unique on its page.
-        title: Of the panel.
-        settings: A setting without the quantity is left out.
-        quantity: As for `series_of`.
-        objective: As for `series_of`.
-        how: As for `series_of`.
-        over: What the x-axis counts.
-        options: As for `series_panel`.
-    """
-    series = [series_of(s, quantity, objective, how=how, over=over) for s in settings]
-    return series_panel(name, title, [own for own in series if own], over=over, **options)
 
 
 # --- Against a parameter --------------------------------------------------------------------------

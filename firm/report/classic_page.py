@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from firm.report.classic_figures import curves_panel, radar_panel
+from firm.report.classic_figures import radar_panel
 from firm.report.drawing import NUM_BANDS, Key, Panel, nonempty
 from firm.report.formats import CONFIG, MISSING, NBSP, measure, number
 from firm.report.page import Block, Origin, Page, Section, Table, drawn_block, drawn_part
-from firm.report.tables import How, Setting, measure_of, seeds_text
+from firm.report.tables import How, Setting, measure_of, quantity_panel, seeds_text
 from firm.run.comparison import CLEAR_Z, Measure
 from firm.run.quantities import QUANTITIES, Quantity
 
@@ -145,15 +145,14 @@ def _curves(
     if len(objectives) > 1:
         curves.insert(0, ("Mean over the objectives", None, "mean"))
     panels = [
-        curves_panel(
+        quantity_panel(
             f"{entry.title}-{place}",
-            heading,
             settings,
-            entry.name,
+            entry,
             objective,
+            title=heading,
             how=how,
-            y_title=entry.unit,
-            **entry.axis,
+            num_bands=NUM_BANDS,
         )
         for place, (heading, objective, how) in enumerate(curves)
     ]
@@ -173,14 +172,13 @@ def _uploads(
 ) -> Section:
     """The means over the uploaded megabytes."""
     panels = [
-        curves_panel(
+        quantity_panel(
             f"upload-{entry.title}",
-            f"{'Mean ' if len(objectives_of[field]) > 1 else ''}{entry.title}".capitalize(),
             settings,
-            field,
-            y_title=entry.unit,
+            entry,
+            title=f"{'Mean ' if len(objectives_of[field]) > 1 else ''}{entry.title}".capitalize(),
             over="megabytes",
-            **entry.axis,
+            num_bands=NUM_BANDS,
         )
         for field, entry in quantity_of.items()
         if objectives_of[field]

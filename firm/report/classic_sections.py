@@ -5,7 +5,6 @@ Each function returns None where the rows have nothing to show; `comparison_page
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,14 +17,32 @@ from firm.report.classic_figures import (
     user_histograms,
 )
 from firm.report.classic_page import FIELDS, quantity
-from firm.report.drawing import Key, series_panel
+from firm.report.drawing import NUM_BANDS, Key, series_panel
 from firm.report.page import Section
-from firm.report.tables import Series, Setting, mean_and_error, seeds_text, series_of
+from firm.report.tables import (
+    Series,
+    Setting,
+    mean_and_error,
+    quantity_panel,
+    seeds_text,
+    series_of,
+)
+from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_TABLE_USERS = 10
 """Up to so many users fit the table; of more, the spread is shown."""
 NUM_WEIGHT_LINES = 8
 """Up to so many objectives have lines that one can tell apart."""
+STATIONARITY = replace(
+    QUANTITIES["round", "stationarity"],
+    title="Nearness to Pareto stationarity",
+    help="Smallest squared norm of a weighted mean of the objectives' gradients. Where it is 0, no "
+    "step lowers the losses of all objectives at once. It comes from the gradients as each "
+    "algorithm's server estimates them, noise of the batches included: compare how the lines "
+    "change rather than how high they lie. Gradients that are small because learning has not begun "
+    "look the same.",
+    axis={"type": "log", "tickformat": "~g", "nticks": 6},
+)
 NUM_WINDOWS = 12
 """Noisy lines are running means over this part of their values: a shape, and not a thicket."""
 
@@ -233,47 +250,16 @@ def weights_section(settings: Sequence[Setting]) -> Section | None:
     return Section("weights", "Weights of the objectives", text, panels, legend)
 
 
-def improved_section(settings: Sequence[Setting]) -> Section | None:
-    """Returns the share of participants that a round did not make worse (Figure 4 of FedMGDA+).
-
-    Args:
-        settings: Their quantity "improved" is the share in [0, 1] of the round's participants whose
-            training losses did not rise.
-    """
-    return _one_panel(
-        "improved",
-        "Whom a round makes no worse",
-        "Participants that improved or stayed",
-        "Share of the clients taking part in a round whose own training losses fell, or stayed as "
-        "they were, by the server's step. Below 100\N{NO-BREAK SPACE}% the round cost some of them "
-        "something.",
-        settings,
-        y_title="share of participants",
-        tickformat="~%",
-    )
-
-
-def stationarity_section(settings: Sequence[Setting]) -> Section | None:
-    """Returns how near the server saw the models to Pareto stationarity, on a log axis.
-
-    Args:
-        settings: Their quantity "stationarity" is min_λ λᵀGλ over the simplex for the server's
-            estimate of the Gram matrix G of the objectives' gradients.
-    """
-    return _one_panel(
-        "stationarity",
-        "Nearness to Pareto stationarity",
-        "Smallest squared norm of a weighted mean of the gradients",
-        "Where it is 0, no step lowers the losses of all objectives at once. It comes from the "
-        "gradients as each algorithm's server estimates them, noise of the batches included: "
-        "compare how the lines change rather than how high they lie. Gradients that are small "
-        "because learning has not begun look the same.",
-        settings,
-        y_title="squared norm",
-        type="log",
-        tickformat="~g",
-        nticks=6,
-    )
+def further_section(settings: Sequence[Setting], entry: Quantity) -> Section | None:
+    """Returns a registered quantity over the rounds, a line for each setting that has it."""
+    shown = [setting for setting in settings if not setting.values(entry.name).empty]
+    if not shown:
+        return None
+    window = _window(shown, entry.name)
+    panel = quantity_panel(entry.name, shown, entry, window=window, num_bands=NUM_BANDS)
+    legend = [setting.key for setting in shown]
+    text = f"{entry.help}{_smoothing(window)}"
+    return Section(entry.name, entry.title, text, [panel], legend)
 
 
 def progress_section(settings: Sequence[Setting]) -> Section | None:
@@ -323,27 +309,6 @@ def _progress_names(setting: Setting) -> list[str]:
     """The settings whose local trainings were measured from the models of one."""
     quantities = dict.fromkeys(setting.table["quantity"])
     return [name.removeprefix("progress/") for name in quantities if name.startswith("progress/")]
-
-
-def _one_panel(
-    name: str,
-    title: str,
-    heading: str,
-    text: str,
-    settings: Sequence[Setting],
-    *,
-    y_title: str,
-    **y_axis: Any,
-) -> Section | None:
-    """The quantity of the section's own name, of all settings in one figure."""
-    window = _window(settings, name)
-    lines = [series_of(setting, name, window=window) for setting in settings]
-    series = [line for line in lines if line]
-    if not series:
-        return None
-    panel = series_panel(name, heading, series, y_title=y_title, **y_axis)
-    legend = [line.key for line in series]
-    return Section(name, title, f"{text}{_smoothing(window)}", [panel], legend)
 
 
 def _window(settings: Sequence[Setting], name: str) -> int:

@@ -14,38 +14,11 @@ from firm.report.page import Block, Samples, Section, Table, drawn_block, left_o
 from firm.report.record import Record
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
-from firm.report.tables import Series, Setting, mean_and_error, seeds_text, series_of
+from firm.report.tables import Series, Setting, mean_and_error, quantity_panel, seeds_text
 from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_SAMPLES = 8
 REWARD_UNIT = "mean reward in [0, 1]"
-
-
-def curve_panel(
-    name: str, settings: Sequence[Setting], quantity: Quantity, objective: str
-) -> Panel:
-    """Returns a quantity over the rounds, mean over the seeds with a band of its error.
-
-    Args:
-        name: Of the panel.
-        settings: A line for each that has the quantity.
-        quantity: What is drawn.
-        objective: Whose, empty for a quantity of all.
-    """
-    lines = [series_of(setting, quantity.name, objective) for setting in settings]
-    series = [line for line in lines if line]
-    reference = quantity.reference
-    if reference == "1/M":
-        reference = 1 / len(settings[0].objectives)
-    return series_panel(
-        name,
-        quantity.title.format(objective),
-        series,
-        y_title=quantity.unit,
-        num_bands=len(series),
-        reference=reference,
-        **quantity.axis,
-    )
 
 
 def is_validated(settings: Sequence[Setting]) -> bool:
@@ -64,11 +37,11 @@ def reward_section(settings: Sequence[Setting], name: str) -> Section:
     validated = is_validated(settings)
     reward, kl = reward_quantity(settings), QUANTITIES["client", "kl"]
     panels = [
-        curve_panel(f"{name}-{objective}", settings, reward, objective)
+        quantity_panel(f"{name}-{objective}", settings, reward, objective)
         for objective in settings[0].objectives
     ]
     kl_name = "validation/kl" if validated else "kl"
-    panels.append(curve_panel(f"{name}-kl", settings, replace(kl, name=kl_name), ""))
+    panels.append(quantity_panel(f"{name}-kl", settings, replace(kl, name=kl_name)))
     return Section(
         name,
         "Rewards over the rounds",
@@ -89,7 +62,7 @@ def weights_section(settings: Sequence[Setting], name: str = "weights") -> Secti
     shown = objectives[:1] if len(objectives) == 2 else objectives
     weights, spread = QUANTITIES["client", "weights"], QUANTITIES["round", "weights_spread"]
     panels = [
-        curve_panel(f"{name}{mark}-{objective}", settings, quantity, objective)
+        quantity_panel(f"{name}{mark}-{objective}", settings, quantity, objective)
         for quantity, mark in (
             (weights, ""),
             (replace(spread, title="Spread of λ of {} between clients"), "-spread"),
@@ -124,7 +97,7 @@ def _drift_section(settings: Sequence[Setting]) -> Section:
         ("round", "stationarity"),
         ("client", "entropy"),
     ]
-    panels = [curve_panel(f"drift-{key[1]}", settings, QUANTITIES[key], "") for key in kinds]
+    panels = [quantity_panel(f"drift-{key[1]}", settings, QUANTITIES[key]) for key in kinds]
     return Section(
         "drift",
         "Drift and stationarity",
@@ -142,7 +115,7 @@ def _further_section(settings: Sequence[Setting]) -> Section:
         q for q in QUANTITIES.values() if q.section == "further" and q.kind != "evaluation"
     ]
     panels = [
-        curve_panel(f"further-{q.name}{'-' if name else ''}{name}", settings, q, name)
+        quantity_panel(f"further-{q.name}{'-' if name else ''}{name}", settings, q, name or None)
         for q in quantities
         for name in (settings[0].objectives if q.by == "objective" else [""])
         if not q.by or q.by == "objective"

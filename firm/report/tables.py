@@ -10,11 +10,11 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from firm.fronts import differing_figure
-from firm.report.drawing import Key
+from firm.report.drawing import Key, Panel, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
-from firm.run.quantities import entries
+from firm.run.quantities import Quantity, entries
 from firm.run.rows import Row
 
 COLUMNS = ["setting", "seed", "round", "client", "objective", "quantity", "value", "se"]
@@ -264,6 +264,49 @@ def series_of(
         at = sent.index.union(curves.index)
         xs = sent.reindex(at).ffill().fillna(0.0).loc[curves.index].mean(axis=1).to_numpy() / 1e6
     return Series(setting.key, xs, *mean_and_error(curves.to_numpy().T))
+
+
+def quantity_panel(
+    name: str,
+    settings: Sequence[Setting],
+    quantity: Quantity,
+    objective: str | None = None,
+    *,
+    title: str | None = None,
+    how: How = "mean",
+    over: Literal["rounds", "megabytes"] = "rounds",
+    window: int = 1,
+    num_bands: int | None = None,
+) -> Panel:
+    """Returns a quantity over the rounds or the uploaded megabytes, a line for each setting.
+
+    Args:
+        name: Of the panel, unique on its page.
+        settings: Those without the quantity are left out.
+        quantity: What is drawn.
+        objective: As for `Setting.curves`.
+        title: Of the panel; by default the quantity's.
+        how: As for `Setting.curves`.
+        over: As for `series_of`.
+        window: As for `series_of`.
+        num_bands: Around more lines there are no bands of their errors; by default around all.
+    """
+    options: dict[str, Any] = {"how": how, "over": over, "window": window}
+    lines = [series_of(setting, quantity.name, objective, **options) for setting in settings]
+    series = [line for line in lines if line]
+    reference = quantity.reference
+    if reference == "1/M":
+        reference = 1 / len(settings[0].objectives)
+    return series_panel(
+        name,
+        quantity.title.format(objective) if title is None else title,
+        series,
+        y_title=quantity.unit,
+        over=over,
+        num_bands=len(series) if num_bands is None else num_bands,
+        reference=reference,
+        **quantity.axis,
+    )
 
 
 def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

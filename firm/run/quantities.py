@@ -1,8 +1,9 @@
 """The quantities that runs log: what pages, figures, tables and W&B call and draw them.
 
 Whoever logs a number of its own adds one entry by `register`: it then stands on the page of a run,
-on that of a study, among the figures with their data, and its values are checked when a log is
-read. Numbers without an entry reach W&B all the same.
+on that of a study, among the figures with their data and in W&B, and its values are checked when a
+log is read. Numbers without an entry reach W&B all the same. What a client measures leaves its site
+once it is registered with `firm.federation.schema.register_metrics`, too.
 """
 
 import math
@@ -57,10 +58,8 @@ class Quantity:
     """Further attributes of plotly's y-axis."""
     is_share: bool = False
     """Whether the values of all objectives sum to one, so that of two the first says it all."""
-    is_compared: bool = False
-    """Whether pages of several settings show it, too."""
-    shape: Shape = NUMBER
-    """What a valid entry of a row is."""
+    shape: Shape | None = None
+    """What a valid entry of a row is; by default a number, or one by name."""
     of: Callable[[Mapping[str, Any]], float | None] | None = None
     """Derives it from a row that does not hold it."""
 
@@ -73,7 +72,8 @@ def register(quantity: Quantity) -> Quantity:
     """Adds a quantity, or replaces the one of its name and kind, and returns it."""
     QUANTITIES[quantity.kind, quantity.name] = quantity
     if quantity.of is None:
-        SHAPES[quantity.kind][quantity.name] = quantity.shape
+        shape = quantity.shape or (ByName(NUMBER) if quantity.by else NUMBER)
+        SHAPES[quantity.kind][quantity.name] = shape
     return quantity
 
 
@@ -147,7 +147,6 @@ for _quantity in (
         by="objective",
         evaluated="scores",
         axis={},
-        shape=ByName(NUMBER),
     ),
     Quantity(
         "reward_raw_std",
@@ -205,7 +204,6 @@ for _quantity in (
         reference="1/M",
         axis={"range": [-0.02, 1.02]},
         is_share=True,
-        is_compared=True,
         shape=Several(Several(WEIGHT, "objectives")),
     ),
     Quantity(
@@ -217,7 +215,6 @@ for _quantity in (
         section="weights",
         by="objective",
         is_share=True,
-        is_compared=True,
         shape=ByName(AMOUNT),
     ),
     Quantity(
@@ -261,7 +258,6 @@ for _quantity in (
         "Drift is the clients' distance from their mean, measured in steps of the server.",
         kind="round",
         section="gradients",
-        is_compared=True,
         shape=AMOUNT,
     ),
     Quantity(
@@ -274,7 +270,18 @@ for _quantity in (
         "estimate, which the batches' noise usually raises.",
         kind="round",
         section="gradients",
-        is_compared=True,
+    ),
+    Quantity(
+        "improved",
+        "Participants that improved or stayed",
+        "share of participants",
+        "Share of the clients taking part in a round whose own training losses fell, or stayed as "
+        "they were, by the server's step. Below 100\N{NO-BREAK SPACE}% the round cost some of them "
+        "something.",
+        kind="round",
+        section="",
+        axis={"tickformat": "~%"},
+        shape=SHARE,
     ),
     Quantity(
         "kl",
@@ -291,7 +298,6 @@ for _quantity in (
         "Entropy of the policy",
         "nats per token",
         section="training",
-        is_compared=True,
     ),
     Quantity(
         "response_length",
@@ -316,7 +322,6 @@ for _quantity in (
         "loss",
         section="training",
         by="objective",
-        shape=ByName(NUMBER),
     ),
     *(
         Quantity(name, title, unit, kind="evaluation", section="", shape=shape)
@@ -336,7 +341,6 @@ for _quantity in (
         section="",
         by="objective",
         axis={},
-        shape=ByName(NUMBER),
     ),
     Quantity(
         "accuracies",

@@ -120,7 +120,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "weights": ByName(NUMBER),
         "norm_ratio": AMOUNT,
         "disagreement_bound": NUMBER,
-        "improved": SHARE,
         "privacy": Fields(
             {
                 "epsilon": AMOUNT,

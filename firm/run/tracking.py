@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from firm.federation.outside import printable
+from firm.run.comparison import compare
 from firm.run.guard import drawing
 from firm.run.quantities import entries
 from firm.run.rows import valid_row, valid_rows
@@ -234,16 +235,11 @@ def _comparison(
     base: Mapping[str, Any], aligned: Mapping[str, Any]
 ) -> tuple[Any, dict[str, float | None]]:
     """Base against aligned model on the test split: a table, and its means by name."""
-    lines = []
-    for name in aligned["scores"]:
-        columns = [base.get("scores", {}), aligned["scores"], aligned["change"]]
-        measures = [column.get(name) or {} for column in columns]
-        lines.append([name, *(measure.get(key) for measure in measures for key in ("mean", "se"))])
-    for name in ("kl", "length", "end_share", "distinct_1", "distinct_2"):
-        before, after = base.get(name), aligned.get(name)
-        change = None if before is None or after is None else after - before
-        ses = [row.get(f"{name}_se") for row in (base, aligned)]
-        lines.append([name, before, ses[0], after, ses[1], change, None])
+    lines: list[list[Any]] = []
+    for line in compare(base, aligned):
+        measures = [line.base, line.aligned, line.change]
+        ends = [(m.mean, m.se) if m else (None, None) for m in measures]
+        lines.append([line.name, *(value for end in ends for value in end)])
     summary = {
         f"test/{name}/{column}": mean
         for name, *figures in lines

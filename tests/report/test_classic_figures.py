@@ -12,7 +12,6 @@ import firm.report
 from firm.report.classic_figures import (
     Outcome,
     Users,
-    curves_panel,
     points_panel,
     preference_plane,
     radar_panel,
@@ -20,10 +19,16 @@ from firm.report.classic_figures import (
     user_histograms,
 )
 from firm.report.drawing import INK, NUM_BANDS, Key, Panel
-from firm.report.tables import Series, Setting, series_of
+from firm.report.tables import Series, Setting, quantity_panel, series_of
+from firm.run.quantities import Quantity
 
 STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
 LEFT = ("accuracies", "left")
+
+
+def curves_panel(name, title, settings, quantity, objective, *, y_title, over="rounds", **axis):
+    entry = Quantity(quantity, title, y_title, axis=axis)
+    return quantity_panel(name, settings, entry, objective, over=over, num_bands=NUM_BANDS)
 
 
 def run(values, *, bytes_up=100, name="left"):

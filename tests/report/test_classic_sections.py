@@ -6,17 +6,26 @@ import plotly.graph_objects as go
 import pytest
 
 from firm.report.classic_sections import (
-    improved_section,
+    STATIONARITY,
+    further_section,
     parameter_section,
     preferences_section,
     progress_section,
-    stationarity_section,
     users_section,
     weights_section,
 )
 from firm.report.tables import Setting
+from firm.run.quantities import QUANTITIES
 
 NAN = float("nan")
+
+
+def improved_section(settings):
+    return further_section(settings, QUANTITIES["round", "improved"])
+
+
+def stationarity_section(settings):
+    return further_section(settings, STATIONARITY)
 
 
 def rows(*losses, **fields):
