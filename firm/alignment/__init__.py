@@ -18,7 +18,7 @@ from firm.alignment.evaluation import (
 )
 from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
 from firm.alignment.model_card import write_model_card
-from firm.alignment.plan import Plan, make_plan
+from firm.alignment.plan import Plan, make_plan, plan_tables
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
@@ -81,6 +81,7 @@ __all__ = [
     "logprobs_from",
     "make_plan",
     "mismatch_alarm",
+    "plan_tables",
     "sample_replies",
     "score",
     "select_adapter",

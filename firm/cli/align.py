@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from firm.alignment import make_plan
+from firm.alignment import make_plan, plan_tables
 from firm.federation import Processes
 from firm.federation.outside import printable
 from firm.jobs.alignment import alarms_at_start, align
@@ -39,7 +39,7 @@ def print_plan(cfg: AlignmentConfig) -> None:
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
     plan = make_plan(with_shipped_paths(cfg), client_names(cfg), processes)
-    for table in plan.tables():
+    for table in plan_tables(plan):
         print_table(table.title, table.header, table.rows)
     for note in [*plan.notes, *alarms_at_start(cfg)]:
         print(printable(note, max_length=5_000))

@@ -21,10 +21,10 @@ from firm.alignment import (
     evaluate,
     load_policy,
     make_plan,
+    plan_tables,
 )
 from firm.alignment.hyperparameters import departures, field_docstrings, hyperparameters
-from firm.alignment.memory import LiveBytes, update_memory
-from firm.alignment.plan import EVALUATION_BATCH
+from firm.alignment.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.rollout import Queries
 from firm.cli.align import main
@@ -61,7 +61,7 @@ def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
 def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
     """A plan but for its memory, whose estimate takes a second and more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firm.alignment.plan._memory", lambda *_: None)
+        patch.setattr("firm.alignment.plan.planning.process_memory", lambda *_: None)
         return plan_of(cfg, num_processes)
 
 
@@ -136,7 +136,7 @@ def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(shallow):
 def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor, monkeypatch):
     cfg = config("--strategy.name", "fedcmoo", "--strategy.compressor", compressor)
     whole = plan_without_memory(cfg).policy
-    monkeypatch.setattr("firm.alignment.plan._TOLD_PARAMETERS", whole.num_trainable // 3)
+    monkeypatch.setattr("firm.alignment.plan.traffic.SAMPLED_PARAMETERS", whole.num_trainable // 3)
     part = plan_without_memory(cfg).policy
     assert part.bytes_up == pytest.approx(whole.bytes_up, rel=0.02)
     assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)
@@ -157,7 +157,7 @@ def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(shallow)
     taken = after.memory_by_device()[device] - before.memory_by_device()[device]
     assert taken == figures.num_bytes
     assert after.work.scored_replies - before.work.scored_replies == 256
-    titles = [name for name, _ in after.tables()[0].rows]
+    titles = [name for name, _ in plan_tables(after)[0].rows]
     assert "reward other/helpful" in titles
 
 
@@ -361,7 +361,7 @@ def test_a_model_that_cannot_be_had_leaves_the_other_figures_and_a_remedy():
     assert "--policy.path FOLDER" in told["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
     assert "--rewards.helpful.path FOLDER" in told["no/such"]
     assert all("\n" not in note for note in plan.notes)
-    titles = [table.title for table in plan.tables()]
+    titles = [table.title for table in plan_tables(plan)]
     assert "Work" in titles
     assert "Memory of a process" not in titles
 
@@ -511,7 +511,7 @@ def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():
 def test_the_tables_are_printed_whole_in_a_pipe():
     plan = plan_of(config(file="miniature"))
     text = io.StringIO()
-    for table in plan.tables():
+    for table in plan_tables(plan):
         print_table(table.title, table.header, table.rows, console=Console(file=text))
     sizes = (f"{plan.policy.num_trainable:,}", f"{plan.policy.adapter_bytes:,} bytes")
     for figure in (*sizes, "estimator.clip_range", "reward helpful", "4,608"):

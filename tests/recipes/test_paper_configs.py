@@ -61,7 +61,8 @@ def test_work_is_that_of_the_setting():
 
 
 def test_fedcmoo_a_is_firm_s_baseline_without_compression_and_without_beta(monkeypatch):
-    monkeypatch.setattr("firm.alignment.plan._memory", lambda *_: None)  # seconds, unused here
+    takes_seconds = "firm.alignment.plan.planning.process_memory"
+    monkeypatch.setattr(takes_seconds, lambda *_: None)
     cfg, local = config("fedcmoo_a"), ("--policy.path", "firm/miniature/checkpoints/policy")
     assert (cfg.strategy.name, cfg.strategy.beta) == ("fedcmoo", 0.0)
     assert cfg.strategy.num_local_steps == 4

@@ -1,4 +1,4 @@
-"""How many bytes a forward and backward pass takes, counted on tensors that may have no content.
+"""How much memory a process takes, counted on passes of tensors that may have no content.
 
 With torch's fake tensors the count needs no weight: the same functions, the same attention kernels
 as on a CPU. On the miniature an update's peak came out 1 to 3 % above the growth of the resident
@@ -6,17 +6,34 @@ set, a rollout's 7 % below, with a malloc that gives freed blocks back; glibc's 
 times as much, and 2.4 times with gradient checkpointing.
 """
 
+import dataclasses
+import math
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
 
 from firm.alignment.estimators import EstimatorConfig, Policy
-from firm.alignment.policy import adapter_parameters
+from firm.alignment.plan.record import Memory, PolicyFigures
+from firm.alignment.plan.settings import RunSettings
+from firm.alignment.plan.traffic import Traffic
+from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.rollout import Queries, RolloutConfig, Rollouts, response_logprobs
+from firm.federation.training import ObjectiveTraining
+
+EVALUATION_BATCH = 64
+"""Replies that `firm.alignment.evaluate` samples at once."""
+
+STATES_PER_CLIENT = 3
+"""A client's learner: live, after the last accepted round, and after the pending one."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -144,3 +161,68 @@ def with_fake_parameters(model: Any) -> Any:
                         else fake
                     )
     return model
+
+
+def policy_without_storage(architecture: PretrainedConfig, config: PolicyConfig) -> Any:
+    """The policy as `load_policy` makes it, on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
+        return add_adapter(model, config)
+
+
+def process_memory(
+    architecture: PretrainedConfig,
+    policy: PolicyFigures,
+    cfg: RunSettings,
+    traffic: Traffic,
+    per_client: int,
+) -> Memory:
+    """What one process needs, by passes of fake models of the policy's shape."""
+    num_objectives = len(cfg.rewards)
+    is_whole = traffic.takes_whole_batches
+    num_rows = cfg.estimator.batch_size if is_whole else cfg.estimator.minibatch_size
+    own_rows = math.ceil(num_rows / per_client)
+    part = min(cfg.estimator.micro_batch_size or own_rows, own_rows)
+    calibration, evaluation = cfg.evaluation.num_calibration_prompts, EVALUATION_BATCH
+    replies = max(cfg.estimator.batch_size, calibration, evaluation)
+    rows = min(cfg.rollout.forward_batch_size, replies)
+    update, saved = {}, {}
+    for checkpointing in (False, True):
+        changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
+        model = policy_without_storage(architecture, changed)
+        with FakeTensorMode() as mode:
+            with_fake_parameters(model)
+            saved[checkpointing], update[checkpointing] = update_memory(
+                model, cfg.estimator, cfg.rollout, num_rows=part, num_objectives=num_objectives
+            )
+    model.eval()
+    with mode, torch.no_grad():
+        one_token = model(input_ids=torch.ones(rows, 1, dtype=torch.long), use_cache=True)
+        layers = one_token.past_key_values.layers
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        scoring = scoring_memory(model, cfg.rollout, num_rows=rows)
+    vocabulary = one_token.logits.size(-1)
+    num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    return Memory(
+        learner=STATES_PER_CLIENT * _learner_bytes(architecture, policy, cfg),
+        jacobian=(1 + (part < own_rows)) * num_objectives * policy.num_trainable * 4,
+        update=update,
+        saved=saved,
+        cache=cache * num_tokens,
+        scores=2 * rows * cfg.rollout.max_new_tokens * vocabulary * 4,  # transformers': float32
+        scoring=scoring,
+    )
+
+
+def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: RunSettings) -> int:
+    """Critics and optimizer moments of one client, once."""
+    model = policy_without_storage(architecture, cfg.policy)
+    with torch.device("meta"):
+        module = cfg.estimator.new_critic(model, len(cfg.rewards))
+    critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
+    moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
+    learner = 3 * critic + moments  # what is trained beside the adapter has Adam
+    requests = cfg.strategy.requests(tuple(cfg.rewards))  # type: ignore[attr-defined]  # every strategy's configuration has them
+    if ObjectiveTraining in requests:
+        return len(cfg.rewards) * learner + critic  # of the common learner, which takes no step
+    return learner

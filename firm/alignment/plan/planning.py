@@ -1,0 +1,191 @@
+"""From a configuration to a plan; no weight and no data are read."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+
+from firm.alignment.hyperparameters import hyperparameters
+from firm.alignment.plan.memory import policy_without_storage, process_memory
+from firm.alignment.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
+from firm.alignment.plan.settings import RewardSettings, RunSettings
+from firm.alignment.plan.traffic import Traffic, num_passes, num_solves, round_traffic
+from firm.alignment.policy import adapter_parameters
+from firm.federation import Processes
+
+LEFT_OUT = (
+    "Memory is an estimate, for prompts and replies of full length. Left out: the reward models' "
+    "activations, the libraries and drivers themselves (0.5 to 1 GB), workspaces, what the "
+    "allocator holds back (on a CPU up to one and a half times as much again), and texts."
+)
+
+
+def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) -> Plan:
+    """What a run of this configuration would do; no weight and no data are read.
+
+    Args:
+        cfg: The run's configuration, a dataclass.
+        clients: Names of all clients.
+        processes: Those that the run would have; they need not be connected.
+
+    Raises:
+        ValueError: No layer of the policy is called like one of the target modules.
+    """
+    notes: list[str] = []
+    policy, memory, traffic = None, None, round_traffic(cfg, clients)
+    architecture = _architecture(cfg.policy.path, "--policy.path", notes)
+    if architecture is not None:
+        model = policy_without_storage(architecture, cfg.policy)
+        traffic = round_traffic(cfg, clients, adapter_parameters(model))
+        policy = _policy_figures(model, traffic)
+        try:
+            memory = process_memory(architecture, policy, cfg, traffic, processes.per_client)
+        except (RuntimeError, AttributeError) as error:  # what depends on the tensors' content
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            notes.append(
+                f"{cfg.policy.path}: no estimate of its memory without weights ({reason})."
+            )
+    sources = {
+        **{f"rewards.{name}": (name, reward) for name, reward in cfg.rewards.items()},
+        **{
+            f"evaluation.metrics.{name}": (name, reward)
+            for name, reward in cfg.evaluation.metrics.items()
+        },
+        **{
+            f"groups.{group}.rewards.{name}": (f"{group}/{name}", reward)
+            for group, others in cfg.groups.items()
+            for name, reward in others.rewards.items()
+        },
+    }
+    rewards = {
+        name: _reward_figures(reward, f"--{key}.path", notes)
+        for key, (name, reward) in sources.items()
+    }
+    if cfg.strategy.num_local_epochs is not None:
+        notes.append(
+            "strategy.num_local_epochs: how many local steps an epoch has follows from a client's "
+            "prompts, which are not read; steps, replies and uploaded metrics are those of one."
+        )
+    return Plan(
+        policy_path=cfg.policy.path,
+        dtype=cfg.policy.dtype,
+        gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        policy=policy,
+        memory=memory,
+        rewards=rewards,
+        work=_work(cfg, len(clients), traffic),
+        places=[
+            _place(rank, clients, processes, rewards, cfg.policy.device)
+            for rank in range(processes.size)
+        ],
+        hyperparameters=list(hyperparameters(cfg)),
+        notes=[*notes, LEFT_OUT],
+    )
+
+
+def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
+    """A model's configuration; without one, a note that says what to do."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        notes.append(
+            f"{path}: no config.json could be read, so what depends on this model is not shown "
+            f"({reason}). That file alone is needed: put it into a folder and give {key} FOLDER."
+        )
+        return None
+
+
+def _policy_figures(model: Any, traffic: "Traffic") -> PolicyFigures:
+    trainable = adapter_parameters(model)
+    by_module: Counter[str] = Counter()
+    for name, parameter in trainable.items():
+        by_module[name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1]] += parameter.numel()
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    bytes_by_dtype: Counter[str] = Counter()
+    for parameter in frozen:
+        bytes_by_dtype[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
+    bytes_by_dtype["buffers"] = sum(buffer.nbytes for buffer in model.buffers())
+    adapter_bytes = sum(parameter.nbytes for parameter in trainable.values())
+    return PolicyFigures(
+        num_parameters=sum(p.numel() for p in frozen),
+        bytes_by_dtype=dict(bytes_by_dtype),
+        num_trainable=sum(p.numel() for p in trainable.values()),
+        trainable_by_module=dict(by_module),
+        adapter_bytes=adapter_bytes,
+        bytes_down=traffic.bytes_down // traffic.num_clients,
+        bytes_up=traffic.bytes_up // traffic.num_clients,
+        uploads=traffic.uploads,
+    )
+
+
+def _work(cfg: RunSettings, num_clients: int, traffic: Traffic) -> Work:
+    evaluation = cfg.evaluation
+    clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
+    # the base model and the final one on both sets, every round's on the validation set
+    prompts = 2 * evaluation.num_test_prompts
+    prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
+    # all trainings of a client start from one state, so that they have their first batch in common
+    batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
+    return Work(
+        optimizer_steps=traffic.num_trainings * num_passes(cfg),
+        solves=num_solves(cfg) if traffic.solves_by_clients else 0,
+        server_solves=int(traffic.solves_on_server),
+        clients_per_round=clients_per_round,
+        rounds=cfg.rounds,
+        training_replies=cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size,
+        evaluation_replies=prompts * evaluation.num_samples,
+        calibration_replies=evaluation.num_calibration_prompts,
+        num_objectives=len(cfg.rewards),
+        num_metrics=len(evaluation.metrics),
+        num_group_rewards=sum(len(group.rewards) for group in cfg.groups.values()),
+    )
+
+
+def _reward_figures(reward: RewardSettings, key: str, notes: list[str]) -> RewardFigures:
+    if reward.name != "sequence_classifier":
+        return RewardFigures(f"the function {reward.name}", None, 0, "")
+    architecture = _architecture(reward.path, key, notes)
+    if architecture is None:
+        return RewardFigures(reward.path, None, 0, reward.device)
+    if reward.output is None:
+        architecture.num_labels = 1
+    dtype = getattr(torch, reward.dtype)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(architecture, dtype=dtype)
+    return RewardFigures(
+        reward.path,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
+        device=reward.device,
+    )
+
+
+def _place(
+    rank: int,
+    clients: Sequence[str],
+    processes: Processes,
+    rewards: Mapping[str, RewardFigures],
+    device: str,
+) -> Place:
+    """Where a process has its models, if all processes are on this machine."""
+    accelerator, own = torch.accelerator.current_accelerator(), device
+    if device == "auto":
+        own = "cpu"
+        if accelerator is not None and torch.accelerator.is_available():
+            own = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
+    return Place(
+        clients=processes.hosted_by(rank, clients),
+        policy=own,
+        rewards={
+            name: own if reward.device in ("auto", own.partition(":")[0]) else reward.device
+            for name, reward in rewards.items()
+            if reward.device
+        },
+    )

@@ -1,0 +1,151 @@
+"""What a plan says: records of sizes, bytes, memory, work and placement."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from firm.alignment.hyperparameters import Hyperparameter
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, headings, and rows of texts: what `firm.run.print_table` takes."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class PolicyFigures:
+    """Sizes of the policy and of its adapter."""
+
+    num_parameters: int
+    """Frozen ones."""
+    bytes_by_dtype: dict[str, int]
+    """Of the frozen parameters; "buffers" are an entry of their own."""
+    num_trainable: int
+    trainable_by_module: dict[str, int]
+    """By the last part of a module's name, such as "q_proj"."""
+    adapter_bytes: int
+    bytes_down: int
+    """To a client in a round, as the engine counts, over all that the strategy asks it."""
+    bytes_up: int
+    """From a client in a round, if it serves all objectives."""
+    uploads: int
+    """What the server holds at once of what came up in a round."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in one process, an estimate."""
+
+    learner: int
+    """Of one client: critic and optimizer moments, live and saved."""
+    jacobian: int
+    """The M gradients, and their running sum where a minibatch is taken in parts."""
+    update: dict[bool, int]
+    """Peak of a forward and backward pass beyond parameters and Jacobian, by gradient
+    checkpointing."""
+    saved: dict[bool, int]
+    """What of that the forward pass leaves for the backward pass."""
+    cache: int
+    """Keys and values of a rollout."""
+    scores: int
+    """Logits that a rollout keeps, and the tensor [B, T, V] that they are stacked to."""
+    scoring: int
+    """Peak of a pass that gives a whole rollout's log-probabilities."""
+
+
+@dataclass(frozen=True)
+class RewardFigures:
+    """One reward model."""
+
+    source: str
+    num_parameters: int | None
+    """None where it is no local classifier."""
+    num_bytes: int
+    device: str
+    """As configured."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much is done."""
+
+    optimizer_steps: int
+    """Per client and round, if it serves all objectives."""
+    solves: int
+    """Systems of weights, per client and round; 0 where clients find none themselves."""
+    server_solves: int
+    """Systems of weights that the server solves, per round."""
+    clients_per_round: int
+    rounds: int
+    training_replies: int
+    """Sampled in all, without the batches of FedCMOO's communication two_sample."""
+    evaluation_replies: int
+    """The same, at most: the data may hold fewer prompts."""
+    calibration_replies: int
+    """The same, at most."""
+    num_objectives: int
+    num_metrics: int
+    num_group_rewards: int = 0
+    """Further reward models of groups of clients, calibrated beside the others."""
+
+    @property
+    def scored_replies(self) -> int:
+        """Replies times scores."""
+        others = self.num_objectives + self.num_metrics
+        judges = self.num_objectives + self.num_group_rewards
+        return (
+            self.num_objectives * self.training_replies
+            + judges * self.calibration_replies
+            + others * self.evaluation_replies
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one process hosts, and where."""
+
+    clients: list[str]
+    policy: str
+    rewards: dict[str, str]
+    """Device by objective, metric or GROUP/OBJECTIVE; functions have none."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would run; figures that need an unknown model are None."""
+
+    policy_path: str
+    dtype: str
+    gradient_checkpointing: bool
+    policy: PolicyFigures | None
+    memory: Memory | None
+    rewards: dict[str, RewardFigures]
+    work: Work
+    places: list[Place]
+    hyperparameters: list[Hyperparameter]
+    notes: list[str]
+    """What could not be told, and how to have it told."""
+
+    def memory_by_device(self) -> dict[str, int]:
+        """Bytes on each device at the worst moment, summed over its processes."""
+        total: dict[str, int] = defaultdict(int)
+        for place in self.places:
+            for name, device in place.rewards.items():
+                total[device] += self.rewards[name].num_bytes
+        if self.policy is None or self.memory is None:
+            return {device: size for device, size in total.items() if size}
+        memory, adapter = self.memory, self.policy.adapter_bytes
+        update = memory.jacobian + memory.update[self.gradient_checkpointing]
+        rollout = max(memory.cache + memory.scores, memory.scoring)
+        for place in self.places:
+            total[place.policy] += (
+                sum(self.policy.bytes_by_dtype.values())
+                + adapter
+                + len(place.clients) * memory.learner
+                + max(update, rollout)
+            )
+        total["cpu"] += self.policy.uploads + adapter  # the server's
+        return dict(total)

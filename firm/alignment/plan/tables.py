@@ -1,0 +1,149 @@
+"""A plan as tables for a person."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from firm.alignment.plan.record import Plan, PolicyFigures, Table
+
+
+def plan_tables(plan: Plan) -> list[Table]:
+    """Returns all of a plan but its notes."""
+    return [
+        _model_table(plan),
+        _work_table(plan),
+        _placement_table(plan),
+        *_memory_tables(plan),
+        *_hyperparameter_tables(plan),
+    ]
+
+
+def _model_table(plan: Plan) -> Table:
+    rows = [("policy", plan.policy_path)]
+    if figures := plan.policy:
+        num_all = figures.num_parameters + figures.num_trainable
+        rows += [
+            ("parameters", f"{figures.num_parameters:,} in {plan.dtype}"),
+            (
+                "trainable",
+                f"{figures.num_trainable:,} in float32, "
+                f"{100 * figures.num_trainable / num_all:.2g} % of all",
+            ),
+            *((f"  {name}", f"{count:,}") for name, count in figures.trainable_by_module.items()),
+            ("adapter", f"{_size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
+            ("down, per client and round", _size(figures.bytes_down)),
+            ("up, per client and round", _size(figures.bytes_up)),
+            ("both, in all", _size(_traffic(plan, figures))),
+        ]
+    for name, reward in plan.rewards.items():
+        count = reward.num_parameters
+        size = "" if count is None else f", {count:,} parameters, {_size(reward.num_bytes)}"
+        rows.append((f"reward {name}", reward.source + size))
+    return Table("What would run", ("", ""), rows)
+
+
+def _traffic(plan: Plan, figures: PolicyFigures) -> int:
+    num_visits = plan.work.rounds * plan.work.clients_per_round
+    return num_visits * (figures.bytes_down + figures.bytes_up)
+
+
+def _work_table(plan: Plan) -> Table:
+    work = plan.work
+    visits = work.clients_per_round
+    rows = [
+        ("rounds", f"{work.rounds:,}"),
+        ("clients per round", f"{visits:,}"),
+        ("optimizer steps per client and round", f"{work.optimizer_steps:,}"),
+        ("optimizer steps per round", f"{visits * work.optimizer_steps:,}"),
+        ("optimizer steps in all", f"{work.rounds * visits * work.optimizer_steps:,}"),
+        (
+            "weights solved in all",
+            f"{work.rounds * (visits * work.solves + work.server_solves):,}",
+        ),
+        ("replies sampled in training", f"{work.training_replies:,}"),
+        ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
+        ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
+        ("reward calls, one per reply and score", f"at most {work.scored_replies:,}"),
+    ]
+    return Table("Work", ("", ""), rows)
+
+
+def _placement_table(plan: Plan) -> Table:
+    names = [name for name, reward in plan.rewards.items() if reward.device]
+    rows = [
+        (
+            str(rank),
+            " ".join(place.clients) or "-",
+            place.policy,
+            *(place.rewards[name] for name in names),
+        )
+        for rank, place in enumerate(plan.places)
+    ]
+    header = ("process", "clients", "policy", *(f"reward {name}" for name in names))
+    return Table(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
+
+
+def _memory_tables(plan: Plan) -> Iterator[Table]:
+    if plan.policy and (memory := plan.memory):
+        used = {plan.gradient_checkpointing: ", as configured"}
+        rows = [
+            *(
+                (f"policy, {dtype}", _size(size))
+                for dtype, size in plan.policy.bytes_by_dtype.items()
+            ),
+            ("adapter", _size(plan.policy.adapter_bytes)),
+            ("per client: critic, moments, saved states", _size(memory.learner)),
+            ("Jacobian [M, d]", _size(memory.jacobian)),
+        ]
+        for is_on, peak in memory.update.items():
+            how = f"{'with' if is_on else 'without'} gradient checkpointing"
+            saved = _size(memory.saved[is_on])
+            rows += [
+                (f"update {how}{used.get(is_on, '')}", _size(peak)),
+                ("  of which kept for the backward pass", saved),
+            ]
+        rows += [
+            ("rollout: keys and values", _size(memory.cache)),
+            ("rollout: logits of the reply", _size(memory.scores)),
+            ("log-probabilities of a rollout", _size(memory.scoring)),
+        ]
+        yield Table("Memory of a process", ("", "bytes"), rows)
+    by_device = sorted(plan.memory_by_device().items())
+    if rows := [(name, _size(size)) for name, size in by_device if size]:
+        yield Table("Memory by device, at the worst moment", ("", "bytes"), rows)
+
+
+def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
+    papers = [h for h in plan.hyperparameters if h.source]
+    yield Table(
+        "Given by the paper",
+        ("key", "value", "paper", "where", "equal"),
+        [
+            (
+                h.path,
+                _text(h.value),
+                _text(h.paper_value),
+                h.source,
+                "yes" if h.is_papers else "no",
+            )
+            for h in papers
+        ],
+    )
+    yield Table(
+        "Not in the paper",
+        ("key", "value"),
+        [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.source],
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the largest unit of 1000 that leaves a number above 1."""
+    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
+
+
+def _text(value: Any) -> str:
+    """A value as a YAML file would have it, without quotes that it can do without."""
+    return value if value and isinstance(value, str) else json.dumps(value, default=str)
