@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from scipy.special import ndtri
 
+from firm.federation.aggregation import update_length
 from firm.federation.client import Adapter, ProcessLost, State
 from firm.federation.messages import Update
 from firm.federation.randomness import derive_seed
@@ -133,15 +134,6 @@ def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
     }
 
 
-def delta_norm(adapter: Adapter, start: Adapter) -> float:
-    """Returns ‖θ_c - θ_t‖ over all parameters together, in float64."""
-    squares = [
-        (adapter[name].double() - value.double()).square().sum().item()
-        for name, value in start.items()
-    ]
-    return sum(squares) ** 0.5
-
-
 def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
     """Returns θ_t + min(1, S / ‖θ_c - θ_t‖) (θ_c - θ_t), never further than S from θ_t.
 
@@ -156,7 +148,7 @@ def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
     Raises:
         ValueError: When the delta is not finite; it must not leave the client as it is.
     """
-    norm = delta_norm(adapter, start)
+    norm = update_length(start, adapter)
     if not isfinite(norm):
         raise ValueError(f"the update's length is {norm}; nothing of it can be sent.")
     if norm <= clip_norm:
@@ -187,7 +179,7 @@ def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: 
     Raises:
         ValueError: When the delta is not finite.
     """
-    norm = delta_norm(update.adapter, start)
+    norm = update_length(start, update.adapter)
     adapter = clipped(update.adapter, start, cfg.clip_norm)
     if cfg.at == "client":
         source = noise_source(cfg.noise_seed, update.client, round_number)
@@ -219,7 +211,7 @@ def breach(update: Update, start: Adapter, cfg: PrivacyConfig | None) -> str | N
     """Returns why an update that should be clipped is not; None if it is, or carries noise."""
     if cfg is None or cfg.at == "client":
         return None
-    norm = delta_norm(update.adapter, start)
+    norm = update_length(start, update.adapter)
     if norm <= cfg.clip_norm * (1 + ROUNDING):
         return None
     return f"the update has norm {norm:.4g}, above privacy.clip_norm {cfg.clip_norm:g}"

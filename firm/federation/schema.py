@@ -8,8 +8,16 @@ suite.
 
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import torch
 
@@ -295,6 +303,40 @@ class Fields:
             name: self.schemas[name].read(item, f"{path}.{name}" if path else name, reading)
             for name, item in value.items()
         }
+
+
+@dataclass(frozen=True)
+class Record:
+    """A frozen dataclass of plain values, or a mapping of its fields.
+
+    Their types are those of the annotations; the dataclass checks their ranges itself.
+    """
+
+    kind: type
+
+    def read(self, value: Any, path: str, reading: Reading) -> Any:
+        """Returns the dataclass."""
+        if isinstance(value, self.kind):
+            return value
+        hints = get_type_hints(self.kind)
+        schemas = {each.name: _of_type(hints[each.name]) for each in fields(self.kind)}
+        required = [each.name for each in fields(self.kind) if each.default is MISSING]
+        read = Fields(schemas, tuple(required)).read(value, path, reading)
+        try:
+            return self.kind(**read)
+        except ValueError as error:
+            raise Invalid(f"{path}: {error}") from error
+
+
+def _of_type(kind: Any) -> Schema:
+    """Returns the schema of a plain annotation, such as float, int | None or a Literal."""
+    if type(None) in get_args(kind):
+        (inner,) = (each for each in get_args(kind) if each is not type(None))
+        return Optional(_of_type(inner))
+    if get_origin(kind) is Literal:
+        return Text(get_args(kind))
+    plain = {bool: Flag(), int: Number(-(2**63), 2**64, is_integer=True), float: Number()}
+    return plain[kind]
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from firm.federation.schema import (
     Parameters,
     PerObjective,
     Reading,
+    Record,
     Schema,
     Text,
     register_metrics,
@@ -103,31 +104,6 @@ NUM_EPOCHS = Optional(Number(1, MAX_ROUND, is_integer=True))
 """E, in place of K; None counts in steps."""
 
 
-@dataclass(frozen=True)
-class _Privacy:
-    """The fields of a ``PrivacyConfig``."""
-
-    def read(self, value: Any, path: str, reading: Reading) -> PrivacyConfig:
-        """Returns the configuration."""
-        if isinstance(value, PrivacyConfig):
-            return value
-        fields = Fields(
-            {
-                "clip_norm": Number(0),
-                "noise_multiplier": Number(0),
-                "at": Text(("server", "client")),
-                "delta": Number(0, 1),
-                "statistics": Text(("none", "noisy", "exact")),
-                "noise_seed": Optional(Number(-(2**63), 2**64, is_integer=True)),
-            },
-            required=("clip_norm", "noise_multiplier"),
-        ).read(value, path, reading)
-        try:
-            return PrivacyConfig(**fields)
-        except ValueError as error:
-            raise Invalid(f"{path}: {error}") from error
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining(Request):
     """Asks for an update after K local steps, or E local epochs, from the server's adapter."""
@@ -160,7 +136,7 @@ class LocalTraining(Request):
     """Batches that are drawn and left before the first one that is used."""
     factors: Annotated[list[float] | None, Optional(PerObjective(Number(0)))] = None
     """What each objective's fixed weight is multiplied by, shape [M]."""
-    privacy: Annotated[PrivacyConfig | None, Optional(_Privacy())] = None
+    privacy: Annotated[PrivacyConfig | None, Optional(Record(PrivacyConfig))] = None
     """What may leave the client."""
 
     def of(self, *clients: str) -> "LocalTraining":

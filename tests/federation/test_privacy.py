@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from firm.federation import Failure, LocalEngine, Reply, ServerState, Update
 from firm.federation.accounting import gaussian_epsilon
+from firm.federation.aggregation import update_length
 from firm.federation.privacy import (
     PrivacyConfig,
     breach,
     clipped,
-    delta_norm,
     gaussian,
     noise_source,
     noised,
@@ -62,8 +62,8 @@ def test_no_delta_is_longer_than_the_limit_and_a_shorter_one_stays_to_the_last_b
 
     start, end = adapter(1.0, offset), adapter(spread, offset)
     sent = clipped(end, start, clip_norm)
-    assert delta_norm(sent, start) <= clip_norm
-    if delta_norm(end, start) <= clip_norm:
+    assert update_length(start, sent) <= clip_norm
+    if update_length(start, end) <= clip_norm:
         assert all(torch.equal(sent[name], end[name]) for name in end)
     for name in start:  # never against its own direction, never further than it came
         moved, wanted = (x[name].double() - start[name].double() for x in (sent, end))
@@ -253,7 +253,7 @@ def test_neither_the_raw_delta_nor_an_exact_figure_is_in_what_travels(
     _, rows = firm_round(start, ["a"], private, FirmConfig(privacy=privacy))
     (sent,), (wire,) = private.contents, private.wire
 
-    assert delta_norm(raw.adapter, start.adapter) > privacy.clip_norm
+    assert update_length(start.adapter, raw.adapter) > privacy.clip_norm
     for name, value in raw.adapter.items():
         assert value.numpy().tobytes() in plain.wire[0]
         for number in value:
@@ -279,7 +279,7 @@ def test_exact_statistics_are_those_without_privacy_and_help_to_choose_the_limit
     raw, sent = plain.contents[0], private.contents[0]
     for key in ("weights", "gradient_norms", "cosines", "gram", "step_losses"):
         assert sent.metrics[key] == raw.metrics[key]
-    norms = sent.metrics["update_norm"], delta_norm(raw.adapter, start.adapter)
+    norms = sent.metrics["update_norm"], update_length(start.adapter, raw.adapter)
     assert norms[0] == norms[1] > privacy.clip_norm
     assert sent.metrics["clipped"] == 1.0
     assert sent.num_examples == 10

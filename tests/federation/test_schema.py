@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import (
     MAX_ITEMS,
     MAX_NAMES,
@@ -27,6 +28,7 @@ from firm.federation.schema import (
     Parameters,
     PerObjective,
     Reading,
+    Record,
     Text,
     register_metrics,
     shown,
@@ -195,3 +197,22 @@ def test_what_is_shown_of_a_value_is_short_and_printable():
     for value in values:
         assert shown(value).isprintable()
         assert len(shown(value)) <= 80
+
+
+def test_a_record_is_read_by_its_own_annotations():
+    schema, reading = Record(PrivacyConfig), Reading((), {})
+    fields = {"clip_norm": 1, "noise_multiplier": 0.5, "at": "client", "noise_seed": None}
+    record = schema.read(fields, "privacy", reading)
+    assert record == PrivacyConfig(1.0, 0.5, at="client")
+    assert schema.read(record, "privacy", reading) is record
+    for change, message in (
+        ({"at": "both"}, r"privacy\.at must be one of server, client"),
+        ({"noise_seed": 0.5}, r"privacy\.noise_seed must be an integer"),
+        ({"clip_norm": -1.0}, r"privacy: clip_norm must be positive"),
+        ({"clip_norm": True}, r"privacy\.clip_norm must be a finite number"),
+        ({"more": 1}, "privacy has the unknown field 'more'"),
+    ):
+        with pytest.raises(Invalid, match=message):
+            schema.read({**fields, **change}, "privacy", reading)
+    with pytest.raises(Invalid, match="privacy lacks the field 'noise_multiplier'"):
+        schema.read({"clip_norm": 1.0}, "privacy", reading)
