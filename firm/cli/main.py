@@ -16,6 +16,7 @@ COMMANDS = {
     "serve-point": ("serve_point", "Picks or merges a model for a wanted trade-off."),
     "network": ("network", "Runs across sites over a network: kits, server, sites, runs."),
     "fmoo": ("fmoo", "Compares the classic algorithms on images, tables and text."),
+    "theory": ("theory", "Measures the convergence theory on random tabular MDPs."),
 }
 """Command -> module of `firm.cli`, and what it does."""
 

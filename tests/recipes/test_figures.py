@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from firm.jobs import paper
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.paper import common_seeds
+from firm.jobs.paper_claims import Finding, figure_1
 from firm.jobs.study import FREE_KEYS, StudyConfig, point_name, run_config, study_of
 from firm.report import Record
 from firm.report.trajectories import Difference
 from firm.run import Sweep, UserError, compose, to_dict
-from recipes import figures
-from recipes.figures import Finding, common_seeds, figure_1
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def departures_of(**overrides: Any) -> dict[str, list[str]]:
     """Cells of the table of departures by key, for the study of the figures."""
     cfg = compose(StudyConfig, ["configs/figures.yaml"], [])
     cfg = replace(cfg, overrides={**cfg.overrides, **overrides})
-    text = figures.departures_section(
+    text = paper.departures_section(
         {setting: run_config(cfg, setting=setting, seed=0) for setting in cfg.settings}
     )
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]

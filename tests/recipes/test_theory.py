@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from firm.cli.theory import cli, main
+from firm.jobs import theory
+from firm.jobs.theory import TheoryConfig
 from firm.run import parse
 from firm.theory.sweeps import LAWS
-from recipes import theory
-from recipes.theory import Config, cli, main
 
 SMOKE = "configs/theory_smoke.yaml"
 
@@ -21,7 +22,7 @@ def run(out: Path) -> tuple[Path, str]:
     """The directory of a small measurement, and what it printed."""
     config = Path(__file__).parents[2] / "configs/theory_smoke.yaml"
     with redirect_stdout(io.StringIO()) as printed:
-        path = main(parse(Config, ["--config", str(config), "--out", str(out)]))
+        path = main(parse(TheoryConfig, ["--config", str(config), "--out", str(out)]))
     return path, printed.getvalue()
 
 
@@ -54,7 +55,7 @@ def test_every_point_of_every_seed_is_written(results):
     assert lemma == {"0.01", "0.1", "1.0"}
     assert len(rows(results / "slopes.csv")) == len(LAWS)
     assert json.loads((results / "run.json").read_text())["status"] == "finished"
-    assert parse(Config, ["--config", str(results / "config.yaml")]).num_seeds == 2
+    assert parse(TheoryConfig, ["--config", str(results / "config.yaml")]).num_seeds == 2
 
 
 LEMMA = ("beta", "lemma_1_ratio")

@@ -1,4 +1,4 @@
-"""The drawings of `recipes/figures.py`: which settings each figure of the paper shows."""
+"""Draws the figures of the FIRM paper: which settings each figure of the paper shows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,0 +1,236 @@
+"""Writes Figures 1 to 6 and Table 1 of the FIRM paper, from the runs of configs/figures.yaml."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from firm.alignment.hyperparameters import Departure, departures, hyperparameters
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.paper_claims import (
+    Section,
+    figure_1,
+    figure_2,
+    figure_3,
+    heterogeneity,
+    markdown_table,
+    plain,
+    table_1,
+)
+from firm.jobs.paper_drawings import WORLDS, draw_all
+from firm.jobs.study import StudyConfig, records, run_config, study_of
+from firm.report import Record
+from firm.report.trajectories import (
+    final_kl,
+    final_reward,
+    final_score,
+    mean_variation,
+    megabytes_up,
+    over_seeds,
+    solve_variation,
+    weights,
+)
+from firm.run import Sweep, UserError, compose
+
+
+@dataclass(frozen=True)
+class FiguresConfig:
+    """What is read and where the page goes."""
+
+    study: Path = Path("runs/figures")
+    """Folder of the study."""
+    out: Path = Path("docs/figures")
+    """Folder of the page; its files are replaced."""
+
+
+def write_figures(cfg: FiguresConfig) -> Path:
+    """Writes figures, data and page; returns the page's path."""
+    sweep = Sweep(cfg.study)
+    study = study_of(sweep)
+    configs = {
+        name: run_config(study, setting=name, seed=study.seeds[0]) for name in study.settings
+    }
+    runs, num_missing = common_seeds(records(sweep))
+    cfg.out.mkdir(parents=True, exist_ok=True)
+    images = draw_all(runs, cfg.out)
+    sections = [
+        figure_1(runs, images),
+        figure_2(runs, images),
+        figure_3(runs, images),
+        *heterogeneity(runs, images),
+        table_1(runs),
+    ]
+    page = cfg.out / "README.md"
+    page.write_text(
+        "\n\n".join(
+            [
+                *_opening(runs, sweep, num_missing),
+                *(_text(section) for section in sections),
+                _all_settings(runs),
+                departures_section(configs),
+                _open_hyperparameters(study),
+            ]
+        )
+        + "\n",
+        encoding="utf-8",
+    )
+    return page
+
+
+def common_seeds(runs: Mapping[str, list[Record]]) -> tuple[dict[str, list[Record]], int]:
+    """Returns the runs of the seeds that all settings have finished, and how many others lack.
+
+    Raises:
+        UserError: There are fewer than two such seeds.
+    """
+    seeds = [{record.settings["seed"] for record in of_setting} for of_setting in runs.values()]
+    common = set.intersection(*seeds)
+    if len(common) < 2:
+        raise UserError(
+            f"intervals need two seeds that every setting has finished, got {len(common)}; go on "
+            "with recipes/study.py --resume."
+        )
+    kept = {
+        setting: [record for record in of_setting if record.settings["seed"] in common]
+        for setting, of_setting in runs.items()
+    }
+    return kept, len(set.union(*seeds)) - len(common)
+
+
+# --- The claims -----------------------------------------------------------------------------------
+
+
+def _opening(runs: Mapping[str, list[Record]], sweep: Sweep, num_missing: int) -> list[str]:
+    num_seeds = len(runs["FIRM"])
+    hours = sum(_seconds(record) for of_setting in runs.values() for record in of_setting) / 3600
+    missing = (
+        f" {num_missing} further seeds were not finished by every setting and are left out."
+        if num_missing
+        else ""
+    )
+    return [
+        "# The figures of the FIRM paper, replayed",
+        "The paper aligns TinyLlama with two reward models of 774 million parameters on prompts of "
+        "HH-RLHF; here a generated world of 0.7 million parameters is aligned, whose ground truth "
+        "is known. So this page tells whether the paper's claims show in another, small place, not "
+        "whether its numbers are right. Two worlds were declared before the runs: *conflict*, "
+        "where helpful and harmless pull apart, and *aligned*, where both objectives are reward "
+        "models of helpfulness and true harmlessness is nobody's objective.",
+        f"`make figures` runs {len(runs)} settings with {num_seeds} seeds "
+        f"(`configs/figures.yaml`) and writes this page; the runs took {hours:.1f} hours of one "
+        f"worker's time, two of which ran at once.{missing} Rewards are those of "
+        f"{runs['FIRM'][0].evaluations['test'][-1]['num_prompts']} held-out prompts, in [0, 1], "
+        "with one calibration for all runs of a world. Differences are paired by seed, with the "
+        "95 % interval of Student's t; a claim *holds* when the interval leaves out zero. Curves "
+        "are smoothed by an exponential average of half-life 20 local solves, as in the paper; "
+        "bands are one standard error over the seeds.",
+    ]
+
+
+def _text(section: Section) -> str:
+    parts = [f"## {section.title}", f"**The paper:** {section.claim}"]
+    parts += [f"![{section.title}]({image})" for image in section.images]
+    if section.findings:
+        rows = [
+            [finding.what, finding.values, finding.measured.text(), finding.verdict]
+            for finding in section.findings
+        ]
+        parts.append(
+            markdown_table(["measured", "first / second", "difference", "the claim"], rows)
+        )
+    return "\n\n".join([*parts, *section.notes])
+
+
+def _all_settings(runs: Mapping[str, list[Record]]) -> str:
+    header = ["setting", "reward 1", "reward 2", "true helpful", "true harmless", "parse", "KL"]
+    header += ["λ 1", "variation of λ, mean", "first solves", "MB up"]
+    rows = []
+    for setting, of_setting in runs.items():
+        first, second = of_setting[0].objectives
+        figures: list[Callable[[Record], float]] = [
+            final_reward(first),
+            final_reward(second),
+            final_score("true_helpful"),
+            final_score("true_harmless"),
+            final_score("parse"),
+            final_kl,
+            lambda record: float(weights(record)[:, 0].mean()),
+            mean_variation,
+            solve_variation,
+            megabytes_up,
+        ]
+        cells = [over_seeds(of_setting, figure).text(2) for figure in figures]
+        rows.append([setting, *cells])
+    base = "; ".join(_base(world, runs[f"{opening}FIRM"][0]) for world, opening in WORLDS.items())
+    return (
+        "## All settings\n\n"
+        f"Mean ± standard deviation over the seeds. The base model, {base}. Reward 1 is helpful; "
+        "reward 2 harmless, or the other helpfulness model in the aligned world.\n\n"
+        f"{markdown_table(header, rows)}"
+    )
+
+
+def _base(world: str, record: Record) -> str:
+    """The base model's rewards and further scores on the test prompts of a world."""
+    row = record.evaluations["test"][0]
+    further = {name: row["scores"][name] for name in record.extra_scores()}
+    told = {**row["normalized"], **further}.items()
+    return f"{world}: " + ", ".join(f"{name} {score['mean']:.2f}" for name, score in told)
+
+
+def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:
+    """Returns what the paper gives and these runs have otherwise, of the settings' configurations.
+
+    Args:
+        configs: A run's configuration by setting.
+    """
+    rows = [
+        [f"`{each.path}`", plain(str(each.paper_value)), each.source, _values(each, configs)]
+        for each in departures(configs)
+    ]
+    return (
+        "## Where these runs depart from the paper\n\n"
+        "All values of the paper's set-up (its Appendix A.1, or the place that is named) that the "
+        "runs above do not have, read off their configurations; of a number that is no count, how "
+        "many times the paper's it is. A value stands alone where all settings have it, else with "
+        "the settings that do; some of these replay an ablation of the paper.\n\n"
+        + markdown_table(["key", "paper", "where", "here"], rows)
+    )
+
+
+def _values(departure: Departure, settings: Collection[str]) -> str:
+    """The values that settings have in place of the paper's, with the settings."""
+    by_value: dict[str, list[str]] = {}
+    for setting, value in departure.values.items():
+        text = plain(str(value))
+        if isinstance(value, float) and value:
+            text += f" ({value / float(departure.paper_value):.3g} times)"
+        by_value.setdefault(text, []).append(setting)
+    cells = []
+    for text, names in by_value.items():
+        others = [name for name in settings if name not in names]
+        is_most = len(names) > len(others)
+        listed = ", ".join(f"`{plain(name)}`" for name in (others if is_most else names))
+        opening = ": all but " if is_most else ": "
+        cells.append(f"{text}{opening}{listed}" if others else text)
+    return "; ".join(cells)
+
+
+def _open_hyperparameters(study: StudyConfig) -> str:
+    """What the paper leaves open, and the values of these runs."""
+    run = compose(AlignmentConfig, [study.base], list(study.overrides.items()))
+    rows = [
+        [f"`{each.path}`", plain(str(each.value))]
+        for each in hyperparameters(run)
+        if not each.source
+    ]
+    return (
+        "## What the paper leaves open\n\n"
+        "These keys have no value in the paper; the values of the runs above (the settings change "
+        f"some).\n\n{markdown_table(['key', 'value'], rows)}"
+    )
+
+
+def _seconds(record: Record) -> float:
+    started, ended = (datetime.fromisoformat(record.run[key]) for key in ("started", "ended"))
+    return (ended - started).total_seconds()

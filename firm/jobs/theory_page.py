@@ -1,0 +1,367 @@
+"""The page and the tables of a measurement of the theory."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firm.report.drawing import INK, MUTED, Key, Panel, style_layout
+from firm.report.formats import CONFIG, measure
+from firm.report.page import Origin, Page, Section, Table
+from firm.report.scaling import (
+    Fit,
+    Points,
+    log_axis,
+    points_trace,
+    reference_line,
+    scaling_panel,
+    ticks_at,
+)
+from firm.run import to_yaml
+from firm.run.comparison import Measure
+from firm.theory import Slope, geometric_mean, verdict
+from firm.theory.sweeps import (
+    BOUND,
+    DRIFT,
+    LAWS,
+    SOLVED,
+    SPREAD,
+    Law,
+    SweepsConfig,
+    Values,
+    fitted_from,
+    positions,
+    seeds,
+)
+
+PAGE_NAME = "theory.html"
+NUM_SHOWN_PAIRS = 100
+"""Pairs of clients that the figure of Lemma 1 shows for each β."""
+LABELS = {
+    SPREAD: "spread of λ*",
+    BOUND: "bound on the drift of λ*",
+    SOLVED: "drift of λ*",
+    DRIFT: "drift of λ (Eq. 7)",
+    "spread_steps": "spread of λ*, no noise",
+    "drift_steps": "drift of λ*, no noise",
+    "t12": "client drift T₁,₂",
+    "gradient_error": "gradient error",
+    "stationarity": "‖∇J(θ̄) λ̄‖², mean up to T",
+    "min_norm": "min ‖∇J(θ̄) λ‖², mean up to T",
+}
+AXES = {
+    "beta": "β",
+    "batch_size": "B",
+    "num_local_steps": "K",
+    "step_size": "α",
+    "num_objectives": "M",
+    "num_clients": "C",
+    "t": "t",
+    "T": "T",
+}
+PANELS = {
+    "beta": "Against the regularisation β",
+    "batch": "Against the batch size B",
+    "objectives": "Against the number of objectives M",
+    "time": "Against the local step t",
+    "steps": "Against the local steps K",
+    "alpha": "Against the step size α",
+    "steps_alone": "Without noise, against K",
+    "alpha_alone": "Without noise, against α",
+    "variance_clients": "Against the number of clients C",
+    "variance_batch": "Against the batch size B",
+    "convergence": "Against the horizon T",
+}
+
+
+def lemma_1_summary(values: Values) -> str:
+    """How Lemma 1 fared in all runs, in a sentence."""
+
+    def all_of(name: str) -> np.ndarray:
+        return np.concatenate([v.ravel() for (_, key), v in values.items() if key == name])
+
+    comparisons, violations = all_of("lemma_1_comparisons"), all_of("lemma_1_violations")
+    ratio, prior = all_of("lemma_1_ratio").max(), all_of("lemma_1_prior_ratio").max()
+    fate = "held in all" if not violations.sum() else f"failed in {violations.sum():,.0f} of"
+    return (
+        f"Lemma 1 {fate} {comparisons.sum():,.0f} comparisons of two clients in a local step: its "
+        f"left side was at most {ratio:.3f} of the right one with R the largest gradient of the "
+        f"pair, and {prior:.1e} with Lemma 7's, which is {all_of('lemma_7_bound').min():,.0f} or "
+        f"more where the largest gradient was {all_of('lemma_7_largest').max():.2f}."
+    )
+
+
+def unregularised_summary(values: Values, cfg: SweepsConfig) -> str:
+    """How far the clients' λ* lie apart with β = 0 and with the experiment's β, in a sentence."""
+    spreads = values["beta", SPREAD]  # [S, N], beta = 0 first
+    near = min(range(len(cfg.betas)), key=lambda place: abs(cfg.betas[place] - cfg.experiment.beta))
+    (ratio,), (se,) = geometric_mean(spreads[:, :1] / spreads[:, near + 1 : near + 2])
+    count = int((spreads[:, 0] > spreads[:, 1:].max(axis=1)).sum())
+    return (
+        f"With β = 0 the clients' λ* lie {spreads[:, 0].mean():.3f} apart (root mean square), "
+        f"{ratio:.2g} times as far (± {100 * se:.0f} %) as with β = {cfg.betas[near]:g}; in "
+        f"{count} of {len(spreads)} seeds farther than with any positive β."
+    )
+
+
+def slopes_summary(slopes: Mapping[Law, Slope]) -> str:
+    """How many slopes are the theorem's, in a sentence."""
+    verdicts = [verdict(slope, law.exponent) for law, slope in slopes.items()]
+    return (
+        f"Of {len(verdicts)} slopes {verdicts.count('as the theorem')} are the theorem's; where "
+        "the others depart, and why, the table of all slopes says."
+    )
+
+
+def law_cells(law: Law, slope: Slope) -> list[str]:
+    """A law's row of the table."""
+    return [
+        LABELS[law.quantity],
+        AXES[law.sweep.removeprefix("exact_")],
+        slope_text(slope),
+        f"{law.exponent:+g}".replace("-", "−") if law.exponent else "0",
+        verdict(slope, law.exponent),
+    ]
+
+
+def slope_text(slope: Slope) -> str:
+    """Mean ± standard error, to the digits that the error leaves."""
+    return measure(Measure(slope.mean, slope.se), is_signed=True)
+
+
+def slope_rows(slopes: Mapping[Law, Slope]) -> list[dict[str, Any]]:
+    """Rows of slopes.csv."""
+    return [
+        {
+            "sweep": law.sweep,
+            "quantity": law.quantity,
+            **asdict(slope),
+            "exponent": law.exponent,
+            "verdict": verdict(slope, law.exponent),
+        }
+        for law, slope in slopes.items()
+    ]
+
+
+def point_rows(values: Values, cfg: SweepsConfig) -> list[dict[str, Any]]:
+    """Rows of theory.csv: every quantity at every point of every seed."""
+    rows = []
+    for (sweep, quantity), table in values.items():
+        xs = positions(sweep, cfg)[-table.shape[1] :].tolist()
+        for seed, row in zip(seeds(cfg), table.tolist(), strict=True):
+            for x, value in zip(xs, row, strict=True):
+                key = {"sweep": sweep, "x": x, "seed": seed}
+                rows.append({**key, "quantity": quantity, "value": value})
+    return rows
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows with the same keys."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+COLORS = {
+    SPREAD: "var(--objective-0)",
+    "spread_steps": "var(--objective-0)",
+    BOUND: "var(--objective-1)",
+    "t12": "var(--objective-1)",
+    SOLVED: "var(--objective-2)",
+    "drift_steps": "var(--objective-2)",
+    DRIFT: "var(--objective-3)",
+    "gradient_error": "var(--objective-0)",
+    "stationarity": "var(--objective-0)",
+    "min_norm": "var(--objective-1)",
+}
+LINES = [Key("fitted slope", MUTED), Key("theorem's slope", INK, "dot")]
+
+
+def points_of(law: Law, values: Values, cfg: SweepsConfig) -> Points:
+    """A quantity's geometric means over the seeds, where x is positive."""
+    xs, (means, ses) = positions(law.sweep, cfg), geometric_mean(values[law.sweep, law.quantity])
+    kept = xs > 0
+    name, color = LABELS[law.quantity], COLORS[law.quantity]
+    return Points(name, color, xs[kept], means[kept], ses[kept])
+
+
+def law_panel(name: str, slopes: Mapping[Law, Slope], values: Values, cfg: SweepsConfig) -> Panel:
+    """One figure of all laws that share it."""
+    laws = [law for law in slopes if law.panel == name]
+    fits = [
+        Fit(
+            points_of(law, values, cfg),
+            slopes[law].mean,
+            law.exponent,
+            slope_text(slopes[law]),
+            fitted_from(law.sweep, cfg),
+        )
+        for law in laws
+    ]
+    return scaling_panel(
+        name, PANELS[name], fits, x_title=AXES[laws[0].sweep.removeprefix("exact_")]
+    )
+
+
+def lemma_panel(pairs: Sequence[Mapping[str, float]]) -> Panel:
+    """Both sides of Lemma 1, with the line on which they are equal."""
+    shown = [pair for pair in pairs if pair["left"] > 0 and pair["right"] > 0]
+    rights, lefts = [[pair[key] for pair in shown] for key in ("right", "left")]
+    ends = [min(rights), max(rights)]
+    betas = [float(np.log10(pair["beta"])) for pair in shown]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": rights,
+            "y": lefts,
+            "customdata": [pair["beta"] for pair in shown],
+            "marker": {
+                "color": betas,
+                "colorscale": [[0, "var(--round-first)"], [1, "var(--round-last)"]],
+                "size": 5,
+            },
+            "hovertemplate": "β = %{customdata}<br>right %{x:.3~g}<br>left %{y:.3~g}"
+            "<extra></extra>",
+        },
+        reference_line(ends, ends, "dot"),
+    ]
+    layout = style_layout(420, log_axis("(4RM/β) max ‖gᶜ − gᶜ′‖"), log_axis("‖λ*ᶜ − λ*ᶜ′‖"))
+    return Panel(
+        "lemma", "Left side of Lemma 1 against its right side", {"data": data, "layout": layout}
+    )
+
+
+def unregularised_panel(values: Values, cfg: SweepsConfig) -> Panel:
+    """The spread of λ* over β, beside that of β = 0."""
+    (law,) = (law for law in LAWS if (law.sweep, law.quantity) == ("beta", SPREAD))
+    points = points_of(law, values, cfg)
+    at_zero = float(geometric_mean(values["beta", SPREAD])[0][0])
+    layout = style_layout(340, log_axis("β") | ticks_at(points.xs), log_axis("spread of λ*"))
+    data = [
+        reference_line([points.xs[0], points.xs[-1]], [at_zero] * 2, "dash"),
+        points_trace(points, "β", mode="lines+markers"),
+    ]
+    return Panel("unregularised", "Spread of the clients' λ*", {"data": data, "layout": layout})
+
+
+def page_of(
+    cfg: SweepsConfig,
+    values: Values,
+    slopes: Mapping[Law, Slope],
+    pairs: Sequence[Mapping[str, float]],
+    *,
+    summary: Sequence[str],
+) -> Page:
+    """All that the page says."""
+
+    def panels(*names: str) -> list[Panel]:
+        return [law_panel(name, slopes, values, cfg) for name in names]
+
+    def keys(*quantities: str) -> list[Key]:
+        return [Key(LABELS[name], COLORS[name]) for name in quantities] + LINES
+
+    sections = [
+        Section(
+            "lemma-1",
+            "Lemma 1",
+            "Two clients' weights differ by no more than their gradients do, times 4RM/β. "
+            "Each point is a pair of clients in one local step; its colour deepens with β. On the "
+            "dotted line both sides would be equal, above it the lemma would be false. R is the "
+            "largest gradient of the pair, the smallest value that the proof allows.",
+            [lemma_panel(pairs)],
+        ),
+        Section(
+            "disagreement",
+            "The disagreement drift",
+            "Theorem 1 bounds it by M^(3/2) α K / (β √B). The exponents are those of the "
+            "clients' spread of λ*, which Lemma 1 bounds and in which the proof ends. Eq. 7 itself "
+            "is the squared covariance of gradients and weights over the clients, as the "
+            "deviations of λ sum to zero; it is of higher order, and falls faster. The proof's "
+            "bound between them lies above it in every step.",
+            panels("beta", "batch", "objectives", "time", "steps", "alpha"),
+            keys(SPREAD, BOUND, SOLVED, DRIFT),
+            is_wide=True,
+        ),
+        Section(
+            "local-steps",
+            "What the local steps alone do",
+            "Theorem 1 prints α K / √B as a product; the proof's last line (Eq. 33) has "
+            "the sum of 1/√B and αK, and above, noise hides the second. Here λ* is solved from "
+            "exact gradients at each client's own θ, so that nothing but the local steps is left. "
+            "Beside it the classical client drift, which the theorem bounds by α²K².",
+            panels("steps_alone", "alpha_alone"),
+            keys("spread_steps", "drift_steps", "t12"),
+        ),
+        Section(
+            "variance",
+            "The gradient error",
+            "The first part of Eq. 7, with the critics at their TD fixed point: what "
+            "remains is sampling noise, and falls as 1/(CB).",
+            panels("variance_clients", "variance_batch"),
+            keys("gradient_error"),
+        ),
+        Section(
+            "convergence",
+            "Convergence",
+            "T-FIRM as it is, with TD critics: mean over the local steps up to T of the "
+            "squared norm that Theorem 1 bounds by log T / (α T) and its floors, and of the "
+            "smallest one over all λ, which measures Pareto stationarity itself. The slope is "
+            "fitted to the last decade.",
+            panels("convergence"),
+            keys("stationarity", "min_norm"),
+        ),
+        Section(
+            "unregularised",
+            "Without regularisation",
+            "Root mean square distance of the clients' λ* from their mean. Dashed: β = 0.",
+            [unregularised_panel(values, cfg)],
+        ),
+    ]
+    base, mdp = cfg.experiment, cfg.experiment.mdp
+    facts = {
+        "MDP": f"{mdp.num_states} states, {mdp.num_actions} actions, γ = {mdp.gamma:g}",
+        "Objectives": f"M = {mdp.num_objectives}, conflict {mdp.conflict:g}",
+        "Features": mdp.features,
+        "Clients": f"C = {base.num_clients}",
+        "Local steps": f"K = {base.num_local_steps}, {base.num_steps} in all",
+        "Batch": f"B = {base.client.batch_size}",
+        "Step size": f"α = {base.client.step_size:g}",
+        "Regularisation": f"β = {base.beta:g}",
+        "Seeds": f"{seeds(cfg)[0]} to {seeds(cfg)[-1]}",
+    }
+    rows = [
+        [*cells, "" if cells[-1] == "as the theorem" else law.why]
+        for law, cells in ((law, law_cells(law, slope)) for law, slope in slopes.items())
+    ]
+    table = Table(
+        "All slopes",
+        "Least squares on log-log axes within each seed, mean ± standard error over the seeds, "
+        "beside the exponent of Theorem 1, which is an upper bound: a quantity that falls "
+        "faster or rises slower keeps it, and so does one of higher order that rises faster "
+        "while it is small. A slope within two standard errors, or 5 %, of the exponent counts "
+        "as equal. The reasons are ours: what the proof's steps lead one to expect.",
+        ["Quantity", "against", "Slope", "Theorem", "Verdict", "Reason"],
+        rows,
+        words=frozenset({1, 4, 5}),
+    )
+    origin = Origin(
+        "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
+        "uniform policy, so that a term is measured at one place whatever the step size; the runs "
+        "of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves open, "
+        "stands in the docstrings of firm.theory.",
+        {CONFIG: to_yaml(cfg)},
+    )
+    return Page(
+        product="FIRM theory laboratory",
+        title="The convergence theory, measured",
+        summary=summary,
+        facts=facts,
+        blocks=[*sections, table, origin],
+    )
