@@ -6,7 +6,7 @@ one over prompts. Two policies are compared prompt by prompt.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -67,11 +67,11 @@ def sample_replies(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of one policy on P prompts; `dataclasses.asdict` is its state in a checkpoint."""
+    """Figures of one policy on P prompts."""
 
     scores: dict[str, torch.Tensor]
-    """Raw score of every objective and further metric, by prompt, [P]."""
-    normalized: dict[str, torch.Tensor]
+    """Score of every objective and further metric, by prompt, [P]."""
+    rewards: dict[str, torch.Tensor]
     """Reward in [0, 1] of every objective, by prompt, [P]."""
     kl: torch.Tensor
     """KL from the base model per reply, [P]."""
@@ -86,15 +86,25 @@ class Evaluation:
     num_samples: int
     """Replies per prompt."""
     samples: list[dict[str, Any]]
-    """The first reply to each prompt: `prompt`, `completion` and raw `scores`."""
+    """The first reply to each prompt: `prompt`, `completion` and `scores`."""
 
     @property
     def num_prompts(self) -> int:
         """P."""
         return len(self.samples)
 
+    def state(self) -> dict[str, Any]:
+        """Returns the evaluation for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Evaluation":
+        """Returns the evaluation that `state` gave; earlier versions called rewards normalized."""
+        names = {"normalized": "rewards"}
+        return cls(**{names.get(name, name): value for name, value in state.items()})
+
     def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
-        """Raw scores minus another policy's, by name and prompt, [P].
+        """Returns scores minus another policy's, by name and prompt, [P].
 
         Raises:
             ValueError: The other policy was evaluated on other prompts or scores.
@@ -124,7 +134,7 @@ class Evaluation:
             "num_prompts": self.num_prompts,
             "num_samples": self.num_samples,
             "scores": _summaries(self.scores),
-            "normalized": _summaries(self.normalized),
+            "normalized": _summaries(self.rewards),
         }
         if base is not None:
             row["change"] = _summaries(self.change(base))
@@ -141,7 +151,7 @@ class Evaluation:
     def by_prompt(self) -> dict[str, torch.Tensor]:
         """Figures by prompt, each [P]: "normalized/NAME", "scores/NAME" and "kl"."""
         return {
-            **{f"normalized/{name}": values for name, values in self.normalized.items()},
+            **{f"normalized/{name}": values for name, values in self.rewards.items()},
             **{f"scores/{name}": values for name, values in self.scores.items()},
             "kl": self.kl,
         }
@@ -217,17 +227,15 @@ def evaluate(
         return values.float().cpu().reshape(len(prompts), num_samples).mean(1)  # [P * S] to [P]
 
     score_fns = {**reward_fns, **extra_fns}
-    raw = (
+    scores = (
         score(score_fns, asked, completions) if score_fns else torch.empty(0, 0)
     )  # [M + extras, P * S]
-    raw_by_name = dict(zip(score_fns, raw, strict=True))
+    scores_by_name = dict(zip(score_fns, scores, strict=True))
     ordered = {name: calibrations[name] for name in reward_fns}
-    normalized = normalize(raw[: len(reward_fns)], ordered) if reward_fns else ()
+    rewards = normalize(scores[: len(reward_fns)], ordered) if reward_fns else ()
     return Evaluation(
-        scores={name: by_prompt(values) for name, values in raw_by_name.items()},
-        normalized={
-            name: by_prompt(values) for name, values in zip(reward_fns, normalized, strict=True)
-        },
+        scores={name: by_prompt(values) for name, values in scores_by_name.items()},
+        rewards={name: by_prompt(values) for name, values in zip(reward_fns, rewards, strict=True)},
         kl=by_prompt(torch.cat([replies.kl for replies in chunks])),
         length=by_prompt(torch.cat([replies.num_tokens for replies in chunks])),
         ended=by_prompt(torch.cat([replies.ended for replies in chunks])),
@@ -239,7 +247,8 @@ def evaluate(
                 "prompt": prompt,
                 "completion": completions[index * num_samples],
                 "scores": {
-                    name: values[index * num_samples].item() for name, values in raw_by_name.items()
+                    name: values[index * num_samples].item()
+                    for name, values in scores_by_name.items()
                 },
             }
             for index, prompt in enumerate(prompts)
@@ -306,18 +315,18 @@ def _figure(value: float, error: float | None, *, sign: str = "") -> str:
 
 
 def comparison_table(
-    base: Evaluation, final: Evaluation, *, has_normalized: bool = False
+    base: Evaluation, final: Evaluation, *, has_rewards: bool = False
 ) -> list[Comparison]:
     """Every figure of the base model beside the final model's, one row each, scores first.
 
-    With `has_normalized`, the rewards in [0, 1] follow the raw scores.
+    With `has_rewards`, the rewards in [0, 1] follow the scores.
     """
     final.change(base)  # checks that the two can be paired
     figures = [(name, base.scores[name], final.scores[name]) for name in final.scores]
-    if has_normalized:
+    if has_rewards:
         figures += [
-            (f"{name} in [0, 1]", base.normalized[name], values)
-            for name, values in final.normalized.items()
+            (f"{name} in [0, 1]", base.rewards[name], values)
+            for name, values in final.rewards.items()
         ]
     figures += [
         ("kl", base.kl, final.kl),

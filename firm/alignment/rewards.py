@@ -29,7 +29,7 @@ LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
 def score(
     reward_fns: Mapping[str, RewardFn], prompts: Sequence[str], completions: Sequence[str]
 ) -> torch.Tensor:
-    """Raw scores of every objective, shape [M, B], float32 on the CPU.
+    """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
     Args:
         reward_fns: Reward function by objective, in the order of the rows; coroutine functions are
@@ -107,7 +107,7 @@ class Calibration:
     """"sigmoid": sigmoid((r - mean) / scale); "minmax": (r - low) / (high - low), clipped to
     [0, 1]; "none": r itself."""
     mean: float = 0.0
-    """Mean raw score of the calibration replies."""
+    """Mean score of the calibration replies."""
     scale: float = 1.0
     """Their standard deviation."""
     low: float = 0.0
@@ -143,13 +143,13 @@ class Calibration:
                 f"{_short(count)}."
             )
 
-    def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """Rewards of raw scores, same shape."""
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns the rewards of scores, of the same shape."""
         if self.method == "sigmoid":
-            return torch.sigmoid((raw - self.mean) / self.scale)
+            return torch.sigmoid((scores - self.mean) / self.scale)
         if self.method == "minmax":
-            return ((raw - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
-        return raw
+            return ((scores - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        return scores
 
     def to_dict(self) -> dict[str, Any]:
         """The method, its own figures and the number of samples."""
@@ -177,19 +177,19 @@ def _short(value: object) -> str:
     return printable(repr(value), max_length=80)
 
 
-def calibrate(method: Method, raw: torch.Tensor, *, name: str = "reward") -> Calibration:
-    """The map to rewards that fits a reward's raw scores of base-model replies.
+def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> Calibration:
+    """Returns the map to rewards that fits a reward's scores of base-model replies.
 
     Args:
         method: How scores are mapped.
-        raw: Raw scores of the calibration replies, shape [n].
+        scores: Scores of the calibration replies, shape [n].
         name: The objective, for the message.
 
     Raises:
         ValueError: There is no such method, or the scores have no spread to divide by.
     """
-    raw = raw.double()  # quantiles and spreads of large, close scores lose digits in float32
-    num_samples = raw.numel()
+    scores = scores.double()  # quantiles and spreads of large, close scores lose digits in float32
+    num_samples = scores.numel()
     if method == "none":
         return Calibration("none", num_samples=num_samples)
     if method not in ("sigmoid", "minmax"):
@@ -199,14 +199,16 @@ def calibrate(method: Method, raw: torch.Tensor, *, name: str = "reward") -> Cal
     if num_samples < 2:
         raise ValueError(f"calibrating {name!r} takes at least 2 scores, got {num_samples}.")
     if method == "sigmoid":
-        figures = {"mean": raw.mean().item(), "scale": raw.std().item()}
+        figures = {"mean": scores.mean().item(), "scale": scores.std().item()}
         spread, what = figures["scale"], "standard deviation"
     else:
-        quantiles = torch.tensor([LOW_QUANTILE, HIGH_QUANTILE], dtype=raw.dtype, device=raw.device)
-        low, high = torch.quantile(raw, quantiles).tolist()
+        quantiles = torch.tensor(
+            [LOW_QUANTILE, HIGH_QUANTILE], dtype=scores.dtype, device=scores.device
+        )
+        low, high = torch.quantile(scores, quantiles).tolist()
         figures = {"low": low, "high": high}
         spread, what = high - low, "distance of the 5 % and 95 % quantiles"
-    if not spread > math.ulp(1.0) * raw.abs().max().item():
+    if not spread > math.ulp(1.0) * scores.abs().max().item():
         raise ValueError(
             f"the scores of {name!r} do not vary on {num_samples} calibration replies ({what} "
             f"{spread:.3g}): choose normalization 'none', use more replies, or repair the reward."
@@ -270,30 +272,30 @@ class Judges:
         return rewards
 
 
-def normalize(raw: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
-    """Rewards of raw scores, shape [M, B], in [0, 1] unless a method is "none".
+def normalize(scores: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
+    """Returns the rewards of scores, shape [M, B], in [0, 1] unless a method is "none".
 
     Args:
-        raw: Raw scores, shape [M, B].
+        scores: One row per objective, shape [M, B].
         calibrations: One by objective, in the order of the rows.
 
     Raises:
         ValueError: There are more or fewer calibrations than rows.
     """
-    if len(raw) != len(calibrations):
+    if len(scores) != len(calibrations):
         raise ValueError(
-            f"{len(raw)} rows of scores need one calibration each, got {len(calibrations)}: "
+            f"{len(scores)} rows of scores need one calibration each, got {len(calibrations)}: "
             "calibrate every objective."
         )
-    rows = zip(raw, calibrations.values(), strict=True)
+    rows = zip(scores, calibrations.values(), strict=True)
     return torch.stack([calibration(row) for row, calibration in rows])
 
 
-def reward_diagnostics(raw: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Figures that show a reward being gamed or two of them measuring the same.
+def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns figures that show a reward being gamed or two of them measuring the same.
 
     Args:
-        raw: Raw scores of B replies, shape [M, B].
+        scores: Scores of B replies, shape [M, B].
         lengths: Lengths of the replies in tokens, shape [B].
 
     Returns:
@@ -302,17 +304,17 @@ def reward_diagnostics(raw: torch.Tensor, lengths: torch.Tensor) -> dict[str, to
         "length_correlation" of each objective's scores with the lengths, shape [M]. Correlations
         are Pearson's, NaN where one of the two does not vary.
     """
-    rows = torch.cat([raw.double(), lengths.to(raw.device).double()[None]])  # [M + 1, B]
+    rows = torch.cat([scores.double(), lengths.to(scores.device).double()[None]])  # [M + 1, B]
     centred = rows - rows.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
     # what is left of equal values after rounding does not vary
     varies = norms > 1e-12 * rows.abs().amax(1) * rows.size(1) ** 0.5
     unit = centred / torch.where(varies, norms, torch.full_like(norms, torch.nan))[:, None]
     correlations = (unit @ unit.T).clamp(-1, 1)
-    first, second = torch.triu_indices(len(raw), len(raw), offset=1)
+    first, second = torch.triu_indices(len(scores), len(scores), offset=1)
     return {
-        "mean": raw.mean(1),
-        "spread": raw.std(1) if raw.size(1) > 1 else torch.zeros(len(raw)),
+        "mean": scores.mean(1),
+        "spread": scores.std(1) if scores.size(1) > 1 else torch.zeros(len(scores)),
         "correlation": correlations[:-1, :-1][first, second],
         "length_correlation": correlations[-1, :-1],
     }

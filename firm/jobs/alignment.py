@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -199,12 +199,14 @@ class _LanguageWing(Wing):
         return replace(state, adapter=loaded.start), measurement
 
     def restore(self, content: State, book: Logbook) -> None:
-        self._base = {split: Evaluation(**values) for split, values in content["base"].items()}
+        self._base = {
+            split: Evaluation.from_state(values) for split, values in content["base"].items()
+        }
 
     def content(self) -> State:
         return {
             "calibrations": {key: c.to_dict() for key, c in self._calibrations.items()},
-            "base": {split: asdict(evaluation) for split, evaluation in self._base.items()},
+            "base": {split: evaluation.state() for split, evaluation in self._base.items()},
         }
 
     def is_done(self, state: ServerState) -> bool:
@@ -271,7 +273,7 @@ class _LanguageWing(Wing):
     def _score(self, measured: Evaluation | None) -> float | None:
         if measured is None or not self._cfg.checkpoints.keep_best:
             return None
-        return fmean(values.mean().item() for values in measured.normalized.values())
+        return fmean(values.mean().item() for values in measured.rewards.values())
 
 
 def _run_row(

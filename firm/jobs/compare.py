@@ -181,7 +181,7 @@ def compare(
 
     base = evaluations.pop(BASE)
     tables = {
-        name: comparison_table(base, evaluation, has_normalized=True)
+        name: comparison_table(base, evaluation, has_rewards=True)
         for name, evaluation in evaluations.items()
     }
     samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)

@@ -166,7 +166,7 @@ def test_the_table_sets_base_and_final_side_by_side():
 
 def test_rewards_in_0_to_1_follow_the_scores_when_asked_for():
     base, final = run(policy()), run(policy(extra_words=2))
-    plain, table = comparison_table(base, final), comparison_table(base, final, has_normalized=True)
+    plain, table = comparison_table(base, final), comparison_table(base, final, has_rewards=True)
     assert [row.name for row in table][:3] == ["words", "match", "words in [0, 1]"]
     assert [row for row in table if row.name != "words in [0, 1]"] == plain
     reward, raw = table[2], table[0]
@@ -176,19 +176,23 @@ def test_rewards_in_0_to_1_follow_the_scores_when_asked_for():
 
 def test_a_policy_can_be_measured_without_any_score():
     evaluation = run(policy(), calibrations={}, extra_fns={}, reward_fns={})
-    assert evaluation.scores == evaluation.normalized == {}
+    assert evaluation.scores == evaluation.rewards == {}
     assert evaluation.num_prompts == 6
     assert comparison_table(evaluation, evaluation)[0].name == "kl"
 
 
-def test_rows_and_state_can_be_written_to_disk():
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+def test_rows_and_state_can_be_written_to_disk(is_of_an_earlier_version):
     base = run(policy())
     rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert [row["prompt"] for row in rows[1:]] == PROMPTS[:2]
     assert rows[1].keys() == {"round", "prompt", "completion", "scores"}
     assert rows[1]["scores"].keys() == {"words", "match"}
-    restored = Evaluation(**asdict(base))
+    state = base.state()
+    if is_of_an_earlier_version:
+        state["normalized"] = state.pop("rewards")
+    restored = Evaluation.from_state(state)
     assert restored.row(base, round=1, split="test") == rows[0]
 
 
