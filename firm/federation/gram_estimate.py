@@ -52,6 +52,7 @@ class GramConfig(StrategyConfig):
     """Whether the Gram matrix comes of one upload (Algorithm 3), is corrected after the server's
     answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
 
+    solves_on_server: ClassVar[bool] = True
     ways: ClassVar[tuple[str, ...]] = ("one_way", "two_way")
     """Values of ``communication`` that the strategy has."""
 

@@ -39,8 +39,26 @@ COUNT = Number(0, MAX_ROUND, is_integer=True)
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Sizes of a client's work, by which a plan asks for examples of answers."""
+
+    num_columns: int
+    """Columns of a Jacobian in an example; bytes of more follow by proportion."""
+    num_passes: int
+    """Optimizer steps of one local training."""
+    metrics: dict[str, Any]
+    """The clients' own metrics of one training."""
+
+
+@dataclass(frozen=True)
 class Message:
-    """What travels between a server and a client; each field's annotation has its schema."""
+    """What travels between a server and a client; each field's annotation has its schema.
+
+    Attributes:
+        column_fields: Names of the fields whose tensors grow with a Jacobian's columns.
+    """
+
+    column_fields: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @cache
@@ -114,6 +132,29 @@ class Request(Message):
     """θ_t."""
     accepted: Annotated[dict[str, int], Named(COUNT, MAX_CLIENTS)] = field(default_factory=dict)
     """The last round whose update was accepted, by client; clients without one are absent."""
+
+    @property
+    def num_trainings(self) -> int:
+        """Returns how many local trainings are asked for, each of which sends an adapter."""
+        return 0
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Returns whether gradients of a whole batch are asked for, beside its minibatches'."""
+        return False
+
+    def num_solves(self, num_passes: int) -> int:
+        """Returns how often a client solves for weights in so many optimizer steps."""
+        return 0
+
+    def example(self, client: str, sizes: Sizes) -> Answer:
+        """Returns an answer as large as a client's, with the request's own adapter.
+
+        Args:
+            client: The client's name.
+            sizes: Sizes of its work.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what its answers are like.")
 
     def of(self, *clients: str) -> Self:
         """Returns the request as it goes to some clients, without a word about the others."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from firm.federation.client import Adapter, Batch, Client
-from firm.federation.messages import Answer, Request
+from firm.federation.messages import Answer, Request, Sizes
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import (
     Flag,
@@ -63,6 +63,8 @@ class _Compressed:
 class JacobianShare(Answer):
     """A client's Jacobian, whole or compressed, and what goes with it."""
 
+    column_fields: ClassVar[tuple[str, ...]] = ("jacobian", "message")
+
     served: Annotated[list[int], Items(Number(0, 99, is_integer=True), 1, 100)]
     """Indices of the objectives that the client serves."""
     jacobian: Annotated[torch.Tensor | None, Optional(Matrix("d"))] = None
@@ -99,6 +101,22 @@ class JacobianRequest(Request):
     share_losses: Annotated[bool, Flag()] = False
     """Whether the losses at θ_t are sent along."""
 
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Returns True: the Jacobian is that of a batch."""
+        return True
+
+    def example(self, client: str, sizes: Sizes) -> Answer:
+        """Returns an answer with a random Jacobian; see ``Request``."""
+        generator = torch.Generator().manual_seed(0)
+        count = len(self.objectives)
+        rows = torch.randn(count, sizes.num_columns, generator=generator)
+        losses = [1 / 3] * count if self.share_losses else None
+        if self.compressor is None:
+            return JacobianShare(served=list(range(count)), jacobian=rows, start_losses=losses)
+        content = message_to_dict(_message(client, rows, self))
+        return JacobianShare(served=list(range(count)), message=content, start_losses=losses)
+
 
 @dataclass(frozen=True)
 class GramCorrection(Answer):
@@ -116,9 +134,15 @@ class CorrectionRequest(JacobianRequest):
 
     task: ClassVar[str] = "correct_gram"
     answer: ClassVar[type[Answer]] = GramCorrection
+    column_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
 
     broadcast: Annotated[dict[str, Any], _Compressed()]
     """The server's message to all (``message_to_dict``)."""
+
+    def example(self, client: str, sizes: Sizes) -> Answer:
+        """Returns two unit matrices; see ``Request``."""
+        unit = torch.eye(len(self.objectives))
+        return GramCorrection(own_gram=unit, correction=unit)
 
 
 @task(JacobianRequest)
@@ -134,7 +158,7 @@ def share_jacobian(client: Client, request: JacobianRequest) -> JacobianShare:
     served = list(served_objectives(client))
     if request.compressor is None:
         return JacobianShare(served=served, jacobian=rows, start_losses=losses)
-    content = message_to_dict(_message(client, rows, request))
+    content = message_to_dict(_message(client.name, rows, request))
     return JacobianShare(served=served, message=content, start_losses=losses)
 
 
@@ -147,7 +171,7 @@ def correct_gram(client: Client, request: CorrectionRequest) -> GramCorrection:
     """
     rows = _rows(client, request)
     broadcast = message_from_dict(request.broadcast)
-    reply = two_way_reply(rows, _message(client, rows, request), broadcast)
+    reply = two_way_reply(rows, _message(client.name, rows, request), broadcast)
     return GramCorrection(own_gram=reply.own_gram, correction=reply.correction)
 
 
@@ -200,7 +224,7 @@ def _rows(client: Client, request: JacobianRequest) -> torch.Tensor:
     return jacobian[:, columns].float().cpu()
 
 
-def _message(client: Client, rows: torch.Tensor, request: JacobianRequest) -> Message:
+def _message(client: str, rows: torch.Tensor, request: JacobianRequest) -> Message:
     budget = int(request.budget * rows.size(1))
     if request.compressor is None or budget < 1:
         raise ValueError(
@@ -208,7 +232,7 @@ def _message(client: Client, rows: torch.Tensor, request: JacobianRequest) -> Me
             f"{rows.size(1)} shared parameters; raise it."
         )
     compressor: Any = COMPRESSORS[request.compressor]
-    seed = derive_seed(request.seed, client.name, request.skipped_batches)
+    seed = derive_seed(request.seed, client, request.skipped_batches)
     return compressor(budget).compress(
         rows, generator=torch.Generator().manual_seed(seed), shared_seed=request.seed
     )

@@ -59,6 +59,8 @@ class StrategyConfig:
     privacy covers."""
     reads_losses: ClassVar[bool] = False
     """Whether clients send their losses at θ_t."""
+    solves_on_server: ClassVar[bool] = False
+    """Whether the server solves for weights in every round."""
     averages: ClassVar[bool] = True
     """Whether the server's step is a mean of adapters, so that it may be one of products."""
 

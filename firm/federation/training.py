@@ -23,6 +23,7 @@ from firm.federation.messages import (
     MAX_ROUND,
     Answer,
     Request,
+    Sizes,
     Update,
 )
 from firm.federation.privacy import PrivacyConfig, errors_kept_back, protected
@@ -139,6 +140,41 @@ class LocalTraining(Request):
     privacy: Annotated[PrivacyConfig | None, Optional(Record(PrivacyConfig))] = None
     """What may leave the client."""
 
+    @property
+    def num_trainings(self) -> int:
+        """Returns 1."""
+        return 1
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Returns whether weights are solved for a batch as a whole."""
+        return self.weighting != "fixed" and self.solve_per == "batch"
+
+    def num_solves(self, num_passes: int) -> int:
+        """Returns how often a client solves for weights; never where they are fixed."""
+        return 0 if self.weighting == "fixed" else self._num_weights(num_passes)
+
+    def _num_weights(self, num_passes: int) -> int:
+        """Returns how many weights a training logs."""
+        return self.num_local_steps if self.solve_per == "batch" else num_passes
+
+    def example(self, client: str, sizes: Sizes) -> Answer:
+        """Returns an update with the figures of every solve; see ``Request``."""
+        count, digits = len(self.objectives), 1 / 3  # 18 digits, as most figures have
+        solve = {
+            "weights": [digits] * count,
+            "gradient_norms": [digits] * count,
+            "cosines": [[digits] * count] * count,
+            "beta_effect": digits,
+        }
+        num_weights = self._num_weights(sizes.num_passes)
+        metrics = {
+            **{name: [value] * num_weights for name, value in solve.items()},
+            **sizes.metrics,
+            **({"gram": [[digits] * count] * count} if self.share_gram else {}),
+        }
+        return Update(client, self.adapter, 1000, metrics)
+
     def of(self, *clients: str) -> "LocalTraining":
         """Returns the request as it goes to some clients."""
         options = self.options_by_client
@@ -185,6 +221,22 @@ class ObjectiveTraining(Request):
     """Local steps K of each training."""
     num_local_epochs: Annotated[int | None, NUM_EPOCHS] = None
     """Local epochs E of each training, in place of K."""
+
+    @property
+    def num_trainings(self) -> int:
+        """Returns M: one for each objective."""
+        return len(self.objectives)
+
+    def example(self, client: str, sizes: Sizes) -> Answer:
+        """Returns an update for each objective; see ``Request``."""
+        weights = [[1.0] * len(self.objectives)] * sizes.num_passes
+        each = {**sizes.metrics, "weights": weights}
+        return ObjectiveUpdates(
+            updates=dict.fromkeys(self.objectives, self.adapter),
+            num_examples=1000,
+            num_shared=1,
+            metrics={"by_objective": dict.fromkeys(self.objectives, each)},
+        )
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import torch
 
 from firm.federation import Update
 from firm.federation.engines.engine import RequestSizes
-from firm.federation.messages import Request
+from firm.federation.messages import Request, Sizes
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Invalid, Reading
 from firm.federation.serialization import pack, unpack
+from firm.federation.sharing import CorrectionRequest, JacobianRequest
 from firm.federation.tasks import TASKS
-from firm.federation.training import LocalTraining
+from firm.federation.training import LocalTraining, ObjectiveTraining
 
 ADAPTER = {"a": torch.zeros(2)}
 REQUEST = LocalTraining(
@@ -97,3 +98,45 @@ def test_every_field_of_every_message_has_a_schema(task):
     for message in (kind, kind.answer):
         for name, schema in message.schemas().items():
             assert callable(schema.read), name
+
+
+OBJECTIVES, LARGER = ("left", "right"), {"a": torch.zeros(4)}
+SIZES = Sizes(num_columns=3, num_passes=4, metrics={})
+EXAMPLES = {
+    "a Jacobian": JacobianRequest(round=1, objectives=OBJECTIVES, adapter=LARGER),
+    "a compressed one": JacobianRequest(
+        round=1, objectives=OBJECTIVES, adapter=LARGER, compressor="low_rank", budget=3.0
+    ),
+    "a correction": CorrectionRequest(round=1, objectives=OBJECTIVES, adapter=LARGER, broadcast={}),
+    "updates": ObjectiveTraining(round=1, objectives=OBJECTIVES, adapter=LARGER, num_local_steps=2),
+}
+
+
+@pytest.mark.parametrize("case", EXAMPLES)
+def test_an_example_is_an_answer_that_the_server_reads(case):
+    request = EXAMPLES[case]
+    answer = request.example("a", SIZES)
+    assert type(request.answer.read(answer, request.reading())) is request.answer
+    assert request.num_trainings == (2 if case == "updates" else 0)
+    assert request.num_solves(4) == 0
+    assert request.takes_whole_batches == (case != "updates")
+    assert all(hasattr(answer, name) for name in answer.column_fields)
+
+
+@pytest.mark.parametrize("solve_per", ["minibatch", "batch"])
+def test_solves_are_counted_where_clients_solve(solve_per):
+    fields = {"round": 1, "objectives": OBJECTIVES, "adapter": LARGER, "num_local_steps": 2}
+    request = LocalTraining(**fields, weighting="firm", solve_per=solve_per)
+    count = {"minibatch": 4, "batch": 2}[solve_per]
+    assert request.num_solves(4) == count
+    assert len(request.example("a", SIZES).metrics["weights"]) == count
+    assert request.takes_whole_batches == (solve_per == "batch")
+    assert LocalTraining(**fields, weighting="fixed").num_solves(4) == 0
+
+
+def test_a_request_without_an_example_says_so():
+    class Silent(JacobianRequest):
+        example = Request.example
+
+    with pytest.raises(NotImplementedError, match="Silent must say what its answers are like"):
+        Silent(round=1, objectives=OBJECTIVES, adapter=LARGER).example("a", SIZES)

@@ -222,7 +222,7 @@ def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: R
     critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
     moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
     learner = 3 * critic + moments  # what is trained beside the adapter has Adam
-    requests = cfg.strategy.requests(tuple(cfg.rewards))  # type: ignore[attr-defined]  # every strategy's configuration has them
+    requests = cfg.strategy.requests(tuple(cfg.rewards))
     if ObjectiveTraining in requests:
         return len(cfg.rewards) * learner + critic  # of the common learner, which takes no step
     return learner

@@ -15,7 +15,7 @@ from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.plan.memory import policy_without_storage, process_memory
 from firm.alignment.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
 from firm.alignment.plan.settings import RewardSettings, RunSettings
-from firm.alignment.plan.traffic import Traffic, num_passes, num_solves, round_traffic
+from firm.alignment.plan.traffic import Traffic, num_passes, round_traffic
 from firm.alignment.policy import adapter_parameters
 from firm.federation import Processes
 
@@ -135,8 +135,8 @@ def _work(cfg: RunSettings, num_clients: int, traffic: Traffic) -> Work:
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     return Work(
         optimizer_steps=traffic.num_trainings * num_passes(cfg),
-        solves=num_solves(cfg) if traffic.solves_by_clients else 0,
-        server_solves=int(traffic.solves_on_server),
+        solves=traffic.num_solves,
+        server_solves=int(cfg.strategy.solves_on_server),
         clients_per_round=clients_per_round,
         rounds=cfg.rounds,
         training_replies=cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size,

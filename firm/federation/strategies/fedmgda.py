@@ -34,6 +34,7 @@ class FedMgdaConfig(ScalarConfig):
     (FedAvg-n with normalisation), 1 is free."""
 
     averages: ClassVar[bool] = False
+    solves_on_server: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon <= 1:

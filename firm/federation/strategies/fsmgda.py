@@ -40,6 +40,7 @@ class FsmgdaConfig(StrategyConfig):
     objectives' own heads. The paper's models have shared ones only."""
 
     averages: ClassVar[bool] = False
+    solves_on_server: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.gram_columns not in ("shared", "all"):
