@@ -20,9 +20,12 @@ from firm.report.drawing import (
     SURFACE,
     Key,
     Panel,
+    Trace,
+    annotation,
     axis_title,
     curve,
     error_bars,
+    scatter,
     style_layout,
 )
 from firm.report.formats import NBSP
@@ -121,16 +124,8 @@ def _line(*, x: float | None = None, y: float | None = None) -> dict[str, Any]:
 
 def _note(text: str, y: float) -> dict[str, Any]:
     """Words on a level line, at its right end."""
-    return {
-        "xref": "x domain",
-        "x": 1,
-        "y": y,
-        "text": escape(text),
-        "showarrow": False,
-        "xanchor": "right",
-        "yanchor": "bottom",
-        "font": {"color": MUTED, "size": 11},
-    }
+    place = {"xref": "x domain", "xanchor": "right", "yanchor": "bottom"}
+    return annotation(1, y, escape(text), MUTED, **place)
 
 
 # --- Many objectives ------------------------------------------------------------------------------
@@ -186,17 +181,24 @@ def radar_panel(
         for key, radii in values.items()
     ]
     largest = max((max(radii) for radii in values.values()), default=1.0)
+    longest = max(len(line) for name in broken for line in name)
+    layout = _radar_layout(
+        len(objectives), longest, {"range": list(span or (0.0, largest)), **radial_axis}
+    )
+    return Panel(name, title, {"data": data, "layout": layout})
+
+
+def _radar_layout(num_spokes: int, longest: int, radial_axis: dict[str, Any]) -> dict[str, Any]:
+    """Room for names of so many characters outside the circle, and its axes."""
     lines = {"gridcolor": GRID, "linecolor": GRID}
     layout = style_layout(460, {}, {})
     del layout["xaxis"], layout["yaxis"]
-    longest = max(len(line) for name in broken for line in name)
-    side = max(40, 16 + 6 * longest)  # CSS pixels; the names stand outside the circle
+    side = max(40, 16 + 6 * longest)  # CSS pixels
     layout["margin"] = {"l": side, "r": side, "t": 40, "b": 40}
     layout["polar"] = {
         "bgcolor": SURFACE,
         "radialaxis": {
             **lines,
-            "range": list(span or (0.0, largest)),
             "nticks": 5,
             "angle": 90,
             "tickangle": 90,
@@ -207,10 +209,10 @@ def radar_panel(
             **lines,
             "rotation": 90,
             "direction": "clockwise",
-            "tickfont": {"color": INK, "size": 11 if len(objectives) <= 16 else 9},
+            "tickfont": {"color": INK, "size": 11 if num_spokes <= 16 else 9},
         },
     }
-    return Panel(name, title, {"data": data, "layout": layout})
+    return layout
 
 
 # --- The loss plane -------------------------------------------------------------------------------
@@ -240,51 +242,27 @@ def preference_plane(
         ValueError: On a preference that is not positive, or losses of another shape.
     """
     _check(outcomes)
-    ends = [mean_and_error(outcome.losses) for outcome in outcomes]
-    reach = np.array([means + ses for means, ses in ends] + [limits or (0.0, 0.0)]).max(axis=0)
+    reached = [mean_and_error(outcome.losses) for outcome in outcomes]
+    reach = np.array([means + ses for means, ses in reached] + [limits or (0.0, 0.0)]).max(axis=0)
     width, height = (1.12 * reach).tolist()
-    rays, points, notes = [], [], []
-    for outcome, (means, ses) in zip(outcomes, ends, strict=True):
-        key, label, ratio = outcome.key, escape(outcome.key.label), outcome.ratio
+    data, notes = [], []
+    for outcome, (means, ses) in zip(outcomes, reached, strict=True):
         slope = outcome.preference[0] / outcome.preference[1]
         far = min(width, height / slope)
+        is_right = far == width
         notes.append(
-            {
-                "x": far,
-                "y": far * slope,
-                "text": ratio,
-                "showarrow": False,
-                "xanchor": "left" if far == width else "center",
-                "yanchor": "middle" if far == width else "bottom",
-                "font": {"color": key.color, "size": 11},
-            }
+            annotation(
+                far,
+                far * slope,
+                outcome.ratio,
+                outcome.key.color,
+                xanchor="left" if is_right else "center",
+                yanchor="middle" if is_right else "bottom",
+            )
         )
-        rays.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": [0, far],
-                "y": [0, far * slope],
-                "line": {"color": key.color, "width": 1.5, "dash": "dot"},
-                "hoverinfo": "skip",
-                "name": f"{label}, wanted",
-            }
-        )
-        points.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [float(means[0])],
-                "y": [float(means[1])],
-                "error_x": error_bars([float(ses[0])], key.color),
-                "error_y": error_bars([float(ses[1])], key.color),
-                "marker": {"color": key.color, "size": 11, "line": {"color": INK, "width": 1}},
-                "name": label,
-                "hovertemplate": f"%{{fullData.name}}, wanted {ratio}"
-                f"<br>{escape(objectives[0])} %{{x:.3~g}}<br>{escape(objectives[1])} %{{y:.3~g}}"
-                "<extra></extra>",
-            }
-        )
+        data += _wanted_and_reached(outcome, (far, far * slope), means, ses, objectives)
+    # the rays lie below all points
+    data.sort(key=lambda trace: trace["mode"] != "lines")
     x_title, y_title = (axis_title(f"loss, {escape(objective)}") for objective in objectives)
     layout = style_layout(
         460, {"title": x_title, "range": [0, width]}, {"title": y_title, "range": [0, height]}
@@ -298,7 +276,38 @@ def preference_plane(
             _line(x=limits[0]),
             _line(y=limits[1]),
         ]
-    return Panel(name, title, {"data": [*rays, *points], "layout": layout})
+    return Panel(name, title, {"data": data, "layout": layout})
+
+
+def _wanted_and_reached(
+    outcome: Outcome,
+    end: tuple[float, float],
+    means: np.ndarray,
+    ses: np.ndarray,
+    objectives: tuple[str, str],
+) -> list[Trace]:
+    """The ray up to its end at the border, and where the losses ended."""
+    key, (x, y) = outcome.key, (escape(name) for name in objectives)
+    ray = scatter(
+        [0, end[0]],
+        [0, end[1]],
+        f"{key.label}, wanted",
+        key.color,
+        mode="lines",
+        width=1.5,
+        dash="dot",
+    )
+    point = scatter(
+        means[:1].tolist(),
+        means[1:].tolist(),
+        key.label,
+        key.color,
+        hover=f"%{{fullData.name}}, wanted {outcome.ratio}<br>{x} %{{x:.3~g}}<br>{y} %{{y:.3~g}}",
+        error_x=error_bars(ses[:1].tolist(), key.color),
+        error_y=error_bars(ses[1:].tolist(), key.color),
+        marker={"color": key.color, "size": 11, "line": {"color": INK, "width": 1}},
+    )
+    return [ray, point]
 
 
 def ratios_panel(
@@ -327,16 +336,15 @@ def ratios_panel(
         ends += [wanted, *reached]
         color = outcome.key.color
         data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [wanted] * len(reached),
-                "y": reached,
-                "marker": {"color": color, "size": 8, "line": {"color": INK, "width": 1}},
-                "name": escape(outcome.key.label),
-                "hovertemplate": f"%{{fullData.name}}, wanted {outcome.ratio}"
-                "<br>ratio %{x:.3~g}, reached %{y:.3~g}<extra></extra>",
-            }
+            scatter(
+                [wanted] * len(reached),
+                reached,
+                outcome.key.label,
+                color,
+                hover=f"%{{fullData.name}}, wanted {outcome.ratio}"
+                "<br>ratio %{x:.3~g}, reached %{y:.3~g}",
+                marker={"color": color, "size": 8, "line": {"color": INK, "width": 1}},
+            )
         )
     low, high = 0.8 * min(ends), 1.25 * max(ends)
     axis = {

@@ -71,17 +71,65 @@ def curve(
     errors = repeat(None) if ses is None else ses
     rows = zip(points, errors, strict=False)
     kept = [(x, y, se) for (x, y), se in rows if y is not None and isfinite(y)]
+    return scatter(
+        [x for x, _, _ in kept],
+        [y for _, y, _ in kept],
+        name,
+        color,
+        mode="lines+markers" if size else "lines",
+        size=size,
+        width=width,
+        dash=dash,
+        hover="%{fullData.name}<br>round %{x}: %{y:.4~g}",
+        error_y=error_bars([se for _, _, se in kept], color),
+    )
+
+
+def scatter(
+    xs: Iterable[float],
+    ys: Iterable[float],
+    name: str,
+    color: str,
+    *,
+    mode: str = "markers",
+    size: float = 5,
+    width: float = 2,
+    dash: str = "solid",
+    hover: str = "",
+    **attributes: Any,
+) -> Trace:
+    """Returns lines or markers.
+
+    Args:
+        xs: Places, [N].
+        ys: Places, [N].
+        name: What the legend shows.
+        color: A CSS variable.
+        mode: Of plotly: markers, lines, or both.
+        size: Of the markers, in CSS pixels.
+        width: Of the lines, in CSS pixels.
+        dash: One of plotly's dashes.
+        hover: What the pointer shows, a template of plotly; it shows nothing where it is empty.
+        attributes: Further attributes of the trace.
+    """
+    pointer = {"hovertemplate": f"{hover}<extra></extra>"} if hover else {"hoverinfo": "skip"}
     return {
         "type": "scatter",
-        "x": [x for x, _, _ in kept],
-        "y": [y for _, y, _ in kept],
+        "x": list(xs),
+        "y": list(ys),
         "name": escape(name),
-        "mode": "lines+markers" if size else "lines",
+        "mode": mode,
         "line": {"color": color, "width": width, "dash": dash},
         "marker": {"color": color, "size": size},
-        "error_y": error_bars([se for _, _, se in kept], color),
-        "hovertemplate": "%{fullData.name}<br>round %{x}: %{y:.4~g}<extra></extra>",
+        **pointer,
+        **attributes,
     }
+
+
+def annotation(x: float, y: float, text: str, color: str, **attributes: Any) -> dict[str, Any]:
+    """Returns words in a figure, without an arrow."""
+    font = {"color": color, "size": 11}
+    return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, **attributes}
 
 
 def error_bars(ses: Sequence[float | None], color: str) -> dict[str, Any]:

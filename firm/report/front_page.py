@@ -29,6 +29,7 @@ from firm.report.drawing import (
     axis_title,
     error_bars,
     nonempty,
+    scatter,
     series_panel,
     style_layout,
 )
@@ -405,29 +406,28 @@ def _share_traces(key: Key, models: Frame) -> list[Trace]:
     levels = models.groupby("x")["y"].agg(["mean", "sem", "count"])
     errors = [None if np.isnan(error) else error for error in levels["sem"].tolist()]
     singles = models[models["x"].map(levels["count"]) > 1].sort_values("x", kind="stable")
-    label, color = escape(key.label), key.color
-    hover = f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}<extra></extra>"
-    common = {"type": "scatter", "legendgroup": label, "hovertemplate": hover}
+    label = escape(key.label)
+    options = {"hover": f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}", "legendgroup": label}
     traces = [
-        common
-        | {
-            "mode": "lines+markers",
-            "x": levels.index.tolist(),
-            "y": levels["mean"].tolist(),
-            "name": label,
-            "error_y": error_bars(errors, color),
-            "line": {"color": color, "width": 2},
-            "marker": {"color": color, "size": 8},
-        },
-        common
-        | {
-            "mode": "markers",
-            "x": singles["x"].tolist(),
-            "y": singles["y"].tolist(),
-            "name": f"{label}, models",
-            "marker": {"color": color, "size": 5, "opacity": 0.6},
-            "showlegend": False,
-        },
+        scatter(
+            levels.index,
+            levels["mean"],
+            key.label,
+            key.color,
+            mode="lines+markers",
+            size=8,
+            error_y=error_bars(errors, key.color),
+            **options,
+        ),
+        scatter(
+            singles["x"],
+            singles["y"],
+            f"{key.label}, models",
+            key.color,
+            marker={"color": key.color, "size": 5, "opacity": 0.6},
+            showlegend=False,
+            **options,
+        ),
     ]
     return [trace for trace in traces if trace["x"]]
 

@@ -43,19 +43,19 @@ def hypervolume_table(
     """The hypervolumes; why one is missing is put into the notes."""
     rows = []
     for method, front in fronts.items():
-        told = [
+        volumes = [
             _or_note(value, method, notes)
             for value in (
                 lambda front=front: f"{front.hypervolume:.4f}",
                 lambda front=front: _seed_volumes(front),
             )
         ]
-        has_interval = told[0] != formats.MISSING and method in prompt_rewards
+        has_interval = volumes[0] != formats.MISSING and method in prompt_rewards
         interval = _interval(front, prompt_rewards[method]) if has_interval else formats.MISSING
         num_seeds = len({point.seed for point in front.points})
         num_kept = int(non_dominated(front.scores()).sum())
         kept = f"{num_kept} of {len(front.points)}"
-        rows.append([method, told[0], interval, told[1], str(num_seeds), kept])
+        rows.append([method, volumes[0], interval, volumes[1], str(num_seeds), kept])
     first = next(iter(fronts.values()))
     return Table(
         "Hypervolume",
@@ -87,8 +87,8 @@ def _or_note(value: Callable[[], str], method: str, notes: list[str]) -> str:
 
 
 def _seed_volumes(front: Front) -> str:
-    found = seed_hypervolumes(front)
-    return formats.measure(Measure(found.mean, found.sd))
+    volumes = seed_hypervolumes(front)
+    return formats.measure(Measure(volumes.mean, volumes.sd))
 
 
 def _interval(front: Front, rewards: ArrayLike) -> str:

@@ -14,8 +14,10 @@ from firm.report.drawing import (
     SURFACE,
     Key,
     Panel,
+    annotation,
     axis_title,
     error_bars,
+    scatter,
     style_layout,
 )
 
@@ -143,17 +145,17 @@ def _traces(cloud: Cloud, x: str, y: str) -> list[dict[str, Any]]:
         means |= {"mode": f"lines+{means['mode']}", "line": line}
         return [_markers(cloud, cloud.models, x, y), means]
     ends = [cloud.means[index].place for index in cloud.path]
-    path = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [place[x] for place in ends],
-        "y": [place[y] for place in ends],
-        "name": escape(f"{cloud.key.label}, front"),
-        "line": line,
-        "hoverinfo": "skip",
-        "legendgroup": escape(cloud.key.label),
-        "showlegend": False,
-    }
+    path = scatter(
+        [place[x] for place in ends],
+        [place[y] for place in ends],
+        f"{cloud.key.label}, front",
+        cloud.key.color,
+        mode="lines",
+        width=width,
+        dash=cloud.key.mark,
+        legendgroup=escape(cloud.key.label),
+        showlegend=False,
+    )
     return [path, _markers(cloud, cloud.models, x, y), means]
 
 
@@ -203,15 +205,9 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> dict[str, A
 
 
 def _mark(place: Place, x: str, y: str, name: str, symbol: str, color: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [place[x]],
-        "y": [place[y]],
-        "name": name,
-        "marker": {"symbol": symbol, "size": 13, "color": color, "line": {"width": 2}},
-        "hovertemplate": f"{name}<br>{_coordinates(x, y)}<extra></extra>",
-    }
+    marker = {"symbol": symbol, "size": 13, "color": color, "line": {"width": 2}}
+    hover = f"{name}<br>{_coordinates(x, y)}"
+    return scatter([place[x]], [place[y]], name, color, hover=hover, marker=marker)
 
 
 def _axis(name: str, spots: Sequence[Spot], unit: str) -> dict[str, Any]:
@@ -228,17 +224,9 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> dict[str, Any]:
 
 
 def _corner_note(reference: Place, x: str, y: str) -> dict[str, Any]:
-    return {
-        "xref": "paper",
-        "yref": "paper",
-        "x": 0.99,
-        "y": 0.01,
-        "xanchor": "right",
-        "yanchor": "bottom",
-        "showarrow": False,
-        "text": f"↙ reference point ({reference[x]:g}, {reference[y]:g}), beyond the corner",
-        "font": {"color": MUTED, "size": 11},
-    }
+    text = f"↙ reference point ({reference[x]:g}, {reference[y]:g}), beyond the corner"
+    place = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
+    return annotation(0.99, 0.01, text, MUTED, **place)
 
 
 def _coordinates(x: str, y: str) -> str:

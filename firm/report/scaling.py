@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from firm.report.drawing import INK, Panel, axis_title, style_layout
+from firm.report.drawing import INK, Panel, annotation, axis_title, scatter, style_layout
 
 LABEL_GAP = 0.06
 """Least distance of two labels, as a share of a figure's height."""
@@ -58,15 +58,15 @@ def scaling_panel(name: str, title: str, fits: Sequence[Fit], *, x_title: str) -
 
 def points_trace(points: Points, x_title: str, *, mode: str = "markers") -> dict[str, Any]:
     """Returns the points with bars of one standard error, of the logarithm, to both sides."""
-    return {
-        "type": "scatter",
-        "mode": mode,
-        "x": points.xs.tolist(),
-        "y": points.means.tolist(),
-        "name": points.name,
-        "line": {"color": points.color, "width": 2},
-        "marker": {"color": points.color, "size": 7},
-        "error_y": {
+    return scatter(
+        points.xs.tolist(),
+        points.means.tolist(),
+        points.name,
+        points.color,
+        mode=mode,
+        size=7,
+        hover=f"{points.name}<br>{x_title} = %{{x:.3~g}}: %{{y:.3~g}}",
+        error_y={
             "array": (points.means * (np.exp(points.ses) - 1)).tolist(),
             "arrayminus": (points.means * (1 - np.exp(-points.ses))).tolist(),
             "symmetric": False,
@@ -74,20 +74,12 @@ def points_trace(points: Points, x_title: str, *, mode: str = "markers") -> dict
             "thickness": 1.5,
             "width": 4,
         },
-        "hovertemplate": f"{points.name}<br>{x_title} = %{{x:.3~g}}: %{{y:.3~g}}<extra></extra>",
-    }
+    )
 
 
 def reference_line(ends: Sequence[float], heights: Sequence[float], dash: str) -> dict[str, Any]:
     """Returns a thin line between two points, which the pointer does not find."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": list(ends),
-        "y": list(heights),
-        "line": {"color": INK, "width": 1.5, "dash": dash},
-        "hoverinfo": "skip",
-    }
+    return scatter(ends, heights, "", INK, mode="lines", width=1.5, dash=dash)
 
 
 def log_axis(title: str) -> dict[str, Any]:
@@ -125,15 +117,6 @@ def _labels(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     labels = []
     for last, fit in sorted(zip(lasts, fits, strict=True), key=lambda pair: pair[0]):
         lowest = max(last, lowest + gap)
-        labels.append(
-            {
-                "x": float(np.log10(fit.points.xs[-1])),
-                "y": float(lowest),
-                "text": fit.label,
-                "showarrow": False,
-                "xanchor": "left",
-                "xshift": 9,
-                "font": {"color": INK, "size": 11},
-            }
-        )
+        x = float(np.log10(fit.points.xs[-1]))
+        labels.append(annotation(x, float(lowest), fit.label, INK, xanchor="left", xshift=9))
     return labels

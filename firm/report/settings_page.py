@@ -77,6 +77,19 @@ def write_study_page(
         UserError: There are no runs with metrics, or the rewards of a setting's runs mean
             different things; nothing is written then.
     """
+    page = study_page(runs, title=title, config=config, sets=sets or {}, folder=path.parent)
+    return write_page(path, page)
+
+
+def study_page(
+    runs: Mapping[str, Sequence[Record]],
+    *,
+    title: str,
+    config: str,
+    sets: Mapping[str, Sequence[str]],
+    folder: Path,
+) -> Page:
+    """Returns what the page of a study says; the arguments are those of `write_study_page`."""
     settings = settings_of(runs)
     names = [setting.name for setting in settings]
     groups = scales(settings)
@@ -94,7 +107,7 @@ def write_study_page(
             return own
 
         name = f"trade-off{mark}"
-        first.append(block(partial(_plane_section, group, name, path.parent), name))
+        first.append(block(partial(_plane_section, group, name, folder), name))
         name = f"rewards{mark}"
         first.append(block(partial(reward_section, group, name), name))
         name = f"final{mark}"
@@ -104,12 +117,10 @@ def write_study_page(
     tables.append(drawn_block("Communication", lambda: ledger_table(settings), name="ledger"))
     details += training_blocks(settings)
     samples = part("The samples", lambda: shared_samples(groups[0]), Samples("", [], []))
-    known = {
-        name: [label for label in labels if label in names] for name, labels in (sets or {}).items()
-    }
+    known = {name: [label for label in labels if label in names] for name, labels in sets.items()}
     shown = next(iter(known.values()), names[:NUM_SHOWN])
     records = [record for setting in settings for record in setting.records]
-    page = Page(
+    return Page(
         product="FIRM · comparison of settings",
         title=title,
         summary=part("The summary", lambda: _summary(groups), []),
@@ -122,7 +133,6 @@ def write_study_page(
             {"show all": names, "show none": [], **known},
         ),
     )
-    return write_page(path, page)
 
 
 # --- The plane ------------------------------------------------------------------------------------
