@@ -19,7 +19,7 @@ PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" f
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
-    import_plugin(str(Path(__file__).with_name("reinforce.py")))
+    import_plugin(str(Path(__file__).parents[2] / "extensions/reinforce.py"))
     yield
     ESTIMATORS.pop("reinforce", None)
 

@@ -1,0 +1,12 @@
+"""A logged quantity of another package."""
+
+from firm.run.quantities import Quantity, register
+
+register(
+    Quantity(
+        "reply_loss",
+        title="Loss of a reply",
+        unit="nats",
+        help="The negative log-probability of a whole reply.",
+    )
+)

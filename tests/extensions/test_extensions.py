@@ -1,0 +1,88 @@
+"""What another package adds with one file each: everything new takes part in a study."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+FOLDER = Path(__file__).parent
+PLUGINS = ["momentum", "reinforce", "vowels", "counting_engine", "reply_loss"]
+OVERRIDES = {
+    "plugins": [str(FOLDER / f"{name}.py") for name in PLUGINS],
+    "strategy.name": "momentum",
+    "estimator.name": "reinforce",
+    "engine": "counting",
+    "rewards": {
+        "vowels": {"name": "vowels", "options": {"letters": "ae"}},
+        "brevity": {"name": "brevity"},
+    },
+    "tracking.mode": "offline",
+}
+SETTINGS = {"momentum": {}, "none": {"overrides": {"strategy.momentum": 0.0}}}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> tuple[Path, str]:
+    """The study's folder, and what it printed; from an empty working directory."""
+    folder = tmp_path_factory.mktemp("extensions")
+    command = [sys.executable, "-m", "firm", "study", "--base", "smoke", "--out", "study"]
+    options = {"seeds": [0], "settings": SETTINGS, "overrides": OVERRIDES}
+    for key, value in options.items():
+        command += [f"--{key}", yaml.safe_dump(value, default_flow_style=True)]
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "WANDB_MODE": "offline"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return folder / "study", ended.stdout
+
+
+def rows(study: Path, setting: str) -> list[dict]:
+    file = study / "points" / f"{setting}-seed_0/metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_every_extension_takes_part(study):
+    folder, printed = study
+    assert "vowels" in printed
+    (run, *_) = rows(folder, "momentum")
+    assert run["objectives"] == ["brevity", "vowels"]
+    assert "counting engine: 2 calls" in (folder / "logs/momentum-seed_0.txt").read_text()
+    settings = yaml.safe_load((folder / "points/momentum-seed_0/config.yaml").read_text())
+    assert settings["strategy"]["momentum"] == 0.9
+    assert settings["estimator"]["group_size"] == 4
+    clients = [row for row in rows(folder, "momentum") if row["kind"] == "client"]
+    assert len(clients) == 4
+    assert all(row["reply_loss"] > 0 for row in clients)
+
+
+def test_the_strategy_of_another_package_decides_what_the_server_does(study):
+    file = "adapter/adapter_model.safetensors"
+    ends = [(study[0] / f"points/{name}-seed_0" / file).read_bytes() for name in SETTINGS]
+    assert len(ends[0]) == len(ends[1])
+    assert ends[0] != ends[1]
+
+
+def test_the_quantity_stands_on_both_pages_in_the_figures_data_and_in_wandb(study):
+    folder, _ = study
+    for page in (folder, folder / "points/momentum-seed_0"):
+        assert "Loss of a reply" in (page / "report.html").read_text()
+    logged = [
+        row["reply_loss"]
+        for row in rows(folder, "momentum")
+        if row["kind"] == "client" and row["round"] == 2
+    ]
+    with (folder / "figures/reply_loss.csv").open(newline="") as file:
+        drawn = [row for row in csv.DictReader(file) if row["setting"] == "momentum"]
+    assert float(drawn[-1]["mean"]) == pytest.approx(sum(logged) / len(logged))
+    (wandb,) = (folder / "points/momentum-seed_0").glob("wandb/offline-run-*/run-*.wandb")
+    assert b"reply_loss" in wandb.read_bytes()
