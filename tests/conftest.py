@@ -29,15 +29,15 @@ settings.load_profile("unhurried")
 torch.set_num_threads(1)  # bit-for-bit promises hold at one thread count
 
 LONGEST = (
-    "recipes/test_processes.py",
+    "jobs/test_processes.py",
     "alignment/test_plan.py",
-    "recipes/test_firm_hh.py",
-    "recipes/test_fmoo.py",
+    "jobs/test_alignment.py",
+    "jobs/test_fmoo.py",
     "alignment/test_trainer.py",
-    "recipes/test_study.py",
-    "recipes/test_build_miniature.py",
+    "jobs/test_study.py",
+    "jobs/test_miniature.py",
     "federation/engines/test_hostile.py",
-    "recipes/test_pareto_sweep.py",
+    "jobs/test_sweep.py",
     "federation/engines/test_time_limit.py",
 )
 """Files that take ten seconds and more. They come first: with `--dist loadfile` a long one that
