@@ -54,6 +54,8 @@ class StrategyConfig:
     privacy: PrivacyConfig | None = None
     """Differential privacy of the clients; null: none. Not in the paper."""
 
+    preference_key: ClassVar[str | None] = None
+    """Name of the option that takes a preference of the objectives; None where there is none."""
     sends_adapters_only: ClassVar[bool] = False
     """Whether clients send nothing that trains the model but their adapters, which is all that
     privacy covers."""

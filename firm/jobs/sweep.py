@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from firm.federation.outside import check_name
+from firm.federation.strategies import StrategyConfig
 from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
@@ -35,8 +36,6 @@ from firm.run import (
 from firm.run.guard import drawing
 from firm.run.shipped import CONFIGS
 
-PREFERENCE_KEYS = {"firm": "strategy.preference", "fedavg": "strategy.weights"}
-"""Where the strategies that know preferences have them."""
 FREE_KEYS = ("out", "resume", "num_workers", "plan", "reference")
 """What may differ from the sweep's own configuration when it is resumed."""
 
@@ -318,13 +317,14 @@ def _run_config(
         overrides["rounds"] = 0
     source = f"methods.{point.method}.overrides"
     run = compose(AlignmentConfig, [cfg.base], list(overrides.items()), source=source)
-    key = PREFERENCE_KEYS.get(run.strategy.name)
-    if key is None:
+    if run.strategy.preference_key is None:
+        kinds = [kind for kind in StrategyConfig.forms() if not kind.reads_losses]
+        names = ", ".join(kind.name for kind in kinds if kind.preference_key is not None)
         raise UserError(
             f"methods.{point.method}: strategy {run.strategy.name} knows no preferences; use one "
-            f"of {', '.join(PREFERENCE_KEYS)}."
+            f"of {names}."
         )
-    overrides[key] = list(point.preference)
+    overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
     return compose(AlignmentConfig, [cfg.base], list(overrides.items()), source=source)
 
 

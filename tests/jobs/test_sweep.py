@@ -179,7 +179,7 @@ def test_a_reference_point_that_a_model_is_not_above_is_told_and_nothing_is_over
         ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
         (
             {"methods": {"A": MethodConfig(overrides={"strategy.name": "fsmgda"})}},
-            "strategy fsmgda knows no preferences; use one of firm, fedavg",
+            "strategy fsmgda knows no preferences; use one of fedavg, fedmgda, firm",
         ),
     ],
 )

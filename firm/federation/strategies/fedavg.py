@@ -33,6 +33,8 @@ class ScalarConfig(StrategyConfig):
     """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ has β = D^(100/T)
     for a decay by D in T rounds: 0.891 for a tenth in 2000."""
 
+    preference_key: ClassVar[str | None] = "weights"
+
     def __post_init__(self) -> None:
         fixed_weights(np.eye(max(1, len(self.weights or ()))), weights=self.weights)
         if not 0 <= self.proximal < np.inf:

@@ -41,6 +41,7 @@ class FedCmooPrefConfig(GramConfig):
     """The programme of the weights as the paper prints it, or as the authors' released code has it:
     see ``firm.solvers.fedcmoo_pref_weights`` for their three differences."""
 
+    preference_key: ClassVar[str | None] = "preference"
     reads_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -53,6 +53,7 @@ class FirmConfig(StrategyConfig):
     """Whether each minibatch has its own weights, or a batch's hold in all of its. Not in the
     paper."""
 
+    preference_key: ClassVar[str | None] = "preference"
     sends_adapters_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
