@@ -42,7 +42,8 @@ from firm.jobs.alignment_loading import (
     load,
 )
 from firm.jobs.loop import Logbook, Measurement, Wing, train
-from firm.report import update_report
+from firm.report import read_record, update_report
+from firm.report.tables import Frame, rows_of, tidy
 from firm.run import Progress, Run, Tracker, to_dict
 from firm.run.guard import drawn
 from firm.run.rows import Row
@@ -86,6 +87,15 @@ class Result:
     def rows(self) -> list[Row]:
         """The rows of metrics.jsonl."""
         return Run(self.path).rows()
+
+    @property
+    def metrics(self) -> Frame:
+        """Every logged number, one in each row of a pandas.DataFrame.
+
+        Its columns are `firm.report.tables.COLUMNS`.
+        """
+        record = read_record(self.path)
+        return tidy(rows_of(record), record.objectives, setting=self.path.name)
 
 
 def align(cfg: AlignmentConfig) -> Result | None:
