@@ -47,16 +47,14 @@ class Batch(Protocol):
 
 
 Capability = Literal["losses", "epochs", "weighted_gradients"]
+"""losses: ``losses()``. epochs: ``batches_per_epoch``. weighted_gradients: ``weighted_gradients``
+takes one backward pass."""
 
 _NEEDS: dict[Capability, tuple[str, str]] = {
     "losses": ("losses on a client's whole shard", "choose another strategy"),
     "epochs": ("the number of batches in a client's shard", "set num_local_steps instead"),
-    "weighted_gradients": (
-        "the gradient of a weighted sum of losses from one backward pass",
-        "choose another strategy",
-    ),
 }
-"""What each capability is in words, and the remedy where it is missing."""
+"""What a strategy may need in words, and the remedy where it is missing."""
 
 
 class Client(ABC):
