@@ -51,7 +51,8 @@ from firm.alignment import (
 )
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.prompts import encode_prompts
-from firm.alignment.rollout import Queries, response_logprobs, rollout
+from firm.alignment.rollout import rollout
+from firm.alignment.sequences import Queries, response_logprobs
 from firm.federation import RandomStream
 from firm.federation.partition import dirichlet_partition
 from firm.gradients import gram_matrix, jacobian

@@ -44,7 +44,7 @@ from firm.alignment import (
     load_tokenizer,
     make_plan,
 )
-from firm.alignment.rollout import Queries
+from firm.alignment.sequences import Queries
 from firm.federation import Processes, RandomStream
 from firm.gradients import gram_matrix
 from firm.jobs.alignment_config import AlignmentConfig

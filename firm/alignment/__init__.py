@@ -16,6 +16,7 @@ from firm.alignment.evaluation import (
     evaluate,
     sample_replies,
 )
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
 from firm.alignment.model_card import write_model_card
 from firm.alignment.plan import Plan, make_plan, plan_tables
@@ -40,7 +41,8 @@ from firm.alignment.rewards import (
     check_same,
     score,
 )
-from firm.alignment.rollout import RolloutConfig, Rollouts, logprobs_from
+from firm.alignment.rollout import logprobs_from
+from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import MultiObjectivePPOTrainer
 
 __all__ = [

@@ -14,9 +14,10 @@ from firm.alignment.advantages import masked_mean
 from firm.alignment.estimators import Experience
 from firm.alignment.learner import Learner
 from firm.alignment.policy import copy_adapter, load_adapter_
-from firm.alignment.prompts import Prompt, PromptStream
+from firm.alignment.prompt_stream import PromptStream
+from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Judges, reward_diagnostics
-from firm.alignment.rollout import Rollouts
+from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import MultiObjectivePPOTrainer
 from firm.federation import Adapter, Client, Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics

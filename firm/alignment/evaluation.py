@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapters import Reference
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, normalize, score
-from firm.alignment.rollout import RolloutConfig, encode_dialogues, rollout
+from firm.alignment.rollout import encode_dialogues, rollout
 from firm.federation.randomness import RandomStream
 
 
@@ -203,20 +204,11 @@ def evaluate(
             number per reply.
     """
     extra_fns = extra_fns or {}
-    if len(prompts) < 2 or num_samples < 1 or batch_size < 1:
+    if num_samples < 1 or batch_size < 1:
         raise ValueError(
-            "an evaluation needs 2 prompts for a standard error and positive num_samples and "
-            f"batch_size, got {len(prompts)}, {num_samples} and {batch_size}."
+            f"num_samples and batch_size must be positive, got {num_samples} and {batch_size}."
         )
-    if len(set(prompts)) != len(prompts):
-        raise ValueError(
-            f"{len(prompts) - len(set(prompts))} of {len(prompts)} evaluation prompts are repeats, "
-            "which would shrink the standard errors: give every prompt once and raise num_samples."
-        )
-    if shared := sorted(reward_fns.keys() & extra_fns.keys()):
-        raise ValueError(f"{shared[0]!r} is both an objective and an extra score: rename one.")
-    if missing := sorted(reward_fns.keys() - calibrations.keys()):
-        raise ValueError(f"{missing[0]!r} has no calibration: calibrate every objective first.")
+    _check_measurable(prompts, reward_fns, extra_fns, calibrations)
     asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one prompt abut
     with stream:
         starts = range(0, len(asked), batch_size)
@@ -254,6 +246,30 @@ def evaluate(
             for index, prompt in enumerate(prompts)
         ],
     )
+
+
+def _check_measurable(
+    prompts: Sequence[str],
+    reward_fns: Mapping[str, RewardFn],
+    extra_fns: Mapping[str, RewardFn],
+    calibrations: Mapping[str, Calibration],
+) -> None:
+    """Checks that prompts allow standard errors, and that each objective has its own calibration.
+
+    Raises:
+        ValueError: See `evaluate`.
+    """
+    if len(prompts) < 2:
+        raise ValueError(f"an evaluation needs 2 prompts for a standard error, got {len(prompts)}.")
+    if len(set(prompts)) != len(prompts):
+        raise ValueError(
+            f"{len(prompts) - len(set(prompts))} of {len(prompts)} evaluation prompts are repeats, "
+            "which would shrink the standard errors: give every prompt once and raise num_samples."
+        )
+    if shared := sorted(reward_fns.keys() & extra_fns.keys()):
+        raise ValueError(f"{shared[0]!r} is both an objective and an extra score: rename one.")
+    if missing := sorted(reward_fns.keys() - calibrations.keys()):
+        raise ValueError(f"{missing[0]!r} has no calibration: calibrate every objective first.")
 
 
 def distinct(texts: Sequence[str], length: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from firm.alignment.rollout import Rollouts
+from firm.alignment.sequences import Rollouts
 from firm.federation.schema import Number, register_metrics
 
 register_metrics(kl=Number(), kl_coefficient=Number())

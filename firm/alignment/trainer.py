@@ -36,6 +36,7 @@ from trl.experimental.ppo import PPOTrainer
 
 from firm.alignment.estimators import EstimatorConfig, Experience, MinibatchGradients, Policy
 from firm.alignment.evaluation import Replies, sample_replies
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
 from firm.alignment.policy import (
     adapter_parameters,
@@ -44,8 +45,9 @@ from firm.alignment.policy import (
 )
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, Judges, RewardFn
-from firm.alignment.rollout import Queries, RolloutConfig, Rollouts, encode_dialogues, rollout
+from firm.alignment.rollout import encode_dialogues, rollout
 from firm.alignment.rows import ALONE
+from firm.alignment.sequences import Queries, Rollouts
 from firm.federation import Gradients, Team
 from firm.gradients import combine, gram_matrix
 from firm.solvers import firm_weights

@@ -21,10 +21,10 @@ from firm.alignment.evaluation import (
     mean_and_error,
     sample_replies,
 )
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration
-from firm.alignment.rollout import RolloutConfig
 from firm.federation.randomness import RandomStream
 
 PROMPTS = [f"\n\nHuman: Question {index}\n\nAssistant:" for index in range(6)]
@@ -210,7 +210,7 @@ def test_evaluations_that_cannot_be_trusted_are_refused():
         evaluate(policy(), [*PROMPTS, PROMPTS[0]], fns, **options)
     with pytest.raises(ValueError, match="'words' is both"):
         evaluate(policy(), PROMPTS, fns, extra_fns={"words": num_words}, **options)
-    with pytest.raises(ValueError, match="positive num_samples"):
+    with pytest.raises(ValueError, match="num_samples and batch_size must be positive, got 0"):
         evaluate(policy(), PROMPTS, fns, num_samples=0, **options)
     with pytest.raises(ValueError, match="'words' has no calibration"):
         evaluate(policy(), PROMPTS, fns, **{**options, "calibrations": {}})

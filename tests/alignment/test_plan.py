@@ -26,7 +26,7 @@ from firm.alignment import (
 from firm.alignment.hyperparameters import departures, field_docstrings, hyperparameters
 from firm.alignment.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.alignment.policy import adapter_parameters
-from firm.alignment.rollout import Queries
+from firm.alignment.sequences import Queries
 from firm.cli.align import main
 from firm.federation import Processes, RandomStream
 from firm.jobs.alignment_config import AlignmentConfig

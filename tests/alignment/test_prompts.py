@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from firm.alignment.prompt_stream import PromptStream
 from firm.alignment.prompts import (
     ASSISTANT,
     HUMAN,
     Prompt,
     PromptFormat,
     PromptsConfig,
-    PromptStream,
     encode_prompts,
     format_prompt,
     load_prompts,

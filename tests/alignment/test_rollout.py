@@ -7,20 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rollout import (
+from firm.alignment.rollout import encode_dialogues, rollout
+from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Queries,
-    RolloutConfig,
     Rollouts,
-    encode_dialogues,
-    end_token_ids,
-    find_ends,
     forward,
-    generate,
     response_logits,
-    rollout,
     token_logprobs,
 )
 from firm.federation import RandomStream, Team

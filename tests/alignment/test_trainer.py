@@ -14,7 +14,7 @@ from trl.experimental.ppo import PPOTrainer as StockTrainer
 
 from firm.alignment import KLConfig, PolicyConfig, PPOConfig, load_policy
 from firm.alignment.advantages import masked_mean
-from firm.alignment.rollout import Queries
+from firm.alignment.sequences import Queries
 from firm.federation import RandomStream
 
 # what stock TRL, not our subclass, warns of

@@ -15,8 +15,8 @@ from firm.alignment.estimators import (
     MinibatchGradients,
     register_estimator,
 )
-from firm.alignment.rollout import token_logprobs
 from firm.alignment.rows import BY_OBJECTIVE
+from firm.alignment.sequences import token_logprobs
 from firm.federation.schema import Number, register_metrics
 from firm.gradients import PerSequenceGradients
 

@@ -13,15 +13,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import MAX_KL_ERROR, KLConfig
-from firm.alignment.rollout import (
-    RolloutConfig,
-    Rollouts,
-    Sequences,
-    forward,
-    response_logits,
-)
 from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks
+from firm.alignment.sequences import Rollouts, Sequences, forward, response_logits
 from firm.federation import Team
 from firm.gradients import jacobian
 

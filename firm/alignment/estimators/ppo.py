@@ -21,8 +21,8 @@ from firm.alignment.estimators.estimator import (
     register_estimator,
 )
 from firm.alignment.kl import KLPenalty
-from firm.alignment.rollout import INVALID_LOGPROB, Rollouts, Sequences, token_logprobs
 from firm.alignment.rows import BY_OBJECTIVE
+from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, Sequences, token_logprobs
 from firm.federation.schema import ByObjective, Number, Optional, register_metrics
 
 register_metrics(

@@ -22,11 +22,12 @@ from transformers import (
 )
 
 from firm.alignment.estimators import EstimatorConfig, Policy
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.plan.record import Memory, PolicyFigures
 from firm.alignment.plan.settings import RunSettings
 from firm.alignment.plan.traffic import Traffic
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
-from firm.alignment.rollout import Queries, RolloutConfig, Rollouts, response_logprobs
+from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.training import ObjectiveTraining
 
 EVALUATION_BATCH = 64

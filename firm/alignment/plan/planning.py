@@ -51,21 +51,9 @@ def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) ->
             notes.append(
                 f"{cfg.policy.path}: no estimate of its memory without weights ({reason})."
             )
-    sources = {
-        **{f"rewards.{name}": (name, reward) for name, reward in cfg.rewards.items()},
-        **{
-            f"evaluation.metrics.{name}": (name, reward)
-            for name, reward in cfg.evaluation.metrics.items()
-        },
-        **{
-            f"groups.{group}.rewards.{name}": (f"{group}/{name}", reward)
-            for group, others in cfg.groups.items()
-            for name, reward in others.rewards.items()
-        },
-    }
     rewards = {
         name: _reward_figures(reward, f"--{key}.path", notes)
-        for key, (name, reward) in sources.items()
+        for key, (name, reward) in _reward_models(cfg).items()
     }
     if cfg.strategy.num_local_epochs is not None:
         notes.append(
@@ -87,6 +75,22 @@ def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) ->
         hyperparameters=list(hyperparameters(cfg)),
         notes=[*notes, LEFT_OUT],
     )
+
+
+def _reward_models(cfg: RunSettings) -> dict[str, tuple[str, RewardSettings]]:
+    """Names and settings of all reward models, by their key in the configuration."""
+    return {
+        **{f"rewards.{name}": (name, reward) for name, reward in cfg.rewards.items()},
+        **{
+            f"evaluation.metrics.{name}": (name, reward)
+            for name, reward in cfg.evaluation.metrics.items()
+        },
+        **{
+            f"groups.{group}.rewards.{name}": (f"{group}/{name}", reward)
+            for group, others in cfg.groups.items()
+            for name, reward in others.rewards.items()
+        },
+    }
 
 
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:

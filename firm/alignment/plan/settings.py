@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from firm.alignment.estimators import EstimatorConfig
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig
-from firm.alignment.rollout import RolloutConfig
 from firm.federation.strategies import StrategyConfig
 
 

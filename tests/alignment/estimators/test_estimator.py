@@ -8,7 +8,7 @@ import torch
 
 from firm.alignment import AlignmentClient, Prompt, copy_adapter
 from firm.alignment.estimators import ESTIMATORS, EstimatorConfig, PPOConfig, register_estimator
-from firm.alignment.rollout import token_logprobs
+from firm.alignment.sequences import token_logprobs
 from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
 from firm.federation.strategies.firm import FirmConfig, firm_round

@@ -1,0 +1,261 @@
+"""Sampling: prompts become tokens with log-probabilities, and tokens become texts that end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+)
+
+from firm.alignment.rows import ALONE
+from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
+from firm.federation import Team
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How responses are sampled and where they end."""
+
+    max_new_tokens: int = 128
+    """Longest response in tokens. Not in the paper."""
+    temperature: float = 0.7
+    """Sampling temperature. Not in the paper."""
+    max_prompt_tokens: int = 256
+    """Longest prompt in tokens; longer ones lose their beginning. Not in the paper."""
+    stop_strings: list[str] = field(default_factory=lambda: ["\n\nHuman:"])
+    """A response ends before any of these texts: a policy that writes the next human turn would
+    otherwise be scored for it. Not in the paper."""
+    end_tokens: list[str] = field(default_factory=list)
+    """Tokens that end a response beside EOS, as the tokenizer spells them. Not in the paper."""
+    forward_batch_size: int = 64
+    """Responses that are generated and scored by the models at once; bounds memory."""
+    logprobs: Literal["generation", "forward"] | None = None
+    """Where the sampling policy's log-probabilities come from: the cached steps that generated the
+    response (as in TRL), or a forward pass of the shape that the reference's has, so that rounding
+    adds nothing to their KL. null takes generation for a policy in float32, where the two agree to
+    some 1e-6, and forward for one in less precision. Not in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.max_prompt_tokens < 1 or self.forward_batch_size < 1:
+            raise ValueError(
+                "rollout.max_new_tokens, max_prompt_tokens and forward_batch_size must be at "
+                f"least 1, got {self.max_new_tokens}, {self.max_prompt_tokens} and "
+                f"{self.forward_batch_size}."
+            )
+        if not self.temperature > 0:
+            raise ValueError(
+                f"rollout.temperature must be positive, got {self.temperature}: "
+                "PPO needs samples, not the greedy reply."
+            )
+        if "" in self.stop_strings:
+            raise ValueError(
+                f"rollout.stop_strings must not hold an empty text, got {self.stop_strings}: "
+                "every reply would end before it began."
+            )
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> list[int]:
+    """Ids of the tokens that end a response, EOS first.
+
+    Raises:
+        ValueError: An end token is not one token of the vocabulary.
+    """
+    eos: Any = tokenizer.eos_token_id
+    ids = [] if eos is None else [int(eos)]
+    vocabulary = tokenizer.get_vocab()
+    for token in config.end_tokens:
+        if token not in vocabulary:
+            raise ValueError(
+                f"rollout.end_tokens: {token!r} is not a token of the policy's tokenizer: "
+                "give it as the tokenizer spells it (a newline may be '<0x0A>' or 'Ċ')."
+            )
+        ids.append(vocabulary[token])
+    return ids
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    queries: Queries,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+    team: Team = ALONE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of at most `max_new_tokens` tokens and their log-probabilities.
+
+    Args:
+        model: The policy; its own sampling defaults are overridden.
+        queries: B prompts of Q tokens.
+        tokenizer: Gives the pad id.
+        config: Length and temperature.
+        end_ids: Tokens after which a row is finished.
+        team: Divides the rows; whatever its size, all rows get the tokens that one process would
+            have sampled.
+
+    Returns:
+        Token ids [B, Q + T], the queries as they came, and log-probabilities [B, T] under the
+        tempered distribution that was sampled from.
+    """
+    if team.size == 1:
+        return _generate(model, queries, tokenizer, config, end_ids)
+    draws = _SharedDraws(queries.num_rows, team.share(queries.num_rows), config)
+    own = queries.rows(draws.rows)
+    ids, logprobs = team.together(lambda: _generate(model, own, tokenizer, config, end_ids, draws))
+    gathered = team.gather((ids, logprobs, draws.vocabulary))
+    parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
+    length = max(logprobs.size(1) for _, logprobs in parts)
+    draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
+    draws.skip_to(length, queries.device)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    context_length = queries.token_ids.size(1)
+    sequences = [pad_right(ids, context_length + length, pad_id) for ids, _ in parts]
+    logprobs = [pad_right(part, length, INVALID_LOGPROB) for _, part in parts]
+    return torch.cat(sequences).to(queries.device), torch.cat(logprobs).to(queries.device)
+
+
+def _generate(
+    model: Any,
+    queries: Queries,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+    draws: "_SharedDraws | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples and log-probabilities, by the global generator or by draws that a team shares."""
+    query_ids = queries.token_ids
+    if not len(query_ids):  # a batch smaller than the team
+        return query_ids, torch.empty(0, 0, device=query_ids.device)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
+    attention_mask = query_ids != pad_id
+    with _without_sampling_defaults(model):
+        output = model.generate(
+            input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
+            attention_mask=attention_mask,
+            logits_processor=LogitsProcessorList([draws] if draws else []),
+            generation_config=GenerationConfig(
+                max_new_tokens=config.max_new_tokens,
+                do_sample=draws is None,
+                temperature=config.temperature + TEMPERATURE_GUARD if draws is None else None,
+                top_k=0 if draws is None else None,
+                top_p=1.0 if draws is None else None,
+                eos_token_id=list(end_ids) or None,
+                pad_token_id=pad_id,
+                output_scores=True,
+                return_dict_in_generate=True,
+            ),
+        )
+    responses = output.sequences[:, query_ids.size(1) :]
+    scores = torch.stack(output.scores if draws is None else draws.logits, dim=1)  # [B, T, V]
+    return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
+
+
+class _SharedDraws(LogitsProcessor):
+    """Samples some rows of a batch as one process would that samples all of them.
+
+    `torch.multinomial` draws one exponential variate per token of the vocabulary and takes the
+    largest ratio of probability to variate. Here every process draws the variates of all rows, uses
+    those of its own, and leaves the largest ratio to a greedy search.
+    """
+
+    def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
+        self.rows = rows
+        self.logits: list[torch.Tensor] = []
+        self.vocabulary = 0  # unknown until a token is sampled, and so to a member without rows
+        self._num_rows = num_rows
+        self._temperature = config.temperature + TEMPERATURE_GUARD
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.logits.append(scores / self._temperature)
+        self.vocabulary = scores.size(-1)
+        return torch.softmax(self.logits[-1], dim=-1) / self._draw(scores.device)[self.rows]
+
+    def skip_to(self, num_tokens: int, device: torch.device) -> None:
+        """Draws what the longest of the team's rows have needed, so that all generators agree."""
+        for _ in range(num_tokens - len(self.logits)):
+            self._draw(device)
+
+    def _draw(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self._num_rows, self.vocabulary, device=device).exponential_()
+
+
+@contextmanager
+def _without_sampling_defaults(model: Any) -> Iterator[None]:
+    """Hides a checkpoint's own sampling settings, which transformers lays under every request.
+
+    With a `min_p` or `suppress_tokens` of the checkpoint in force, the log-probabilities would be
+    those of another distribution than the one that PPO's ratios are taken in.
+    """
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def find_ends(
+    responses: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Where each response ends, whether it ended by itself, and its text.
+
+    Args:
+        responses: Raw response ids, shape [B, T].
+        tokenizer: Decodes them.
+        config: Stop strings.
+        end_ids: Tokens that end a response; they belong to it.
+
+    Returns:
+        Index of the last token [B] (the end token, or the one that completes a stop string), bool
+        [B], and the texts without special tokens and stop strings. A pad token that the policy
+        sampled cuts a response short, as in TRL.
+    """
+    num_tokens = responses.size(1)
+    last, ended, texts = [], [], []
+    for row in responses.tolist():
+        end = next((i for i, token in enumerate(row) if token in end_ids), None)
+        kept = row[: num_tokens if end is None else end + 1]
+        if tokenizer.pad_token_id in kept:
+            kept = kept[: kept.index(tokenizer.pad_token_id)]
+        text: Any = tokenizer.decode(kept, skip_special_tokens=True)
+        has_stop = any(stop in text for stop in config.stop_strings)
+        if has_stop:
+            kept = _until_stop(kept, tokenizer, config.stop_strings)
+            text = tokenizer.decode(kept, skip_special_tokens=True)
+            text = text[: min(i for stop in config.stop_strings if (i := text.find(stop)) >= 0)]
+        last.append(len(kept) - 1)
+        ended.append(end is not None or has_stop)
+        texts.append(text)
+    device = responses.device
+    return torch.tensor(last, device=device), torch.tensor(ended, device=device), texts
+
+
+def _until_stop(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
+) -> list[int]:
+    """The shortest beginning of `token_ids` whose text holds a stop string."""
+    low, high = 1, len(token_ids)
+    while low < high:
+        middle = (low + high) // 2
+        text = tokenizer.decode(token_ids[:middle], skip_special_tokens=True)
+        if any(stop in text for stop in stop_strings):
+            high = middle
+        else:
+            low = middle + 1
+    return token_ids[:low]
+
+
+def pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    """Returns rows [B, ...] of a length, filled on the right."""
+    missing = length - values.size(1)
+    return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values

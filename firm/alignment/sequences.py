@@ -1,0 +1,145 @@
+"""Prompts and responses as rows of tokens, and forward passes over them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from firm.alignment.rows import Rows
+
+INVALID_LOGPROB = 1.0
+"""Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
+
+TEMPERATURE_GUARD = 1e-7
+"""Added to every temperature, as TRL does; it is part of the bit-for-bit parity."""
+
+
+@dataclass(frozen=True)
+class Queries(Rows):
+    """B prompts that wait for a response."""
+
+    prompts: list[str]
+    """Dialogues, as the reward models read them."""
+    token_ids: torch.Tensor
+    """The same as the policy reads them, left-padded, [B, Q]."""
+
+    def to(self, device: Any) -> "Queries":
+        """Returns the prompts with their tokens on a device."""
+        return replace(self, token_ids=self.token_ids.to(device))
+
+    def repeated(self, count: int) -> "Queries":
+        """Returns every prompt so many times in a row, B * count of them."""
+        return self.rows(torch.arange(self.num_rows).repeat_interleave(count))
+
+
+@dataclass(frozen=True)
+class Sequences(Rows):
+    """B prompts with their responses: what a forward pass reads."""
+
+    queries: Queries
+    """The prompts, of Q tokens."""
+    query_responses: torch.Tensor
+    """Prompt and raw response token ids, [B, Q + T]."""
+
+    @property
+    def context_length(self) -> int:
+        """Q, the common padded length of the prompts."""
+        return self.queries.token_ids.size(1)
+
+    @property
+    def responses(self) -> torch.Tensor:
+        """Raw response token ids, [B, T]."""
+        return self.query_responses[:, self.context_length :]
+
+
+@dataclass(frozen=True)
+class Rollouts(Sequences):
+    """B sampled responses of at most T tokens to prompts of Q tokens."""
+
+    completions: list[str]
+    """Texts of the responses, cut before a stop string, without special tokens."""
+    logprobs: torch.Tensor
+    """Log-probabilities of the response tokens under the sampling policy, [B, T], from where
+    `RolloutConfig.logprobs` says."""
+    reference_logprobs: torch.Tensor
+    """The same under the reference (the policy without its adapter), [B, T]."""
+    last_index: torch.Tensor
+    """Index of the last token of each response, [B]."""
+    ended: torch.Tensor
+    """Whether the response came to an end by itself, bool [B]."""
+    mismatch: torch.Tensor | None = None
+    """Log-probabilities at generation minus those of a forward pass, [B, T], 0 at padding; rounding
+    alone. None where there was no forward pass."""
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens of the response, its end token included, bool [B, T]."""
+        return self._positions <= self.last_index.unsqueeze(1)
+
+    @property
+    def value_mask(self) -> torch.Tensor:
+        """Positions that have a value: the response and one after it, bool [B, T]."""
+        return self._positions <= self.last_index.unsqueeze(1) + 1
+
+    @property
+    def score_index(self) -> torch.Tensor:
+        """Where the score is paid: after the last token, or on it when there is no room, [B]."""
+        after = self.last_index + 1
+        return torch.where(after < self.logprobs.size(1), after, self.last_index)
+
+    @property
+    def num_tokens(self) -> torch.Tensor:
+        """Length of each response in tokens, [B]."""
+        return self.last_index + 1
+
+    @property
+    def _positions(self) -> torch.Tensor:
+        return torch.arange(self.logprobs.size(1), device=self.logprobs.device).unsqueeze(0)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
+
+    Rows are taken one at a time, so that no second tensor [B, T, V] is held.
+    """
+    logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
+    chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+
+
+def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
+    """Output of a causal language model on padded ids [B, L], hidden states included.
+
+    Positions count the real tokens only, so that padding does not move a text.
+    """
+    attention_mask = token_ids != pad_token_id
+    return model(
+        input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
+        attention_mask=attention_mask,
+        position_ids=attention_mask.cumsum(1) - attention_mask.long(),
+        return_dict=True,
+        output_hidden_states=True,
+        use_cache=False,
+    )
+
+
+def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:
+    """The part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V].
+
+    In float32 at least: dividing in less precision would round each logit once more.
+    """
+    logits = logits[:, context_length - 1 : -1]
+    return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
+
+
+def response_logprobs(
+    model: Any, sequences: Sequences, pad_token_id: int, temperature: float
+) -> torch.Tensor:
+    """Returns the responses' log-probabilities in a forward pass, shape [B, T]."""
+    logits = forward(model, sequences.query_responses, pad_token_id).logits
+    logits = response_logits(logits, sequences.context_length, temperature)
+    return token_logprobs(logits, sequences.responses)
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
