@@ -6,6 +6,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -407,7 +408,10 @@ def _share_traces(key: Key, models: Frame) -> list[Trace]:
     errors = [None if np.isnan(error) else error for error in levels["sem"].tolist()]
     singles = models[models["x"].map(levels["count"]) > 1].sort_values("x", kind="stable")
     label = escape(key.label)
-    options = {"hover": f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}", "legendgroup": label}
+    options: dict[str, Any] = {
+        "hover": f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}",
+        "legendgroup": label,
+    }
     traces = [
         scatter(
             levels.index,

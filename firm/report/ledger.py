@@ -68,17 +68,6 @@ def uploads_so_far(record: Record, algorithm: str) -> list[tuple[int, int]]:
     return [(row["round"], total) for row, total in zip(record.rounds, totals, strict=True)]
 
 
-def bytes_so_far(record: Record, key: str) -> list[tuple[int, int]]:
-    """Returns rounds and the bytes measured up to each of them.
-
-    Args:
-        record: The run.
-        key: bytes_up or bytes_down.
-    """
-    totals = accumulate(row.get(key) or 0 for row in record.rounds)
-    return [(row["round"], total) for row, total in zip(record.rounds, totals, strict=True)]
-
-
 def total_bytes(record: Record, key: str) -> int:
     """Returns the bytes measured in a whole run, in the direction bytes_up or bytes_down."""
     return sum(row.get(key) or 0 for row in record.rounds)

@@ -20,7 +20,7 @@ from firm.report.drawing import (
     nonempty,
     rounds_figure,
 )
-from firm.report.ledger import bytes_so_far, uploads_so_far
+from firm.report.ledger import uploads_so_far
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.record import Record, score
 from firm.report.tables import Frame, Setting
@@ -361,8 +361,9 @@ def cost_curves(run: Setting) -> list[Panel]:
     """Returns bytes so far in both directions, what others would have sent, and seconds."""
     record = run.records[0]
     traffic = [
-        curve(bytes_so_far(record, "bytes_up"), UP.label, UP.color),
-        curve(bytes_so_far(record, "bytes_down"), DOWN.label, DOWN.color, dash=DOWN.mark),
+        curve(run.bytes_so_far(quantity)[0].items(), key.label, key.color, dash=key.mark)
+        for quantity, key in (("bytes_up", UP), ("bytes_down", DOWN))
+        if not run.bytes_so_far(quantity).empty
     ]
     if len(record.objectives) > 1:
         traffic += [

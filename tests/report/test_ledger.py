@@ -12,8 +12,9 @@ from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.report.ledger import UPLOADS, bytes_so_far, total_bytes, upload_bytes, uploads_so_far
+from firm.report.ledger import UPLOADS, total_bytes, upload_bytes, uploads_so_far
 from firm.report.record import read_record
+from firm.report.tables import Setting
 
 NUM_TRAINABLE = 20_000
 OVERHEAD = 4_000
@@ -104,7 +105,8 @@ def test_only_clients_that_arrived_count_and_rounds_add_up(make_run):
 def test_measured_bytes_add_up_over_the_rounds(make_run):
     record = read_record(make_run(num_done=3))
     by_round = [row["bytes_up"] for row in record.rounds]
-    assert bytes_so_far(record, "bytes_up") == [(at, sum(by_round[:at])) for at in (1, 2, 3)]
+    sent = Setting.of("run", 0, [record]).bytes_so_far("bytes_up")[0]
+    assert sent.to_dict() == {at: sum(by_round[:at]) for at in (1, 2, 3)}
     assert total_bytes(record, "bytes_up") == sum(by_round)
 
 
