@@ -236,8 +236,7 @@ def _rounds(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
     for objective in settings[0].objectives_with("losses"):
         cells = columns[f"rounds to {cfg.target_loss:g}, {objective}"] = {}
         for setting in settings:
-            losses = setting.values("losses")
-            losses = losses[losses["objective"] == objective]
+            losses = setting.values("losses", objective)
             reached = [
                 rounds_to_loss(own["round"].tolist(), own["value"].tolist(), cfg.target_loss)
                 if np.isfinite(own["value"]).all()

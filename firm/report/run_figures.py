@@ -128,7 +128,7 @@ def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
     if quantity.kind == "round" or quantity.lines == "means":
         title = quantity.title.removesuffix(", {}")
         lines = [
-            curve(_means(run.values(quantity.name), name), key.label, key.color, dash=key.mark)
+            curve(_means(run.values(quantity.name, name)), key.label, key.color, dash=key.mark)
             for name, key in entries.items()
         ]
         keys = list(entries.values()) if quantity.by else []
@@ -138,8 +138,7 @@ def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
         return [(Panel(quantity.name, title, _figure(record, quantity, lines)), keys)]
     panels = []
     for name, key in entries.items():
-        values = run.values(quantity.name)
-        values = values[values["objective"] == name]
+        values = run.values(quantity.name, name)
         lines = _client_lines(record, values, with_mean=quantity.lines == "clients and mean")
         keys = [client_key(record, client) for client in record.clients]
         if quantity.lines == "clients and mean" and len(record.clients) > 1:
@@ -181,24 +180,23 @@ def _figure(record: Record, quantity: Quantity, lines: list[Trace]) -> dict:
 
 def _client_lines(record: Record, values: Frame, *, with_mean: bool) -> list[Trace]:
     """One thin line per client and, over several clients, their mean in ink."""
-    own = dict(list(values.groupby("client", sort=False)))
+    points: dict[str, list[tuple[int, float]]] = {}
+    for client, at, value in values[["client", "round", "value"]].itertuples(index=False):
+        points.setdefault(client, []).append((at, value))
     lines = []
     for client in record.clients:
         key = client_key(record, client)
         size = 4 if record.last_round <= 20 else 2
-        part = own.get(client, values.iloc[:0])
-        points = zip(part["round"].tolist(), part["value"].tolist(), strict=True)
-        lines.append(curve(points, client, key.color, dash=key.mark, width=1.25, size=size))
+        own = points.get(client, [])
+        lines.append(curve(own, client, key.color, dash=key.mark, width=1.25, size=size))
     if with_mean and len(record.clients) > 1:
-        points = _means(values[values["client"] != ""])
-        lines.append(curve(points, MEAN.label, MEAN.color, width=2.5, size=0))
+        means = _means(values[values["client"] != ""])
+        lines.append(curve(means, MEAN.label, MEAN.color, width=2.5, size=0))
     return lines
 
 
-def _means(values: Frame, objective: str | None = None) -> list[tuple[int, float]]:
+def _means(values: Frame) -> list[tuple[int, float]]:
     """Rounds with the mean over the clients that have a value."""
-    if objective is not None:
-        values = values[values["objective"] == objective]
     means = values.groupby("round")["value"].mean()
     return list(zip(means.index.tolist(), means.tolist(), strict=True))
 
@@ -219,8 +217,7 @@ def _evaluated(run: Setting, quantity: Quantity, objective: str) -> Trace | None
 
 def evaluation_line(run: Setting, field: str, name: str, color: str) -> Trace | None:
     """Returns a figure of the global model on the validation prompts; None where there is none."""
-    values = run.values(f"validation/{field}")
-    values = values[values["objective"] == name] if name else values
+    values = run.values(f"validation/{field}", name)
     if values.empty:
         return None
     points = list(zip(values["round"].tolist(), values["value"].tolist(), strict=True))
@@ -403,13 +400,12 @@ def cost_curves(run: Setting) -> list[Panel]:
 
 def privacy_curves(run: Setting) -> tuple[list[Panel], list[Key]]:
     """Returns ε by round against each who may look on and the share of clipped deltas; the keys."""
-    values = run.values("privacy")
-    keys = {view: key for view, key in VIEWS.items() if (values["objective"] == view).any()}
+    keys = {view: key for view, key in VIEWS.items() if not run.values("privacy", view).empty}
     spent = [
-        curve(_means(values, view), key.label, key.color, dash=key.mark)
+        curve(_means(run.values("privacy", view)), key.label, key.color, dash=key.mark)
         for view, key in keys.items()
     ]
-    clipped = [curve(_means(values, "clipped"), "clipped", INK)]
+    clipped = [curve(_means(run.values("privacy", "clipped")), "clipped", INK)]
     panels = [
         Panel("epsilon", "ε so far", rounds_figure(spent, "ε", rangemode="tozero")),
         Panel(

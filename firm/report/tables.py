@@ -125,12 +125,17 @@ class Setting:
         return pd.concat(parts, ignore_index=True) if parts else tidy([], ())
 
     @cached_property
-    def _parts(self) -> dict[Any, Frame]:
-        return dict(list(self.table.groupby("quantity", sort=False)))
+    def _places(self) -> dict[Any, np.ndarray]:
+        """Lines of the table by quantity, and by quantity and objective."""
+        groups = (
+            self.table.groupby(by, sort=False) for by in ("quantity", ["quantity", "objective"])
+        )
+        return {key: places for group in groups for key, places in group.indices.items()}
 
-    def values(self, quantity: str) -> Frame:
-        """Returns the lines of the table that hold a quantity."""
-        return self._parts.get(quantity, self.table.iloc[:0])
+    def values(self, quantity: str, objective: str | None = None) -> Frame:
+        """Returns the lines of the table that hold a quantity, of one objective or of all."""
+        key = quantity if objective is None else (quantity, objective)
+        return self.table.iloc[self._places.get(key, [])]
 
     def objectives_with(self, quantity: str) -> list[str]:
         """Returns the objectives that a quantity has in every run; none if no row has any.
@@ -176,9 +181,7 @@ class Setting:
             objective: The objective, or None for all of them.
             how: Of all objectives the mean, or the worst: the largest loss or the lowest accuracy.
         """
-        lines = self.values(quantity)
-        if objective is not None:
-            lines = lines[lines["objective"] == objective]
+        lines = self.values(quantity, objective)
         if (lines["client"] != "").any():
             of_server = lines[lines["client"] == ""]
             at = ["seed", "round"]
