@@ -72,7 +72,6 @@ def points_panel(
     *,
     x_title: str,
     y_title: str,
-    reference: tuple[str, float] | None = None,
     **y_axis: Any,
 ) -> Panel:
     """Returns a quantity against a parameter, such as the local steps or the size of an attack.
@@ -82,10 +81,9 @@ def points_panel(
     Args:
         name: Of the panel.
         title: Of the panel.
-        series: One per setting.
-        x_title: The setting.
+        series: One per line.
+        x_title: The parameter.
         y_title: The quantity.
-        reference: Name and height of a dashed horizontal line.
         y_axis: Further attributes of plotly's y-axis.
     """
     values = np.unique(np.concatenate([own.xs for own in series])) if series else np.empty(0)
@@ -109,8 +107,6 @@ def points_panel(
         "tickvals": list(range(len(values))),
     }
     layout = style_layout(340, x_axis, {"title": axis_title(y_title), **y_axis})
-    if reference is not None:
-        layout |= {"shapes": [_line(y=reference[1])], "annotations": [_note(*reference)]}
     return Panel(name, title, {"data": data, "layout": layout})
 
 
@@ -120,12 +116,6 @@ def _line(*, x: float | None = None, y: float | None = None) -> dict[str, Any]:
     if y is not None:
         ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": y, "y1": y}
     return {"type": "line", **ends, "line": DASHED, "layer": "above"}
-
-
-def _note(text: str, y: float) -> dict[str, Any]:
-    """Words on a level line, at its right end."""
-    place = {"xref": "x domain", "xanchor": "right", "yanchor": "bottom"}
-    return annotation(1, y, escape(text), MUTED, **place)
 
 
 # --- Many objectives ------------------------------------------------------------------------------

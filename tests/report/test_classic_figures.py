@@ -78,8 +78,7 @@ def every_panel() -> list[Panel]:
         curves_panel("b", "B", [pair], *LEFT, y_title="accuracy", over="megabytes"),
         points_panel("d", "D", [series([1, 5], [0.2, 0.3], ses=[0.1, 0.1])],
                      x_title="<b>K</b>", y_title="y"),
-        points_panel("e", "E", [series([0, 5], [0.2, 0.3])], x_title="bias", y_title="y",
-                     reference=("<b>alone</b>", 0.25)),
+        points_panel("e", "E", [series([0, 5], [0.2, 0.3])], x_title="bias", y_title="y"),
         radar_panel("f", "F", {pair.key: [0.1, 0.2, 0.3]}, ["a", "b", "<b>c</b>"]),
         preference_plane("g", "G", outcomes, objectives=both, limits=(0.1, 0.1)),
         ratios_panel("i", "I", outcomes, objectives=both),
@@ -202,13 +201,6 @@ def test_settings_stand_side_by_side_in_rising_order():
     x_axis = panel.figure["layout"]["xaxis"]
     assert x_axis["tickvals"] == [0, 1, 2]
     assert x_axis["ticktext"] == ["0", "0.1", "10000"]
-
-
-def test_a_reference_is_a_named_level_line():
-    panel = points_panel("a", "A", [series([1], [0.2])], x_title="x", y_title="y",
-                         reference=("PhD alone", 0.81))  # fmt: skip
-    (line,), (note,) = panel.figure["layout"]["shapes"], panel.figure["layout"]["annotations"]
-    assert (line["y0"], line["y1"], note["y"], note["text"]) == (0.81, 0.81, 0.81, "PhD alone")
 
 
 def test_a_radar_closes_every_line():
