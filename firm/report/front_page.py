@@ -21,7 +21,6 @@ from firm.fronts import (
     non_dominated,
     preference_correlations,
 )
-from firm.fronts.hypervolume import volumes
 from firm.report import formats
 from firm.report.drawing import (
     Key,
@@ -41,6 +40,7 @@ from firm.report.front_tables import (
     hypervolume_table,
     point_table,
     steering_table,
+    volumes_by_round,
 )
 from firm.report.page import (
     Choice,
@@ -54,7 +54,7 @@ from firm.report.page import (
     write_page,
 )
 from firm.report.plane import KL, REWARD, Cloud, Spot, mean_spot, planes
-from firm.report.record import Record, rewards_of
+from firm.report.record import Record
 from firm.report.settings_sections import (
     ledger_table,
     left_out_notes,
@@ -338,40 +338,6 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
         "no rounds, is left out.",
         nonempty([panel]),
     )
-
-
-def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, list[float]]:
-    """Returns each seed's hypervolume on the validation prompts after every round.
-
-    Args:
-        front: Whose objectives and reference point these are; points without a preference are
-            left out.
-        records: The runs by the points' names.
-
-    Returns:
-        Values [S] by round, where every run was evaluated; empty where a run has no rounds.
-    """
-    by_seed: dict[int, list[dict[int, list[float]]]] = {}
-    for point in front.points:
-        record = records.get(point.name)
-        if record is None or not record.rounds:
-            return {}
-        rewards = {
-            row["round"]: means
-            for row in record.evaluations.get("validation", [])
-            if (means := rewards_of(row, front.objectives)) is not None
-        }
-        by_seed.setdefault(point.seed, []).append(rewards)
-    everyone = [rewards for rows in by_seed.values() for rewards in rows]
-    rounds = sorted(set.intersection(*(set(rewards) for rewards in everyone)))
-    corner = np.array(front.reference)
-    return {
-        at: [
-            float(volumes(np.array([rewards[at] for rewards in rows]) - corner))
-            for _, rows in sorted(by_seed.items())
-        ]
-        for at in rounds
-    }
 
 
 def _preference_section(fronts: Mapping[str, Front]) -> Section:

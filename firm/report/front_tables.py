@@ -1,4 +1,4 @@
-"""The tables of a sweep over preferences: hypervolumes, steering, models and costs."""
+"""The numbers of a sweep over preferences: hypervolumes, steering, models and costs."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,10 +14,11 @@ from firm.fronts import (
     preference_correlations,
     seed_hypervolumes,
 )
+from firm.fronts.hypervolume import volumes
 from firm.report import formats
 from firm.report.ledger import total_bytes
 from firm.report.page import Table
-from firm.report.record import Record
+from firm.report.record import Record, rewards_of
 from firm.run.comparison import Measure, score_label
 
 NUM_RESAMPLES = 1000
@@ -43,19 +44,19 @@ def hypervolume_table(
     """The hypervolumes; why one is missing is put into the notes."""
     rows = []
     for method, front in fronts.items():
-        volumes = [
+        cells = [
             _or_note(value, method, notes)
             for value in (
                 lambda front=front: f"{front.hypervolume:.4f}",
                 lambda front=front: _seed_volumes(front),
             )
         ]
-        has_interval = volumes[0] != formats.MISSING and method in prompt_rewards
+        has_interval = cells[0] != formats.MISSING and method in prompt_rewards
         interval = _interval(front, prompt_rewards[method]) if has_interval else formats.MISSING
         num_seeds = len({point.seed for point in front.points})
         num_kept = int(non_dominated(front.scores()).sum())
         kept = f"{num_kept} of {len(front.points)}"
-        rows.append([method, volumes[0], interval, volumes[1], str(num_seeds), kept])
+        rows.append([method, cells[0], interval, cells[1], str(num_seeds), kept])
     first = next(iter(fronts.values()))
     return Table(
         "Hypervolume",
@@ -87,8 +88,8 @@ def _or_note(value: Callable[[], str], method: str, notes: list[str]) -> str:
 
 
 def _seed_volumes(front: Front) -> str:
-    volumes = seed_hypervolumes(front)
-    return formats.measure(Measure(volumes.mean, volumes.sd))
+    seeds = seed_hypervolumes(front)
+    return formats.measure(Measure(seeds.mean, seeds.sd))
 
 
 def _interval(front: Front, rewards: ArrayLike) -> str:
@@ -200,3 +201,37 @@ def cost_table(fronts: Mapping[str, Front], runs: Runs) -> Table:
         ["method", "models", "trainings", "up", "down", "time in rounds"],
         rows,
     )
+
+
+def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, list[float]]:
+    """Returns each seed's hypervolume on the validation prompts after every round.
+
+    Args:
+        front: Whose objectives and reference point these are; points without a preference are
+            left out.
+        records: The runs by the points' names.
+
+    Returns:
+        Values [S] by round, where every run was evaluated; empty where a run has no rounds.
+    """
+    by_seed: dict[int, list[dict[int, list[float]]]] = {}
+    for point in front.points:
+        record = records.get(point.name)
+        if record is None or not record.rounds:
+            return {}
+        rewards = {
+            row["round"]: means
+            for row in record.evaluations.get("validation", [])
+            if (means := rewards_of(row, front.objectives)) is not None
+        }
+        by_seed.setdefault(point.seed, []).append(rewards)
+    everyone = [rewards for rows in by_seed.values() for rewards in rows]
+    rounds = sorted(set.intersection(*(set(rewards) for rewards in everyone)))
+    corner = np.array(front.reference)
+    return {
+        at: [
+            float(volumes(np.array([rewards[at] for rewards in rows]) - corner))
+            for _, rows in sorted(by_seed.items())
+        ]
+        for at in rounds
+    }

@@ -22,10 +22,9 @@ from firm.report.formats import measure
 from firm.report.front_page import (
     front_clouds,
     front_page,
-    volumes_by_round,
     write_front_page,
 )
-from firm.report.front_tables import BOOTSTRAP_SEED
+from firm.report.front_tables import BOOTSTRAP_SEED, volumes_by_round
 from firm.report.ledger import total_bytes
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
