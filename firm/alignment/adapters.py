@@ -30,7 +30,7 @@ Reference = Callable[[], AbstractContextManager[Any]]
 def load_adapters(
     config: PolicyConfig, folders: Sequence[Path], *, check_base: bool = True
 ) -> PeftModel:
-    """The base model with the adapters of N PEFT folders, in evaluation mode.
+    """Returns the base model with the adapters of N PEFT folders, in evaluation mode.
 
     Each adapter has the rank and the target modules that its own folder states; `select_adapter`
     chooses one by its place in `folders`. The model is on the accelerator when there is one.
@@ -138,7 +138,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _is_same_place(base: str, other: str) -> bool:
-    """Whether two folders or names on the hub are the same."""
+    """Returns whether two folders or names on the hub are the same."""
     return base == other or Path(base).resolve() == Path(other).resolve()
 
 
@@ -187,7 +187,7 @@ def _slot_name(index: int) -> str:
 
 @contextmanager
 def select_adapter(policy: PeftModel, index: int | None) -> Iterator[Reference]:
-    """Inside, `policy` speaks with its adapter of that index, or as the base model under None.
+    """Lets `policy` speak with its adapter of that index, or as the base model under None.
 
     Gives the `reference` that `sample_replies` takes.
     """

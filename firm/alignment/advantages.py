@@ -9,7 +9,7 @@ import torch
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the entries where `mask` is true; shapes [B, T] and [B, T], a scalar back.
+    """Returns the mean of the entries where `mask` is true, a scalar; both of shape [B, T].
 
     0 where it is nowhere true, as in a part of a minibatch whose replies are all empty.
     """
@@ -17,7 +17,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
-    """`values` scaled to unit variance (unbiased) and, with `shift_mean`, to zero mean.
+    """Returns `values` scaled to unit variance (unbiased) and, with `shift_mean`, to zero mean.
 
     Args:
         values: Shape [B, T].
@@ -44,7 +44,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
 
 
 def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Every objective's values to zero mean, and all by one factor to a mean variance of one.
+    """Returns every objective's values at zero mean, and all scaled to a mean variance of one.
 
     A weighted sum of the rows is then, up to a factor, the advantage of the weighted sum of the
     rewards: linear scalarisation. With ``whiten`` for each row it is a sum of normalised ones.
@@ -65,7 +65,7 @@ def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def shaped_rewards(
     scores: torch.Tensor, kl: torch.Tensor, *, kl_coefficient: float, score_index: torch.Tensor
 ) -> torch.Tensor:
-    """Reward per token of every objective: the KL penalty everywhere, the score where it ends.
+    """Returns the reward per token: the KL penalty everywhere, the reward where it ends.
 
     The penalty enters every objective alike; because the weights sum to one, their combination
     carries it exactly once. (The paper names an adaptive KL controller and leaves open where the
@@ -90,7 +90,7 @@ def shaped_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, *, gamma: float, gae_lambda: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimates and returns (Schulman et al., 2016, Eq. 16).
+    """Returns the generalised advantage estimates and the returns (Schulman et al., 2016, Eq. 16).
 
     Args:
         rewards: Shape [M, B, T] (or [B, T]).

@@ -64,7 +64,7 @@ class AttackConfig:
 
 
 def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Client:
-    """The client as the server meets it, an attacker if it attacks updates.
+    """Returns the client as the server meets it, an attacker if it attacks updates.
 
     Args:
         client: The client. One that attacks rewards has its judges from `attacked_judges`.
@@ -78,7 +78,7 @@ def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Cl
 
 
 def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
-    """The judges of a client that attacks rewards; as they are for every other.
+    """Returns the judges of a client that attacks rewards; as they are for every other.
 
     Args:
         judges: The honest ones. Their maps from scores to rewards stay: these are the server's.
@@ -122,7 +122,7 @@ def _attacked(
 
 
 def _mirror(calibration: Calibration | None) -> float:
-    """The c for which c - x has the reward 1 - r where x has r, or -r without a map to [0, 1]."""
+    """Returns the c for which c - x has the reward 1 - r where x has r; without a map, -r."""
     if calibration is None or calibration.method == "none":
         return 0.0
     if calibration.method == "sigmoid":

@@ -74,7 +74,7 @@ class _FirstBatch:
     seconds: dict[str, float]
 
     def is_of(self, round: int, adapter: Adapter, start: bytes) -> bool:
-        """Whether a draw from this state would give the same batch."""
+        """Returns whether a draw from this state would give the same batch."""
         return (self.round, self.start) == (round, start) and all(
             torch.equal(parameter, adapter[name]) for name, parameter in self.adapter.items()
         )
@@ -165,7 +165,7 @@ class AlignmentClient(Client):
         return max(1, self.num_examples // self._trainer.config.num_prompts)
 
     def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
-        """`num_steps` local steps, each with fresh prompts and responses of the policy as it is."""
+        """Yields a batch per local step: fresh prompts, and responses of the policy as it is."""
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
@@ -185,7 +185,7 @@ class AlignmentClient(Client):
                 trainer.finish_batch(batch.experience)
 
     def _draw_first(self) -> ExperienceBatch:
-        """The first batch since `load`: the one that is kept, if it was drawn from this state."""
+        """Returns the first batch since `load`: the one that is kept, if it is of this state."""
         trainer, start = self._trainer, pack(self._streams())
         learner = self._learner, self._learner.num_steps
         first = self._first
@@ -209,7 +209,7 @@ class AlignmentClient(Client):
         return replace(first.batch, experience=trainer.estimated_anew(first.batch.experience))
 
     def _draw(self) -> ExperienceBatch:
-        """Responses of the policy as it is to fresh prompts, and their minibatches."""
+        """Returns responses of the policy as it is to fresh prompts, and their minibatches."""
         trainer = self._trainer
         prompts = self._prompts.draw(trainer.config.num_prompts)
         queries = trainer.encode([prompt.text for prompt in prompts])
@@ -241,11 +241,11 @@ class AlignmentClient(Client):
         self._minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
 
     def adapter(self) -> Adapter:
-        """A copy of the adapter as it is now, on the CPU."""
+        """Returns a copy of the adapter as it is now, on the CPU."""
         return copy_adapter(self._trainer.adapter_parameters)
 
     def state(self) -> dict[str, Any]:
-        """Everything that lasts from round to round, deep-copied; the adapter is the server's."""
+        """Returns a deep copy of what lasts from round to round; the adapter is the server's."""
         return {
             "learner": self._common.state(),
             "alone": {name: learner.state() for name, learner in self._alone.items()},
@@ -292,7 +292,7 @@ class AlignmentClient(Client):
         self._update.restore(state["update"])
 
     def metrics(self) -> dict[str, Any]:
-        """Figures of the local training since `load`, averaged over its batches and minibatches."""
+        """Returns figures of the local training since `load`, as means over its minibatches."""
         batch = {key: np.mean([b[key] for b in self._batches], axis=0) for key in self._batches[0]}
         means = {
             key: torch.stack([m[key] for m in self._minibatches]).mean(0).tolist()
@@ -320,7 +320,7 @@ class AlignmentClient(Client):
         }
 
     def _reward_truncated_share(self) -> dict[str, float]:
-        """Share of the inputs that a reward model has cut since `load`, where it counts them."""
+        """Returns the share of the inputs that each reward model has cut since `load`."""
         shares = {}
         for name, (num_scored, num_truncated) in self._counts().items():
             before = self._counts_before[name]
@@ -346,7 +346,7 @@ def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | No
 
 
 def _batch_metrics(experience: Experience) -> dict[str, Any]:
-    """Figures of one batch of rollouts, numbers and lists of one number per objective."""
+    """Returns figures of one batch of rollouts, numbers and lists of one number per objective."""
     rollouts = experience.rollouts
     diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
     return {
@@ -362,7 +362,7 @@ def _batch_metrics(experience: Experience) -> dict[str, Any]:
 
 
 def _mismatch(rollouts: Rollouts) -> dict[str, float]:
-    """Root mean squares of the log-probabilities' mismatch, per token and per reply, in nats."""
+    """Returns root mean squares of the log-probabilities' mismatch by token and reply, in nats."""
     if rollouts.mismatch is None:
         return {}
     per_token = masked_mean(rollouts.mismatch**2, rollouts.mask)

@@ -48,7 +48,7 @@ def sample_replies(
     config: RolloutConfig,
     reference: Reference,
 ) -> Replies:
-    """One sampled reply to each of N dialogues, with its KL from the base model.
+    """Returns one sampled reply to each of N dialogues, with its KL from the base model.
 
     Args:
         model: The policy, in evaluation mode.
@@ -120,7 +120,7 @@ class Evaluation:
         return {name: values - base.scores[name] for name, values in self.scores.items()}
 
     def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
-        """The row of `metrics.jsonl`.
+        """Returns the row of `metrics.jsonl`.
 
         Args:
             base: The base model's evaluation on the same prompts; gives the paired change.
@@ -150,7 +150,7 @@ class Evaluation:
         }
 
     def by_prompt(self) -> dict[str, torch.Tensor]:
-        """Figures by prompt, each [P]: "normalized/NAME", "scores/NAME" and "kl"."""
+        """Returns figures by prompt, each [P]: "normalized/NAME", "scores/NAME" and "kl"."""
         return {
             **{f"normalized/{name}": values for name, values in self.rewards.items()},
             **{f"scores/{name}": values for name, values in self.scores.items()},
@@ -158,7 +158,7 @@ class Evaluation:
         }
 
     def sameness(self) -> dict[str, float]:
-        """How alike the first replies to the prompts are.
+        """Returns how alike the first replies to the prompts are.
 
         "commonest_share" is the share of the prompts whose reply is the one that is given most
         often, "empty_share" that of those whose reply is blank, which count for no other.
@@ -171,7 +171,7 @@ class Evaluation:
         }
 
     def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
-        """Rows of `samples.jsonl`: the first reply to each of the first `limit` prompts."""
+        """Returns rows of `samples.jsonl`: the first reply to each of the first `limit` prompts."""
         return [{"round": round, **sample} for sample in self.samples[:limit]]
 
 
@@ -186,7 +186,7 @@ def evaluate(
     num_samples: int = 1,
     batch_size: int = 64,
 ) -> Evaluation:
-    """Figures of a policy on held-out prompts.
+    """Returns figures of a policy on held-out prompts.
 
     Args:
         generate: Samples one reply to each dialogue that it is given.
@@ -273,7 +273,7 @@ def _check_measurable(
 
 
 def distinct(texts: Sequence[str], length: int) -> float:
-    """Distinct runs of `length` words as a share of all such runs, 0 when there are none.
+    """Returns the distinct runs of `length` words as a share of all such runs, 0 without any.
 
     Words are what white space separates, in lower case; no run crosses from text to text.
 
@@ -286,7 +286,7 @@ def distinct(texts: Sequence[str], length: int) -> float:
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
-    """The mean of independent values [P] and its standard error, with P - 1 degrees of freedom."""
+    """Returns the mean of independent values [P] and its standard error, of P - 1 degrees."""
     values = values.double()
     return values.mean().item(), (values.std() / len(values) ** 0.5).item()
 
@@ -314,7 +314,7 @@ class Comparison:
     """The change in standard errors; none when the change is the same for every prompt."""
 
     def cells(self) -> list[str]:
-        """Name, base, final, change and z as texts for a table."""
+        """Returns name, base, final, change and z as texts for a table."""
         z = "" if self.z is None else f"{self.z:+.1f}"
         return [
             self.name,
@@ -333,7 +333,7 @@ def _figure(value: float, error: float | None, *, sign: str = "") -> str:
 def comparison_table(
     base: Evaluation, final: Evaluation, *, has_rewards: bool = False
 ) -> list[Comparison]:
-    """Every figure of the base model beside the final model's, one row each, scores first.
+    """Returns every figure of the base model beside the final model's, one row each, scores first.
 
     With `has_rewards`, the rewards in [0, 1] follow the scores.
     """

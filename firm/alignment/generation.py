@@ -61,7 +61,7 @@ class RolloutConfig:
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> list[int]:
-    """Ids of the tokens that end a response, EOS first.
+    """Returns the ids of the tokens that end a response, EOS first.
 
     Raises:
         ValueError: An end token is not one token of the vocabulary.
@@ -89,7 +89,7 @@ def generate(
     end_ids: Sequence[int],
     team: Team = ALONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples of at most `max_new_tokens` tokens and their log-probabilities.
+    """Returns samples of at most `max_new_tokens` tokens and their log-probabilities.
 
     Args:
         model: The policy; its own sampling defaults are overridden.
@@ -129,7 +129,7 @@ def _generate(
     end_ids: Sequence[int],
     draws: "_SharedDraws | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples and log-probabilities, by the global generator or by draws that a team shares."""
+    """Returns samples and log-probabilities, by the global generator or a team's draws."""
     query_ids = queries.token_ids
     if not len(query_ids):  # a batch smaller than the team
         return query_ids, torch.empty(0, 0, device=query_ids.device)
@@ -207,7 +207,7 @@ def find_ends(
     config: RolloutConfig,
     end_ids: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Where each response ends, whether it ended by itself, and its text.
+    """Returns where each response ends, whether it ended by itself, and its text.
 
     Args:
         responses: Raw response ids, shape [B, T].
@@ -243,7 +243,7 @@ def find_ends(
 def _until_stop(
     token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
 ) -> list[int]:
-    """The shortest beginning of `token_ids` whose text holds a stop string."""
+    """Returns the shortest beginning of `token_ids` whose text holds a stop string."""
     low, high = 1, len(token_ids)
     while low < high:
         middle = (low + high) // 2

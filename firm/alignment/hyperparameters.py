@@ -68,7 +68,7 @@ def departures(configs: Mapping[str, Any]) -> list[Departure]:
 
 
 def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
-    """The keys that the docstrings call the paper's or not in the paper, in order.
+    """Yields the keys that the docstrings call the paper's or not in the paper, in order.
 
     A key is the paper's where its docstring names an appendix, as in "(A.1: 16)" or "(A.1)", or
     its class says where all defaults come from. It is not in the paper where its docstring, or
@@ -115,7 +115,7 @@ def _hyperparameters(config: Any, path: str, *, is_given: bool = True) -> Iterat
 
 
 def field_docstrings(form: type) -> dict[str, str]:
-    """The string under each field of a dataclass, inherited fields included, on one line each."""
+    """Returns the string under each field of a dataclass, inherited ones too, on one line."""
     documents: dict[str, str] = {}
     for base in reversed(form.__mro__):
         if not dataclasses.is_dataclass(base):

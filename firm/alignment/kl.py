@@ -50,7 +50,7 @@ class KLConfig:
 def kl_penalty(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, estimator: str = "k1"
 ) -> torch.Tensor:
-    """Estimate per token of the KL divergence from the reference policy, shape [B, T].
+    """Returns the estimate per token of the KL divergence from the reference, shape [B, T].
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
@@ -72,7 +72,7 @@ def kl_penalty(
 def adapted_kl_coefficient(
     coefficient: float, kl: float, *, num_responses: int, config: KLConfig
 ) -> float:
-    """The KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
+    """Returns the KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
 
     Args:
         coefficient: The coefficient in force.
@@ -120,11 +120,11 @@ def _per_response(kl: torch.Tensor) -> float:
 
 
 def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None:
-    """Returns what to tell the user whose adaptive KL controller cannot act; None otherwise.
+    """Returns an alarm where the adaptive KL controller cannot act; None otherwise.
 
     With the largest deviation in each of n local steps the coefficient c ends at c (1 ± 0.2 B / H)ⁿ
-    for batches of B responses and horizon H. Told when even that is a change of less than 5 %, with
-    the longest horizon that allows it, and of a coefficient of 0, which any factor leaves at 0.
+    for batches of B responses and horizon H. The alarm is raised when even that is a change of less
+    than 5 %, with the longest horizon that allows it; and when c is 0, which no factor changes.
 
     Args:
         config: The KL controller.
@@ -160,10 +160,10 @@ LARGE_MISMATCH = 0.1
 def mismatch_alarm(
     rows: Sequence[Mapping[str, Any]], config: KLConfig, *, rounds: int = 3
 ) -> str | None:
-    """What to tell the user whose KL is in good part rounding; None while there is nothing.
+    """Returns an alarm where the KL is in good part rounding; None otherwise.
 
     Log-probabilities of cached generation and those of a forward pass differ by rounding alone. In
-    the KL, whose other half comes from a forward pass, that is noise of mean zero. Told once: in
+    the KL, whose other half comes from a forward pass, that is noise of mean zero. Raised once: in
     the first round where the controller aims at a KL, else after some rounds, by their last KL.
 
     Args:
@@ -174,15 +174,15 @@ def mismatch_alarm(
     """
     clients = [row for row in rows if row.get("kind") == "client" and row.get("kl") is not None]
     mismatches = (row.get("logprob_mismatch_per_reply") for row in clients)
-    found = [mismatch for mismatch in mismatches if mismatch is not None]
+    measured = [mismatch for mismatch in mismatches if mismatch is not None]
     number = max((row["round"] for row in clients), default=0)
     is_aimed_at = config.controller == "adaptive"
-    if not found or number != (1 if is_aimed_at else rounds):
+    if not measured or number != (1 if is_aimed_at else rounds):
         return None
     kl = config.target
     if not is_aimed_at:
         kl = abs(fmean(row["kl"] for row in clients if row["round"] == number))
-    mismatch = fmean(found)
+    mismatch = fmean(measured)
     if mismatch < LARGE_MISMATCH * kl:
         return None
     return (

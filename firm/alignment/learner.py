@@ -44,7 +44,7 @@ class Learner:
 
 
 def _copied(tree: Any) -> Any:
-    """A deep copy of nested mappings and sequences whose tensors are detached clones."""
+    """Returns a deep copy of nested mappings and sequences whose tensors are detached clones."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().clone()
     if isinstance(tree, Mapping):

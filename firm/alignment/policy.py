@@ -120,7 +120,7 @@ def take_device(device: str, *, num_processes: int = 1) -> None:
 
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, padding and truncating on the left, with a pad token unlike EOS.
+    """Returns the policy's tokenizer, padding on the left, with a pad token unlike EOS.
 
     Raises:
         ValueError: There is no tokenizer at the policy's path, or no pad token that differs from
@@ -182,7 +182,7 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) 
 
 
 def load_base_model(config: PolicyConfig) -> PreTrainedModel:
-    """The language model without an adapter.
+    """Returns the language model without an adapter.
 
     Raises:
         ValueError: There is no such folder, the hub cannot be reached, or what is there is no
@@ -218,7 +218,7 @@ def _loading_errors(what: str, path: str) -> Iterator[None]:
 
 
 def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
-    """The frozen base model with one fresh adapter, which changes nothing yet (B = 0).
+    """Returns the frozen base model with one fresh adapter, which changes nothing yet (B = 0).
 
     Args:
         config: What to load.
@@ -233,7 +233,7 @@ def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
 
 
 def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
-    """A language model, frozen, with one fresh adapter, drawn from the global generators.
+    """Returns a language model, frozen, with one fresh adapter, drawn from the global generators.
 
     Raises:
         ValueError: No layer is called like `target_modules`, or the rank is larger than all.
@@ -319,7 +319,7 @@ def without_needless_warnings() -> Iterator[None]:
 
 
 def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:
-    """The trainable parameters of the active adapter, by the names of a PEFT adapter file."""
+    """Returns the trainable parameters of the active adapter, by their names in a PEFT file."""
     return {
         name.replace(".default.", "."): parameter
         for name, parameter in policy.named_parameters()
@@ -335,7 +335,7 @@ def set_adapter_dropout(policy: Any, probability: float) -> None:
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:
-    """A detached copy on the CPU, in the order of the parameters."""
+    """Returns a detached copy on the CPU, in the order of the parameters."""
     return {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
 
 

@@ -26,7 +26,7 @@ class PromptStream:
         self._order: list[int] = []  # what is left of this pass
 
     def draw(self, batch_size: int) -> list[Prompt]:
-        """The next prompts, all different.
+        """Returns the next prompts, all different.
 
         Raises:
             ValueError: The shard has fewer prompts than the batch.
@@ -49,7 +49,7 @@ class PromptStream:
         return [self.prompts[index] for index in picked]
 
     def state(self) -> dict[str, Any]:
-        """What is left of this pass and the shuffle's generator, as a deep copy."""
+        """Returns a deep copy of what is left of this pass, and of the shuffle's generator."""
         order = torch.tensor(self._order, dtype=torch.long)
         return {"order": order, "stream": self._stream.state()}
 

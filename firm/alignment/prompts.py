@@ -88,7 +88,7 @@ HH = PromptFormat()
 
 
 def as_dialogue(text: str) -> str:
-    r"""The text as a dialogue that waits for a reply.
+    r"""Returns the text as a dialogue that waits for a reply.
 
     White space around it is dropped; a text without role tags counts as one human turn.
 
@@ -118,7 +118,7 @@ def load_prompts(
     max_tokens: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Prompt]:
-    r"""The distinct prompts of one or more sources, in their order.
+    r"""Returns the distinct prompts of one or more sources, in their order.
 
     A row gives its field `prompt`, or, where it has none, `chosen` up to and including its last
     `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes; `kind` is optional.
@@ -256,7 +256,7 @@ def _prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
 
 
 def parse_dialogue(text: str) -> list[dict[str, str]]:
-    r"""The turns as chat messages with `role` ("user" or "assistant") and `content`.
+    r"""Returns the turns as chat messages with `role` ("user" or "assistant") and `content`.
 
     Neighbouring turns of one speaker become one message, because chat templates expect speakers to
     alternate; empty turns vanish.
@@ -279,7 +279,7 @@ def parse_dialogue(text: str) -> list[dict[str, str]]:
 def format_prompt(
     text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = HH
 ) -> str:
-    """The text that the policy continues, for a dialogue of any length.
+    """Returns the text that the policy continues, for a dialogue of any length.
 
     Raises:
         ValueError: The format is "chat" and the tokenizer has no chat template.
@@ -314,7 +314,7 @@ def truncate_by_turns(
     *,
     prompt_format: PromptFormat = HH,
 ) -> str:
-    """The longest end of a dialogue that fits, with its last human turn and the assistant's tag.
+    """Returns the longest end of a dialogue that fits, with its last human turn and the tag.
 
     The oldest turns go first, the human's with the reply to it. If the last human turn alone is too
     long, it loses its beginning.
@@ -356,7 +356,7 @@ def truncate_by_turns(
 def encode_prompts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of formatted prompts, both [B, T], padded on the left.
+    """Returns token ids and attention mask of formatted prompts, both [B, T], padded on the left.
 
     A prompt over the limit keeps its end, and its BOS when the tokenizer gives one; how many were
     cut is logged. `truncate_by_turns` cuts where a reader would, so call it before.
@@ -394,7 +394,7 @@ def encode_prompts(
 
 
 def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each text; a BOS that the chat template spelt out stands only once."""
+    """Returns the token ids of each text; a BOS that the chat template spelt out stands once."""
     rows = tokenizer(list(texts), verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
     return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in rows]

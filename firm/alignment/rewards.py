@@ -54,7 +54,7 @@ def score(
 
 
 def _called(name: str, reward_fn: RewardFn, prompts: list[str], completions: list[str]) -> Any:
-    """What a reward function gives; an error in it is told with the objective's name."""
+    """Returns what a reward function gives; an error in it names the objective."""
     try:
         values = reward_fn(prompts=prompts, completions=completions)
         return asyncio.run(_result(values)) if inspect.isawaitable(values) else values
@@ -73,7 +73,7 @@ async def _result(values: Awaitable[Sequence[float]]) -> Sequence[float]:
 
 
 def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
-    """The values of one reward, shape [B], float32."""
+    """Returns the values of one reward, shape [B], float32."""
     expected = f"return one finite number for each of the {num_completions} completions"
     if not hasattr(values, "__len__"):
         raise ValueError(f"reward {name!r} returned {type(values).__name__}: {expected}.")
@@ -152,14 +152,14 @@ class Calibration:
         return scores
 
     def to_dict(self) -> dict[str, Any]:
-        """The method, its own figures and the number of samples."""
+        """Returns the method, its own figures and the number of samples."""
         figures = {"sigmoid": ("mean", "scale"), "minmax": ("low", "high"), "none": ()}
         names = ("method", *figures[self.method], "num_samples")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> "Calibration":
-        """The calibration that `to_dict` described.
+        """Returns the calibration that `to_dict` described.
 
         Raises:
             ValueError: The figures are none of a calibration; files and messages have them, too.

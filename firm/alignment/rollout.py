@@ -70,7 +70,7 @@ def rollout(
     team: Team = ALONE,
     measures_mismatch: bool = False,
 ) -> Rollouts:
-    """Sampled responses to left-padded prompts, with both policies' log-probabilities.
+    """Returns sampled responses to left-padded prompts, with both policies' log-probabilities.
 
     Args:
         model: The policy, a causal language model with an adapter.
@@ -142,5 +142,5 @@ def _sampled(
 
 
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
-    """Where the log-probabilities of a policy come from whose parameters have a type."""
+    """Returns where a policy's log-probabilities come from, by the type of its parameters."""
     return config.logprobs or ("generation" if dtype in ("float32", "float64") else "forward")

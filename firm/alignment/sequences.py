@@ -98,7 +98,7 @@ class Rollouts(Sequences):
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
+    """Returns log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
 
     Rows are taken one at a time, so that no second tensor [B, T, V] is held.
     """
@@ -108,7 +108,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
 
 
 def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
-    """Output of a causal language model on padded ids [B, L], hidden states included.
+    """Returns the output of a language model on padded ids [B, L], hidden states included.
 
     Positions count the real tokens only, so that padding does not move a text.
     """
@@ -124,7 +124,7 @@ def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
 
 
 def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:
-    """The part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V].
+    """Returns the part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V].
 
     In float32 at least: dividing in less precision would round each logit once more.
     """

@@ -206,7 +206,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             )
 
     def replies(self, prompts: Sequence[str]) -> Replies:
-        """One sampled reply to each dialogue, by this process alone; for evaluation."""
+        """Returns one sampled reply to each dialogue, by this process alone; for evaluation."""
         self.policy_model.eval()
         return sample_replies(
             self.policy_model,
@@ -237,7 +237,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         )
 
     def minibatch_indices(self) -> Iterator[np.ndarray]:
-        """Row indices of every minibatch of a batch: a fresh permutation in each PPO epoch.
+        """Yields the row indices of every minibatch: a fresh permutation in each epoch.
 
         Drawn from numpy's global generator, as TRL does.
         """
@@ -270,7 +270,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         return Gradients(gradients.jacobian, gradients.losses, gradients)
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Stage 9: the adapter along the weighted gradient, and the estimator's own step."""
+        """Stage 9: steps the adapter along the weighted gradient, and the estimator's own part."""
         learner = self.learner
         with self._timed("step"):
             direction = combine(gradients.jacobian, weights)  # [d]
@@ -301,7 +301,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.learner.estimator.set_learning_rate(factor)
 
     def _rate_factor(self, rounds_done: float) -> float:
-        """What the schedule multiplies learning rates by."""
+        """Returns the schedule's factor of the learning rates."""
         if self.config.learning_rate_schedule == "constant":
             return 1.0
         return max(0.0, self.num_rounds - rounds_done) / self.num_rounds
@@ -311,7 +311,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.learner.estimator.end_batch(experience)
 
     def train(self) -> None:  # type: ignore[override]  # TRL's returns nothing either
-        """Central multi-objective PPO over `train_dataset`: the stages above, no federation."""
+        """Trains centrally on `train_dataset`: the stages above, without a federation."""
         args, state = self.args, self.state
         if self.train_dataset_len < self.config.num_prompts:
             raise ValueError(
@@ -351,7 +351,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     def _trl_metrics(
         self, experience: Experience, minibatches: list[dict[str, torch.Tensor]]
     ) -> dict[str, float]:
-        """Figures of one batch under TRL's names, with one score per objective."""
+        """Returns figures of one batch under TRL's names, with one reward per objective."""
         mean = {
             key: float(torch.stack([minibatch[key] for minibatch in minibatches]).mean())
             for key in minibatches[0]
@@ -441,7 +441,7 @@ def _trl_config(
 
 @contextmanager
 def _temporary_folder(folder: str | None) -> Iterator[str]:
-    """`folder`, or one that is gone afterwards: TRL makes its output folder at once."""
+    """Yields `folder`, or one that is gone afterwards: TRL makes its output folder at once."""
     if folder is not None:
         yield folder
         return

@@ -150,7 +150,7 @@ class PPO:
     def experience(
         self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
     ) -> PPOExperience:
-        """Stage 4: values, rewards per token with the KL penalty, advantages."""
+        """Stage 4: returns the batch with values and advantages of rewards less the KL penalty."""
         config, policy = self.config, self._policy
         policy.model.eval()
         with policy.timed("values"):
@@ -227,7 +227,7 @@ class PPO:
         )
 
     def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: the critic along its own gradient."""
+        """Stage 9: steps the critic along its own gradient."""
         assert own is not None
         parameters = list(self.critic.parameters())
         sizes = [parameter.numel() for parameter in parameters]
@@ -264,7 +264,7 @@ class PPO:
         self.kl.coefficient = state["kl_coefficient"]
 
     def _values(self, rows: Sequences, output: Any = None) -> torch.Tensor:
-        """Value of every response position and objective, [M, b, T].
+        """Returns the value of every response position and objective, [M, b, T].
 
         Args:
             rows: b rows.
@@ -289,7 +289,7 @@ def policy_losses(
     *,
     clip_range: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped surrogate loss of every objective (Schulman et al., 2017, Eq. 7, negated).
+    """Returns each objective's clipped surrogate loss (Schulman et al., 2017, Eq. 7, negated).
 
     Args:
         logprobs: Log-probabilities under the current policy, shape [B, T]; carries the graph.
@@ -319,7 +319,7 @@ def value_losses(
     *,
     clip_range: float,
 ) -> torch.Tensor:
-    """Clipped squared error of every objective's value estimate, shape [M].
+    """Returns the clipped squared error of every objective's value estimate, shape [M].
 
     Args:
         values: Current estimates, shape [M, B, T]; carries the graph.
@@ -337,6 +337,6 @@ def value_losses(
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
+    """Returns the entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
     probabilities = torch.softmax(logits, dim=-1)
     return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)

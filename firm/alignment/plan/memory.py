@@ -149,7 +149,7 @@ def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
 
 
 def with_fake_parameters(model: Any) -> Any:
-    """The model with tensors of the surrounding fake mode for those of the meta device."""
+    """Returns the model with tensors of the surrounding fake mode for those of the meta device."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -165,7 +165,7 @@ def with_fake_parameters(model: Any) -> Any:
 
 
 def policy_without_storage(architecture: PretrainedConfig, config: PolicyConfig) -> Any:
-    """The policy as `load_policy` makes it, on the meta device."""
+    """Returns the policy as `load_policy` makes it, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
         return add_adapter(model, config)
@@ -178,7 +178,7 @@ def process_memory(
     traffic: Traffic,
     per_client: int,
 ) -> Memory:
-    """What one process needs, by passes of fake models of the policy's shape."""
+    """Returns what one process needs, by passes of fake models of the policy's shape."""
     num_objectives = len(cfg.rewards)
     is_whole = traffic.takes_whole_batches
     num_rows = cfg.estimator.batch_size if is_whole else cfg.estimator.minibatch_size

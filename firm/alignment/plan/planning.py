@@ -27,7 +27,7 @@ LEFT_OUT = (
 
 
 def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) -> Plan:
-    """What a run of this configuration would do; no weight and no data are read.
+    """Returns what a run of this configuration would do; no weight and no data are read.
 
     Args:
         cfg: The run's configuration, a dataclass.
@@ -178,7 +178,7 @@ def _place(
     rewards: Mapping[str, RewardFigures],
     device: str,
 ) -> Place:
-    """Where a process has its models, if all processes are on this machine."""
+    """Returns where a process has its models, if all processes are on this machine."""
     accelerator, own = torch.accelerator.current_accelerator(), device
     if device == "auto":
         own = "cpu"

@@ -127,10 +127,10 @@ class Plan:
     places: list[Place]
     hyperparameters: list[Hyperparameter]
     notes: list[str]
-    """What could not be told, and how to have it told."""
+    """What is left out, and how to have it included."""
 
     def memory_by_device(self) -> dict[str, int]:
-        """Bytes on each device at the worst moment, summed over its processes."""
+        """Returns the bytes on each device at the worst moment, summed over its processes."""
         total: dict[str, int] = defaultdict(int)
         for place in self.places:
             for name, device in place.rewards.items():

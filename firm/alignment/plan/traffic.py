@@ -85,7 +85,7 @@ def _tensor_bytes(content: Any) -> int:
 def round_traffic(
     cfg: RunSettings, clients: Sequence[str], adapter: Mapping[str, torch.Tensor] | None = None
 ) -> Traffic:
-    """What a strategy's round asks of clients and has them send."""
+    """Returns what a strategy's round asks of clients and has them send."""
     traffic = Traffic(cfg, adapter or {})
     state = ServerState(traffic.adapter, objectives=tuple(cfg.rewards), seed=0)
     with suppress(RoundFailed):
@@ -95,7 +95,7 @@ def round_traffic(
 
 
 def num_passes(cfg: RunSettings) -> int:
-    """Optimizer steps of one local training."""
+    """Returns the optimizer steps of one local training."""
     num_minibatches = cfg.estimator.batch_size // cfg.estimator.minibatch_size
     return cfg.strategy.num_local_steps * cfg.estimator.num_epochs * num_minibatches
 
