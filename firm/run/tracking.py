@@ -315,7 +315,7 @@ def _start(
             entity=config.entity,
             name=name,
             group=group,
-            dir=str(run_path),
+            dir=str(run_path.resolve()),  # its service may have started in another folder
             config=dict(run_config),
             settings=settings,
         )

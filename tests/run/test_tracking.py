@@ -288,6 +288,19 @@ for key in (None, "k" * 40):
 """
 
 
+def test_a_relative_run_folder_is_this_process_s_and_not_that_of_the_service(
+    tmp_path: Path, monkeypatch
+) -> None:
+    config = TrackingConfig(mode="offline", timeout_s=20)
+    with Tracker(config, tmp_path / "first", {}, objectives=OBJECTIVES):
+        pass  # the service runs, in the folder that was current then
+    monkeypatch.chdir(tmp_path)
+    with Tracker(config, "second", {}, objectives=OBJECTIVES) as tracker:
+        tracker.log(ROW)
+    [history] = items(records_of(tmp_path / "second"), "history")
+    assert history["round"] == 2
+
+
 def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
     hidden = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
