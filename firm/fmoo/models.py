@@ -20,9 +20,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from firm.federation.randomness import RandomStream
+from firm.fmoo.modules import (
+    CharacterEncoder,
+    Dropout,
+    MoleculeEncoder,
+    MultiTaskModel,
+    ResidualBlock,
+)
 from firm.fmoo.task_data import TaskData
 
 
@@ -43,56 +49,6 @@ class ModelConfig:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"hidden must be widths of at least 1, got {self.hidden}.")
-
-
-class MultiTaskModel(nn.Module):
-    """An encoder whose features every head reads; `named_parameters` gives the encoder's first.
-
-    Args:
-        encoder: Inputs to features, shape [N, F].
-        heads: One per objective, features to outputs.
-    """
-
-    def __init__(self, encoder: nn.Module, heads: list[nn.Module]) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.heads = nn.ModuleList(heads)
-
-    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the outputs of the M heads, each of shape [N, outputs].
-
-        Args:
-            inputs: Floats [N, C, H, W] or [N, ...], or tokens [N, T].
-        """
-        features = self.encoder(inputs)
-        return [head(features) for head in self.heads]
-
-
-class Dropout(nn.Module):
-    """Zeros in random places while training, drawn from a generator of one's own.
-
-    With equal seeds the noise is that of torch's ``Dropout`` and ``Dropout2d``, which draw from the
-    global generator that all threads share.
-
-    Args:
-        rate: Probability of a zero, in [0, 1); what stays is divided by 1 - rate.
-        of_channels: Whether a draw is for a whole channel of a sample.
-    """
-
-    generator: torch.Generator | None = None
-    """Where the noise comes from; None is torch's global generator."""
-
-    def __init__(self, rate: float, *, of_channels: bool = False) -> None:
-        super().__init__()
-        self.rate, self.of_channels = rate, of_channels
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the inputs [N, ...] with zeros among them, or unchanged in evaluation mode."""
-        if not self.training or self.rate == 0:
-            return inputs
-        noise = torch.empty_like(inputs[..., :1, :1] if self.of_channels else inputs)
-        kept = 1 - self.rate
-        return inputs * noise.bernoulli_(kept, generator=self.generator).div_(kept)
 
 
 def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> MultiTaskModel:
@@ -242,36 +198,6 @@ def femnist_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     return _with_linear_heads(encoder, 128, data)
 
 
-class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, normalised in two groups of channels.
-
-    Args:
-        num_in: Channels of the input.
-        num_out: Channels of the output.
-        stride: Of the first convolution.
-    """
-
-    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            nn.Conv2d(num_in, num_out, 3, stride=stride, padding=1, bias=False),
-            nn.GroupNorm(2, num_out),
-            nn.ReLU(),
-            nn.Conv2d(num_out, num_out, 3, padding=1, bias=False),
-            nn.GroupNorm(2, num_out),
-        )
-        self.shortcut = nn.Sequential()
-        if stride != 1 or num_in != num_out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False),
-                nn.GroupNorm(2, num_out),
-            )
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Returns feature maps, shape [N, num_out, H / stride, W / stride]."""
-        return functional.relu(self.path(images) + self.shortcut(images))
-
-
 def resnet18(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     """Returns the ResNet-18 for small images of Jhunjhunwala et al. (2023), with one linear head.
 
@@ -309,24 +235,6 @@ def mlp(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     return _with_linear_heads(nn.Sequential(*layers), width, data)
 
 
-class CharacterEncoder(nn.Module):
-    """Characters in 8 dimensions, then two LSTM layers of 256; the last state is the feature.
-
-    Args:
-        num_tokens: Size of the vocabulary.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(num_tokens, 8)
-        self.lstm = nn.LSTM(8, 256, num_layers=2, batch_first=True)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns features of token sequences, shape [N, T] to [N, 256]."""
-        states, _ = self.lstm(self.embedding(tokens))
-        return states[:, -1]
-
-
 def character_lstm(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     """Returns the two-layer LSTM of FedMGDA+, Section 6.1.3, with one dense layer for a head."""
     if data.num_tokens is None:
@@ -335,88 +243,6 @@ def character_lstm(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
             f"{list(data.inputs.shape)}: choose another model."
         )
     return _with_linear_heads(CharacterEncoder(data.num_tokens), 256, data)
-
-
-class MoleculeEncoder(nn.Module):
-    """Message passing with edge networks, and a set-to-set readout (Gilmer et al., 2017).
-
-    The network of Lin and Zhang (2023) and Navon et al. (2022), which the FedCMOO paper follows,
-    on dense graphs: every pair of atoms is an edge, with the one-hot type of its bond and the
-    distance. An edge's 64 x 64 matrix W(e) = Σ_k r_k(e) A_k + A_0, with 128 hidden units r, is
-    never formed, since Σ_j W(e_ij)ᵀ h_j = Σ_jk r_k(e_ij) A_kᵀ h_j + Σ_j A_0ᵀ h_j.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = 64
-        self.width = width
-        self.embed = nn.Linear(11, width)
-        self.edge_hidden = nn.Linear(5, 128)
-        self.edge_matrix = nn.Linear(128, width * width)
-        self.root = nn.Linear(width, width)
-        self.update = nn.GRUCell(width, width)
-        self.readout = nn.LSTMCell(2 * width, width)
-        self.out = nn.Linear(2 * width, width)
-
-    def forward(self, molecules: torch.Tensor) -> torch.Tensor:
-        """Returns features of molecules.
-
-        Args:
-            molecules: Packed graphs, shape [N, 29, 43]: 11 numbers of the atom, 3 of its position,
-                and its 29 bonds (0 for none, else the type); zero where there is no atom.
-
-        Returns:
-            Shape [N, 64].
-        """
-        atoms, positions, bonds = molecules.split([11, 3, 29], dim=2)
-        present = (atoms != 0).any(dim=2)  # [N, 29]
-        edges = self._edges(positions, bonds, present)
-        hidden = functional.relu(self.embed(atoms))  # [N, 29, 64]
-        for _ in range(3):
-            messages = functional.relu(self._messages(hidden, edges, present))
-            flat = self.update(messages.flatten(0, 1), hidden.flatten(0, 1))
-            hidden = flat.view_as(hidden)
-        return functional.relu(self.out(self._read(hidden, present)))
-
-    def _edges(
-        self, positions: torch.Tensor, bonds: torch.Tensor, present: torch.Tensor
-    ) -> torch.Tensor:
-        """Hidden units of every edge's network, shape [N, 29, 29, 129], zero where no edge is.
-
-        The last one is 1 on edges: the unit that the bias of the edge matrix belongs to.
-        """
-        types = functional.one_hot(bonds.long(), 5)[..., 1:]  # [N, 29, 29, 4]
-        between = positions.unsqueeze(2) - positions.unsqueeze(1)
-        distance = torch.linalg.vector_norm(between, dim=3, keepdim=True)
-        attributes = torch.cat([types.to(distance.dtype), distance], dim=3)
-        units = functional.relu(self.edge_hidden(attributes))
-        units = torch.cat([units, torch.ones_like(distance)], dim=3)
-        is_edge = present.unsqueeze(1) & present.unsqueeze(2)
-        is_edge = is_edge & ~torch.eye(present.shape[1], dtype=torch.bool, device=present.device)
-        return units * is_edge.unsqueeze(3)
-
-    def _messages(
-        self, hidden: torch.Tensor, edges: torch.Tensor, present: torch.Tensor
-    ) -> torch.Tensor:
-        num, _, width = hidden.shape
-        matrices = torch.cat(
-            [self.edge_matrix.weight.t(), self.edge_matrix.bias.unsqueeze(0)]
-        ).view(-1, width, width)  # [129, 64, 64]
-        sent = torch.einsum("naw,kwv->nakv", hidden, matrices)  # [N, 29, 129, 64]
-        received = edges.flatten(2) @ sent.flatten(1, 2)  # [N, 29, 29 * 129] @ [.., 64]
-        num_neighbours = (present.sum(dim=1) - 1).clamp(min=1).view(num, 1, 1)
-        return self.root(hidden) + received / num_neighbours
-
-    def _read(self, hidden: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """Set2Set of Vinyals et al. (2016) in three steps, shape [N, 128]."""
-        query = hidden.new_zeros(len(hidden), self.width)
-        cell, read = query, query
-        for _ in range(3):
-            query, cell = self.readout(torch.cat([query, read], dim=1), (query, cell))
-            scores = (hidden * query.unsqueeze(1)).sum(dim=2)
-            attention = scores.masked_fill(~present, -torch.inf).softmax(dim=1)
-            read = (attention.unsqueeze(2) * hidden).sum(dim=1)
-        return torch.cat([query, read], dim=1)
 
 
 def molecule_net(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:

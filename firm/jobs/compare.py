@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from firm.alignment import (
+    Calibration,
     Comparison,
     Evaluation,
     PolicyConfig,
@@ -142,10 +143,31 @@ def compare(
     check_place(out)
 
     cfg = with_shipped_paths(cfg)
-    # load: whatever does not fit is found before the first reply is sampled
     records = [checked_record(path) for path in cfg.runs]
     check_comparable(cfg.runs, records, normalized=cfg.normalized)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
+    calibrations = {}
+    if cfg.normalized and records:
+        calibrations = frozen_calibrations(cfg.rewards, records[0])
+    evaluations = _evaluations(cfg, folder_by_name, calibrations, on_evaluated)
+    base = evaluations.pop(BASE)
+    tables = {
+        name: comparison_table(base, evaluation, has_rewards=True)
+        for name, evaluation in evaluations.items()
+    }
+    samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
+    write_results(out, cfg, folder_by_name, tables, samples, num_prompts=base.num_prompts)
+    return ComparisonResult(out, tables, samples, base.num_prompts)
+
+
+def _evaluations(
+    cfg: CompareConfig,
+    folder_by_name: Mapping[str, Path],
+    calibrations: Mapping[str, Calibration],
+    on_evaluated: Callable[[str, int, float], None],
+) -> dict[str, Evaluation]:
+    """Returns the evaluation of the base model and those of the adapters, by name."""
+    # load: whatever does not fit is found before the first reply is sampled
     policy = load_adapters(cfg.policy, list(folder_by_name.values()), check_base=cfg.check_base)
     tokenizer = load_tokenizer(cfg.policy)
     check_vocabulary(policy, tokenizer, cfg.policy.path)
@@ -154,8 +176,6 @@ def compare(
         name: load_reward_model(config, name)
         for name, config in {**cfg.rewards, **cfg.metrics}.items()
     }
-    is_normalized = cfg.normalized and bool(records)
-    calibrations = frozen_calibrations(cfg.rewards, records[0]) if is_normalized else {}
 
     evaluations: dict[str, Evaluation] = {}
     for index, name in enumerate([BASE, *folder_by_name]):
@@ -178,15 +198,7 @@ def compare(
                 num_samples=cfg.num_samples,
             )
         on_evaluated(name, len(prompts), time.perf_counter() - start)
-
-    base = evaluations.pop(BASE)
-    tables = {
-        name: comparison_table(base, evaluation, has_rewards=True)
-        for name, evaluation in evaluations.items()
-    }
-    samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
-    write_results(out, cfg, folder_by_name, tables, samples, num_prompts=base.num_prompts)
-    return ComparisonResult(out, tables, samples, base.num_prompts)
+    return evaluations
 
 
 def check_place(out: Path) -> None:

@@ -31,7 +31,7 @@ from firm.run import (
     to_dict,
     to_yaml,
 )
-from firm.run.directory import file_errors
+from firm.run.files import file_errors
 from firm.run.rows import Row
 
 

@@ -39,7 +39,7 @@ from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.states import DiskStates
 from firm.run import Run, UserError, compose, to_dict
-from firm.run.directory import leaves
+from firm.run.differences import leaves
 from firm.run.lock import check_not_held
 
 CONTROLLER = "firm.jobs.network.Federation"

@@ -1,8 +1,9 @@
 """The page and the tables of a measurement of the theory."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,15 +260,44 @@ def page_of(
     *,
     summary: Sequence[str],
 ) -> Page:
-    """All that the page says."""
+    """Returns the page of a measurement."""
+    panels = partial(_law_panels, slopes, values, cfg)
+    origin = Origin(
+        "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
+        "uniform policy, so that a term is measured at one place whatever the step size; the runs "
+        "of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves open, "
+        "stands in the docstrings of firm.theory.",
+        {CONFIG: to_yaml(cfg)},
+    )
+    return Page(
+        product="FIRM theory laboratory",
+        title="The convergence theory, measured",
+        summary=summary,
+        facts=_facts(cfg),
+        blocks=[
+            *_disagreement_sections(panels, pairs),
+            *_convergence_sections(panels, values, cfg),
+            _slopes_table(slopes),
+            origin,
+        ],
+    )
 
-    def panels(*names: str) -> list[Panel]:
-        return [law_panel(name, slopes, values, cfg) for name in names]
 
-    def keys(*quantities: str) -> list[Key]:
-        return [Key(LABELS[name], COLORS[name]) for name in quantities] + LINES
+def _law_panels(
+    slopes: Mapping[Law, Slope], values: Values, cfg: SweepsConfig, *names: str
+) -> list[Panel]:
+    return [law_panel(name, slopes, values, cfg) for name in names]
 
-    sections = [
+
+def _keys(*quantities: str) -> list[Key]:
+    return [Key(LABELS[name], COLORS[name]) for name in quantities] + LINES
+
+
+def _disagreement_sections(
+    panels: Callable[..., list[Panel]], pairs: Sequence[Mapping[str, float]]
+) -> list[Section]:
+    """Returns what is said of the clients' weights."""
+    return [
         Section(
             "lemma-1",
             "Lemma 1",
@@ -286,7 +316,7 @@ def page_of(
             "deviations of λ sum to zero; it is of higher order, and falls faster. The proof's "
             "bound between them lies above it in every step.",
             panels("beta", "batch", "objectives", "time", "steps", "alpha"),
-            keys(SPREAD, BOUND, SOLVED, DRIFT),
+            _keys(SPREAD, BOUND, SOLVED, DRIFT),
             is_wide=True,
         ),
         Section(
@@ -297,15 +327,23 @@ def page_of(
             "exact gradients at each client's own θ, so that nothing but the local steps is left. "
             "Beside it the classical client drift, which the theorem bounds by α²K².",
             panels("steps_alone", "alpha_alone"),
-            keys("spread_steps", "drift_steps", "t12"),
+            _keys("spread_steps", "drift_steps", "t12"),
         ),
+    ]
+
+
+def _convergence_sections(
+    panels: Callable[..., list[Panel]], values: Values, cfg: SweepsConfig
+) -> list[Section]:
+    """Returns what is said of the gradients, and of where they lead."""
+    return [
         Section(
             "variance",
             "The gradient error",
             "The first part of Eq. 7, with the critics at their TD fixed point: what "
             "remains is sampling noise, and falls as 1/(CB).",
             panels("variance_clients", "variance_batch"),
-            keys("gradient_error"),
+            _keys("gradient_error"),
         ),
         Section(
             "convergence",
@@ -315,7 +353,7 @@ def page_of(
             "smallest one over all λ, which measures Pareto stationarity itself. The slope is "
             "fitted to the last decade.",
             panels("convergence"),
-            keys("stationarity", "min_norm"),
+            _keys("stationarity", "min_norm"),
         ),
         Section(
             "unregularised",
@@ -324,8 +362,12 @@ def page_of(
             [unregularised_panel(values, cfg)],
         ),
     ]
+
+
+def _facts(cfg: SweepsConfig) -> dict[str, str]:
+    """Returns what was measured on."""
     base, mdp = cfg.experiment, cfg.experiment.mdp
-    facts = {
+    return {
         "MDP": f"{mdp.num_states} states, {mdp.num_actions} actions, γ = {mdp.gamma:g}",
         "Objectives": f"M = {mdp.num_objectives}, conflict {mdp.conflict:g}",
         "Features": mdp.features,
@@ -336,11 +378,15 @@ def page_of(
         "Regularisation": f"β = {base.beta:g}",
         "Seeds": f"{seeds(cfg)[0]} to {seeds(cfg)[-1]}",
     }
+
+
+def _slopes_table(slopes: Mapping[Law, Slope]) -> Table:
+    """Returns all slopes beside the theorem's."""
     rows = [
         [*cells, "" if cells[-1] == "as the theorem" else law.why]
         for law, cells in ((law, law_cells(law, slope)) for law, slope in slopes.items())
     ]
-    table = Table(
+    return Table(
         "All slopes",
         "Least squares on log-log axes within each seed, mean ± standard error over the seeds, "
         "beside the exponent of Theorem 1, which is an upper bound: a quantity that falls "
@@ -350,18 +396,4 @@ def page_of(
         ["Quantity", "against", "Slope", "Theorem", "Verdict", "Reason"],
         rows,
         words=frozenset({1, 4, 5}),
-    )
-    origin = Origin(
-        "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
-        "uniform policy, so that a term is measured at one place whatever the step size; the runs "
-        "of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves open, "
-        "stands in the docstrings of firm.theory.",
-        {CONFIG: to_yaml(cfg)},
-    )
-    return Page(
-        product="FIRM theory laboratory",
-        title="The convergence theory, measured",
-        summary=summary,
-        facts=facts,
-        blocks=[*sections, table, origin],
     )

@@ -84,24 +84,7 @@ def train_encoder(
         seed: Seed of the initial parameters, of the order of the texts and of the replacements.
     """
     transformers.set_seed(seed)
-    model = ElectraForPreTraining(
-        ElectraConfig(
-            vocab_size=len(tokenizer),
-            embedding_size=cfg.hidden_size,
-            hidden_size=cfg.hidden_size,
-            intermediate_size=cfg.intermediate_size,
-            num_hidden_layers=cfg.num_layers,
-            num_attention_heads=cfg.num_heads,
-            initializer_range=cfg.initializer_range,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            max_position_embeddings=tokenizer.model_max_length,
-            type_vocab_size=1,
-            pad_token_id=PAD_ID,
-            bos_token_id=BOS_ID,
-            eos_token_id=EOS_ID,
-        )
-    )
+    model = _new_encoder(tokenizer, cfg)
     generator = torch.Generator().manual_seed(seed)
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -134,6 +117,28 @@ def train_encoder(
         )
         run_trainer(trainer)
     return model
+
+
+def _new_encoder(tokenizer: PreTrainedTokenizerFast, cfg: EncoderTraining) -> ElectraForPreTraining:
+    """Returns an encoder with random parameters, from torch's global generator."""
+    return ElectraForPreTraining(
+        ElectraConfig(
+            vocab_size=len(tokenizer),
+            embedding_size=cfg.hidden_size,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=cfg.intermediate_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_heads,
+            initializer_range=cfg.initializer_range,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=tokenizer.model_max_length,
+            type_vocab_size=1,
+            pad_token_id=PAD_ID,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+        )
+    )
 
 
 def replace_tokens(ids: torch.Tensor, *, share: float, generator: torch.Generator) -> torch.Tensor:

@@ -7,8 +7,9 @@ that is `register`ed stands on every page and figure.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
-from firm.run.config import compose, parse, read_yaml, run_cli, to_dict, to_yaml
-from firm.run.directory import CheckpointConfig, Run, leaves
+from firm.run.config import compose, parse, run_cli, to_dict, to_yaml
+from firm.run.differences import leaves
+from firm.run.directory import CheckpointConfig, Run
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.files import make_private_folder
 from firm.run.names import check_folder_name, check_slugs, slug
@@ -16,6 +17,7 @@ from firm.run.progress import Progress, print_table
 from firm.run.quantities import Quantity, register
 from firm.run.sweep import Outcome, Sweep, summarise
 from firm.run.tracking import Tracker, TrackingConfig
+from firm.run.yaml_text import read_yaml
 
 __all__ = [
     "CheckpointConfig",

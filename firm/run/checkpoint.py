@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from firm.federation.client import State
 from firm.federation.serialization import decode, encode
 from firm.run.errors import UserError
+from firm.run.files import sync
 
 _FORMAT = 1
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
@@ -117,15 +118,6 @@ def load_state(path: str | Path) -> State:
     except ValueError as error:
         problem = str(error)
     raise ValueError(f"no whole checkpoint at {path}: {problem}; use an earlier one.")
-
-
-def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(encoded: Any) -> str:

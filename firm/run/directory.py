@@ -13,43 +13,45 @@ While a process writes to a run, no other one may: see `firm.run.lock`. The dire
 alone, since checkpoints hold what clients keep to themselves.
 """
 
-import errno
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
-import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from firm.federation.client import State
 from firm.federation.outside import printable
-from firm.run.checkpoint import OtherFormat, load_state, save_state, sync
-from firm.run.config import read_yaml, to_yaml
+from firm.run.checkpoint import OtherFormat, load_state, save_state
+from firm.run.config import to_yaml
+from firm.run.differences import differences, leaves
 from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
-from firm.run.files import TooDeep, make_private_folder, parse_object, read_text
+from firm.run.files import (
+    TooDeep,
+    file_errors,
+    make_private_folder,
+    parse_object,
+    read_text,
+    replace_text,
+    sync,
+)
 from firm.run.lock import LOCK_NAME, check_not_held, hold
 from firm.run.rows import Row, valid_rows
+from firm.run.session import now, session
+from firm.run.yaml_text import read_yaml
 
 logger = logging.getLogger(__name__)
 
 _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl"
-_PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
 _RESTORE = "restore the file from a copy, or start a new run."
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ class Run:
                 for remains in draft.iterdir():
                     if remains.name != LOCK_NAME:
                         remains.unlink()
-                _write(draft / _CONFIG, to_yaml(config))
-                _write(draft / _RUN, json.dumps({"status": "running", **_session()}, indent=2))
+                replace_text(draft / _CONFIG, to_yaml(config))
+                replace_text(draft / _RUN, json.dumps({"status": "running", **session()}, indent=2))
                 draft.rename(place)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -210,8 +212,8 @@ class Run:
                 sync(log)
         self._scores = self._scores_on_disk(envelope)
         record["status"] = "running"
-        record.setdefault("resumed", []).append(_session())
-        _write(self.path / _RUN, json.dumps(record, indent=2))
+        record.setdefault("resumed", []).append(session())
+        replace_text(self.path / _RUN, json.dumps(record, indent=2))
 
     @classmethod
     def open(
@@ -242,7 +244,7 @@ class Run:
                 if isinstance(error, KeyboardInterrupt):
                     self.finish("interrupted")
                     return
-                _write(self.path / "error.txt", "".join(traceback.format_exception(error)))
+                replace_text(self.path / "error.txt", "".join(traceback.format_exception(error)))
                 self.finish("failed")
         finally:
             self.close()
@@ -255,8 +257,8 @@ class Run:
 
     def finish(self, status: str = "finished") -> None:
         """Notes in run.json that the run has ended, when and how."""
-        record = {**self.record(), "status": status, "ended": _now()}
-        _write(self.path / _RUN, json.dumps(record, indent=2))
+        record = {**self.record(), "status": status, "ended": now()}
+        replace_text(self.path / _RUN, json.dumps(record, indent=2))
 
     def record(self) -> Row:
         """Returns what run.json holds.
@@ -456,89 +458,3 @@ def _read_rows(path: Path) -> list[Any]:
         except TooDeep:
             rows.append(None)  # what an older version took from a site; `valid_rows` leaves it out
     return rows
-
-
-def _write(path: Path, text: str) -> None:
-    """Replaces a file as a whole."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        sync(draft)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    draft.replace(path)
-
-
-@contextmanager
-def file_errors(what: str, comfort: str = "") -> Iterator[None]:
-    """Turns what the file system refuses into a line on what could not be written."""
-    try:
-        yield
-    except OSError as error:
-        remedy = (
-            "make room, then continue with --resume true."
-            if error.errno in _NO_ROOM
-            else "correct its permissions, or choose another path."
-        )
-        reason = error.strerror or str(error)
-        raise UserError(f"{what} cannot be written ({reason}); {comfort}{remedy}") from error
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Key path in dots and value of everything in nested mappings and lists."""
-    if isinstance(value, Mapping):
-        entries: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple):
-        entries = enumerate(value)
-    else:
-        yield path, value
-        return
-    for key, item in entries:
-        yield from leaves(item, f"{path}.{key}" if path else str(key))
-
-
-def differences(stored: Any, config: Any, ignore: Collection[str] = ()) -> list[str]:
-    """Returns the differing key paths, each with the stored and the given value, in words."""
-    absent = object()
-    ours, theirs = dict(leaves(stored)), dict(leaves(config))
-    words = []
-    for key in dict.fromkeys([*ours, *theirs]):
-        is_ignored = any(key == path or key.startswith(f"{path}.") for path in ignore)
-        was, now = ours.get(key, absent), theirs.get(key, absent)
-        if was != now and not is_ignored:
-            was, now = ("absent" if value is absent else repr(value) for value in (was, now))
-            words.append(f"{key} was {was}, is {now}")
-    return words
-
-
-def _session() -> Row:
-    """Who runs what: the surroundings of one start of the program."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "started": _now(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "commit": _git_commit(),
-        "versions": versions,
-    }
-
-
-def _git_commit() -> str | None:
-    """Commit of the source tree, with "-dirty" when it was changed; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,10 +1,16 @@
 """Files of a run as they are read, and folders that are their owner's alone."""
 
+import errno
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from firm.run.errors import UserError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_text(path: Path, *, remedy: str) -> str:
@@ -72,3 +78,39 @@ def make_private_folder(path: Path) -> None:
             raise
     else:
         path.chmod(0o700)  # a umask may have taken more than it should
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a text file as a whole, or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        sync(draft)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    draft.replace(path)
+
+
+@contextmanager
+def file_errors(what: str, comfort: str = "") -> Iterator[None]:
+    """Turns what the file system refuses into a line on what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "make room, then continue with --resume true."
+            if error.errno in _NO_ROOM
+            else "correct its permissions, or choose another path."
+        )
+        reason = error.strerror or str(error)
+        raise UserError(f"{what} cannot be written ({reason}); {comfort}{remedy}") from error
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from firm.federation.outside import check_name
-from firm.run.directory import Row, Run, differences, file_errors
+from firm.run.differences import differences
+from firm.run.directory import Row, Run
 from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
-from firm.run.files import make_private_folder, parse_object, read_text
+from firm.run.files import file_errors, make_private_folder, parse_object, read_text
 from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
 

@@ -18,9 +18,10 @@ from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.strategies.qfedavg import QFedAvgConfig
 from firm.fmoo.attacks import AttackConfig
-from firm.fmoo.client import LocalConfig, SupervisedClient, Workspace, rotated
+from firm.fmoo.client import SupervisedClient
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import TaskData
+from firm.fmoo.workspace import LocalConfig, Workspace, rotated
 
 
 def _data(num_samples: int = 40) -> TaskData:

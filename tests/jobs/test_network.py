@@ -30,7 +30,7 @@ from firm.jobs.alignment_loading import as_calibrations, build_clients, common_c
 from firm.jobs.network_config import federation_of
 from firm.network.daemons import free_port
 from firm.run import UserError, compose, to_dict
-from firm.run.directory import leaves
+from firm.run.differences import leaves
 from firm.run.lock import hold
 
 ROOT = Path(__file__).parents[2]

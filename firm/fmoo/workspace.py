@@ -1,0 +1,234 @@
+"""The model that the clients of a federation take turns on, and how it reads samples."""
+
+import copy
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from firm.federation import Adapter
+from firm.fmoo.models import Dropout, MultiTaskModel
+from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
+
+EVALUATION_BATCH = 2048
+"""Samples per forward pass without gradients."""
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """A client's local training."""
+
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """The local optimizer; its state lives for one round."""
+    lr: float = 0.1
+    """Local learning rate η_c."""
+    momentum: float = 0.0
+    """Of SGD."""
+    weight_decay: float = 0.0
+    """L2 penalty of the optimizer."""
+    batch_size: int | None = 128
+    """Samples per local step; null takes the whole shard, for exact local gradients."""
+    rotation: float = 0.0
+    """Largest angle of random rotations of training images, in degrees."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"lr must be positive, got {self.lr}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
+        if self.momentum and self.optimizer == "adam":
+            raise ValueError(f"momentum belongs to sgd, got {self.momentum} with adam.")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be non-negative, got {self.weight_decay}.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 or null, got {self.batch_size}.")
+        if not 0 <= self.rotation <= 180:
+            raise ValueError(f"rotation must be from 0 to 180 degrees, got {self.rotation}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How a model does, by objective."""
+
+    losses: torch.Tensor
+    """Mean losses, float64 [M]."""
+    accuracies: torch.Tensor | None
+    """Shares of right labels, float64 [M]; None for regression."""
+
+
+class Replica(threading.local):
+    """A model of each thread's own.
+
+    Args:
+        model: What it is a copy of; never changed.
+        of_images: Whether convolutions are to run in the layout that is fastest on the CPU.
+    """
+
+    def __init__(self, model: MultiTaskModel, *, of_images: bool) -> None:
+        self.model = copy.deepcopy(model)
+        if of_images:
+            self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.parameters = dict(self.model.named_parameters())
+        self.generator = torch.Generator()
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.generator = self.generator
+
+
+class Workspace:
+    """What all clients of a process share: the data in memory, and a model to switch between.
+
+    Clients are arrays of indices, and every thread that works has one model: memory grows by 8
+    bytes per sample with the clients, and by a model with the workers.
+
+    Args:
+        model: Whose copies clients train; never changed.
+        data: The training data; clients hold indices into it.
+        cfg: The local training.
+
+    Raises:
+        ValueError: A model whose encoder's parameters do not come first, or that draws from torch's
+            global generator, which threads would share.
+    """
+
+    def __init__(self, model: MultiTaskModel, data: TaskData, cfg: LocalConfig) -> None:
+        self._replica = Replica(model, of_images=data.inputs.ndim == 4)
+        self.data, self.cfg = data, cfg
+        self.mean, self.std = _statistics(data.inputs)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                raise ValueError(
+                    f"{name} is a {type(module).__name__} of torch, which draws from the global "
+                    "generator; use firm.fmoo.models.Dropout."
+                )
+        names = list(self.parameters)
+        num_shared = sum(p.numel() for n, p in self.parameters.items() if n.startswith("encoder."))
+        if any(n.startswith("encoder.") for n in names[len(list(model.encoder.parameters())) :]):
+            raise ValueError(f"The encoder's parameters must come first, got the order {names}.")
+        self.shared = slice(0, num_shared)
+
+    @property
+    def model(self) -> MultiTaskModel:
+        """This thread's model."""
+        return self._replica.model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This thread's model's parameters by name."""
+        return self._replica.parameters
+
+    @property
+    def linear_heads(self) -> list[nn.Linear] | None:
+        """This thread's heads, where model and losses are as ``linear.descend_`` takes them."""
+        heads = [head for head in self.model.heads if isinstance(head, nn.Linear)]
+        if not isinstance(self.model.encoder, nn.Flatten) or len(heads) < len(self.model.heads):
+            return None
+        is_known = set(self.data.losses) in ({"binary"}, {"squared"})
+        return heads if is_known and self.data.inputs.dtype == torch.float32 else None
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What this thread's model draws dropout from."""
+        return self._replica.generator
+
+    def load(self, adapter: Adapter) -> None:
+        """Gives this thread's model these parameters, which are copied."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(adapter[name])
+
+    def prepared(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns stored inputs as the model takes them: images as normalised floats."""
+        if inputs.dtype != torch.uint8:
+            return inputs
+        images = inputs.to(memory_format=torch.channels_last).float()
+        return (images / 255 - self.mean) / self.std
+
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the objectives' mean losses on prepared inputs, shape [M]."""
+        outputs = self.model(inputs)
+        return torch.stack(
+            [
+                LOSSES[loss](output, targets[:, j])
+                for j, (loss, output) in enumerate(zip(self.data.losses, outputs, strict=True))
+            ]
+        )
+
+    @torch.no_grad()
+    def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> Scores:
+        """Returns how this thread's model does on samples of a data set, without dropout.
+
+        Args:
+            data: Like the workspace's, with the same objectives.
+            indices: Samples, shape [N]; all by default.
+
+        Raises:
+            ValueError: Without samples.
+        """
+        chosen = torch.arange(len(data)) if indices is None else indices
+        if len(chosen) == 0:
+            raise ValueError("There are no samples to evaluate on.")
+        self.model.eval()
+        losses = torch.zeros(len(data.objectives), dtype=torch.float64)
+        hits = torch.zeros_like(losses)
+        for part in chosen.split(EVALUATION_BATCH):
+            outputs = self.model(self.prepared(data.inputs[part]))
+            for j, (loss, output) in enumerate(zip(data.losses, outputs, strict=True)):
+                targets = data.targets[part, j]
+                losses[j] += LOSSES[loss](output, targets).double() * len(part)
+                hits[j] += _accuracy(loss, output, targets) * len(part)
+        self.model.train()
+        accuracies = None if "squared" in data.losses else hits / len(chosen)
+        return Scores(losses / len(chosen), accuracies)
+
+
+def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
+    """Returns images turned about their centres by random angles, bilinearly, edges repeated.
+
+    Args:
+        images: float, shape [B, C, H, W].
+        degrees: Largest angle to both sides.
+        generator: Draws one angle per image.
+    """
+    angles = (torch.rand(len(images), generator=generator) * 2 - 1) * torch.pi * degrees / 180
+    cosines, sines = angles.cos()[:, None, None], angles.sin()[:, None, None]
+    height, width = images.shape[2:]
+    ratio = height / width
+    x, y = _centres(width), _centres(height)[:, None]
+    # torch's affine_grid multiplies small matrices, twenty times slower
+    grid = torch.stack(
+        [cosines * x - sines * ratio * y, sines / ratio * x + cosines * y], dim=1
+    )  # [B, 2, H, W]
+    return nn.functional.grid_sample(
+        images, grid.movedim(1, 3), padding_mode="border", align_corners=False
+    )
+
+
+def _centres(size: int) -> torch.Tensor:
+    """The pixels' places on a side that reaches from -1 to 1, shape [size]."""
+    return torch.linspace(-1, 1, size) * (size - 1) / size
+
+
+def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of each channel, of pixels in [0, 1]; shape [C, 1, 1]."""
+    if inputs.dtype != torch.uint8:
+        return torch.zeros(()), torch.ones(())
+    channels = inputs.transpose(0, 1).flatten(1)  # [C, N H W]
+    counts = torch.stack([torch.bincount(c, minlength=256) for c in channels]).double()
+    levels = torch.arange(256) / 255
+    total = counts.sum(dim=1)
+    mean = counts @ levels.double() / total
+    variance = counts @ levels.double().square() / total - mean.square()
+    std = variance.clamp(min=1e-12).sqrt()
+    return mean.float()[:, None, None], std.float()[:, None, None]
+
+
+def _accuracy(loss: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Share of right labels; 0 for regression, which has none."""
+    if loss in CLASS_LOSSES:
+        return (outputs.argmax(dim=1) == targets).double().mean().item()
+    if loss == "binary":
+        return ((outputs > 0) == (targets.reshape(outputs.shape) > 0.5)).double().mean().item()
+    return 0.0
