@@ -35,7 +35,7 @@ def kkt_gap(
         radius: ε of the box, at least 0; no box by default.
 
     Returns:
-        The gap, shape [...]: non-negative, 0 at the optimum, below 1e-12 at every float64 solution.
+        The gap of shape [...], non-negative, 0 at the optimum, below 1e-12 at float64 solutions.
 
     Raises:
         ValueError: When ``gram`` is no Gram matrix, or the weights' shape is not its own, or they
