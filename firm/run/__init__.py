@@ -3,7 +3,7 @@
 A configuration is a frozen dataclass filled from YAML and the command line (`run_cli`, `parse`). A
 `Run` is a directory that survives being killed at any moment, a `Sweep` a folder of them.
 `Tracker` forwards metrics to W&B when asked, `Progress` informs the person who waits. A `Quantity`
-within `QUANTITIES` stands on every page and figure.
+that is registered stands on every page and figure.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state

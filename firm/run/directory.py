@@ -35,10 +35,10 @@ from firm.run.differences import differences, leaves
 from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
 from firm.run.files import (
-    TooDeep,
     file_errors,
     make_private_folder,
     parse_object,
+    read_rows,
     read_text,
     replace_text,
     sync,
@@ -304,11 +304,11 @@ class Run:
 
     def checked_rows(self) -> tuple[list[Row], list[str]]:
         """Returns the rows and what `valid_rows` left out of them."""
-        return valid_rows(_read_rows(self.path / _METRICS))
+        return valid_rows(read_rows(self.path / _METRICS, remedy=_RESTORE))
 
     def samples(self) -> list[Row]:
         """Returns what is valid of the rows of samples.jsonl, empty without the file."""
-        return valid_rows(_read_rows(self.path / _SAMPLES), kind="sample")[0]
+        return valid_rows(read_rows(self.path / _SAMPLES, remedy=_RESTORE), kind="sample")[0]
 
     def save_checkpoint(
         self, round: int, state: State, *, keep_last: int = 3, score: float | None = None
@@ -438,23 +438,3 @@ def _remove(folder: Path) -> None:
 def _log_lengths(envelope: State | None) -> dict[str, int]:
     """Bytes that each log had when a checkpoint was written; none without one."""
     return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
-
-
-def _read_rows(path: Path) -> list[Any]:
-    if not path.exists():
-        return []
-    whole = path.read_bytes().rpartition(b"\n")[0]  # what follows the last line end is torn
-    rows: list[Any] = []
-    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
-        where = f"{path}, line {number}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{where}: the byte 0x{line[error.start]:02x} is not UTF-8; {_RESTORE}"
-            ) from None
-        try:
-            rows.append(parse_object(text, where=where, remedy=_RESTORE))
-        except TooDeep:
-            rows.append(None)  # what an older version took from a site; `valid_rows` leaves it out
-    return rows

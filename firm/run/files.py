@@ -114,3 +114,35 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_rows(path: Path, *, remedy: str) -> list[Any]:
+    """Returns the JSON objects in the lines of a file; empty without the file.
+
+    A last line that is still being written is left out. One that is nested too deeply is None:
+    earlier versions took such from a site, and `valid_rows` leaves it out.
+
+    Args:
+        path: The file.
+        remedy: What to do about a damaged line, for the message.
+
+    Raises:
+        UserError: A line is not UTF-8, or holds no JSON object; the message names file and line.
+    """
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]  # what follows the last line end is torn
+    rows: list[Any] = []
+    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}: the byte 0x{line[error.start]:02x} is not UTF-8; {remedy}"
+            ) from None
+        try:
+            rows.append(parse_object(text, where=where, remedy=remedy))
+        except TooDeep:
+            rows.append(None)  # what an older version took from a site; `valid_rows` leaves it out
+    return rows
