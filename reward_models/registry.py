@@ -1,10 +1,7 @@
 """Which reward models there are, by name, and how a config chooses one."""
 
 import difflib
-import hashlib
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
 from reward_models.golden import GoldenScore, check_golden_scores
 from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
@@ -204,18 +202,12 @@ def load_reward_model(config: RewardModelConfig, objective: str) -> Any:
 def _import_file(file: str) -> None:
     """Runs a Python file once in this process."""
     path = Path(file).expanduser().resolve()
-    module_name = f"reward_models_of_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    if module_name in sys.modules:
-        return
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"no Python file of reward functions at {file}: correct `file`.")
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
         with _all_or_no_names():
-            spec.loader.exec_module(module)
+            import_file(path)
     except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
         raise ValueError(
             f"the file of reward functions cannot be imported, {_place(error, path)}: "
             f"{_in_one_line(error)}: repair it."

@@ -33,7 +33,7 @@ def main(cfg: ChatConfig, console: Console | None = None) -> None:
 
 
 def turns(console: Console) -> Iterator[str]:
-    """What the person says, line by line, until /quit or the end of the input."""
+    """Yields what the person says, line by line, until /quit or the end of the input."""
     is_person = sys.stdin.isatty()
     while True:
         try:
@@ -56,7 +56,7 @@ def show_welcome(console: Console, cfg: ChatConfig, folder: Path) -> None:
 
 
 def show(console: Console, answers: Mapping[str, Answer]) -> None:
-    """Two columns on a terminal, labelled lines elsewhere."""
+    """Prints two columns on a terminal, labelled lines elsewhere."""
     if not console.is_terminal:
         for side, answer in answers.items():
             say(console, f"{side}: {answer.text}")

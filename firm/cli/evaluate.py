@@ -33,7 +33,7 @@ def main(cfg: CompareConfig) -> Path:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a model may write and a terminal would obey."""
+    """Returns the text without control characters, which a terminal would obey."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

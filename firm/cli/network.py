@@ -22,6 +22,7 @@ from firm.jobs.network_config import (
     ServerConfig,
     SiteConfig,
     federation_of,
+    kit_config,
     run_config,
     server_address,
     site_name,
@@ -141,7 +142,7 @@ def _server(cfg: ServerConfig) -> Daemons:
     _, port = server_address(cfg.kit)
     check_not_held(cfg.kit)
     _check_port(port)
-    run_config(cfg.kit / "run.yaml", cfg.overrides)
+    kit_config(cfg.kit, cfg.overrides)
     own = replace(cfg, kit=cfg.kit.resolve())
     (cfg.kit / "server.yaml").write_text(to_yaml(own), encoding="utf-8")
     kits.prepare_server(cfg.kit, controller=CONTROLLER, arguments={"name": NAME})
@@ -153,7 +154,7 @@ def _site(cfg: SiteConfig) -> Daemons:
     server_address(cfg.kit)
     check_not_held(cfg.kit)
     site = site_name(cfg.kit)
-    run_config(cfg.kit / "run.yaml", cfg.overrides)
+    kit_config(cfg.kit, cfg.overrides)
     own = replace(cfg, kit=cfg.kit.resolve())
     (cfg.kit / "site.yaml").write_text(to_yaml(own), encoding="utf-8")
     kits.prepare_site(cfg.kit, site=site)
@@ -184,7 +185,7 @@ def _command(party: str, kit: Path) -> str:
 
 
 def _daemons(kit: Path, commands: Mapping[str, list[str]]) -> Daemons:
-    """The processes of a kit; relative paths of the run start from this process's folder."""
+    """Returns the processes of a kit; relative paths of the run start from the present folder."""
     environment = {**search_path(Path(__file__).parents[2]), HOME_VARIABLE: str(Path.cwd())}
     return Daemons(commands, output=kit / OUTPUT, environment=environment)
 
@@ -218,7 +219,7 @@ def _check_port(port: int) -> None:
 
 
 def _reach(kit: Path) -> str | None:
-    """Why the server of a site's or an administrator's kit cannot be reached; None if it can.
+    """Returns why the server of a site's or an administrator's kit is out of reach, or None.
 
     Raises:
         UserError: It can, and server and kit do not accept each other.

@@ -80,17 +80,17 @@ class Result:
 
     @property
     def comparison(self) -> list[Comparison]:
-        """The aligned model beside the base model, by objective and further figures."""
+        """Returns the aligned model beside the base model, by objective and further figures."""
         return comparison_table(self.base, self.final)
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of metrics.jsonl."""
+        """Returns the rows of metrics.jsonl."""
         return Run(self.path).rows()
 
     @property
     def metrics(self) -> Frame:
-        """Every logged number, one in each row of a pandas.DataFrame.
+        """Returns every logged number, one in each row of a pandas.DataFrame.
 
         Its columns are `firm.report.tables.COLUMNS`.
         """

@@ -224,7 +224,7 @@ class AlignmentConfig:
 
 
 def client_names(cfg: AlignmentConfig) -> list[str]:
-    """All clients, in the order in which their updates are summed."""
+    """Returns the names of all clients, in the order in which their updates are summed."""
     return [f"client_{index}" for index in range(cfg.num_clients)]
 
 
@@ -292,7 +292,7 @@ def _check_calibrations(cfg: AlignmentConfig) -> None:
 
 
 def reward_configs(cfg: AlignmentConfig) -> dict[str, RewardModelConfig]:
-    """All reward models: by objective, and those of groups by group/objective."""
+    """Returns all reward models: by objective, and those of groups by group/objective."""
     return {
         **cfg.rewards,
         **{

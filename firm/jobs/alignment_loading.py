@@ -122,7 +122,10 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
 def common_calibrations(
     loaded: LoadedRun, cfg: AlignmentConfig, out: Path
 ) -> dict[str, Calibration]:
-    """The server fixes the maps from scores to rewards, for all; of a run that goes on, its own."""
+    """Returns the maps from scores to rewards, which the server fixes for all.
+
+    A run that goes on keeps its own.
+    """
     calibrations = _calibrate(loaded, cfg)  # tries every reward model, too
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
         frozen = as_calibrations(checkpoint[1]["calibrations"])
@@ -168,7 +171,7 @@ def build_engine(
     *,
     on_event: Callable[..., None] | None = None,
 ) -> Engine:
-    """The engine of this process and of those that a launcher started beside it."""
+    """Returns the engine of this process and of those that a launcher started beside it."""
     names, processes = client_names(cfg), loaded.processes
     own = processes.hosted(names)
     clients = build_clients(loaded, cfg, calibrations, own, on_event=on_event)
@@ -188,13 +191,13 @@ def build_engine(
 def _texts(
     config: PromptsConfig, limit: int, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> list[str]:
-    """The first prompts of a held-out source, as dialogues."""
+    """Returns the first prompts of a held-out source, as dialogues."""
     prompts = load_prompts(**asdict(config), tokenizer=tokenizer)[:limit] if limit else []
     return [prompt.text for prompt in prompts]
 
 
 def _partition(prompts: list[Prompt], cfg: AlignmentConfig) -> list[list[Prompt]]:
-    """The clients' shards, each large enough for a batch of different prompts."""
+    """Returns the clients' shards, each large enough for a batch of different prompts."""
     size = cfg.estimator.num_prompts
     if cfg.partition.kind == "iid":
         shards = iid_partition(len(prompts), cfg.num_clients, seed=cfg.seed, min_examples=size)
@@ -212,7 +215,7 @@ def _partition(prompts: list[Prompt], cfg: AlignmentConfig) -> list[list[Prompt]
 def _own_judges(
     cfg: AlignmentConfig, judges: Mapping[str, RewardFn], calibrations: Mapping[str, Calibration]
 ) -> dict[str, Judges]:
-    """Reward models and their maps by client, of those who have others than the trainer's."""
+    """Returns reward models and maps by client, of those who have others than the trainer's."""
     found = {}
     for group, config in cfg.groups.items():
         keys = {
@@ -230,7 +233,7 @@ def _own_judges(
 
 
 def _attacks(cfg: AlignmentConfig) -> dict[str, AttackConfig]:
-    """The attacks by client, of those who attack."""
+    """Returns the attacks by client, of those who attack."""
     return {
         f"client_{index}": config.attack
         for config in cfg.groups.values()
@@ -240,7 +243,7 @@ def _attacks(cfg: AlignmentConfig) -> dict[str, AttackConfig]:
 
 
 def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration]:
-    """The frozen maps from scores to rewards, fixed beforehand or from the base model's replies."""
+    """Returns the maps from scores to rewards: fixed beforehand, or from base-model replies."""
     seed = cfg.evaluation.calibration_seed
     texts = [prompt.text for prompt in loaded.prompts[: cfg.evaluation.num_calibration_prompts]]
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
@@ -253,12 +256,12 @@ def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration
 
 
 def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
-    """The maps that ``Calibration.to_dict`` wrote."""
+    """Returns the maps that ``Calibration.to_dict`` wrote."""
     return {name: Calibration.from_dict(values) for name, values in figures.items()}
 
 
 def _start(trainer: MultiObjectivePPOTrainer, cfg: AlignmentConfig) -> Adapter:
-    """The mean of the adapters that the run starts from."""
+    """Returns the mean of the adapters that the run starts from."""
     policy: Any = trainer.policy_model
     adapters = []
     for folder in cfg.start:

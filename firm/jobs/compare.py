@@ -241,7 +241,7 @@ def _words(figures: Mapping[str, Any]) -> str:
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
-    """The PEFT folder of every run or adapter, under a name as short as can be.
+    """Returns the PEFT folder of every run or adapter, under a name as short as can be.
 
     Raises:
         UserError: Two of them are the same.
@@ -333,7 +333,7 @@ def _source(config: PromptsConfig) -> str:
 
 
 def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, Any]]:
-    """Every figure of every model, the base model first."""
+    """Returns every figure of every model, the base model first."""
     first = next(iter(tables.values()))
     rows: list[dict[str, Any]] = [
         {"model": BASE, "figure": row.name, "mean": row.base, "se": row.base_se,

@@ -31,7 +31,7 @@ AnyConfig = TypeVar("AnyConfig")
 def parse_over_run(
     config_class: type[AnyConfig], argv: Sequence[str] | None, *, key: str, description: str
 ) -> AnyConfig:
-    """The command line's configuration, laid over the settings of a run that it names.
+    """Returns the command line's configuration, laid over the settings of a run that it names.
 
     Args:
         config_class: What to parse; it takes from the run what it has fields for.
@@ -62,7 +62,7 @@ def parse_over_run(
 
 
 def checked_record(path: Path) -> Record:
-    """What a run's files say; a damaged one is named, since a run may come from elsewhere.
+    """Returns what a run's files say; names a damaged one, as runs may come from elsewhere.
 
     Raises:
         UserError: There is no run at `path`, or a file of it is malformed.
@@ -82,7 +82,7 @@ def checked_record(path: Path) -> Record:
 
 
 def run_settings(record: Record) -> dict[str, Any]:
-    """What a run's configuration says of the model and of how it is measured."""
+    """Returns what a run's configuration says of the model and of how it is measured."""
     settings = record.settings
     evaluation = settings.get("evaluation") or {}
     found = {
@@ -98,7 +98,7 @@ def run_settings(record: Record) -> dict[str, Any]:
 
 
 def adapter_folder(path: Path) -> Path:
-    """The PEFT folder itself, or the one that a finished run has in it."""
+    """Returns the PEFT folder itself, or the one that a finished run has in it."""
     is_run = (path / "run.json").is_file() and not (path / "adapter_config.json").exists()
     if is_run and not (path / "adapter").is_dir():
         raise UserError(f"the run in {path} has no adapter yet; finish it with --resume.")
@@ -108,7 +108,7 @@ def adapter_folder(path: Path) -> Path:
 def frozen_calibrations(
     rewards: Mapping[str, RewardModelConfig], record: Record
 ) -> dict[str, Calibration]:
-    """The maps to [0, 1] that a run froze, for those rewards that are still the run's own."""
+    """Returns the maps to [0, 1] that a run froze, for the rewards that are still its own."""
 
     def is_the_runs(config: RewardModelConfig, settings: Mapping[str, Any]) -> bool:
         given = to_dict(config)  # a run of an older version lacks keys that were added since

@@ -184,7 +184,7 @@ def is_done(measured: Row | None, rounds: int, target: float | None) -> bool:
 
 
 def progress_line(path: Path, row: dict[str, Any]) -> str:
-    """How a run stands."""
+    """Returns how a run stands, in a line."""
     figures = row.get("accuracies") or row["losses"]
     if len(users := row.get("users") or {}) <= NUM_TABLE_USERS:
         figures = figures | users

@@ -191,7 +191,7 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
 
 
 def attack_on(algorithm: AlgorithmConfig, cfg: ClassicConfig) -> AttackConfig:
-    """The attack on an algorithm."""
+    """Returns the attack on an algorithm."""
     if algorithm.attack_amount is None:
         return cfg.attack
     return replace(cfg.attack, amount=algorithm.attack_amount)

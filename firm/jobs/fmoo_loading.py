@@ -47,7 +47,7 @@ class Federation:
 
     @property
     def names(self) -> list[str]:
-        """The clients' names."""
+        """Returns the clients' names."""
         return [client.name for client in self.clients]
 
 
@@ -99,7 +99,7 @@ def federate(
 def partition(
     data: TaskData, cfg: ClassicConfig, count: int, seed: int
 ) -> dict[str, Sequence[int]]:
-    """The samples of each of so many clients, by client."""
+    """Returns the samples of each of so many clients, by client."""
     kind, least, most = cfg.partition.kind, cfg.partition.min_samples, cfg.partition.max_samples
     if kind == "natural":
         if data.natural is None:

@@ -22,7 +22,7 @@ from firm.jobs.fmoo_loading import Federation
 def evaluation(
     cfg: ClassicConfig, federation: Federation, splits: Splits, state: ServerState
 ) -> dict[str, Any]:
-    """The row of an evaluation of the global model."""
+    """Returns the row of an evaluation of the global model."""
     workspace = federation.workspace
     workspace.load(state.adapter)
     if cfg.split == "train":
@@ -49,7 +49,7 @@ def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
 
 
 def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float]]:
-    """Each user's accuracy, mean over the objectives, on what its client kept from training.
+    """Returns each user's accuracy, mean over the objectives, on what its client kept back.
 
     Where clients keep nothing, but are users of the data, on these users' test samples; without
     either there is nothing.
@@ -76,7 +76,7 @@ def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float
 def improved(
     federation: Federation, before: ServerState, after: ServerState, row: dict[str, Any]
 ) -> float:
-    """The share of a round's clients none of whose training losses the server's step raised."""
+    """Returns the share of a round's clients none of whose losses the server's step raised."""
     workspace = federation.workspace
     losses = []
     for state in (before, after):
@@ -87,7 +87,7 @@ def improved(
 
 
 def progress(federation: Federation, state: ServerState, clients: State) -> dict[str, float]:
-    """How far a local training from the global model lowers each objective's loss on own samples.
+    """Returns how far local training from the global model lowers each loss on own samples.
 
     The federation is any with the same clients; they begin with the states that are given.
     """

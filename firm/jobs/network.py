@@ -32,7 +32,7 @@ from firm.jobs.network_config import (
     SiteConfig,
     clients_by_site,
     federation_of,
-    run_config,
+    kit_config,
     site_name,
 )
 from firm.network import link
@@ -59,6 +59,7 @@ OWN_KEYS = (
     "num_threads",
     "out",
     "plan",
+    "plugins",
     "policy.device",
     "policy.path",
     "processes_per_client",
@@ -85,7 +86,7 @@ class Federation(SitesController):
         federation = federation_of(kit)
         own = compose(ServerConfig, [kit / "server.yaml"], [])
         out = kit / "runs" / self._name
-        cfg = replace(run_config(kit / "run.yaml", own.overrides), out=out, resume=True)
+        cfg = replace(kit_config(kit, own.overrides), out=out, resume=True)
         _wait_until_free(out)
         Run.check(out, to_dict(cfg), resume=True, ignore=FREE_KEYS)
         loaded = load(cfg, Processes())
@@ -121,7 +122,7 @@ def site_process(kit: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     own = compose(SiteConfig, [kit / "site.yaml"], [])
     federation, site = federation_of(kit), site_name(kit)
-    cfg = run_config(kit / "run.yaml", own.overrides)
+    cfg = kit_config(kit, own.overrides)
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
     names = clients_by_site(federation)[site]
@@ -182,7 +183,7 @@ def site_process(kit: Path) -> None:
 
 
 def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun) -> dict[str, Any]:
-    """What must be the same at server and sites, by a name that a person understands."""
+    """Returns what must be the same at server and sites, by a name that a person understands."""
     policy: Any = loaded.trainer.policy_model
     base = hashlib.sha256()
     for name, parameter in sorted(policy.named_parameters()):

@@ -115,6 +115,14 @@ def run_config(base: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
     return compose(AlignmentConfig, [base], list(overrides.items()))
 
 
+def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
+    """Returns the configuration of the run as a party carries it out, with its own overrides.
+
+    Plugins are code, which each party names for itself: those of the kit are not imported.
+    """
+    return compose(AlignmentConfig, [kit / "run.yaml"], [("plugins", []), *overrides.items()])
+
+
 def federation_of(kit: Path) -> FederationConfig:
     """Returns the federation that a kit belongs to."""
     path = kit / "federation.yaml"

@@ -76,7 +76,7 @@ class Section:
 
 
 def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Section:
-    """FIRM against the server that resolves."""
+    """Compares FIRM with the server that resolves."""
     findings = []
     for world, opening in WORLDS.items():
         firm, server = runs[f"{opening}FIRM"], runs[f"{opening}FedCMOO-A"]
@@ -125,7 +125,7 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
 
 
 def figure_2(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Section:
-    """What β does."""
+    """Compares values of β."""
     findings = []
     for world, opening in WORLDS.items():
         without, with_beta = runs[f"{opening}β = 0, C = 2"], runs[f"{opening}β = 0.05, C = 2"]
@@ -248,7 +248,7 @@ def heterogeneity(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -
 
 
 def table_1(runs: Mapping[str, list[Record]]) -> Section:
-    """One prompt, four models."""
+    """Shows one prompt's replies of four models."""
     models: dict[str, tuple[Record, Literal["first", "last"]]] = {
         "base": (runs["p = (0.5, 0.5)"][0], "first"),
         "balanced, p = (0.5, 0.5)": (runs["p = (0.5, 0.5)"][0], "last"),
@@ -363,11 +363,11 @@ def _replies(record: Record, which: Literal["first", "last"]) -> dict[str, dict]
 
 
 def plain(text: str) -> str:
-    """A text in one cell of a table."""
+    """Returns a text as it stands in one cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Returns a table in Markdown."""
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])

@@ -122,9 +122,9 @@ def study(cfg: StudyConfig) -> StudyResult | None:
         UserError: A key is wrong, the folder is taken, or some runs failed.
     """
     out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    configs = study_configs(cfg)
+    points, configs = _points(cfg), study_configs(cfg)
     settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
-    sweep = Sweep.open(out, settings, _points(cfg), resume=cfg.resume)
+    sweep = Sweep.open(out, settings, points, resume=cfg.resume)
     group = f"{cfg.name}-{sweep.id}"
     runs = {
         name: to_dict(replace(run, tracking=run.tracking.within(group)))
@@ -132,8 +132,8 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     }
     if not finish(sweep, [runs], num_workers=cfg.num_workers):
         return None
-    header, rows = table(sweep)
     by_setting = records(sweep)
+    header, rows = table(by_setting)
     page = write_study_page(
         out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
     )
@@ -205,9 +205,8 @@ def study_of(sweep: Sweep) -> StudyConfig:
     return compose(StudyConfig, [], settings, source=f"the study {sweep.path}")
 
 
-def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+def table(by_setting: Mapping[str, Sequence[Record]]) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows: rewards, further scores, KL and bytes of every setting."""
-    by_setting = records(sweep)
     final = {setting: [_figures(record) for record in runs] for setting, runs in by_setting.items()}
     names = dict.fromkeys(name for runs in final.values() for run in runs for name in run)
     rows = [
@@ -218,7 +217,7 @@ def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
 
 def _figures(record: Record) -> dict[str, float]:
-    """What the last evaluation on the test prompts and the rounds say."""
+    """Returns what the last evaluation on the test prompts and the rounds say."""
     figures = {
         **{name: final_reward(name)(record) for name in record.objectives},
         **{name: final_score(name)(record) for name in record.extra_scores()},

@@ -300,7 +300,7 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> list[PointConfig]:
 def _run_config(
     cfg: SweepConfig, point: PointConfig, out: Path, objectives: tuple[str, ...]
 ) -> AlignmentConfig:
-    """The point's run; checked, so that a wrong key is told before anything runs."""
+    """Returns the point's run; checked, so that a wrong key shows before anything runs."""
     method = cfg.methods[point.method]
     overrides: dict[str, Any] = {
         "evaluation.calibration_seed": cfg.seeds[0],
@@ -329,7 +329,7 @@ def _run_config(
 
 
 def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point:
-    """What the last evaluation on the test prompts says of a run."""
+    """Returns what the last evaluation on the test prompts says of a run."""
     base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
     if any(rewards_of(row, record.objectives) is None for row in (base, final)):
         raise ValueError("its log lacks rewards on the test prompts")
@@ -370,7 +370,7 @@ def _check_reference(fronts: Mapping[str, Front]) -> None:
 
 
 def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
-    """The points of all methods, for a table."""
+    """Returns the points of all methods, for a table."""
     return [
         {
             "method": method,
@@ -389,7 +389,7 @@ def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
 
 
 def _hypervolumes(fronts: Mapping[str, Front]) -> dict[str, float]:
-    """Each method's mean over the seeds, where there is one."""
+    """Returns each method's mean over the seeds, where there is one."""
     found = {}
     for method, front in fronts.items():
         with suppress(ValueError):  # a single point, or one that is not above the reference point

@@ -79,7 +79,7 @@ PANELS = {
 
 
 def lemma_1_summary(values: Values) -> str:
-    """How Lemma 1 fared in all runs, in a sentence."""
+    """Returns how Lemma 1 fared in all runs, in a sentence."""
 
     def all_of(name: str) -> np.ndarray:
         return np.concatenate([v.ravel() for (_, key), v in values.items() if key == name])
@@ -96,7 +96,7 @@ def lemma_1_summary(values: Values) -> str:
 
 
 def unregularised_summary(values: Values, cfg: SweepsConfig) -> str:
-    """How far the clients' λ* lie apart with β = 0 and with the experiment's β, in a sentence."""
+    """Returns how far the clients' λ* lie apart with β = 0 and with the experiment's β."""
     spreads = values["beta", SPREAD]  # [S, N], beta = 0 first
     near = min(range(len(cfg.betas)), key=lambda place: abs(cfg.betas[place] - cfg.experiment.beta))
     (ratio,), (se,) = geometric_mean(spreads[:, :1] / spreads[:, near + 1 : near + 2])
@@ -109,7 +109,7 @@ def unregularised_summary(values: Values, cfg: SweepsConfig) -> str:
 
 
 def slopes_summary(slopes: Mapping[Law, Slope]) -> str:
-    """How many slopes are the theorem's, in a sentence."""
+    """Returns how many slopes are the theorem's, in a sentence."""
     verdicts = [verdict(slope, law.exponent) for law, slope in slopes.items()]
     return (
         f"Of {len(verdicts)} slopes {verdicts.count('as the theorem')} are the theorem's; where "
@@ -118,7 +118,7 @@ def slopes_summary(slopes: Mapping[Law, Slope]) -> str:
 
 
 def law_cells(law: Law, slope: Slope) -> list[str]:
-    """A law's row of the table."""
+    """Returns a law's row of the table."""
     return [
         LABELS[law.quantity],
         AXES[law.sweep.removeprefix("exact_")],
@@ -129,7 +129,7 @@ def law_cells(law: Law, slope: Slope) -> list[str]:
 
 
 def slope_text(slope: Slope) -> str:
-    """Mean ± standard error, to the digits that the error leaves."""
+    """Returns mean ± standard error, to the digits that the error leaves."""
     return measure(Measure(slope.mean, slope.se), is_signed=True)
 
 
@@ -185,7 +185,7 @@ LINES = [Key("fitted slope", MUTED), Key("theorem's slope", INK, "dot")]
 
 
 def points_of(law: Law, values: Values, cfg: SweepsConfig) -> Points:
-    """A quantity's geometric means over the seeds, where x is positive."""
+    """Returns a quantity's geometric means over the seeds, where x is positive."""
     xs, (means, ses) = positions(law.sweep, cfg), geometric_mean(values[law.sweep, law.quantity])
     kept = xs > 0
     name, color = LABELS[law.quantity], COLORS[law.quantity]
@@ -193,7 +193,7 @@ def points_of(law: Law, values: Values, cfg: SweepsConfig) -> Points:
 
 
 def law_panel(name: str, slopes: Mapping[Law, Slope], values: Values, cfg: SweepsConfig) -> Panel:
-    """One figure of all laws that share it."""
+    """Draws one figure of all laws that share it."""
     laws = [law for law in slopes if law.panel == name]
     fits = [
         Fit(
@@ -211,7 +211,7 @@ def law_panel(name: str, slopes: Mapping[Law, Slope], values: Values, cfg: Sweep
 
 
 def lemma_panel(pairs: Sequence[Mapping[str, float]]) -> Panel:
-    """Both sides of Lemma 1, with the line on which they are equal."""
+    """Draws both sides of Lemma 1, with the line on which they are equal."""
     shown = [pair for pair in pairs if pair["left"] > 0 and pair["right"] > 0]
     rights, lefts = [[pair[key] for pair in shown] for key in ("right", "left")]
     ends = [min(rights), max(rights)]
@@ -240,7 +240,7 @@ def lemma_panel(pairs: Sequence[Mapping[str, float]]) -> Panel:
 
 
 def unregularised_panel(values: Values, cfg: SweepsConfig) -> Panel:
-    """The spread of λ* over β, beside that of β = 0."""
+    """Draws the spread of λ* over β, beside that of β = 0."""
     (law,) = (law for law in LAWS if (law.sweep, law.quantity) == ("beta", SPREAD))
     points = points_of(law, values, cfg)
     at_zero = float(geometric_mean(values["beta", SPREAD])[0][0])

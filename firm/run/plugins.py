@@ -20,7 +20,7 @@ def import_plugin(name: str) -> None:
     """
     try:
         if name.endswith(".py"):
-            _import_file(Path(name).expanduser().resolve())
+            import_file(Path(name))
         else:
             importlib.import_module(name)
     except (Exception, SystemExit) as error:  # whatever another's module raises ends in one line
@@ -28,16 +28,23 @@ def import_plugin(name: str) -> None:
         raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
 
 
-def _import_file(path: Path) -> None:
-    module_name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    if module_name in sys.modules:
+def import_file(file: Path) -> None:
+    """Runs a Python file as a module, once in this process, whoever names it.
+
+    Raises:
+        ImportError: There is no such file, or it is no Python file.
+        BaseException: Whatever the file raises; it is not imported then.
+    """
+    path = file.expanduser().resolve()
+    name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    if name in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError("it is no Python file")
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ImportError("there is no such Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]
+        del sys.modules[name]
         raise

@@ -27,9 +27,9 @@ from firm.federation.strategies import STRATEGIES
 from firm.jobs import network as jobs_network
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import as_calibrations, build_clients, common_calibrations, load
-from firm.jobs.network_config import federation_of
+from firm.jobs.network_config import federation_of, kit_config
 from firm.network.daemons import free_port
-from firm.run import UserError, compose, to_dict
+from firm.run import UserError, compose, to_dict, to_yaml
 from firm.run.differences import leaves
 from firm.run.lock import hold
 
@@ -207,6 +207,20 @@ def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
     assert "recipes/network.py submit" in capsys.readouterr().out
 
 
+def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp_path):
+    for name in ("theirs", "ours"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r}, 'w').close()\n")
+    run = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    text = to_yaml(run).replace("plugins: []", f"plugins: [{tmp_path / 'theirs.py'}]")
+    (tmp_path / "run.yaml").write_text(text)
+    assert "theirs.py" in text
+    assert kit_config(tmp_path, {}).plugins == ()
+    own = [str(tmp_path / "ours.py")]
+    assert kit_config(tmp_path, {"plugins": own}).plugins == tuple(own)
+    assert (tmp_path / "ours").exists()
+    assert not (tmp_path / "theirs").exists()
+
+
 # --- What must be the same, and what crosses ------------------------------------------------------
 
 
@@ -215,9 +229,17 @@ def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_o
     shared = {key for key, _ in leaves(to_dict(cfg)) if not jobs_network._is_own(key)}
     for key in ("seed", "rounds", "estimator.batch_size", "strategy.beta", "policy.lora.r"):
         assert key in shared
-    for key in ("data.train.source", "policy.path", "policy.device", "out", "num_threads"):
+    for key in (
+        "data.train.source",
+        "plugins",
+        "policy.path",
+        "policy.device",
+        "out",
+        "num_threads",
+    ):
         assert key not in shared
     assert not any(key.endswith(".path") for key in shared)
+    assert jobs_network._is_own("plugins.0")
 
 
 def test_another_base_model_is_noticed_and_another_adapter_is_not():
