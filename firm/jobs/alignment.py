@@ -50,16 +50,7 @@ from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = (
-    "client_timeout",
-    "engine",
-    "name",
-    "out",
-    "plan",
-    "plugins",
-    "resume",
-    "tracking",
-)
+FREE_KEYS = ("client_timeout", "engine", "name", "out", "plan", "plugins", "resume", "tracking")
 """What may differ from the run's own configuration when it is resumed."""
 
 
@@ -145,12 +136,7 @@ def run_rounds(
         progress.event("started", alarms=alarms_at_start(cfg))
         book = Logbook(run, tracker)
         state = train(
-            wing,
-            book,
-            engine,
-            client_names(cfg),
-            cfg.strategy,
-            keep_last=cfg.checkpoints.keep_last,
+            wing, book, engine, client_names(cfg), cfg.strategy, keep_last=cfg.checkpoints.keep_last
         )
         base, final = wing.finish(state, book)
         policy: Any = loaded.trainer.policy_model
@@ -331,9 +317,7 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
         )
         texts += [alarm] if alarm else []
     return texts + drawn(
-        "What the strategy warns of",
-        lambda: cfg.strategy.alarms(rows),
-        instead=lambda text: [text],
+        "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
     )
 
 

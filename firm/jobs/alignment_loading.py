@@ -176,10 +176,7 @@ def build_engine(
     own = processes.hosted(names)
     clients = build_clients(loaded, cfg, calibrations, own, on_event=on_event)
     engine = ENGINES[cfg.engine](
-        clients,
-        timeout=cfg.client_timeout,
-        interrupt=processes.per_client == 1,
-        on_event=on_event,
+        clients, timeout=cfg.client_timeout, interrupt=processes.per_client == 1, on_event=on_event
     )
     if processes.size == 1:
         return engine

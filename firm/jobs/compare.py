@@ -35,11 +35,7 @@ from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calib
 from firm.report import Record
 from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, dialogue
-from firm.run import (
-    UserError,
-    leaves,
-    to_yaml,
-)
+from firm.run import UserError, leaves, to_yaml
 from firm.run.comparison import Line, Measure
 from firm.run.guard import drawing
 from firm.run.shipped import with_shipped_paths

@@ -8,18 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firm.alignment import (
-    Calibration,
-)
+from firm.alignment import Calibration
 from firm.report import Record, read_record
-from firm.run import (
-    Run,
-    UserError,
-    parse,
-    read_yaml,
-    to_dict,
-    to_yaml,
-)
+from firm.run import Run, UserError, parse, read_yaml, to_dict, to_yaml
 from reward_models import RewardModelConfig
 
 SPEED_KEYS = ("batch_size", "device", "dtype")

@@ -11,12 +11,7 @@ import torch
 
 from firm.federation import ServerState, State, failure_alarms
 from firm.federation.outside import printable
-from firm.fmoo import (
-    Splits,
-    build_model,
-    load_data,
-    num_parameters,
-)
+from firm.fmoo import Splits, build_model, load_data, num_parameters
 from firm.jobs import fmoo_page
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import Federation, federate
@@ -24,13 +19,7 @@ from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Measurement, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
 from firm.report.tables import Setting
-from firm.run import (
-    Run,
-    Tracker,
-    make_private_folder,
-    to_dict,
-    to_yaml,
-)
+from firm.run import Run, Tracker, make_private_folder, to_dict, to_yaml
 from firm.run.files import file_errors
 from firm.run.rows import Row
 

@@ -7,16 +7,8 @@ from typing import Literal
 
 from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
-from firm.fmoo import (
-    AttackConfig,
-    DataConfig,
-    LocalConfig,
-    ModelConfig,
-)
-from firm.run import (
-    TrackingConfig,
-    check_folder_name,
-)
+from firm.fmoo import AttackConfig, DataConfig, LocalConfig, ModelConfig
+from firm.run import TrackingConfig, check_folder_name
 
 FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""

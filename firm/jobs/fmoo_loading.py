@@ -17,18 +17,8 @@ from firm.federation.partition import (
     split_shard,
 )
 from firm.federation.strategies import StrategyConfig
-from firm.fmoo import (
-    Splits,
-    SupervisedClient,
-    TaskData,
-    Workspace,
-    build_model,
-)
-from firm.jobs.fmoo_config import (
-    AlgorithmConfig,
-    ClassicConfig,
-    attack_on,
-)
+from firm.fmoo import Splits, SupervisedClient, TaskData, Workspace, build_model
+from firm.jobs.fmoo_config import AlgorithmConfig, ClassicConfig, attack_on
 
 
 @dataclass(frozen=True, eq=False)

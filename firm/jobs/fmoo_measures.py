@@ -5,14 +5,8 @@ from typing import Any
 import torch
 
 from firm.federation import ServerState, State
-from firm.federation.strategies import (
-    STRATEGIES,
-)
-from firm.fmoo import (
-    Scores,
-    Splits,
-    TaskData,
-)
+from firm.federation.strategies import STRATEGIES
+from firm.fmoo import Scores, Splits, TaskData
 from firm.fmoo.metrics import improved_share, local_progress
 from firm.fmoo.progress import local_models
 from firm.jobs.fmoo_config import ClassicConfig

@@ -16,15 +16,7 @@ from firm.report.page import PAGE_NAME
 from firm.report.record import final_figure, final_reward, final_score
 from firm.report.settings_page import study_figures, write_study_page
 from firm.report.static import save_figure
-from firm.run import (
-    Sweep,
-    check_slugs,
-    compose,
-    slug,
-    summarise,
-    to_dict,
-    to_yaml,
-)
+from firm.run import Sweep, check_slugs, compose, slug, summarise, to_dict, to_yaml
 from firm.run.guard import drawing
 from firm.run.shipped import CONFIGS
 

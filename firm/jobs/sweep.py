@@ -23,16 +23,7 @@ from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.record import rewards_of
 from firm.report.static import save_figure
-from firm.run import (
-    Sweep,
-    Tracker,
-    UserError,
-    check_slugs,
-    compose,
-    slug,
-    to_dict,
-    to_yaml,
-)
+from firm.run import Sweep, Tracker, UserError, check_slugs, compose, slug, to_dict, to_yaml
 from firm.run.guard import drawing
 from firm.run.shipped import CONFIGS
 
