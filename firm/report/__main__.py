@@ -1,9 +1,13 @@
-"""Rewrites the report of a run: `python -m firm.report RUN_DIR`."""
+"""Rewrites the report of a run, or prints a classic study's figures at given rounds.
+
+`python -m firm.report RUN_DIR`, `python -m firm.report STUDY_DIR --rounds 50 100 --against FSMGDA`.
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
+from firm.report.classic_rounds import print_rounds
 from firm.report.run_page import write_report
 from firm.run.errors import exit_on_user_error
 
@@ -11,12 +15,19 @@ from firm.run.errors import exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Writes a self-contained report.html into the run directory and prints where it lies."""
     parser = argparse.ArgumentParser(
-        prog="python -m firm.report", description="Rewrite report.html of a run, in one file."
+        prog="python -m firm.report",
+        description="Rewrite report.html of a run, in one file; or, with --rounds, print what a "
+        "study of classic algorithms had come to in these rounds.",
     )
-    parser.add_argument("run_path", type=Path, metavar="RUN_DIR", help="directory of the run")
-    run_path = parser.parse_args(argv).run_path
+    parser.add_argument("run_path", type=Path, metavar="DIR", help="directory of the run or study")
+    parser.add_argument("--rounds", type=int, nargs="+", help="rounds of a classic study")
+    parser.add_argument("--against", help="setting that the others are compared with, by seed")
+    options = parser.parse_args(argv)
     with exit_on_user_error():
-        sys.stdout.write(f"{write_report(run_path, final=True)}\n")
+        if options.rounds:
+            print_rounds(options.run_path, options.rounds, against=options.against)
+        else:
+            sys.stdout.write(f"{write_report(options.run_path, final=True)}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""A classic study's figures at given rounds, and their differences by seed."""
+
+import json
+
+import pytest
+
+from firm.report.__main__ import main
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Two settings with two seeds: the accuracies of one objective at rounds 0, 5, 10 and 15."""
+    values = {
+        "ours": [[0.1, 0.5, 0.8, 0.9], [0.1, 0.6, 0.7, 0.8]],
+        "theirs": [[0.1, 0.5, 0.5, 0.7], [0.1, 0.4, 0.8, 0.4]],
+    }
+    for setting, seeds in values.items():
+        for seed, accuracies in enumerate(seeds):
+            folder = tmp_path / setting / f"seed_{seed}"
+            folder.mkdir(parents=True)
+            rows = [
+                {"kind": "evaluation", "round": 5 * place, "split": "test"}
+                | {"losses": {"left": 1.0}, "accuracies": {"left": value}}
+                for place, value in enumerate(accuracies)
+            ]
+            (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def test_figures_at_given_rounds_are_means_over_seeds_with_standard_errors(study, capsys):
+    main([str(study), "--rounds", "5", "15"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "ours, left 55.0 ± 5.0 85.0 ± 5.0" in lines
+    assert "theirs, left 45.0 ± 5.0 55.0 ± 15.0" in lines
+
+
+def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(study, capsys):
+    main([str(study), "--rounds", "15", "5", "--against", "theirs"])
+    paired = capsys.readouterr().out.split("less theirs")[1].splitlines()
+    lines = [" ".join(line.split()) for line in paired]
+    # 0.0 and 0.2 at round 5; 0.2 and 0.4 at round 15, after 0.3 and -0.1 at round 10
+    assert "ours, left 10.0 ± 10.0 (1, 0 of 1) 30.0 ± 10.0 (0, 1 of 2)" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "7"], "was not evaluated at round 7; choose among 0, 5, 10, 15"),
+        (["--rounds", "5", "--against", "X"], "has no setting 'X'; choose among ours, theirs"),
+    ],
+)
+def test_unknown_rounds_and_settings_end_in_one_line(study, capsys, options, message):
+    with pytest.raises(SystemExit):
+        main([str(study), *options])
+    assert message in capsys.readouterr().err
