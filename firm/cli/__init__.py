@@ -1,4 +1,4 @@
-"""Commands: each parses its configuration, calls one job and prints what came of it."""
+"""Commands: `cli` of each parses its configuration, `main` calls one job and prints the result."""
 
 import os
 

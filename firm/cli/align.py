@@ -1,7 +1,7 @@
 """Prints what an alignment run would do, or runs it and prints the comparison with the base."""
 
 import os
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from firm.alignment import make_plan, plan_tables
@@ -45,7 +45,4 @@ def print_plan(cfg: AlignmentConfig) -> None:
         print(printable(note, max_length=5_000))
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    default = CONFIGS / "miniature.yaml"
-    run_cli(main, AlignmentConfig, argv, description=description, default_file=default)
+cli = partial(run_cli, main, AlignmentConfig, default_file=CONFIGS / "miniature.yaml")

@@ -1,6 +1,6 @@
 """Builds a policy and its reward models, and prints how good they are."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from firm.jobs.miniature import BuildConfig, build
@@ -37,6 +37,4 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    run_cli(main, BuildConfig, argv, description=description)
+cli = partial(run_cli, main, BuildConfig)

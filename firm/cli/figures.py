@@ -1,6 +1,6 @@
 """Writes the paper's figures from a study's runs."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from firm.jobs.paper import FiguresConfig, write_figures
@@ -14,6 +14,4 @@ def main(cfg: FiguresConfig) -> Path:
     return page
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    run_cli(main, FiguresConfig, argv, description=description)
+cli = partial(run_cli, main, FiguresConfig)

@@ -1,7 +1,7 @@
 """Runs a study of classic algorithms and prints its table."""
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from firm.federation.outside import printable
@@ -27,7 +27,4 @@ def main(cfg: ClassicConfig) -> Path:
     return result.path
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    default = CONFIGS / "fmoo/two_digits.yaml"
-    run_cli(main, ClassicConfig, argv, description=description, default_file=default)
+cli = partial(run_cli, main, ClassicConfig, default_file=CONFIGS / "fmoo/two_digits.yaml")

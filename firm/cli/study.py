@@ -1,6 +1,6 @@
 """Runs a study and prints its table."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from firm.cli import align
@@ -28,6 +28,4 @@ def main(cfg: StudyConfig) -> Path | None:
     return result.path
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    run_cli(main, StudyConfig, argv, description=description)
+cli = partial(run_cli, main, StudyConfig)

@@ -1,6 +1,6 @@
 """Runs a sweep over preferences and prints its fronts."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from firm.cli import align
@@ -41,6 +41,4 @@ def _print_front(method: str, front: Front) -> None:
     print_table(f"{method}: rewards in [0, 1] on {front.num_prompts} prompts", header, rows)
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    run_cli(main, SweepConfig, argv, description=description)
+cli = partial(run_cli, main, SweepConfig)

@@ -1,7 +1,7 @@
 """Measures the convergence theory and prints the slopes."""
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from firm.jobs.theory import TheoryConfig, measure_theory
@@ -28,6 +28,4 @@ def main(cfg: TheoryConfig) -> Path:
     return result.path
 
 
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    run_cli(main, TheoryConfig, argv, description=description)
+cli = partial(run_cli, main, TheoryConfig)

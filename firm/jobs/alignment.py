@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,7 +43,7 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.loop import Logbook, Measurement, Wing, train
 from firm.report import read_record, update_report
 from firm.report.tables import Frame, rows_of, tidy
-from firm.run import Progress, Run, Tracker, to_dict
+from firm.run import Progress, Run, Tracker, dated_folder, to_dict
 from firm.run.guard import drawn
 from firm.run.rows import Row
 
@@ -154,7 +153,7 @@ def run_rounds(
 
 def run_folder(cfg: AlignmentConfig) -> Path:
     """Returns the run's directory."""
-    return cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return cfg.out or dated_folder(cfg.name)
 
 
 def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Progress:

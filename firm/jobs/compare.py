@@ -2,11 +2,9 @@
 
 import csv
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,9 @@ from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calib
 from firm.report import Record
 from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, dialogue
-from firm.run import UserError, leaves, to_yaml
+from firm.run import UserError, dated_folder, leaves, to_yaml
 from firm.run.comparison import Line, Measure
+from firm.run.files import whole_folder
 from firm.run.guard import drawing
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig, load_reward_model
@@ -135,7 +134,7 @@ def compare(
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    out = cfg.out or Path("runs") / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}"
+    out = cfg.out or dated_folder("evaluation")
     check_place(out)
 
     cfg = with_shipped_paths(cfg)
@@ -279,48 +278,44 @@ def write_results(
     num_prompts: int,
 ) -> None:
     """Writes the directory of the results, in one step."""
-    place = out.resolve()
-    draft = place.with_name(f".{place.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    config = to_yaml(cfg)
-    (draft / "config.yaml").write_text(config, encoding="utf-8")
-    _write_csv(draft / "figures.csv", _figure_rows(table_by_name))
-    if samples:
-        _write_csv(
-            draft / "samples.csv",
-            [
-                {key: row[key] for key in ("prompt", "model", "reply")} | row["scores"]
-                for row in samples
-            ],
-        )
-    num_models = 1 + len(folder_by_name)
-    with drawing(f"The page {PAGE_NAME}"):
-        write_comparison(
-            draft / PAGE_NAME,
-            title=f"{', '.join(folder_by_name)} against the base model",
-            adapters={name: str(folder) for name, folder in folder_by_name.items()},
-            lines=_lines(table_by_name, scores=[*cfg.rewards, *cfg.metrics]),
-            samples=[
-                Sample(
-                    dialogue(samples[start]["prompt"]),
-                    [
-                        Reply(row["reply"].strip(), row["scores"])
-                        for row in samples[start : start + num_models]
-                    ],
-                )
-                for start in range(0, len(samples), num_models)
-            ],
-            facts={
-                "Base model": cfg.policy.path,
-                "Prompts": f"{num_prompts} of {_source(cfg.prompts)}",
-                "Replies per prompt": str(cfg.num_samples),
-                "Temperature": str(cfg.rollout.temperature),
-                "Seed": str(cfg.seed),
-            },
-            config=config,
-        )
-    draft.rename(place)
+    with whole_folder(out) as draft:
+        config = to_yaml(cfg)
+        (draft / "config.yaml").write_text(config, encoding="utf-8")
+        _write_csv(draft / "figures.csv", _figure_rows(table_by_name))
+        if samples:
+            _write_csv(
+                draft / "samples.csv",
+                [
+                    {key: row[key] for key in ("prompt", "model", "reply")} | row["scores"]
+                    for row in samples
+                ],
+            )
+        num_models = 1 + len(folder_by_name)
+        with drawing(f"The page {PAGE_NAME}"):
+            write_comparison(
+                draft / PAGE_NAME,
+                title=f"{', '.join(folder_by_name)} against the base model",
+                adapters={name: str(folder) for name, folder in folder_by_name.items()},
+                lines=_lines(table_by_name, scores=[*cfg.rewards, *cfg.metrics]),
+                samples=[
+                    Sample(
+                        dialogue(samples[start]["prompt"]),
+                        [
+                            Reply(row["reply"].strip(), row["scores"])
+                            for row in samples[start : start + num_models]
+                        ],
+                    )
+                    for start in range(0, len(samples), num_models)
+                ],
+                facts={
+                    "Base model": cfg.policy.path,
+                    "Prompts": f"{num_prompts} of {_source(cfg.prompts)}",
+                    "Replies per prompt": str(cfg.num_samples),
+                    "Temperature": str(cfg.rollout.temperature),
+                    "Seed": str(cfg.seed),
+                },
+                config=config,
+            )
 
 
 def _source(config: PromptsConfig) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Measurement, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
 from firm.report.tables import Setting
-from firm.run import Run, Tracker, make_private_folder, to_dict, to_yaml
+from firm.run import Run, Tracker, dated_folder, make_private_folder, to_dict, to_yaml
 from firm.run.files import file_errors
 from firm.run.rows import Row
 
@@ -42,7 +41,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     """
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    out = cfg.out or Path("runs") / f"fmoo-{datetime.now():%Y%m%d-%H%M%S}"
+    out = cfg.out or dated_folder("fmoo")
     splits = load_data(cfg.data)
     runs = []
     for color, name in enumerate(cfg.algorithms):

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
-from firm.fronts import Expectation, Front, Point
-from firm.run import UserError
+from firm.fronts import Expectation, Front, Point, expected_rewards, nearest, neighbours
+from firm.run import UserError, dated_folder
+from firm.run.files import whole_folder
 
 SETTINGS_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -43,6 +44,98 @@ class ServeConfig:
             )
 
 
+@dataclass(frozen=True)
+class ServedPoint:
+    """The model that answers a wish."""
+
+    front: Front
+    want: list[float]
+    """The wanted preference."""
+    parts: list[tuple[Point, float]]
+    """Models and their shares in the answer; a single one where nothing was merged."""
+    folders: list[Path]
+    """Adapters of the parts."""
+    merged: Path | None
+    """The adapter that was written, None where nothing was to be merged."""
+
+    @property
+    def adapter(self) -> Path:
+        """Returns the adapter that answers the wish."""
+        return self.merged or self.folders[0]
+
+    @property
+    def expected(self) -> Expectation:
+        """Returns what it should earn."""
+        return expected_rewards(self.parts)
+
+    @property
+    def reward_rows(self) -> list[list[str]]:
+        """Returns the objectives' rows: name, base model's reward, expected reward."""
+        expected = self.expected
+        return [
+            [name, f"{self.front.base[name]:.3f}", f"{reward:.3f} ± {expected.errors[name]:.3f}"]
+            for name, reward in expected.rewards.items()
+        ]
+
+    @property
+    def evidence(self) -> str:
+        """Returns where the expected rewards come from, in a sentence or two."""
+        prompts = f"{self.front.num_prompts} held-out prompts"
+        if len(self.parts) > 1:
+            return (
+                f"Interpolated between figures on {prompts}, not measured: a merged model need not "
+                "earn what lies between."
+            )
+        trained = _scaled(self.parts[0][0].preference)
+        pairs = zip(_scaled(self.want), trained, strict=True)
+        is_exact = all(math.isclose(wanted, given, abs_tol=1e-6) for wanted, given in pairs)
+        nearby = "" if is_exact else " It was trained for another preference, the nearest there is."
+        return f"Measured on {prompts} at the end of its run.{nearby}"
+
+    def in_words(self, preference: Sequence[float] | None) -> str:
+        """Returns a preference with its objectives' names, scaled to sum 1."""
+        pairs = zip(self.front.objectives, _scaled(preference), strict=True)
+        return ", ".join(f"{name} {share:.3f}" for name, share in pairs)
+
+    def commands(self) -> dict[str, list[str]]:
+        """Returns the commands that talk to the model and that measure it, by what they do.
+
+        There is none that measures where the runs of the adapters are gone.
+        """
+        runs = [folder.parent for folder in self.folders]
+        if not all((run / "run.json").is_file() for run in runs):
+            base = _read_settings(self.folders[0])["base_model_name_or_path"]
+            given = ["--adapter", str(self.adapter), "--policy.path", base]
+            return {"chat": ["firm", "chat", *given]}
+        chat = ["firm", "chat", "--run", str(runs[0])]
+        evaluate = ["firm", "evaluate", "--runs", json.dumps(list(map(str, runs)))]
+        if self.merged is not None:
+            chat += ["--adapter", str(self.merged)]
+            evaluate += ["--adapters", json.dumps([str(self.merged)])]
+        return {"chat": chat, "evaluate": evaluate}
+
+
+def serve_point(cfg: ServeConfig) -> ServedPoint:
+    """Returns the model that answers a wish, merged where that is asked for.
+
+    Raises:
+        UserError: There is no such front, the wish is no preference of its objectives, or adapters
+            are gone or cannot be merged.
+    """
+    front = load_front(cfg.front)
+    want = parse_want(cfg.want, front.objectives)
+    parts = neighbours(front, want) if cfg.merge else [(nearest(front, want), 1.0)]
+    folders = [cfg.front.parent / point.adapter for point, _ in parts]
+    for (point, _), folder in zip(parts, folders, strict=True):
+        check_there(point, folder, cfg.front.parent)
+    if not cfg.merge:
+        return ServedPoint(front, want, parts, folders, None)
+    out = cfg.out or dated_folder("merged")
+    served = ServedPoint(front, want, parts, folders, out)
+    write_merged(out, folders, [share for _, share in parts], model_card(served))
+    return served
+
+
 def load_front(path: Path) -> Front:
     """Returns the front in a file.
 
@@ -50,10 +143,10 @@ def load_front(path: Path) -> Front:
         UserError: There is none; of a folder, the message names those in it.
     """
     if path.is_dir():
-        found = ", ".join(sorted(str(file) for file in path.glob("*.front.json")))
+        files = ", ".join(sorted(str(file) for file in path.glob("*.front.json")))
         raise UserError(
             f"front: {path} is a folder; give a file"
-            f"{f', such as {found}' if found else ' of a finished sweep, METHOD.front.json'}."
+            f"{f', such as {files}' if files else ' of a finished sweep, METHOD.front.json'}."
         )
     try:
         return Front.load(path)
@@ -102,6 +195,11 @@ def parse_want(text: str, objectives: Sequence[str]) -> list[float]:
     return [shares[name] for name in objectives]
 
 
+def _scaled(preference: Sequence[float] | None) -> list[float]:
+    shares = preference or ()
+    return [share / sum(shares) for share in shares]
+
+
 def check_there(point: Point, folder: Path, below: Path) -> None:
     """Raises `UserError` where a point's adapter is gone, or a link leads away from the front."""
     if not folder.resolve().is_relative_to(below.resolve()):
@@ -143,47 +241,40 @@ def write_merged(
                 f"{folders[0]}."
             )
     merged = weighted_mean(adapters, shares)
-    place = out.resolve()
-    draft = place.with_name(f".{place.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    shutil.copyfile(folders[0] / SETTINGS_NAME, draft / SETTINGS_NAME)
-    save_file(merged, draft / WEIGHTS_NAME, metadata={"format": "pt"})
-    card.save(draft / "README.md")
-    draft.rename(place)
+    with whole_folder(out) as draft:
+        shutil.copyfile(folders[0] / SETTINGS_NAME, draft / SETTINGS_NAME)
+        save_file(merged, draft / WEIGHTS_NAME, metadata={"format": "pt"})
+        card.save(draft / "README.md")
 
 
 def _read_adapter(folder: Path) -> Adapter:
+    path = folder / WEIGHTS_NAME
     try:
-        adapter = load_file(folder / WEIGHTS_NAME)
+        adapter = load_file(path)
     except SafetensorError as error:
-        raise UserError(
-            f"{folder / WEIGHTS_NAME} cannot be read ({error}); restore the file."
-        ) from error
+        raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
     for name, values in adapter.items():
         if not values.isfinite().all():
             raise UserError(
-                f"{folder / WEIGHTS_NAME} has numbers in {name} that are not finite; train that "
-                "point again."
+                f"{path} has numbers in {name} that are not finite; train that point again."
             )
     return adapter
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS_NAME
     try:
-        settings = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
         base = str(settings["base_model_name_or_path"])
         if not base.isprintable():
             raise ValueError(f"base_model_name_or_path {base[:80]!a} is no name of a model")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{folder / SETTINGS_NAME} is malformed ({error}); restore the file."
-        ) from error
+        raise UserError(f"{path} is malformed ({error}); restore the file.") from error
     return {**settings, "base_model_name_or_path": base}
 
 
 def _unordered(value: Any) -> Any:
-    """The value without the order of lists: peft writes sets of names in any."""
+    """Returns the value without the order of lists: peft writes sets of names in any."""
     return sorted(map(str, value)) if isinstance(value, list) else value
 
 
@@ -191,80 +282,26 @@ def _shapes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in adapter.items()}
 
 
-def in_words(front: Front, preference: Sequence[float] | None) -> str:
-    """Returns a preference with its objectives' names, scaled to sum 1."""
-    shares = preference or ()
-    pairs = zip(front.objectives, shares, strict=True)
-    return ", ".join(f"{name} {share / sum(shares):.3f}" for name, share in pairs)
-
-
-def reward_rows(front: Front, expected: Expectation) -> list[list[str]]:
-    """Returns the objectives' rows: name, base model's reward, expected reward."""
-    return [
-        [name, f"{front.base[name]:.3f}", f"{reward:.3f} ± {expected.errors[name]:.3f}"]
-        for name, reward in expected.rewards.items()
-    ]
-
-
-def how_known(front: Front, want: Sequence[float], chosen: Sequence[tuple[Point, float]]) -> str:
-    """Returns where the expected rewards come from, in a sentence or two."""
-    prompts = f"{front.num_prompts} held-out prompts"
-    if len(chosen) > 1:
-        return (
-            f"Interpolated between figures on {prompts}, not measured: a merged model need not "
-            "earn what lies between."
-        )
-    point = chosen[0][0]
-    shares = [share / sum(want) for share in want]
-    trained = [share / sum(point.preference or (1.0,)) for share in point.preference or ()]
-    is_exact = all(math.isclose(a, b, abs_tol=1e-6) for a, b in zip(shares, trained, strict=True))
-    nearby = "" if is_exact else " It was trained for another preference, the nearest there is."
-    return f"Measured on {prompts} at the end of its run.{nearby}"
-
-
-def commands(folders: Sequence[Path], merged: Path | None) -> dict[str, list[str]]:
-    """Returns the commands that talk to the model and that measure it, by what they do.
-
-    Without the runs that the adapters come from nothing says what to measure.
-    """
-    runs = [folder.parent for folder in folders]
-    chat = ["python", "recipes/chat.py"]
-    if not all((run / "run.json").is_file() for run in runs):  # adapters without their runs
-        base = _read_settings(folders[0])["base_model_name_or_path"]
-        return {"chat": [*chat, "--adapter", str(merged or folders[0]), "--policy.path", base]}
-    chat += ["--run", str(runs[0])]
-    evaluate = ["python", "recipes/evaluate.py", "--runs", json.dumps(list(map(str, runs)))]
-    if merged is not None:
-        chat += ["--adapter", str(merged)]
-        evaluate += ["--adapters", json.dumps([str(merged)])]
-    return {"chat": chat, "evaluate": evaluate}
-
-
-def model_card(
-    front: Front,
-    want: Sequence[float],
-    chosen: Sequence[tuple[Point, float]],
-    expected: Expectation,
-    folders: Sequence[Path],
-) -> ModelCard:
+def model_card(served: ServedPoint) -> ModelCard:
     """Returns the card of a merged adapter: what it is made of, and what it should earn."""
-    base_model = _read_settings(folders[0])["base_model_name_or_path"]
+    base_model = _read_settings(served.folders[0])["base_model_name_or_path"]
     header = ModelCardData(
         base_model=base_model,
         library_name="peft",
         tags=["firm", "ppo", "lora", "multi-objective", "federated", "merge"],
     )
     parts = [
-        [point.name, in_words(front, point.preference), f"{share:.4f}"] for point, share in chosen
+        [point.name, served.in_words(point.preference), f"{share:.4f}"]
+        for point, share in served.parts
     ]
     return ModelCard(f"""---
 {header.to_yaml()}
 ---
 
-# {base_model}, aligned to {in_words(front, want)}
+# {base_model}, aligned to {served.in_words(served.want)}
 
-A LoRA adapter: the mean of {len(chosen)} adapters that {front.strategy} trained from the same start
-(seed {chosen[0][0].seed}) for other preferences.
+A LoRA adapter: the mean of {len(parts)} adapters that {served.front.strategy} trained from the same
+start (seed {served.parts[0][0].seed}) for other preferences.
 
 | adapter | trained for | share |
 |---|---|---|
@@ -272,11 +309,11 @@ A LoRA adapter: the mean of {len(chosen)} adapters that {front.strategy} trained
 
 ## Expected reward
 
-{how_known(front, want, chosen)}
+{served.evidence}
 
 | reward in [0, 1] | base | expected |
 |---|---|---|
-{_markdown(reward_rows(front, expected))}
+{_markdown(served.reward_rows)}
 
 The learned rewards say what the reward models prefer, not what is true or safe.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -16,7 +15,7 @@ from firm.report.page import PAGE_NAME
 from firm.report.record import final_figure, final_reward, final_score
 from firm.report.settings_page import study_figures, write_study_page
 from firm.report.static import save_figure
-from firm.run import Sweep, check_slugs, compose, slug, summarise, to_dict, to_yaml
+from firm.run import Sweep, check_slugs, compose, dated_folder, slug, summarise, to_dict, to_yaml
 from firm.run.guard import drawing
 from firm.run.shipped import CONFIGS
 
@@ -113,7 +112,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     Raises:
         UserError: A key is wrong, the folder is taken, or some runs failed.
     """
-    out = cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = cfg.out or dated_folder(cfg.name)
     points, configs = _points(cfg), study_configs(cfg)
     settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
     sweep = Sweep.open(out, settings, points, resume=cfg.resume)

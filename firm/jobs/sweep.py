@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,17 @@ from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.record import rewards_of
 from firm.report.static import save_figure
-from firm.run import Sweep, Tracker, UserError, check_slugs, compose, slug, to_dict, to_yaml
+from firm.run import (
+    Sweep,
+    Tracker,
+    UserError,
+    check_slugs,
+    compose,
+    dated_folder,
+    slug,
+    to_dict,
+    to_yaml,
+)
 from firm.run.guard import drawing
 from firm.run.shipped import CONFIGS
 
@@ -130,7 +139,7 @@ def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
 
 def sweep_folder(cfg: SweepConfig) -> Path:
     """Returns the sweep's folder."""
-    return cfg.out or Path("runs") / f"{cfg.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return cfg.out or dated_folder(cfg.name)
 
 
 def sweep(cfg: SweepConfig) -> SweepResult | None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from firm.jobs.theory_page import (
     write_csv,
 )
 from firm.report.page import write_page
-from firm.run import Run, to_dict
+from firm.run import Run, dated_folder, to_dict
 from firm.run.guard import drawing
 from firm.theory import Slope
 from firm.theory.sweeps import (
@@ -67,7 +66,7 @@ def measure_theory(
         on_swept: Called with a sweep's name, its number of settings and its seconds.
     """
     torch.set_num_threads(1)
-    out = cfg.out or Path("runs") / f"theory-{datetime.now():%Y%m%d-%H%M%S}"
+    out = cfg.out or dated_folder("theory")
     with Run.create(out, to_dict(cfg)) as run:
         # every seed draws its own MDP, and all settings of a sweep share it
         values: Values = {}

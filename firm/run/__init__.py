@@ -12,7 +12,7 @@ from firm.run.differences import leaves
 from firm.run.directory import CheckpointConfig, Run
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.files import make_private_folder
-from firm.run.names import check_folder_name, check_slugs, slug
+from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
 from firm.run.progress import Progress, print_table
 from firm.run.quantities import Quantity, register
 from firm.run.sweep import Outcome, Sweep, summarise
@@ -33,6 +33,7 @@ __all__ = [
     "check_folder_name",
     "check_slugs",
     "compose",
+    "dated_folder",
     "exit_on_user_error",
     "leaves",
     "load_state",

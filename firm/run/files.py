@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,17 @@ def replace_text(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
         raise
     draft.replace(path)
+
+
+@contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """Gives a draft of a folder, which gets its name once it is complete."""
+    place = place.resolve()
+    draft = place.with_name(f".{place.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    yield draft
+    draft.rename(place)
 
 
 @contextmanager

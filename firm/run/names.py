@@ -1,11 +1,18 @@
 """Names that people give, where they become folders and files."""
 
 from collections.abc import Collection
+from datetime import datetime
+from pathlib import Path
 
 from firm.federation.outside import printable
 
 MAX_FOLDER_BYTES = 150
 """Longest name of a folder; file systems take 255 bytes, and seeds, ends and drafts come on top."""
+
+
+def dated_folder(name: str) -> Path:
+    """Returns runs/NAME-TIME, where results go for which no folder is named."""
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def slug(name: str) -> str:

@@ -90,8 +90,8 @@ def refused(capsys, *arguments: object) -> str:
 
 def printed_command(text: str, what: str) -> list[str]:
     (line,) = [line for line in text.splitlines() if line.startswith(f"{what} ")]
-    python, recipe, *arguments = shlex.split(line.removeprefix(what))
-    assert (python, recipe) == ("python", f"recipes/{what}.py")
+    program, command, *arguments = shlex.split(line.removeprefix(what))
+    assert (program, command) == ("firm", what)
     return arguments
 
 
@@ -156,7 +156,7 @@ def test_a_front_without_its_runs_still_serves_with_the_base_model_s_name(front,
     assert printed_command(printed, "chat") == [
         "--adapter", str(adapter), "--policy.path", "firm/miniature/checkpoints/policy",
     ]  # fmt: skip
-    assert "evaluate.py" not in printed
+    assert "firm evaluate" not in printed
 
 
 @pytest.mark.parametrize(
