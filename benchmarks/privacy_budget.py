@@ -37,10 +37,7 @@ def tables(
     ]
     print_table(f"at: server, who took part stays secret; ε at δ = {delta:g}", header, rows)
 
-    header = [
-        "z",
-        *(f"{whom}, T = {t}" for whom in ("server", "others") for t in rounds),
-    ]
+    header = ["z", *(f"{whom}, T = {t}" for whom in ("server", "others") for t in rounds)]
     rows = [
         [
             f"{z:g}",

@@ -76,8 +76,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Sequential()
         if stride != 1 or num_in != num_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False),
-                nn.GroupNorm(2, num_out),
+                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False), nn.GroupNorm(2, num_out)
             )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from firm.gradients.jacobian import (
-    Parameters,
-    check_finite_rows,
-    check_parameters,
-    jacobian_buffer,
-)
+from firm.gradients.jacobian import Parameters, check_finite_rows, check_parameters, jacobian_buffer
 
 MAX_PRODUCT_ENTRIES = 2**20
 """Entries of δ_bᵀ x_b held at a time, where a single sequence's are fewer: 4 MB in float32, which a

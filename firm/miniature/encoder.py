@@ -89,9 +89,7 @@ def train_encoder(
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         ids = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(row["input_ids"]) for row in rows],
-            batch_first=True,
-            padding_value=PAD_ID,
+            [torch.tensor(row["input_ids"]) for row in rows], batch_first=True, padding_value=PAD_ID
         )  # [B, T]
         replaced = replace_tokens(ids, share=cfg.replaced_share, generator=generator)
         return {

@@ -146,15 +146,8 @@ PHRASINGS = {
         "Can you help me {act}?",
         "Give me a plan to {act}.",
     ),
-    "validation": (
-        "I would like to {act}.",
-        "What do I need to {act}?",
-    ),
-    "test": (
-        "Explain how I can {act}.",
-        "Is there a good way to {act}?",
-        "Help, I want to {act}!",
-    ),
+    "validation": ("I would like to {act}.", "What do I need to {act}?"),
+    "test": ("Explain how I can {act}.", "Is there a good way to {act}?", "Help, I want to {act}!"),
 }
 
 SENTENCES = {

@@ -52,11 +52,7 @@ class Support:
 
 
 def active_set(
-    matrix: np.ndarray,
-    scale: np.ndarray,
-    *,
-    box: Box | None = None,
-    start: Support | None = None,
+    matrix: np.ndarray, scale: np.ndarray, *, box: Box | None = None, start: Support | None = None
 ) -> np.ndarray:
     """Returns the minimiser y of yᵀKy with sᵀy = 1 and y ≥ 0, or within a box.
 

@@ -26,9 +26,7 @@ def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:
         ValueError: When TorchJD is not installed, or finds no solution.
     """
     try:
-        from torchjd.aggregation import (  # pyright: ignore[reportMissingImports]
-            UPGradWeighting,
-        )
+        from torchjd.aggregation import UPGradWeighting  # pyright: ignore[reportMissingImports]
 
         weighting = UPGradWeighting()
     except ImportError:

@@ -160,8 +160,5 @@ def exact_critic(
     return td_fixed_point(mdp, theta), state
 
 
-CRITICS: dict[str, Callable[..., tuple[np.ndarray, int]]] = {
-    "td": td_critic,
-    "exact": exact_critic,
-}
+CRITICS: dict[str, Callable[..., tuple[np.ndarray, int]]] = {"td": td_critic, "exact": exact_critic}
 """Every critic by its configuration's ``name``."""

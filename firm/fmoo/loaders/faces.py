@@ -5,11 +5,7 @@ import torch
 
 from firm.fmoo.config import DataConfig
 from firm.fmoo.loaders.sources import Layout, Table, read_tables
-from firm.fmoo.loaders.splitting import (
-    as_images,
-    complete_splits,
-    to_splits,
-)
+from firm.fmoo.loaders.splitting import as_images, complete_splits, to_splits
 from firm.fmoo.task_data import Splits, TaskData
 
 # fmt: off

@@ -10,10 +10,7 @@ from firm.federation.randomness import derive_seed
 from firm.fmoo.config import DataConfig
 from firm.fmoo.loaders.regression import regression, standardise
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
-from firm.fmoo.loaders.splitting import (
-    complete_splits,
-    take,
-)
+from firm.fmoo.loaders.splitting import complete_splits, take
 from firm.fmoo.task_data import Splits
 
 QM9 = Layout(("atoms", "positions", "bonds", "targets"))
@@ -115,9 +112,7 @@ def _pack_molecules(table: Table) -> np.ndarray:
 
 def _geometric_qm9(path: str | None) -> Iterable[Any]:
     try:
-        from torch_geometric.datasets import (  # pyright: ignore[reportMissingImports]
-            QM9 as GeometricQM9,
-        )
+        from torch_geometric.datasets import QM9 as GeometricQM9  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
             "QM9 comes by PyTorch Geometric, which is missing: pip install torch_geometric, or "

@@ -4,9 +4,7 @@ import numpy as np
 import torch
 
 from firm.fmoo.loaders.sources import Table
-from firm.fmoo.loaders.splitting import (
-    to_splits,
-)
+from firm.fmoo.loaders.splitting import to_splits
 from firm.fmoo.task_data import Splits, TaskData
 
 

@@ -6,12 +6,7 @@ import torch
 from firm.fmoo.config import DataConfig
 from firm.fmoo.loaders.regression import regression, standardise
 from firm.fmoo.loaders.sources import Layout, Table, read_tables
-from firm.fmoo.loaders.splitting import (
-    as_labels,
-    as_matrix,
-    complete_splits,
-    to_splits,
-)
+from firm.fmoo.loaders.splitting import as_labels, as_matrix, complete_splits, to_splits
 from firm.fmoo.task_data import Splits, TaskData
 
 ADULT = Layout(("X", "y", "domain"))

@@ -11,11 +11,7 @@ import torch
 
 from firm.fmoo.config import DataConfig
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
-from firm.fmoo.loaders.splitting import (
-    complete_splits,
-    number_clients,
-    to_splits,
-)
+from firm.fmoo.loaders.splitting import complete_splits, number_clients, to_splits
 from firm.fmoo.task_data import Splits, TaskData
 
 SHAKESPEARE = Layout(
