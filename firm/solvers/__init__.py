@@ -1,9 +1,11 @@
 """Solvers: from a Gram matrix of gradients to weights of objectives.
 
-Pure functions on small symmetric matrices: no models, files, devices or logging. They take float
-tensors or arrays of shape [..., M, M], compute in float64 on the CPU, return weights [..., M] in
-the input's type, dtype and device, and never change their input. A solver that cannot meet its own
-optimality check raises; it never returns its last iterate in silence.
+Pure functions of small symmetric matrices. In all of them G = JJᵀ is the Gram matrix of the
+objectives' gradients, a float tensor or array of shape [..., M, M], and λ are weights on the
+simplex (non-negative, sum 1), shape [..., M]. They compute in float64 on the CPU, return weights in
+G's type, dtype and device, and never change their input. They raise ``ValueError`` on arguments of
+wrong shape or range, NaN, infinities, or a G that is not symmetric and positive semidefinite up to
+rounding, and ``RuntimeError`` where the result misses its optimality check.
 """
 
 from firm.solvers.constraints import linear_constraints
@@ -11,7 +13,7 @@ from firm.solvers.fedcmoo import fedcmoo_pref_weights, fedcmoo_weights
 from firm.solvers.fixed import fixed_weights
 from firm.solvers.kkt import kkt_gap
 from firm.solvers.min_norm import min_norm_weights
-from firm.solvers.projections import project_to_box_simplex, project_to_simplex
+from firm.solvers.projections import project_to_simplex
 from firm.solvers.regularised import firm_weights
 from firm.solvers.smoothed import smoothed_weights
 
@@ -23,7 +25,6 @@ __all__ = [
     "kkt_gap",
     "linear_constraints",
     "min_norm_weights",
-    "project_to_box_simplex",
     "project_to_simplex",
     "smoothed_weights",
 ]

@@ -4,7 +4,7 @@ min λᵀQλ subject to Σλ = 1 and lower ≤ λ ≤ upper, in the variables y 
 that K = SQS has a unit diagonal: unscaled, gradient norms twelve decades apart give wrong weights.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg import get_lapack_funcs
@@ -31,24 +31,18 @@ class Singular(Exception):
     """The matrix of a face is singular to rounding, or has a negative eigenvalue."""
 
 
-@dataclass(frozen=True)
-class Box:
-    """Bounds of the scaled weights y = λ/s."""
+class Box(NamedTuple):
+    """Bounds of the scaled weights y = λ/s, shape [M] each."""
 
     lower: np.ndarray
-    """Shape [M]."""
     upper: np.ndarray
-    """Shape [M]."""
 
 
-@dataclass(frozen=True)
-class Support:
-    """Which entries are free, and which of the others lie at their upper bounds."""
+class Support(NamedTuple):
+    """Which entries are free, and which others lie at their upper bounds; bool, shape [M] each."""
 
     free: np.ndarray
-    """Bool, shape [M]."""
     high: np.ndarray
-    """Bool, shape [M]."""
 
 
 def active_set(
@@ -66,7 +60,7 @@ def active_set(
     Args:
         matrix: K, shape [M, M], unit diagonal, positive semidefinite up to rounding.
         scale: s, shape [M], positive.
-        box: Bounds of y; they leave room for sᵀy = 1.
+        box: Bounds of y, which leave room for sᵀy = 1.
         start: Where to begin.
 
     Raises:
@@ -95,7 +89,6 @@ def _search(
     support: Support | None,
     dual_slack: float,
 ) -> tuple[np.ndarray, Support]:
-    """Returns the minimiser and its support."""
     if support is None:
         factor = _cholesky(matrix)
         point = potrs(factor, scale, lower=1)[0]

@@ -19,10 +19,6 @@ def as_gram(gram: torch.Tensor | np.ndarray) -> np.ndarray:
 
     Mirrored entries may differ by 1e-6 of the largest one, and eigenvalues fall M times as far
     below zero (more where the dtype rounds more): what float32 sums leave.
-
-    Raises:
-        ValueError: On another type or shape, NaN, infinities, asymmetry, or a matrix that is no
-            Gram matrix because it has a clearly negative eigenvalue.
     """
     matrix = as_float64(gram, name="gram")
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
@@ -67,7 +63,6 @@ def _is_above_of_two(matrix: np.ndarray, bound: np.ndarray) -> bool:
 
 
 def _where(is_wrong: np.ndarray) -> str:
-    """Returns which member of a batch is wrong first; nothing for a single matrix."""
     if is_wrong.ndim == 0:
         return ""
     return f" in batch entry {np.argwhere(is_wrong)[0].tolist()}"
@@ -94,11 +89,7 @@ def as_float64(values: torch.Tensor | np.ndarray, *, name: str) -> np.ndarray:
 def as_shares(
     values: Sequence[float] | np.ndarray, num_objectives: int, *, name: str
 ) -> np.ndarray:
-    """Returns non-negative numbers, one per objective, scaled to sum 1; float64, shape [M].
-
-    Raises:
-        ValueError: When one is negative or not finite, all are zero, or their count is not M.
-    """
+    """Returns non-negative numbers, one per objective, scaled to sum 1; float64, shape [M]."""
     shares = np.array(values, dtype=np.float64)
     if shares.shape != (num_objectives,):
         raise ValueError(
@@ -115,11 +106,7 @@ def as_bounds(
     upper: float | Sequence[float] | np.ndarray,
     num_objectives: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bounds of weights within [0, 1], float64, two of shape [M], with room for sum 1.
-
-    Raises:
-        ValueError: When a bound is NaN or of another shape, or no weights lie between them.
-    """
+    """Returns bounds of weights within [0, 1], float64, two of shape [M], with room for sum 1."""
     bounds = []
     for name, values in (("lower", lower), ("upper", upper)):
         bound = np.array(values, dtype=np.float64)
@@ -148,11 +135,7 @@ def as_bounds(
 def as_box(
     center: Sequence[float] | np.ndarray | None, radius: float | None, num_objectives: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bounds of the box |λ - center| ≤ radius, see ``as_bounds``.
-
-    Raises:
-        ValueError: Without a radius, on a negative or infinite one, or an empty box.
-    """
+    """Returns the bounds of the box |λ - center| ≤ radius, see ``as_bounds``."""
     if radius is None:
         raise ValueError("center needs a radius, the box's half width; got none.")
     if not 0 <= radius < np.inf:
@@ -170,11 +153,7 @@ def as_box(
 
 
 def as_start(start: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """Returns the weights that a solve of one matrix [M, M] starts from, float64, shape [M].
-
-    Raises:
-        ValueError: For a batch of matrices, on another shape, or without a positive entry.
-    """
+    """Returns the weights that a solve of one matrix [M, M] starts from, float64, shape [M]."""
     weights = as_float64(start, name="start")
     if matrix.ndim != 2 or weights.shape != matrix.shape[:1]:
         raise ValueError(
@@ -186,18 +165,20 @@ def as_start(start: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray
     return weights
 
 
-def as_weights(weights: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """Returns weights beside a Gram matrix [..., M, M], float64, shape [..., M].
-
-    Raises:
-        ValueError: On another type or shape, NaN, infinities, or weights off the simplex.
-    """
-    point = as_float64(weights, name="weights")
+def as_beside(values: torch.Tensor | np.ndarray, matrix: np.ndarray, *, name: str) -> np.ndarray:
+    """Returns numbers [..., M], one per objective of a Gram matrix [..., M, M], in float64."""
+    point = as_float64(values, name=name)
     if point.shape != matrix.shape[:-1]:
         raise ValueError(
-            f"weights must have shape {list(matrix.shape[:-1])} beside this gram, "
+            f"{name} must have shape {list(matrix.shape[:-1])} beside this gram, "
             f"got {list(point.shape)}."
         )
+    return point
+
+
+def as_weights(weights: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """Returns weights on the simplex beside a Gram matrix [..., M, M], float64, shape [..., M]."""
+    point = as_beside(weights, matrix, name="weights")
     slack = rounding(weights)
     if (point < -slack).any() or (np.abs(point.sum(axis=-1) - 1) > slack).any():
         raise ValueError(

@@ -27,8 +27,7 @@ def linear_constraints(
         Rows of M + 1 numbers, (a₁, ..., a_M, b); ``firm_weights`` takes them.
 
     Raises:
-        ValueError: On a text that is no such inequality, or names no such objective, with the
-            text; or when no weights meet them all.
+        ValueError: On a text that is no such inequality, or when no weights meet them all.
 
     >>> linear_constraints(["harmless >= 0.3", "helpful <= 2 * harmless"], ["helpful", "harmless"])
     ((0.0, -1.0, -0.3), (1.0, -2.0, 0.0))

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from firm.solvers.checks import ArrayT, as_float64, as_gram, as_weights, like
+from firm.solvers.checks import ArrayT, as_beside, as_gram, as_shares, as_weights, like
 from firm.solvers.programs import linear_program
 from firm.solvers.projections import box_projection, simplex_projection
 from firm.solvers.simplex_qp import simplex_qp
@@ -32,26 +32,17 @@ def fedcmoo_weights(
 ) -> ArrayT:
     """Returns the weights after projected gradient steps: FindWeights, Algorithm 2 of FedCMOO.
 
-    Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.). It is an
-    approach to ``min_norm_weights`` of the number of steps that one asks for, not a solve to a
-    tolerance: ``kkt_gap`` measures how far it came.
+    Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.): an approach
+    to ``min_norm_weights`` of as many steps as asked for, not a solve to a tolerance.
 
     Args:
-        weights: The weights to start from, those of the round before, shape [..., M]. Never
-            changed.
-        gram: Gram matrix of the objectives' gradients, shape [..., M, M].
-        step_size: Step size, the paper's β, positive.
-        num_steps: Number of steps K, at least 1; the paper's theory has 1.
+        weights: Where to start, usually the weights of the round before, shape [..., M].
+        gram: G, shape [..., M, M].
+        step_size: The paper's β, positive.
+        num_steps: K, at least 1; the paper's theory has 1.
         normalize: Whether G is divided by the square of the mean gradient norm. Not in the paper,
             whose fixed step size has no scale: with short gradients the weights stay where they
             are, with long ones they jump between corners.
-
-    Returns:
-        Shape [..., M], in the type, dtype and device of ``weights``: non-negative, sums to 1.
-
-    Raises:
-        ValueError: On a bad Gram matrix (see ``as_gram``), weights off the simplex or of another
-            shape, or a bad step size or number of steps.
 
     >>> fedcmoo_weights(torch.tensor([0.5, 0.5]), torch.diag(torch.tensor([4.0, 1.0])),
     ...                 step_size=0.1, num_steps=100)
@@ -92,54 +83,30 @@ def fedcmoo_pref_weights(
                     (Gw)ₖ ≥ (Ga)ₖ · [J is not empty]  for the other k in J̄,
 
     J = {k: (Ga)ₖ > 0}, J̄ the rest. It is always feasible when G is positive semidefinite, for the
-    min-norm weights have (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ on J̄. Where rounding makes it infeasible all the
-    same, they are what is returned: they raise no loss.
-
-    The authors' released code departs from this in three places, which are the variant "released":
-    J* holds all k with rₖFₖ of at least 0.9 times the largest; where μ is below the threshold no
-    loss may rise, (Gw)ₖ ≥ 0 for every k; and the minimum is reached by mixing with uniform weights,
-    w ← (1 - M·min_weight) w + min_weight (0.8 w + 0.2/M for 1/(5M)), and not by a projection, so
-    that weights above it are drawn together too.
+    min-norm weights have (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ on J̄; where rounding makes it infeasible all the
+    same, they are returned.
 
     Args:
-        gram: Gram matrix of the objectives' gradients, shape [..., M, M]. Never changed.
-        losses: F, the objectives' losses, non-negative, shape [..., M].
-        preference: r, shape [M], non-negative, not all zero; a larger rₖ asks for a smaller loss
-            Fₖ. Not scaled, as the second constraint depends on its length. An objective with
-            rₖ = 0 is left out and gets weight 0.
+        gram: G, shape [..., M, M].
+        losses: F, non-negative, shape [..., M].
+        preference: r, shape [M], non-negative, not all zero; a larger rₖ asks for a smaller Fₖ. Not
+            scaled, as the second constraint depends on its length. rₖ = 0 leaves k out, weight 0.
         threshold: ε, the divergence below which the sum of the losses falls as fast as it can.
         min_weight: Least weight of an objective, at most 1/M: the result is projected onto the
             weights that keep it (Euclidean). The paper's practical improvement has 1/(5M).
-        variant: The programme as the paper prints it, or as the authors' released code has it.
+        variant: The programme as printed, or as the authors' code departs from it: J* holds all k
+            with rₖFₖ of at least 0.9 times the largest; for μ below the threshold (Gw)ₖ ≥ 0 for
+            every k; and the minimum is reached by w ← (1 - M·min_weight) w + min_weight.
 
-    Returns:
-        w, shape [..., M], in the type, dtype and device of ``gram``: non-negative, sums to 1.
-
-    Raises:
-        ValueError: On a bad Gram matrix (see ``as_gram``), losses, preference, threshold or
-            minimum.
-        RuntimeError: When the programme's solution does not pass its optimality check.
+    >>> fedcmoo_pref_weights(torch.eye(2), torch.tensor([2.0, 1.0]), [1.0, 1.0]).tolist()
+    [1.0, 0.0]
     """
     matrix = as_gram(gram)
-    num_objectives = matrix.shape[-1]
-    values = as_float64(losses, name="losses")
-    if values.shape != matrix.shape[:-1]:
-        raise ValueError(
-            f"losses must have shape {list(matrix.shape[:-1])} beside this gram, "
-            f"got {list(values.shape)}."
-        )
+    values = as_beside(losses, matrix, name="losses")
     if values.min() < 0:
         raise ValueError(f"losses must be non-negative, got {values.min():.3g}.")
+    as_shares(preference, matrix.shape[-1], name="preference")  # a check: r keeps its length
     multiples = np.array(preference, dtype=np.float64)
-    if multiples.shape != (num_objectives,):
-        raise ValueError(
-            f"preference must have one entry for each of the {num_objectives} objectives, "
-            f"got {preference}."
-        )
-    if not (np.isfinite(multiples).all() and multiples.min() >= 0 and multiples.max() > 0):
-        raise ValueError(
-            f"preference must be finite, non-negative and not all zero, got {preference}."
-        )
     if not threshold >= 0:
         raise ValueError(f"threshold must be non-negative, got {threshold}.")
     active = np.flatnonzero(multiples)

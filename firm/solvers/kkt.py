@@ -28,18 +28,13 @@ def kkt_gap(
     largest (Gλ)ⱼ, as far as the bounds let it.
 
     Args:
-        gram: Gram matrix of the objectives' gradients, shape [..., M, M]; add the regulariser to
-            check regularised weights.
-        weights: Weights on the simplex, shape [..., M].
+        gram: G, shape [..., M, M]; add the regulariser to check regularised weights.
+        weights: λ, shape [..., M], on the simplex and in the box.
         center: λ₀ of the box, shape [M]; uniform by default. Needs a radius.
         radius: ε of the box, at least 0; no box by default.
 
     Returns:
         The gap of shape [...], non-negative, 0 at the optimum, below 1e-12 at float64 solutions.
-
-    Raises:
-        ValueError: When ``gram`` is no Gram matrix, or the weights' shape is not its own, or they
-            are not on the simplex, or not in the box, or the box is empty.
 
     >>> kkt_gap(torch.eye(2), torch.tensor([0.5, 0.5]))
     tensor(0.)
@@ -76,7 +71,7 @@ def box_gap(
     """Returns ``kkt_gap`` within bounds of checked float64 arrays, to shape [...].
 
     Objective i may take what it has room for from those with a larger (Gλ)ⱼ, largest first, as much
-    as they can give; the gap is the largest decrease that one objective's taking promises.
+    as they can give; the gap is the largest decrease that this promises of one objective.
     """
     product = np.einsum("...ij,...j->...i", matrix, weights)  # [..., M]
     order = np.argsort(-product, axis=-1, kind="stable")
@@ -101,13 +96,7 @@ def _scale(matrix: np.ndarray, weights: np.ndarray, room: np.ndarray) -> np.ndar
 
 
 def scaled_gap(matrix: np.ndarray, scale: np.ndarray, point: np.ndarray) -> float:
-    """Returns ``relative_gap`` of Q = K/ssᵀ and λ = s·y from K, s and y, a few times faster.
-
-    Args:
-        matrix: K, shape [M, M], unit diagonal.
-        scale: s, shape [M], positive.
-        point: y, shape [M], non-negative, sᵀy = 1.
-    """
+    """Returns ``relative_gap`` of Q = K/ssᵀ and λ = s·y from K, s and y, a few times faster."""
     product = matrix @ point
     bound = float(np.sqrt(point @ (np.abs(matrix) @ point)))
     shortfall = (point @ product) * scale - product

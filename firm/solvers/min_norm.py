@@ -23,25 +23,16 @@ def min_norm_weights(
     that is FedAvg, and ε = 1 everything.
 
     Where several λ are optimal one of them is returned: uniform weights for a zero matrix, equal
-    shares of the zero gradients if there are some.
+    shares of the zero gradients if there are some. ``kkt_gap`` of a float64 result is below 1e-12.
 
     Args:
-        gram: Gram matrix of the objectives' gradients, shape [..., M, M]. Never changed.
+        gram: G, shape [..., M, M].
         center: λ₀, shape [M]; uniform by default. Needs a radius.
         radius: ε, at least 0; no box by default.
         start: Weights whose support the search starts from, such as those of the step before,
             shape [M], for one matrix. A good one saves a third of the time at M = 64 and half at
             200, and costs some at M = 8 (benchmarks/solvers.py); none changes a unique result
             beyond rounding.
-
-    Returns:
-        λ, shape [..., M], in the type, dtype and device of ``gram``: non-negative, sums to 1.
-        ``kkt_gap`` of the float64 result is below 1e-12.
-
-    Raises:
-        ValueError: On a bad Gram matrix (see ``as_gram``), center, radius or start, or an empty
-            box.
-        RuntimeError: When no weights pass the optimality check.
 
     >>> import torch
     >>> gram = torch.tensor([[4.0, 0.0], [0.0, 1.0]])

@@ -1,7 +1,4 @@
-"""Convex programmes on the simplex with further linear constraints, by cvxpy.
-
-Each is built once for its size, with the data as parameters, and then only filled in.
-"""
+"""Convex programmes on the simplex with further linear constraints."""
 
 import contextlib
 import warnings
@@ -32,9 +29,6 @@ def linear_program(gains: np.ndarray, rows: np.ndarray, floors: np.ndarray) -> n
         gains: Shape [M].
         rows: Shape [R, M].
         floors: Shape [R]; -∞ takes a row out.
-
-    Raises:
-        RuntimeError: When the solution misses a constraint or its duality gap is too large.
     """
     size = np.abs(rows).max(axis=1)
     is_active = (size > 0) & np.isfinite(floors)
@@ -42,12 +36,12 @@ def linear_program(gains: np.ndarray, rows: np.ndarray, floors: np.ndarray) -> n
     rows = np.where(is_active[:, None], rows / size[:, None], 0.0)
     floors = np.where(is_active, floors / size, -1.0)
     unit = np.abs(gains).max() or 1.0
-    solution = _linear_problem(*rows.shape)(gains / unit, rows, floors)
+    solution = _minimum(-gains / unit, -rows, -floors)
     if solution is None:
         return None
-    weights, multipliers = solution
-    weights = np.maximum(weights, 0.0)
+    weights = np.maximum(solution.x, 0.0)
     weights /= weights.sum()
+    multipliers = -solution.ineqlin.marginals
     # weak duality: no weights gain more than the bound that the multipliers give
     bound = (gains / unit + multipliers @ rows).max() - multipliers @ floors
     gap = float(bound - gains @ weights / unit)
@@ -64,13 +58,7 @@ def linear_program(gains: np.ndarray, rows: np.ndarray, floors: np.ndarray) -> n
 def constrained_qp(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Returns argmin λᵀQλ over the simplex subject to rows @ λ ≤ bounds.
 
-    Args:
-        matrix: Q, positive semidefinite up to rounding, shape [M, M].
-        rows: Shape [R, M].
-        bounds: Shape [R].
-
-    Raises:
-        RuntimeError: When no weights pass the check of optimality and constraints.
+    Shapes are [M, M], [R, M] and [R]; Q is positive semidefinite up to rounding.
     """
     size = np.abs(rows).max(axis=1, initial=0.0)
     size = np.where(size > 0, size, 1.0)
@@ -121,7 +109,7 @@ def _interior_point(
 
 def is_feasible(rows: np.ndarray, bounds: np.ndarray) -> bool:
     """Returns whether any weights on the simplex meet rows @ λ ≤ bounds, shapes [R, M] and [R]."""
-    return _best_vertex(np.zeros(rows.shape[1]), rows, bounds) is not None
+    return _minimum(np.zeros(rows.shape[1]), rows, bounds) is not None
 
 
 def _polytope_gap(
@@ -129,56 +117,26 @@ def _polytope_gap(
 ) -> float:
     """Returns the decrease that a step to the best vertex promises, relative as in ``kkt_gap``."""
     slope = matrix @ weights
-    vertex = _best_vertex(slope, rows, bounds)
-    if vertex is None:
+    solution = _minimum(slope / (np.abs(slope).max() or 1.0), rows, bounds)
+    if solution is None:
         return np.inf
+    vertex = solution.x
     bound = np.sqrt(weights @ np.abs(matrix) @ weights)
     there = np.sqrt(vertex @ np.abs(matrix) @ vertex)
     decrease = float(slope @ weights - slope @ vertex)
     return float(max(decrease / (bound * max(bound, there)), 0.0)) if bound > 0 else 0.0
 
 
-def _best_vertex(costs: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray | None:
-    unit = np.abs(costs).max() or 1.0
-    result = linprog(costs / unit, rows, bounds, np.ones((1, len(costs))), np.ones(1))
-    return result.x if result.status == 0 else None
-
-
-def _solve(problem: Any, **options: Any) -> None:
-    """Solves a problem in silence; the caller checks the solution."""
-    import cvxpy
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with contextlib.suppress(cvxpy.SolverError):  # leaves no value
-            problem.solve(**options)
-
-
-@cache
-def _linear_problem(num_rows: int, num_objectives: int) -> Callable[..., Any]:
-    import cvxpy  # here, because it is slow and most runs never need it
-
-    weights = cvxpy.Variable(num_objectives, nonneg=True)
-    gains = cvxpy.Parameter(num_objectives)
-    rows = cvxpy.Parameter((num_rows, num_objectives))
-    floors = cvxpy.Parameter(num_rows)
-    limits: Any = rows @ weights >= floors
-    total: Any = cvxpy.sum(weights) == 1
-    problem = cvxpy.Problem(cvxpy.Maximize(gains @ weights), [total, limits])
-
-    def solve(*data: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        gains.value, rows.value, floors.value = data
-        _solve(problem, solver=cvxpy.SCIPY)
-        if weights.value is None:
-            return None
-        return np.asarray(weights.value), np.asarray(limits.dual_value)
-
-    return solve
+def _minimum(costs: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> Any:
+    """Returns scipy's result of min costsᵀλ subject to rows @ λ ≤ bounds; None if infeasible."""
+    result = linprog(costs, rows, bounds, np.ones((1, len(costs))), np.ones(1))
+    return result if result.status == 0 else None
 
 
 @cache
 def _quadratic_problem(num_rows: int, num_objectives: int) -> Callable[..., Any]:
-    import cvxpy
+    """Returns a programme of a size, built once and then only filled in with its data."""
+    import cvxpy  # here, because it is slow and most runs never need it
 
     point = cvxpy.Variable(num_objectives, nonneg=True)
     root = cvxpy.Parameter((num_objectives, num_objectives))
@@ -191,7 +149,9 @@ def _quadratic_problem(num_rows: int, num_objectives: int) -> Callable[..., Any]
 
     def solve(*data: np.ndarray) -> np.ndarray | None:
         root.value, scale.value, rows.value, bounds.value = data
-        _solve(problem, solver=cvxpy.CLARABEL, **TOLERANCES)
+        with warnings.catch_warnings(), contextlib.suppress(cvxpy.SolverError):  # leaves no value
+            warnings.simplefilter("ignore", UserWarning)
+            problem.solve(solver=cvxpy.CLARABEL, **TOLERANCES)
         return None if point.value is None else np.asarray(point.value)
 
     return solve

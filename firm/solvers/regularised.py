@@ -37,32 +37,19 @@ def firm_weights(
     trace included, and gets weight 0. Where all gradients are zero the regulariser alone decides:
     uniform weights, or p.
 
-    A ``norm_power`` q > 0 solves for the gradients gⱼ/‖gⱼ‖^q instead, as GAPO does (Li et al. 2025,
-    arXiv:2507.01915), so that long gradients are not held back: at q = 1 only angles count. What is
-    returned are the weights of the given gradients that make the same direction, λⱼ/‖gⱼ‖^q scaled
-    to sum 1; GAPO itself keeps the sum of λ, a difference in length alone.
-
     Args:
-        gram: Gram matrix of the objectives' gradients, shape [..., M, M]. Never changed.
+        gram: G, shape [..., M, M].
         beta: Strength β of the pull towards uniform weights, at least 0. Unused with a preference.
         preference: p, shape [M], non-negative, not all zero.
         preference_strength: Factor of the preference term, at least 0; the paper's is 1.
-        normalize: Whether to divide the Gram matrix by the mean of its diagonal.
-        norm_power: Power q of its norm that each gradient is divided by, at least 0; a zero
-            gradient counts as long as the longest.
+        normalize: Whether to divide G by the mean of its diagonal.
+        norm_power: q ≥ 0 solves for the gradients gⱼ/‖gⱼ‖^q, as GAPO does (Li et al. 2025,
+            arXiv:2507.01915), a zero gradient counting as long as the longest; at q = 1 only angles
+            count. Returned are the given gradients' weights of that direction, ∝ λⱼ/‖gⱼ‖^q.
         solver: "exact" for closed forms and active sets, "cvxpy" for an interior-point method that
             also takes constraints; its λ are right to about 1e-4, and a call takes milliseconds.
         constraints: Rows of M + 1 numbers (a₁, ..., a_M, b), each asking for Σⱼ aⱼλⱼ ≤ b, as
-            ``linear_constraints`` writes them; for ``solver="cvxpy"`` alone. With a ``norm_power``
-            they hold for the λ that is solved for.
-
-    Returns:
-        λ, shape [..., M], in the type, dtype and device of ``gram``: non-negative, sums to 1.
-
-    Raises:
-        ValueError: On a bad Gram matrix (see ``as_gram``), beta, preference, strength, power or
-            constraints, or constraints that no weights meet.
-        RuntimeError: When no weights pass the optimality check.
+            ``linear_constraints`` writes them; for "cvxpy" alone. They hold for the λ solved for.
 
     >>> import torch
     >>> firm_weights(torch.tensor([[4.0, 0.0], [0.0, 1.0]]), beta=0.0)
@@ -110,7 +97,6 @@ def _norms(matrix: np.ndarray) -> np.ndarray:
 
 
 def _constrained(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Returns the constrained weights of each matrix [..., M, M], shape [..., M]."""
     flat = matrix.reshape(-1, *matrix.shape[-2:])
     return np.array([constrained_qp(each, rows, bounds) for each in flat]).reshape(
         matrix.shape[:-1]

@@ -38,9 +38,6 @@ def simplex_qp(
         upper: Upper bounds, shape [M]; the box they make meets the simplex.
         start: Weights whose support the search starts from, shape [M]; for one matrix.
 
-    Returns:
-        λ, float64, shape [..., M]: non-negative, sums to 1.
-
     Raises:
         RuntimeError: When the optimality conditions are missed by more than ``GAP_TOLERANCE``.
     """
@@ -90,15 +87,8 @@ def _certified(
 ) -> np.ndarray:
     """Returns weights that pass their check: of K = SQS, or of the nearest matrix that is a Gram.
 
-    Args:
-        matrix: K, shape [M, M]; rounding may have made eigenvalues negative.
-        scale: s, shape [M].
-        finish: Makes weights and their gap of a K and its y.
-        box: Bounds of y.
-        start: Where to begin.
-
-    Raises:
-        RuntimeError: When the gap is above ``GAP_TOLERANCE`` for both.
+    ``finish`` makes weights and their gap of a K and its y. Rounding may have made eigenvalues of K
+    negative, which the second try repairs.
     """
     gap = inf
     for is_repaired in (False, True):

@@ -12,15 +12,9 @@ def smoothed_weights(previous: ArrayT, weights: torch.Tensor | ArrayT, *, step: 
     (Eq. 34) it is the plain mean of all weights so far, and the start does not matter.
 
     Args:
-        previous: λₜ₋₁, shape [..., M]; any weights at the first step. Never changed.
+        previous: λₜ₋₁, shape [..., M]; any weights at the first step.
         weights: λ*ₜ, what the solver just returned, shape [..., M].
         step: t, counted from 1.
-
-    Returns:
-        λₜ, shape [..., M], in the type, dtype and device of ``previous``.
-
-    Raises:
-        ValueError: On mismatched shapes, NaN or infinities, or a step below 1.
 
     >>> smoothed_weights(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), step=4)
     tensor([0.7500, 0.2500])

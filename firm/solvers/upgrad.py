@@ -10,17 +10,12 @@ def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:
     """Returns the weights of UPGrad: the mean of the gradients' projections on the dual cone.
 
     Each gradient is projected onto the directions that conflict with no objective (Eq. 3), and the
-    projections are averaged. The weights are w = (1/M) Σᵢ argmin vᵀGv over v ≥ eᵢ (Proposition 1).
+    projections are averaged: w = (1/M) Σᵢ argmin vᵀGv over v ≥ eᵢ (Proposition 1), float64 [M],
+    each at least 1/M, so that the sum is 1 or more.
 
     TorchJD solves for G / tr(G) + 1e-4 I, so that what holds of "conflicts with none" is
-    (Gw)ⱼ ≥ -1e-4 tr(G) wⱼ. It takes a trace below 1e-4 for zero; G is divided by its trace first,
-    so that only zero is.
-
-    Args:
-        gram: Gram matrix G of the objectives' gradients, shape [M, M]. Never changed.
-
-    Returns:
-        w, float64 [M]: each at least 1/M, so that the sum is 1 or more; 1/M each without conflict.
+    (Gw)ⱼ ≥ -1e-4 tr(G) wⱼ. It takes a trace below 1e-4 for zero; G [M, M] is divided by its trace
+    first, so that only zero is.
 
     Raises:
         ValueError: When TorchJD is not installed, or finds no solution.
