@@ -112,12 +112,12 @@ def trace(frame, event, argument):
 wing, advance = job._LanguageWing, ServerState.advance
 measure, show = wing.measure, wing.show
 
-def measured(self, state):
+def measured(self, before, after, metrics):
     marks.append(("aggregation", set(seen)))
-    return measure(self, state)
+    return measure(self, before, after, metrics)
 
-def shown(self, state, rows, measurement, book):
-    result = show(self, state, rows, measurement, book)
+def shown(self, state, rows):
+    result = show(self, state, rows)
     marks.append(("page", set(seen)))
     seen.clear()
     return result

@@ -36,11 +36,12 @@ from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import (
     LoadedRun,
     as_calibrations,
+    as_figures,
     build_engine,
     common_calibrations,
     load,
 )
-from firm.jobs.loop import Logbook, Measurement, Wing, train
+from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report import read_record, update_report
 from firm.report.tables import Frame, rows_of, tidy
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
@@ -104,7 +105,7 @@ def align(cfg: AlignmentConfig) -> Result | None:
     loaded = load(cfg, processes)
     if processes.is_server:
         calibrations = common_calibrations(loaded, cfg, out)
-        processes.broadcast({key: c.to_dict() for key, c in calibrations.items()})
+        processes.broadcast(as_figures(calibrations))
     else:
         calibrations = as_calibrations(processes.broadcast())
     progress = progress_of(cfg)
@@ -125,7 +126,6 @@ def run_rounds(
 ) -> Result:
     """Trains, measures, writes and shows, wherever the engine's clients are."""
     settings, objectives = to_dict(cfg), tuple(cfg.rewards)
-    wing = _LanguageWing(loaded, cfg, calibrations, progress)
     with (
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS) as run,
         Tracker(cfg.tracking, run.path, settings, objectives=objectives) as tracker,
@@ -133,11 +133,10 @@ def run_rounds(
         closing(engine),
     ):
         progress.event("started", alarms=alarms_at_start(cfg))
-        book = Logbook(run, tracker)
-        state = train(
-            wing, book, engine, client_names(cfg), cfg.strategy, keep_last=cfg.checkpoints.keep_last
-        )
-        base, final = wing.finish(state, book)
+        wing = _LanguageWing(Logbook(run, tracker), loaded, cfg, calibrations, progress)
+        keep_last = cfg.checkpoints.keep_last
+        state = train(wing, engine, client_names(cfg), cfg.strategy, keep_last=keep_last)
+        base, final = wing.finish(state)
         policy: Any = loaded.trainer.policy_model
         policy.save_pretrained(str(run.path / "adapter"))
         write_model_card(
@@ -172,80 +171,71 @@ class _LanguageWing(Wing):
 
     def __init__(
         self,
+        book: Logbook,
         loaded: LoadedRun,
         cfg: AlignmentConfig,
         calibrations: Mapping[str, Calibration],
         progress: Progress,
     ) -> None:
+        super().__init__(book)
         self._loaded, self._cfg, self._progress = loaded, cfg, progress
         self._calibrations = calibrations
         self._base: dict[str, Evaluation] = {}
 
-    def start(self, book: Logbook) -> tuple[ServerState, Measurement]:
+    def start(self) -> tuple[ServerState, float | None]:
         loaded, cfg = self._loaded, self._cfg
         state = ServerState(loaded.fresh, objectives=tuple(cfg.rewards), seed=cfg.seed)
-        book.log(_run_row(cfg, loaded, self._calibrations))
+        self.book.log(_run_row(cfg, loaded, self._calibrations))
         for split in ("test", "validation"):
             if prompts := getattr(loaded, split):
                 self._base[split] = self._evaluate(state.adapter, prompts, split)
-                book.log(self._base[split].row(round=0, split=split))
-        self._log_samples(self._base["test"], state, book)
-        measurement = Measurement(score=self._score(self._base.get("validation")))
-        return replace(state, adapter=loaded.start), measurement
+                self.book.log(self._base[split].row(round=0, split=split))
+        self._log_samples(self._base["test"], state)
+        return replace(state, adapter=loaded.start), self._score(self._base.get("validation"))
 
-    def restore(self, content: State, book: Logbook) -> None:
+    def restore(self, content: State) -> None:
         self._base = {
             split: Evaluation.from_state(values) for split, values in content["base"].items()
         }
 
     def content(self) -> State:
         return {
-            "calibrations": {key: c.to_dict() for key, c in self._calibrations.items()},
+            "calibrations": as_figures(self._calibrations),
             "base": {split: evaluation.state() for split, evaluation in self._base.items()},
         }
 
     def is_done(self, state: ServerState) -> bool:
         return state.round >= self._cfg.rounds
 
-    def round_rows(
-        self, before: ServerState, after: ServerState, metrics: dict[str, Any], book: Logbook
-    ) -> Sequence[Row]:
+    def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
         rows = [*metrics["clients"], metrics["round"]]
-        metrics["round"]["alarms"] = alarms_of_rounds(self._cfg, [*book.rows, *rows])
-        return rows
-
-    def measure(self, state: ServerState) -> Measurement:
+        metrics["round"]["alarms"] = alarms_of_rounds(self._cfg, [*self.book.rows, *rows])
         if not (prompts := self._loaded.validation):
-            return Measurement()
-        measured = self._evaluate(state.adapter, prompts, "validation")
-        row = measured.row(self._base["validation"], round=state.round, split="validation")
-        return Measurement((row,), self._score(measured))
+            return Round(rows)
+        measured = self._evaluate(after.adapter, prompts, "validation")
+        base = self._base["validation"]
+        rows.append(measured.row(base, round=after.round, split="validation"))
+        return Round(rows, score=self._score(measured))
 
-    def show(
-        self,
-        state: ServerState,
-        rows: Sequence[Row],
-        measurement: Measurement | None,
-        book: Logbook,
-    ) -> None:
-        update_report(book.run.path)
+    def show(self, state: ServerState, rows: Sequence[Row]) -> None:
+        update_report(self.book.run.path)
         if not rows:
             self._progress.event("resumed", round=state.round)
             return
-        scores = {}
-        for row in measurement.rows if measurement else ():
-            scores = {name: score["mean"] for name, score in row["scores"].items()}
-        self._progress.event("round_finished", row=rows[-1], scores=scores)
+        by_kind = {row["kind"]: row for row in rows}
+        scores = by_kind.get("evaluation", {"scores": {}})["scores"]
+        means = {name: score["mean"] for name, score in scores.items()}
+        self._progress.event("round_finished", row=by_kind["round"], scores=means)
 
-    def finish(self, state: ServerState, book: Logbook) -> tuple[Evaluation, Evaluation]:
+    def finish(self, state: ServerState) -> tuple[Evaluation, Evaluation]:
         """Returns the base model and the final one on the held-out prompts, once they are logged.
 
         The policy is left with the final adapter.
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
-        book.log(final.row(base, round=state.round, split="test"))
-        self._log_samples(final, state, book)
-        save_file(final.by_prompt(), book.run.path / SCORES_NAME)
+        self.book.log(final.row(base, round=state.round, split="test"))
+        self._log_samples(final, state)
+        save_file(final.by_prompt(), self.book.run.path / SCORES_NAME)
         return base, final
 
     def _evaluate(self, adapter: Adapter, prompts: list[str], split: str) -> Evaluation:
@@ -261,9 +251,9 @@ class _LanguageWing(Wing):
             num_samples=cfg.evaluation.num_samples,
         )
 
-    def _log_samples(self, evaluation: Evaluation, state: ServerState, book: Logbook) -> None:
+    def _log_samples(self, evaluation: Evaluation, state: ServerState) -> None:
         limit = self._cfg.evaluation.num_shown_samples
-        book.log_samples(evaluation.sample_rows(round=state.round, limit=limit))
+        self.book.log_samples(evaluation.sample_rows(round=state.round, limit=limit))
 
     def _score(self, measured: Evaluation | None) -> float | None:
         if measured is None or not self._cfg.checkpoints.keep_best:
@@ -283,7 +273,7 @@ def _run_row(
         "clients": names,
         "rounds": cfg.rounds,
         "alarms": alarms_at_start(cfg),
-        "calibration": {key: c.to_dict() for key, c in calibrations.items()},
+        "calibration": as_figures(calibrations),
         "num_trainable": sum(p.numel() for p in parameters),
         "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
         "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),

@@ -252,8 +252,13 @@ def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration
     }
 
 
+def as_figures(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
+    """Returns calibrations as plain data, which ``as_calibrations`` reads."""
+    return {key: calibration.to_dict() for key, calibration in calibrations.items()}
+
+
 def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
-    """Returns the maps that ``Calibration.to_dict`` wrote."""
+    """Returns the calibrations that ``as_figures`` wrote."""
     return {name: Calibration.from_dict(values) for name, values in figures.items()}
 
 

@@ -15,7 +15,7 @@ from firm.jobs import fmoo_page
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import Federation, federate
 from firm.jobs.fmoo_measures import evaluation, improved, progress
-from firm.jobs.loop import Logbook, Measurement, Wing, train
+from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
 from firm.report.tables import Setting
 from firm.run import Run, Tracker, dated_folder, make_private_folder, to_dict, to_yaml
@@ -60,13 +60,12 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
     settings = to_dict(
         replace(cfg, algorithms={name: algorithm}, seeds=(seed,), progress_from=source)
     )
-    wing = _ClassicWing(cfg, name, splits, seed)
     is_there = cfg.resume and (path / "run.json").exists()
     if is_there and is_done(
         last_evaluation(rows := Run(path).rows()), algorithm.rounds or cfg.rounds, cfg.target_loss
     ):
         return rows
-    wing.load()
+    federation = federate(cfg, algorithm, splits, seed)
     study = path.parent.parent
     with file_errors(f"the study {study}"):
         make_private_folder(study)
@@ -80,81 +79,70 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
             name=f"{name}, seed {seed}",
             group=study.name,
         ) as tracker,
-        closing(wing.federation.engine) as engine,
+        closing(federation.engine) as engine,
     ):
-        names, strategy = wing.federation.names, wing.federation.cfg
-        train(wing, Logbook(run, tracker), engine, names, strategy, keep_last=1)
+        wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)
+        train(wing, engine, federation.names, federation.cfg, keep_last=1)
         return run.rows()
 
 
 class _ClassicWing(Wing):
     """Measures losses and accuracies on samples, every so many rounds."""
 
-    def __init__(self, cfg: ClassicConfig, name: str, splits: Splits, seed: int) -> None:
+    def __init__(
+        self,
+        book: Logbook,
+        cfg: ClassicConfig,
+        name: str,
+        splits: Splits,
+        seed: int,
+        federation: Federation,
+    ) -> None:
+        super().__init__(book)
         self._cfg, self._name, self._splits, self._seed = cfg, name, splits, seed
+        self._federation = federation
         self._num_rounds = cfg.algorithms[name].rounds or cfg.rounds
-        self._rivals: dict[str, Federation] = {}
         self._measured: Row | None = None
+        compared = cfg.algorithms.items() if name == cfg.progress_from else ()
+        self._rivals = {rival: federate(cfg, own, splits, seed) for rival, own in compared}
 
-    def load(self) -> None:
-        """Builds the clients, and those of the algorithms whose local progress is compared."""
-        cfg = self._cfg
-        self.federation = federate(cfg, cfg.algorithms[self._name], self._splits, self._seed)
-        if self._name == cfg.progress_from:
-            self._rivals = {
-                name: federate(cfg, algorithm, self._splits, self._seed)
-                for name, algorithm in cfg.algorithms.items()
-            }
-
-    def start(self, book: Logbook) -> tuple[ServerState, Measurement]:
-        adapter = self.federation.clients[0].adapter()
+    def start(self) -> tuple[ServerState, None]:
+        adapter = self._federation.clients[0].adapter()
         state = ServerState(adapter, self._splits.train.objectives, seed=self._seed)
-        self._measured = evaluation(self._cfg, self.federation, self._splits, state)
-        book.log(self._measured)
-        return state, Measurement()
+        self._measured = evaluation(self._cfg, self._federation, self._splits, state)
+        self.book.log(self._measured)
+        return state, None
 
-    def restore(self, content: State, book: Logbook) -> None:
-        self._measured = last_evaluation(book.rows)
+    def restore(self, content: State) -> None:
+        self._measured = last_evaluation(self.book.rows)
 
     def is_done(self, state: ServerState) -> bool:
         return is_done(self._measured, self._num_rounds, self._cfg.target_loss)
 
-    def round_rows(
-        self, before: ServerState, after: ServerState, metrics: dict[str, Any], book: Logbook
-    ) -> Sequence[Row]:
-        row = metrics["round"]
-        if self._cfg.improved_share and self._is_due(after):
-            row["improved"] = improved(self.federation, before, after, row)
-        if alarms := failure_alarms([*book.rows, row]):
+    def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
+        cfg, row = self._cfg, metrics["round"]
+        is_due = after.round % cfg.evaluate_every == 0 or after.round == self._num_rounds
+        if is_due and cfg.improved_share:
+            row["improved"] = improved(self._federation, before, after, row)
+        if alarms := failure_alarms([*self.book.rows, row]):
             row["alarms"] = alarms
-        return [row]
-
-    def measure(self, state: ServerState) -> Measurement | None:
-        if not self._is_due(state):
-            return None
-        row = evaluation(self._cfg, self.federation, self._splits, state)
+        if not is_due:
+            return Round([row], is_kept=False)
+        self._measured = evaluation(cfg, self._federation, self._splits, after)
         if self._rivals:
-            clients = self.federation.engine.client_states(state.accepted)
-            row["progress"] = {
-                name: progress(rival, state, clients) for name, rival in self._rivals.items()
+            clients = self._federation.engine.client_states(after.accepted)
+            self._measured["progress"] = {
+                name: progress(rival, after, clients) for name, rival in self._rivals.items()
             }
-        self._measured = row
-        return Measurement((row,))
+        return Round([row, self._measured])
 
-    def show(
-        self,
-        state: ServerState,
-        rows: Sequence[Row],
-        measurement: Measurement | None,
-        book: Logbook,
-    ) -> None:
-        for alarm in (alarm for row in rows for alarm in row.get("alarms", ())):
-            print(printable(f"{self._name}, seed {self._seed}: {alarm}"))
-        for row in measurement.rows if measurement else ():
-            print(printable(progress_line(book.run.path, row), max_length=5_000), flush=True)
-
-    def _is_due(self, state: ServerState) -> bool:
-        return state.round % self._cfg.evaluate_every == 0 or state.round == self._num_rounds
+    def show(self, state: ServerState, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for alarm in row.get("alarms", ()):
+                print(printable(f"{self._name}, seed {self._seed}: {alarm}"))
+            if row["kind"] == "evaluation":
+                line = progress_line(self.book.run.path, row)
+                print(printable(line, max_length=5_000), flush=True)
 
 
 def last_evaluation(rows: Sequence[Row]) -> Row | None:

@@ -45,26 +45,35 @@ class Logbook:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """The model after a round, which is kept in a checkpoint."""
+class Round:
+    """What a round has come to."""
 
-    rows: tuple[Row, ...] = ()
-    """What is logged."""
+    rows: Sequence[Row]
+    """What is logged of it."""
+    is_kept: bool = True
+    """Whether a checkpoint is written."""
     score: float | None = None
     """How good the model is, larger is better, by which the best checkpoint is chosen; None when
     that is not measured."""
 
 
 class Wing(ABC):
-    """What a kind of run adds to the loop: its start, its measurements and its end."""
+    """What a kind of run adds to the loop: its start, its measurements and its end.
+
+    Args:
+        book: The run's logs.
+    """
+
+    def __init__(self, book: Logbook) -> None:
+        self.book = book
 
     @abstractmethod
-    def start(self, book: Logbook) -> tuple[ServerState, Measurement]:
-        """Logs what a fresh run begins with; returns the server's first state, measured."""
+    def start(self) -> tuple[ServerState, float | None]:
+        """Logs what a fresh run begins with; returns the server's first state and its score."""
 
     @abstractmethod
-    def restore(self, content: State, book: Logbook) -> None:
-        """Takes up what ``content`` returned when the last checkpoint was written."""
+    def restore(self, content: State) -> None:
+        """Restores what ``content`` returned when the last checkpoint was written."""
 
     def content(self) -> State:
         """Returns what a checkpoint holds beside the states of server and clients."""
@@ -72,43 +81,24 @@ class Wing(ABC):
 
     @abstractmethod
     def is_done(self, state: ServerState) -> bool:
-        """Whether no further round is due."""
+        """Returns whether no further round is due."""
 
     @abstractmethod
-    def round_rows(
-        self, before: ServerState, after: ServerState, metrics: dict[str, Any], book: Logbook
-    ) -> Sequence[Row]:
-        """Returns the rows to log of a round that has just ended."""
+    def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
+        """Measures a round that has just ended."""
 
     @abstractmethod
-    def measure(self, state: ServerState) -> Measurement | None:
-        """Returns the measured model; None after a round that is neither measured nor kept."""
-
-    @abstractmethod
-    def show(
-        self,
-        state: ServerState,
-        rows: Sequence[Row],
-        measurement: Measurement | None,
-        book: Logbook,
-    ) -> None:
+    def show(self, state: ServerState, rows: Sequence[Row]) -> None:
         """Shows a round that is logged and kept, or, without rows, that rounds begin or go on."""
 
 
 def train(
-    wing: Wing,
-    book: Logbook,
-    engine: Engine,
-    clients: Sequence[str],
-    cfg: StrategyConfig,
-    *,
-    keep_last: int,
+    wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfig, *, keep_last: int
 ) -> ServerState:
     """Runs rounds until the wing is done, from the run's last checkpoint if there is one.
 
     Args:
-        wing: What is trained and how it is measured.
-        book: The run's logs; its directory holds the checkpoints.
+        wing: What is trained, how it is measured, and where that is logged.
         engine: Where the clients are.
         clients: Names of all clients, in the order in which their updates are summed.
         cfg: The strategy and its settings.
@@ -117,33 +107,33 @@ def train(
     Returns:
         The server's last state.
     """
+    book = wing.book
 
-    def keep(state: ServerState, measurement: Measurement) -> None:
+    def keep(state: ServerState, score: float | None) -> None:
         content = {
             "server": state.to_state(),
             "clients": engine.client_states(state.accepted),
             **wing.content(),
         }
-        book.run.save_checkpoint(state.round, content, keep_last=keep_last, score=measurement.score)
+        book.run.save_checkpoint(state.round, content, keep_last=keep_last, score=score)
 
     if checkpoint := book.run.latest_checkpoint():
         state = ServerState.from_state(checkpoint[1]["server"])
         engine.restore_client_states(checkpoint[1]["clients"])
-        wing.restore(checkpoint[1], book)
+        wing.restore(checkpoint[1])
         book.repeat_to_tracker()
     else:
-        state, measurement = wing.start(book)
-        keep(state, measurement)
-    wing.show(state, (), None, book)
+        state, score = wing.start()
+        keep(state, score)
+    wing.show(state, ())
 
     while not wing.is_done(state):
         before = state
         state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
-        rows = wing.round_rows(before, state, metrics, book)
-        measurement = wing.measure(state)
-        for row in (*rows, *(measurement.rows if measurement else ())):
+        measured = wing.measure(before, state, metrics)
+        for row in measured.rows:
             book.log(row)
-        if measurement:
-            keep(state, measurement)
-        wing.show(state, rows, measurement, book)
+        if measured.is_kept:
+            keep(state, measured.score)
+        wing.show(state, measured.rows)
     return state

@@ -23,6 +23,7 @@ from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import (
     LoadedRun,
     as_calibrations,
+    as_figures,
     build_clients,
     common_calibrations,
     load,
@@ -101,7 +102,7 @@ class Federation(SitesController):
             meeting_timeout=federation.meeting_timeout,
             on_event=progress.event,
         )
-        setup = {"calibrations": {key: c.to_dict() for key, c in calibrations.items()}}
+        setup = {"calibrations": as_figures(calibrations)}
         if problems := engine.meet(fingerprint(cfg, loaded), setup):
             raise UserError(f"the sites cannot begin: {'; '.join(problems)}.")
         run_rounds(loaded, cfg, calibrations, engine, progress, out)

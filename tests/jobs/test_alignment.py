@@ -75,7 +75,7 @@ def new_rewards() -> Iterator[None]:
     finally:
         for name in REWARD_MODELS.keys() - names:
             del REWARD_MODELS[name]
-        for module in [name for name in sys.modules if name.startswith("reward_models_of_")]:
+        for module in [name for name in sys.modules if name.startswith("firm_plugin_")]:
             del sys.modules[module]
 
 
