@@ -60,7 +60,7 @@ def one_way_gram(
         departure: no solver of weights takes an indefinite Gram matrix, and the truth has none.
 
     Raises:
-        ValueError: When there are no messages, or they differ in kind, shape or shared seed, or
+        ValueError: When there are no messages, they differ in kind, shape or shared seed, or
             `own_grams` do not belong to them.
     """
     _check_alike(messages)
@@ -98,7 +98,7 @@ def broadcast(
             whose errors go together in all clients of one seed: Eq. (14) neglects Σ R_i R_jᵀ.
     """
     _check_two_way(messages)
-    total = _sum_of_reconstructions(messages)
+    ((_, total),) = sum_of_parts(messages)
     return compressor.compress(total, generator=generator, shared_seed=shared_seed)
 
 
@@ -131,11 +131,10 @@ def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) ->
 
     (1/n²) (Σ_i A_i A_iᵀ + Σ_{i≠j} H_i H_jᵀ + X + Xᵀ),  X = Σ_i R_i (h - H_i)ᵀ
 
-    The second term takes the exact sum of the H_i, which the server has; only the clients need the
-    recompressed one. Two departures from Algorithm 6, line 18: its 2X is symmetrised, since the
-    term of Eq. (13) that it stands for is symmetric; and the estimate, whose neglected last term
-    leaves it indefinite at times, is projected onto the positive semidefinite matrices, because
-    no solver of weights takes an indefinite Gram matrix.
+    The second term takes the exact sum of the H_i, which the server has. Two departures from
+    Algorithm 6, line 18: its 2X is symmetrised, since the term of Eq. (13) that it stands for is
+    symmetric; and the estimate, whose neglected last term leaves it indefinite at times, is
+    projected, as in `one_way_gram`.
 
     The correction helps where R_i is small beside A_i (low rank, top-k, mask). Reconstructions that
     are unbiased but noisier than that (quantisers at M in the tens) bring their noise into it: use
@@ -149,8 +148,7 @@ def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) ->
         float64 [M, M], symmetric and positive semidefinite.
 
     Raises:
-        ValueError: When there are no messages, they differ in kind or shape or are sketches, or the
-            replies do not belong to them.
+        ValueError: As `broadcast`, or when the replies do not belong to the messages.
     """
     _check_two_way(messages)
     if len(messages) != len(replies):
@@ -158,7 +156,8 @@ def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) ->
     num_objectives = messages[0].shape[0]
     _check_own_grams([reply.own_gram for reply in replies], num_objectives)
     _check_own_grams([reply.correction for reply in replies], num_objectives, "correction")
-    estimate = gram_matrix(_sum_of_reconstructions(messages))
+    ((_, total),) = sum_of_parts(messages)
+    estimate = gram_matrix(total)
     for message, reply in zip(messages, replies, strict=True):
         correction = reply.correction.to(estimate)
         estimate += reply.own_gram.to(estimate) - gram_matrix(message.reconstruct())
@@ -195,15 +194,11 @@ def two_sample_gram(
 
 
 def mean_own_gram(own_grams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns (1/n) Σ_i A_i A_iᵀ: what M² numbers per client tell without any compression.
+    """Returns (1/n) Σ_i A_i A_iᵀ of the clients' own Gram matrices [M, M], without any compression.
 
     The paper's Table 3 has this sum "with a proper scale" without saying which. 1/n is exact for
-    identical clients and an upper bound otherwise (the difference is positive semidefinite). The
-    terms A_i A_iᵀ of the true Gram matrix alone would have 1/n², right for clients whose gradients
-    are orthogonal.
-
-    Args:
-        own_grams: Each client's `gram_matrix` of its own Jacobian, [M, M].
+    identical clients and an upper bound otherwise (the difference is positive semidefinite); 1/n²
+    would be right for clients whose gradients are orthogonal.
 
     Raises:
         ValueError: When there are none, or one is not a finite [M, M].
@@ -215,13 +210,9 @@ def mean_own_gram(own_grams: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def project_to_psd(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns the nearest positive semidefinite matrix: negative eigenvalues become zero.
+    """Returns the positive semidefinite matrix nearest to the symmetric part of a matrix [M, M].
 
-    Args:
-        matrix: Shape [M, M]; its symmetric part counts.
-
-    Returns:
-        float64 [M, M], symmetric; the symmetric part itself where it has no negative eigenvalue.
+    Negative eigenvalues become zero; float64 and symmetric.
     """
     matrix = matrix.double()
     matrix = (matrix + matrix.T) / 2
@@ -243,13 +234,8 @@ def nrmse(
     The paper writes ‖·‖₂ and calls it a root mean squared error, which is one over the entries: so
     Frobenius by default, with the spectral reading beside it.
 
-    Args:
-        truth: Shape [M, M], not all zero.
-        estimate: Shape [M, M].
-        norm: Which norm.
-
     Raises:
-        ValueError: When shapes differ, or the truth is zero.
+        ValueError: When the shapes [M, M] differ, or the truth is zero.
 
     >>> nrmse(torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]), norm="spectral")
     1.0
@@ -270,10 +256,7 @@ def nrmse(
 
 
 def inner_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Returns the products of all rows of [M, d] with all rows of [M, d], summed in float64.
-
-    What `gram_matrix` does for one matrix; in general not symmetric, float64 [M, M].
-    """
+    """Returns the products of all rows of two matrices [M, d], summed in float64, shape [M, M]."""
     products = first.new_zeros(len(first), len(second), dtype=torch.float64)
     for left, right in zip(first.split(CHUNK, dim=1), second.split(CHUNK, dim=1), strict=True):
         products += left.double() @ right.double().T
@@ -286,13 +269,6 @@ def sum_of_parts(messages: Sequence[Message]) -> list[tuple[int, torch.Tensor]]:
     for message in messages[1:]:
         for (_, matrix), (_, other) in zip(total, message.parts(), strict=True):
             matrix += other
-    return total
-
-
-def _sum_of_reconstructions(messages: Sequence[Message]) -> torch.Tensor:
-    total = messages[0].reconstruct().clone()
-    for message in messages[1:]:
-        total += message.reconstruct()
     return total
 
 

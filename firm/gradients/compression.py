@@ -24,22 +24,23 @@ SEED_BYTES = 8
 MAX_SEED = 2**63 - 1
 
 
-class Message(Protocol):
+@dataclass(frozen=True)
+class Message:
     """What one client uploads in place of its Jacobian."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """M and d of the Jacobian it stands for."""
-        ...
+    shape: tuple[int, int]
+    """M and d of the Jacobian it stands for."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of what travels, in bytes."""
-        ...
+        """Bytes of the tensors and of the seed; both sides know the other fields."""
+        tensors = sum(v.nbytes for v in vars(self).values() if isinstance(v, torch.Tensor))
+        has_seed = not vars(self).keys().isdisjoint({"seed", "shared_seed"})
+        return tensors + (SEED_BYTES if has_seed else 0)
 
     def reconstruct(self) -> torch.Tensor:
         """Returns the Jacobian as far as the message tells it, float32 [M, d]."""
-        ...
+        raise NotImplementedError
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
         """Returns signs and matrices [M, ·], each linear in the message.
@@ -47,7 +48,7 @@ class Message(Protocol):
         The inner products of two Jacobians A and B are estimated by Σ sign · part(A) part(B)ᵀ.
         Linearity lets parts be averaged over clients first, so that one product serves all.
         """
-        ...
+        return [(1, self.reconstruct())]
 
 
 class Compressor(Protocol):
@@ -76,11 +77,9 @@ class Compressor(Protocol):
 
 
 @dataclass(frozen=True)
-class LowRankMessage:
+class LowRankMessage(Message):
     """The leading components of the Jacobian, laid out as a nearly square matrix."""
 
-    shape: tuple[int, int]
-    """M and d."""
     left: torch.Tensor
     """Left singular vectors times the singular values, float32 [rows, r]."""
     right: torch.Tensor
@@ -92,18 +91,9 @@ class LowRankMessage:
         check_values("left", self.left, (rows, self.left.size(-1)))
         check_values("right", self.right, (self.left.size(-1), columns))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the two factors."""
-        return FLOAT_BYTES * (self.left.numel() + self.right.numel())
-
     def reconstruct(self) -> torch.Tensor:
-        """Returns the best approximation of this rank that the client found, float32 [M, d]."""
+        """Returns the product of the factors, float32 [M, d]."""
         return (self.left @ self.right).reshape(-1)[: math.prod(self.shape)].view(self.shape)
-
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the reconstruction."""
-        return [(1, self.reconstruct())]
 
 
 @dataclass(frozen=True)
@@ -135,11 +125,7 @@ class LowRankCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> LowRankMessage:
-        """Returns the leading components; `shared_seed` is not used.
-
-        Raises:
-            ValueError: On another shape, NaN or infinity, or a budget that gives no rank.
-        """
+        """Returns the leading components; `shared_seed` is not used."""
         jacobian = checked_jacobian(jacobian)
         num_objectives, num_parameters = jacobian.shape
         rows, columns = near_square(jacobian.numel())
@@ -163,11 +149,9 @@ class LowRankCompressor:
 
 
 @dataclass(frozen=True)
-class TopKMessage:
+class TopKMessage(Message):
     """The entries of largest absolute value, and where they stand."""
 
-    shape: tuple[int, int]
-    """M and d."""
     values: torch.Tensor
     """The entries, in the order of their positions, float32 [k]."""
     positions: torch.Tensor
@@ -192,20 +176,11 @@ class TopKMessage:
                 f"entries, got {self.positions.dtype} of shape {list(self.positions.shape)}."
             )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values and of their positions."""
-        return FLOAT_BYTES * self.values.numel() + self.positions.nbytes
-
     def reconstruct(self) -> torch.Tensor:
         """Returns the kept entries among zeros, float32 [M, d]."""
         flat = self.values.new_zeros(math.prod(self.shape))
         flat[self._indices()] = self.values
         return flat.view(self.shape)
-
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the reconstruction."""
-        return [(1, self.reconstruct())]
 
     def _indices(self) -> torch.Tensor:
         if self.positions.dtype != torch.uint8:
@@ -232,11 +207,7 @@ class TopKCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> TopKMessage:
-        """Returns the largest entries; neither `generator` nor `shared_seed` is used.
-
-        Raises:
-            ValueError: On another shape, NaN or infinity, or a budget below one entry.
-        """
+        """Returns the largest entries; neither `generator` nor `shared_seed` is used."""
         jacobian = checked_jacobian(jacobian)
         num_objectives, num_parameters = jacobian.shape
         budget = num_parameters if self.budget is None else self.budget
@@ -253,14 +224,7 @@ class TopKCompressor:
 
     @staticmethod
     def num_kept(budget: int, num_entries: int) -> tuple[int, bool]:
-        """Returns how many values the budget pays for, and whether a bitmap tells their positions.
-
-        Args:
-            budget: Numbers of 4 bytes.
-            num_entries: M·d.
-
-        Raises:
-            ValueError: When it pays for none.
+        """Returns how many values a budget pays for, and whether a bitmap gives their positions.
 
         >>> TopKCompressor.num_kept(1000, 2000)  # the bitmap takes 250 bytes, 62.5 numbers
         (937, True)
@@ -280,11 +244,9 @@ class TopKCompressor:
 
 
 @dataclass(frozen=True)
-class RandomMaskMessage:
+class RandomMaskMessage(Message):
     """Entries at positions that a seed tells."""
 
-    shape: tuple[int, int]
-    """M and d."""
     values: torch.Tensor
     """The entries, scaled as the compressor was told to, float32 [k]."""
     seed: int
@@ -296,11 +258,6 @@ class RandomMaskMessage:
         check_seed("seed", self.seed)
         check_values("values", self.values, (min(self.values.numel(), num_entries),))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values and of the seed."""
-        return FLOAT_BYTES * self.values.numel() + SEED_BYTES
-
     def reconstruct(self) -> torch.Tensor:
         """Returns the entries in their places among zeros, float32 [M, d]."""
         flat = self.values.new_zeros(math.prod(self.shape))
@@ -308,10 +265,6 @@ class RandomMaskMessage:
             self.values
         )
         return flat.view(self.shape)
-
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the reconstruction."""
-        return [(1, self.reconstruct())]
 
 
 @dataclass(frozen=True)
@@ -342,9 +295,6 @@ class RandomMaskCompressor:
         """Returns entries at positions that `generator` draws; `shared_seed` is not used.
 
         Clients draw different positions, so that their errors average out.
-
-        Raises:
-            ValueError: On another shape, or NaN or infinity.
         """
         jacobian = checked_jacobian(jacobian)
         num_objectives, num_parameters = jacobian.shape

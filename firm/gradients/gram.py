@@ -41,12 +41,7 @@ def gram_matrix(jacobian: torch.Tensor) -> torch.Tensor:
 def combine(jacobian: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Returns the weighted sum of the rows, λᵀJ; with M = 1 and weight 1 the row, bit for bit.
 
-    Args:
-        jacobian: Gradients, one row per objective, shape [M, d].
-        weights: Weights, shape [M].
-
-    Returns:
-        The direction in the Jacobian's dtype and device, shape [d].
+    Shapes are [M, d] and [M] to [d], in the Jacobian's dtype and on its device.
     """
     if weights.shape != jacobian.shape[:1]:
         raise ValueError(

@@ -33,8 +33,7 @@ def jacobian(
 
     Raises:
         ValueError: When there is no loss or no parameter, a parameter does not require grad, `out`
-            does not fit, a loss has no graph, or a loss or gradient is not finite; names the
-            parameter or the objective.
+            does not fit, or a loss has no graph or is not finite, nor its gradient; names which.
     """
     tensors = check_parameters(parameters)
     num_objectives = len(losses)
@@ -57,12 +56,7 @@ def jacobian(
 
 
 def check_parameters(parameters: Parameters) -> list[torch.Tensor]:
-    """Returns the parameters in their order.
-
-    Raises:
-        ValueError: There is none, or one does not require grad; names its index, and its name where
-            there is one.
-    """
+    """Returns the parameters in their order; raises ``ValueError`` unless each requires grad."""
     if isinstance(parameters, Mapping):
         names = [f" ({name!r})" for name in parameters]
         tensors = list(parameters.values())
@@ -83,11 +77,7 @@ def check_parameters(parameters: Parameters) -> list[torch.Tensor]:
 def jacobian_buffer(
     num_objectives: int, parameters: Sequence[torch.Tensor], out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns `out`, or a new buffer without it: contiguous float32, shape [M, d], not filled.
-
-    Raises:
-        ValueError: `out` has another shape, dtype, device or layout.
-    """
+    """Returns `out`, checked, or a new buffer: contiguous float32 of shape [M, d], not filled."""
     device = parameters[0].device
     shape = [num_objectives, sum(parameter.numel() for parameter in parameters)]
     if out is None:

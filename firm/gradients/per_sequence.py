@@ -45,20 +45,18 @@ class PerSequenceGradients:
     The sequences must not meet in the forward pass: ℓ_b may depend on sequence b only. Batch
     normalisation in training is refused; packing several sequences into a row, or a loss that
     balances experts over the batch, cannot be seen from here and gives wrong rows.
+
+    Args:
+        model: The module whose forward pass leads to the losses.
+        parameters: Weights and biases of the model's `torch.nn.Linear` modules, or a mapping of
+            names to them; their order is the order of the columns.
+
+    Raises:
+        ValueError: When there is no parameter, or one is listed twice, does not require grad or is
+            of another kind of module; or the model holds a trainable one that is.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Parameters) -> None:
-        """Finds the layers of the parameters.
-
-        Args:
-            model: The module whose forward pass leads to the losses.
-            parameters: Weights and biases of the model's `torch.nn.Linear` modules, or a mapping of
-                names to them; their order is the order of the columns.
-
-        Raises:
-            ValueError: When there is no parameter, or one is listed twice, does not require grad
-                or is of another kind of module; or the model holds a trainable one that is.
-        """
         self._model = model
         self._parameters = check_parameters(parameters)
         self._columns: dict[torch.Tensor, slice] = {}
@@ -88,12 +86,7 @@ class PerSequenceGradients:
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __enter__(self) -> Self:
-        """Adds the hooks.
-
-        Raises:
-            ValueError: A batch normalisation in the model mixes the sequences.
-            RuntimeError: The block is entered already.
-        """
+        """Adds the hooks; raises where batch normalisation mixes sequences."""
         if self._handles:
             raise RuntimeError("These per-sequence gradients are in use; leave their block first.")
         for name, module in self._model.named_modules():
@@ -112,7 +105,6 @@ class PerSequenceGradients:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -131,8 +123,7 @@ class PerSequenceGradients:
             losses: The sequences' losses ℓ, computed inside the block, shape [B].
             coefficients: The factors c of each objective, constants, shape [M, B].
             retain_graph: Whether the graph is kept.
-            out: The buffer to fill and return in place of a new one: contiguous float32 on the
-                parameters' device, shape [M, d].
+            out: As for `jacobian`, shape [M, d].
 
         Returns:
             float32, shape [M, d], on the parameters' device; zeros where no loss uses a parameter.
@@ -140,8 +131,7 @@ class PerSequenceGradients:
         Raises:
             ValueError: When shapes do not fit, a loss, coefficient or gradient is not finite, the
                 losses have no graph, one made outside the block or by reentrant checkpointing, or a
-                layer got its input without a dimension of sequences; names the sequence, the
-                objective or the layer.
+                layer got its input without a dimension of sequences; names which.
             RuntimeError: Outside the block.
         """
         if not self._handles:
@@ -289,11 +279,7 @@ def add_weight_gradients_(
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[torch.nn.Linear, str]:
-    """Returns the names of the model's linear layers.
-
-    Raises:
-        ValueError: Something else in the model is trainable.
-    """
+    """Returns the names of the model's linear layers; raises where anything else is trainable."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward:

@@ -8,7 +8,7 @@ import torch
 
 from firm.gradients.compression import (
     FLOAT_BYTES,
-    SEED_BYTES,
+    Message,
     check_budget,
     check_seed,
     check_shape,
@@ -25,11 +25,9 @@ CHUNK = 65_536
 
 
 @dataclass(frozen=True)
-class QuantizedMessage:
+class QuantizedMessage(Message):
     """Entries rounded at random to a few levels, and the largest of every run of them."""
 
-    shape: tuple[int, int]
-    """M and d."""
     codes: torch.Tensor
     """Levels from 0 to 2s, `bits` each, objective after objective, packed: uint8 [⌈M·k·bits/8⌉]."""
     scales: torch.Tensor
@@ -62,11 +60,6 @@ class QuantizedMessage:
                 f"got {self.codes.dtype} of shape {list(self.codes.shape)}."
             )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed codes, of the scales and of the seed."""
-        return self.codes.numel() + FLOAT_BYTES * self.scales.numel() + SEED_BYTES
-
     def reconstruct(self) -> torch.Tensor:
         """Returns an unbiased estimate of the Jacobian, float32 [M, d]."""
         num_objectives, num_parameters = self.shape
@@ -81,10 +74,6 @@ class QuantizedMessage:
         columns = random_positions(num_parameters, self.num_kept, self.seed)
         rows[:, columns.to(rows.device)] = values
         return rows
-
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the reconstruction."""
-        return [(1, self.reconstruct())]
 
 
 @dataclass(frozen=True)
@@ -120,11 +109,7 @@ class QuantizingCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> QuantizedMessage:
-        """Returns the rounded entries, by the client's own `generator`; no `shared_seed` is used.
-
-        Raises:
-            ValueError: On another shape, NaN or infinity, or a budget below one entry a row.
-        """
+        """Returns the entries rounded by `generator`; `shared_seed` is not used."""
         jacobian = checked_jacobian(jacobian)
         num_objectives, num_parameters = jacobian.shape
         bits, num_kept = self._rate(num_objectives, num_parameters)

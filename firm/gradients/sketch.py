@@ -12,9 +12,9 @@ import torch
 
 from firm.gradients.compression import (
     FLOAT_BYTES,
-    SEED_BYTES,
     LowRankCompressor,
     LowRankMessage,
+    Message,
     check_budget,
     check_seed,
     check_shape,
@@ -29,11 +29,9 @@ CHUNK = 65_536
 
 
 @dataclass(frozen=True)
-class CountSketchMessage:
+class CountSketchMessage(Message):
     """Signed sums of a Jacobian's columns; messages of one seed can be added."""
 
-    shape: tuple[int, int]
-    """M and d."""
     sketch: torch.Tensor
     """The sketched Jacobian A C, float32 [M, k]."""
     shared_seed: int
@@ -43,11 +41,6 @@ class CountSketchMessage:
         check_shape(self.shape)
         check_seed("shared_seed", self.shared_seed)
         check_values("sketch", self.sketch, (self.shape[0], self.sketch.size(-1)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the sketch and of the seed."""
-        return FLOAT_BYTES * self.sketch.numel() + SEED_BYTES
 
     def reconstruct(self) -> torch.Tensor:
         """Returns A C Cᵀ, an unbiased but noisy estimate of the Jacobian, float32 [M, d].
@@ -104,11 +97,7 @@ class CountSketchCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> CountSketchMessage:
-        """Returns the sketch that `shared_seed` tells; `generator` is not used.
-
-        Raises:
-            ValueError: On another shape, NaN or infinity, or a budget below one number a row.
-        """
+        """Returns the sketch that `shared_seed` draws; `generator` is not used."""
         jacobian = checked_jacobian(jacobian)
         check_seed("shared_seed", shared_seed)
         num_objectives, num_parameters = jacobian.shape
@@ -124,11 +113,9 @@ class CountSketchCompressor:
 
 
 @dataclass(frozen=True)
-class HybridMessage:
+class HybridMessage(Message):
     """The leading components S of a Jacobian, and a sketch of the rest, R = A - S."""
 
-    shape: tuple[int, int]
-    """M and d."""
     left: torch.Tensor
     """Left singular vectors times the singular values, float32 [rows, r]."""
     right: torch.Tensor
@@ -140,12 +127,6 @@ class HybridMessage:
 
     def __post_init__(self) -> None:
         self._split()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the factors, of the sketch and of the seed."""
-        low_rank, rest = self._split()
-        return low_rank.num_bytes + rest.num_bytes
 
     def reconstruct(self) -> torch.Tensor:
         """Returns S + R C Cᵀ, an unbiased estimate of the Jacobian, float32 [M, d]."""
@@ -194,11 +175,7 @@ class HybridCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> HybridMessage:
-        """Returns both parts; the subspace is the client's own, the sketch the round's.
-
-        Raises:
-            ValueError: On another shape, NaN or infinity, or a budget whose half gives no rank.
-        """
+        """Returns both parts; the subspace is the client's own, the sketch the round's."""
         jacobian = checked_jacobian(jacobian)
         budget = jacobian.size(1) if self.budget is None else self.budget
         component = sum(near_square(jacobian.numel()))
@@ -222,13 +199,7 @@ class HybridCompressor:
 def sketched(jacobian: torch.Tensor, num_buckets: int, seed: int) -> torch.Tensor:
     """Returns A C for the C of a seed: columns, with random signs, summed in random buckets.
 
-    Args:
-        jacobian: A, float32 [M, d].
-        num_buckets: k, at most d.
-        seed: Draws C.
-
-    Returns:
-        float32 [M, k] on the Jacobian's device.
+    A is float32 [M, d]; returned is float32 [M, num_buckets], of at most d buckets.
     """
     buckets, signs = _buckets_and_signs(jacobian.size(1), num_buckets, seed, jacobian.device)
     sketch = jacobian.new_zeros(jacobian.size(0), num_buckets)
