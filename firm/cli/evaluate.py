@@ -25,9 +25,10 @@ def main(cfg: CompareConfig) -> Path:
             ["", BASE, name, "change", "z"],
             [row.cells() for row in table],
         )
-    for row in result.samples[: NUM_PRINTED_SAMPLES * (1 + len(result.tables))]:
-        label = f"{row['prompt'].strip()}\n" if row["model"] == BASE else ""
-        print(printable(f"{label}{row['model']}: {row['reply'].strip()}\n"))
+    for prompt, replies in result.samples[:NUM_PRINTED_SAMPLES]:
+        print(printable(prompt.strip()))
+        for name, reply in replies.items():
+            print(printable(f"{name}: {reply.text.strip()}\n"))
     print(f"page     {result.path / PAGE_NAME}\nfigures  {result.path / 'figures.csv'}")
     return result.path
 

@@ -5,24 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import transformers
 
 from firm.alignment import (
     Calibration,
     PolicyConfig,
     RolloutConfig,
-    check_vocabulary,
-    load_adapters,
-    load_tokenizer,
-    sample_replies,
     score,
-    select_adapter,
 )
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from firm.jobs.speakers import Speakers
 from firm.run.shipped import with_shipped_paths
-from reward_models import RewardModelConfig, load_reward_model
+from reward_models import RewardModelConfig
 
 SIDES = {"base": None, "aligned": 0}
 """What a person sees -> index of the adapter that speaks."""
@@ -88,19 +83,18 @@ class Conversation:
 
     def __init__(self, cfg: ChatConfig) -> None:
         cfg = with_shipped_paths(cfg)
-        transformers.utils.logging.disable_progress_bar()
-        if cfg.num_threads is not None:
-            torch.set_num_threads(cfg.num_threads)
         self.folder = adapter_folder(cfg.adapter or cfg.run or Path())
         """The adapter that speaks."""
-        self._cfg = cfg
-        self._policy = load_adapters(cfg.policy, [self.folder], check_base=cfg.check_base)
-        self._tokenizer = load_tokenizer(cfg.policy)
-        check_vocabulary(self._policy, self._tokenizer, cfg.policy.path)
         rewards = cfg.rewards if cfg.show_rewards else {}
-        self._reward_fns = {
-            name: load_reward_model(config, name) for name, config in rewards.items()
-        }
+        self._seed = cfg.seed
+        self._speakers = Speakers(
+            cfg.policy,
+            [self.folder],
+            check_base=cfg.check_base,
+            rollout=cfg.rollout,
+            rewards=rewards,
+            num_threads=cfg.num_threads,
+        )
         self._calibrations = {}
         if cfg.run:
             self._calibrations = frozen_calibrations(rewards, checked_record(cfg.run))
@@ -126,20 +120,12 @@ class Conversation:
 
     def _reply(self, side: str, turn: int) -> Answer:
         dialogue = self._dialogues[side]
-        stream = RandomStream(self._cfg.seed, "chat", turn)  # the same for both sides
-        with select_adapter(self._policy, SIDES[side]) as reference, stream:
-            replies = sample_replies(
-                self._policy,
-                [dialogue],
-                tokenizer=self._tokenizer,
-                prompt_format=self._cfg.policy.prompt,
-                config=self._cfg.rollout,
-                reference=reference,
-            )
-        rows = ()
-        if self._reward_fns:
-            rows = score(self._reward_fns, [dialogue], replies.completions)
-        scores = {name: row[0] for name, row in zip(self._reward_fns, rows, strict=True)}
+        stream = RandomStream(self._seed, "chat", turn)  # the same for both sides
+        with self._speakers.speaking(SIDES[side]) as sample, stream:
+            replies = sample([dialogue])
+        reward_fns = self._speakers.reward_fns
+        rows = score(reward_fns, [dialogue], replies.completions) if reward_fns else ()
+        scores = {name: row[0] for name, row in zip(reward_fns, rows, strict=True)}
         return Answer(replies.completions[0].strip(), in_words(scores, self._calibrations))
 
 

@@ -1,16 +1,11 @@
 """Compares adapters with their base model: rewards, KL, length and replies."""
 
-import csv
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
 
 from firm.alignment import (
     Calibration,
@@ -19,26 +14,22 @@ from firm.alignment import (
     PolicyConfig,
     PromptsConfig,
     RolloutConfig,
-    check_vocabulary,
     comparison_table,
     evaluate,
-    load_adapters,
     load_prompts,
-    load_tokenizer,
-    sample_replies,
-    select_adapter,
 )
 from firm.federation import RandomStream
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from firm.jobs.speakers import Speakers
 from firm.report import Record
 from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, dialogue
 from firm.run import UserError, dated_folder, leaves, to_yaml
 from firm.run.comparison import Line, Measure
-from firm.run.files import whole_folder
+from firm.run.files import whole_folder, write_csv
 from firm.run.guard import drawing
 from firm.run.shipped import with_shipped_paths
-from reward_models import RewardModelConfig, load_reward_model
+from reward_models import RewardModelConfig
 
 PAGE_NAME = "evaluation.html"
 BASE = "base"
@@ -113,8 +104,8 @@ class ComparisonResult:
     """Directory of the results: `evaluation.html`, `figures.csv`, `samples.csv`, `config.yaml`."""
     tables: dict[str, list[Comparison]]
     """Every adapter beside the base model, by its name."""
-    samples: list[dict[str, Any]]
-    """Rows with `prompt`, `model`, `reply` and `scores`, prompt by prompt."""
+    samples: list[tuple[str, dict[str, Reply]]]
+    """Prompts, each with the reply of every model."""
     num_prompts: int
     """Prompts that were replied to."""
 
@@ -131,9 +122,6 @@ def compare(
     Raises:
         UserError: Runs or adapters do not fit each other, or the results cannot be written.
     """
-    transformers.utils.logging.disable_progress_bar()
-    if cfg.num_threads is not None:
-        torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("evaluation")
     check_place(out)
 
@@ -151,8 +139,9 @@ def compare(
         for name, evaluation in evaluations.items()
     }
     samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
-    write_results(out, cfg, folder_by_name, tables, samples, num_prompts=base.num_prompts)
-    return ComparisonResult(out, tables, samples, base.num_prompts)
+    result = ComparisonResult(out, tables, samples, base.num_prompts)
+    write_results(cfg, result, folder_by_name)
+    return result
 
 
 def _evaluations(
@@ -163,28 +152,23 @@ def _evaluations(
 ) -> dict[str, Evaluation]:
     """Returns the evaluation of the base model and those of the adapters, by name."""
     # load: whatever does not fit is found before the first reply is sampled
-    policy = load_adapters(cfg.policy, list(folder_by_name.values()), check_base=cfg.check_base)
-    tokenizer = load_tokenizer(cfg.policy)
-    check_vocabulary(policy, tokenizer, cfg.policy.path)
-    prompts = load_prompts(**asdict(cfg.prompts), tokenizer=tokenizer)[: cfg.num_prompts]
-    reward_fns = {
-        name: load_reward_model(config, name)
-        for name, config in {**cfg.rewards, **cfg.metrics}.items()
-    }
+    speakers = Speakers(
+        cfg.policy,
+        list(folder_by_name.values()),
+        check_base=cfg.check_base,
+        rollout=cfg.rollout,
+        rewards={**cfg.rewards, **cfg.metrics},
+        num_threads=cfg.num_threads,
+    )
+    prompts = load_prompts(**asdict(cfg.prompts), tokenizer=speakers.tokenizer)[: cfg.num_prompts]
+    reward_fns = speakers.reward_fns
 
     evaluations: dict[str, Evaluation] = {}
     for index, name in enumerate([BASE, *folder_by_name]):
         start = time.perf_counter()
-        with select_adapter(policy, index - 1 if index else None) as reference:
+        with speakers.speaking(index - 1 if index else None) as sample:
             evaluations[name] = evaluate(
-                partial(
-                    sample_replies,
-                    policy,
-                    tokenizer=tokenizer,
-                    prompt_format=cfg.policy.prompt,
-                    config=cfg.rollout,
-                    reference=reference,
-                ),
+                sample,
                 [prompt.text for prompt in prompts],
                 {key: fn for key, fn in reward_fns.items() if key in calibrations},
                 calibrations=calibrations,
@@ -253,74 +237,62 @@ def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
     }
 
 
-def shown_samples(evaluations: Mapping[str, Evaluation], limit: int) -> list[dict[str, Any]]:
-    """Rows with `prompt`, `model`, `reply` and `scores`: prompt by prompt, all models on each."""
+def shown_samples(
+    evaluations: Mapping[str, Evaluation], limit: int
+) -> list[tuple[str, dict[str, Reply]]]:
+    """Returns the first prompts, each with the reply of every model."""
     rows = zip(*(evaluation.samples[:limit] for evaluation in evaluations.values()), strict=True)
     return [
-        {
-            "prompt": sample["prompt"],
-            "model": name,
-            "reply": sample["completion"],
-            "scores": sample["scores"],
-        }
-        for row in rows
-        for name, sample in zip(evaluations, row, strict=True)
+        (
+            samples[0]["prompt"],
+            {
+                name: Reply(sample["completion"], sample["scores"])
+                for name, sample in zip(evaluations, samples, strict=True)
+            },
+        )
+        for samples in rows
     ]
 
 
 def write_results(
-    out: Path,
-    cfg: CompareConfig,
-    folder_by_name: Mapping[str, Path],
-    table_by_name: Mapping[str, Sequence[Comparison]],
-    samples: Sequence[Mapping[str, Any]],
-    *,
-    num_prompts: int,
+    cfg: CompareConfig, result: ComparisonResult, folders: Mapping[str, Path]
 ) -> None:
-    """Writes the directory of the results, in one step."""
-    with whole_folder(out) as draft:
+    """Writes the directory of the results, in one step; `folders` are the adapters' by name."""
+    with whole_folder(result.path) as draft:
         config = to_yaml(cfg)
         (draft / "config.yaml").write_text(config, encoding="utf-8")
-        _write_csv(draft / "figures.csv", _figure_rows(table_by_name))
-        if samples:
-            _write_csv(
-                draft / "samples.csv",
-                [
-                    {key: row[key] for key in ("prompt", "model", "reply")} | row["scores"]
-                    for row in samples
-                ],
-            )
-        num_models = 1 + len(folder_by_name)
+        write_csv(draft / "figures.csv", _figure_rows(result.tables))
+        if result.samples:
+            rows = [
+                {"prompt": prompt, "model": name, "reply": reply.text, **reply.scores}
+                for prompt, replies in result.samples
+                for name, reply in replies.items()
+            ]
+            write_csv(draft / "samples.csv", rows)
+        sources = cfg.prompts.source
         with drawing(f"The page {PAGE_NAME}"):
             write_comparison(
                 draft / PAGE_NAME,
-                title=f"{', '.join(folder_by_name)} against the base model",
-                adapters={name: str(folder) for name, folder in folder_by_name.items()},
-                lines=_lines(table_by_name, scores=[*cfg.rewards, *cfg.metrics]),
+                title=f"{', '.join(folders)} against the base model",
+                adapters={name: str(folder) for name, folder in folders.items()},
+                lines=_lines(result.tables, scores=[*cfg.rewards, *cfg.metrics]),
                 samples=[
                     Sample(
-                        dialogue(samples[start]["prompt"]),
-                        [
-                            Reply(row["reply"].strip(), row["scores"])
-                            for row in samples[start : start + num_models]
-                        ],
+                        dialogue(prompt),
+                        [Reply(reply.text.strip(), reply.scores) for reply in replies.values()],
                     )
-                    for start in range(0, len(samples), num_models)
+                    for prompt, replies in result.samples
                 ],
                 facts={
                     "Base model": cfg.policy.path,
-                    "Prompts": f"{num_prompts} of {_source(cfg.prompts)}",
+                    "Prompts": f"{result.num_prompts} of "
+                    f"{sources if isinstance(sources, str) else ', '.join(sources)}",
                     "Replies per prompt": str(cfg.num_samples),
                     "Temperature": str(cfg.rollout.temperature),
                     "Seed": str(cfg.seed),
                 },
                 config=config,
             )
-
-
-def _source(config: PromptsConfig) -> str:
-    sources = [config.source] if isinstance(config.source, str) else config.source
-    return ", ".join(sources)
 
 
 def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, Any]]:
@@ -356,10 +328,3 @@ def _lines(
         ]
         for name, table in tables.items()
     }
-
-
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)

@@ -16,10 +16,10 @@ from firm.jobs.theory_page import (
     slope_rows,
     slopes_summary,
     unregularised_summary,
-    write_csv,
 )
 from firm.report.page import write_page
 from firm.run import Run, dated_folder, to_dict
+from firm.run.files import write_csv
 from firm.run.guard import drawing
 from firm.theory import Slope
 from firm.theory.sweeps import (

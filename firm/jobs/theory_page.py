@@ -1,10 +1,8 @@
 """The page and the tables of a measurement of the theory."""
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,14 +155,6 @@ def point_rows(values: Values, cfg: SweepsConfig) -> list[dict[str, Any]]:
                 key = {"sweep": sweep, "x": x, "seed": seed}
                 rows.append({**key, "quantity": quantity, "value": value})
     return rows
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows with the same keys."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 # --- The page -------------------------------------------------------------------------------------

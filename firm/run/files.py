@@ -1,10 +1,11 @@
 """Files of a run as they are read, and folders that are their owner's alone."""
 
+import csv
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,14 @@ def replace_text(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
         raise
     draft.replace(path)
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a table whose columns are the keys of its first row."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 @contextmanager
