@@ -25,12 +25,12 @@ from firm.federation.serialization import pack
 
 _BY_OBJECTIVE = ByObjective(Optional(Number()))
 register_metrics(
-    reward_raw=_BY_OBJECTIVE,
-    reward_raw_std=_BY_OBJECTIVE,
-    reward=_BY_OBJECTIVE,
-    reward_length_correlation=_BY_OBJECTIVE,
-    reward_correlation=ByObjective(Optional(Number(-1.001, 1.001)), pairs=True),
-    reward_truncated_share=Named(Number(0, 1)),
+    scores=_BY_OBJECTIVE,
+    scores_std=_BY_OBJECTIVE,
+    rewards=_BY_OBJECTIVE,
+    score_length_correlation=_BY_OBJECTIVE,
+    score_correlation=ByObjective(Optional(Number(-1.001, 1.001)), pairs=True),
+    truncated_share=Named(Number(0, 1)),
     policy_loss=_BY_OBJECTIVE,
     response_length=Number(0),
     end_share=Number(0, 1),
@@ -298,12 +298,12 @@ class AlignmentClient(Client):
             key: torch.stack([m[key] for m in self._minibatches]).mean(0).tolist()
             for key in self._minibatches[0]
         }
-        by_objective = ("reward_raw", "reward_raw_std", "reward", "reward_length_correlation")
+        by_objective = ("scores", "scores_std", "rewards", "score_length_correlation")
         pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
         return {
             **{key: self._named(batch.pop(key)) for key in by_objective},
-            "reward_correlation": _by_name(pairs, batch.pop("reward_correlation")),
-            "reward_truncated_share": self._reward_truncated_share(),
+            "score_correlation": _by_name(pairs, batch.pop("score_correlation")),
+            "truncated_share": self._truncated_share(),
             **{key: float(value) for key, value in batch.items()},
             **{
                 key: self._named(mean) if isinstance(mean, list) else mean
@@ -319,7 +319,7 @@ class AlignmentClient(Client):
             for j, (name, value) in enumerate(named.items())
         }
 
-    def _reward_truncated_share(self) -> dict[str, float]:
+    def _truncated_share(self) -> dict[str, float]:
         """Returns the share of the inputs that each reward model has cut since `load`."""
         shares = {}
         for name, (num_scored, num_truncated) in self._counts().items():
@@ -350,11 +350,11 @@ def _batch_metrics(experience: Experience) -> dict[str, Any]:
     rollouts = experience.rollouts
     diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
     return {
-        "reward_raw": diagnostics["mean"].tolist(),
-        "reward_raw_std": diagnostics["spread"].tolist(),
-        "reward_correlation": diagnostics["correlation"].tolist(),
-        "reward_length_correlation": diagnostics["length_correlation"].tolist(),
-        "reward": experience.rewards.mean(1).tolist(),
+        "scores": diagnostics["mean"].tolist(),
+        "scores_std": diagnostics["spread"].tolist(),
+        "score_correlation": diagnostics["correlation"].tolist(),
+        "score_length_correlation": diagnostics["length_correlation"].tolist(),
+        "rewards": experience.rewards.mean(1).tolist(),
         "response_length": rollouts.num_tokens.float().mean().item(),
         "end_share": rollouts.ended.float().mean().item(),
         **_mismatch(rollouts),

@@ -6,7 +6,7 @@ one over prompts. Two policies are compared prompt by prompt.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,16 +94,6 @@ class Evaluation:
         """P."""
         return len(self.samples)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the evaluation for a checkpoint."""
-        return asdict(self)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Evaluation":
-        """Returns the evaluation that `state` gave; earlier versions called rewards normalized."""
-        names = {"normalized": "rewards"}
-        return cls(**{names.get(name, name): value for name, value in state.items()})
-
     def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
         """Returns scores minus another policy's, by name and prompt, [P].
 
@@ -135,7 +125,7 @@ class Evaluation:
             "num_prompts": self.num_prompts,
             "num_samples": self.num_samples,
             "scores": _summaries(self.scores),
-            "normalized": _summaries(self.rewards),
+            "rewards": _summaries(self.rewards),
         }
         if base is not None:
             row["change"] = _summaries(self.change(base))
@@ -150,9 +140,9 @@ class Evaluation:
         }
 
     def by_prompt(self) -> dict[str, torch.Tensor]:
-        """Returns figures by prompt, each [P]: "normalized/NAME", "scores/NAME" and "kl"."""
+        """Returns figures by prompt, each [P]: "rewards/NAME", "scores/NAME" and "kl"."""
         return {
-            **{f"normalized/{name}": values for name, values in self.rewards.items()},
+            **{f"rewards/{name}": values for name, values in self.rewards.items()},
             **{f"scores/{name}": values for name, values in self.scores.items()},
             "kl": self.kl,
         }

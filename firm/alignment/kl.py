@@ -35,7 +35,7 @@ class KLConfig:
     coefficient by at most a fifth of batch size / horizon. 10,000, as TRL had it, is more than the
     paper's run has: 16 rounds of 16 responses, with four local steps each, change it by 2 % at
     most. Not in the paper."""
-    estimator: Literal["k1", "k3"] = "k1"
+    form: Literal["k1", "k3"] = "k1"
     """k1: log ratio; k3: lower variance, never negative. Not in the paper."""
 
     def __post_init__(self) -> None:
@@ -48,25 +48,25 @@ class KLConfig:
 
 
 def kl_penalty(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, estimator: str = "k1"
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, form: str = "k1"
 ) -> torch.Tensor:
     """Returns the estimate per token of the KL divergence from the reference, shape [B, T].
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
         reference_logprobs: The same under the reference, shape [B, T].
-        estimator: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
+        form: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
             negative). The sampling distribution is the policy's.
 
     Raises:
-        ValueError: There is no such estimator.
+        ValueError: There is no such form.
     """
     log_ratio = reference_logprobs - logprobs
-    if estimator == "k1":
+    if form == "k1":
         return -log_ratio
-    if estimator == "k3":
+    if form == "k3":
         return (log_ratio.exp() - 1) - log_ratio
-    raise ValueError(f"no KL estimator {estimator!r}: choose k1 or k3.")
+    raise ValueError(f"no KL form {form!r}: choose k1 or k3.")
 
 
 def adapted_kl_coefficient(
@@ -100,9 +100,7 @@ class KLPenalty:
 
     def per_token(self, rollouts: Rollouts) -> torch.Tensor:
         """Returns the estimate of the KL from the reference, shape [B, T]."""
-        return kl_penalty(
-            rollouts.logprobs, rollouts.reference_logprobs, estimator=self._config.estimator
-        )
+        return kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, form=self._config.form)
 
     def adapt(self, kl: torch.Tensor) -> None:
         """Ends a local step of this KL per token, shape [B, T]."""

@@ -14,7 +14,7 @@ def preference_correlations(front: Front) -> dict[str, float | None]:
     It runs over all points with a preference, every seed and collapsed ones too. None stands where
     one of the two does not vary, or fewer than two points have a preference.
     """
-    preferences, rewards = front.preferences(), front.scores()
+    preferences, rewards = front.preferences(), front.rewards()
     has_preference = ~np.isnan(preferences).any(axis=1)
     columns = zip(preferences[has_preference].T.round(9), rewards[has_preference].T, strict=True)
     return {

@@ -4,58 +4,58 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def as_scores(scores: ArrayLike) -> np.ndarray:
-    """Returns the scores of N points as finite float64, shape [N, M].
+def as_points(points: ArrayLike) -> np.ndarray:
+    """Returns N points as finite float64, shape [N, M].
 
     Raises:
         ValueError: On another shape, no points, no objectives, NaN or infinities.
     """
-    points = np.asarray(scores, dtype=np.float64)
+    points = np.asarray(points, dtype=np.float64)
     if points.ndim != 2 or points.size == 0:
         raise ValueError(
-            f"scores must have shape [N, M] with N, M >= 1, got {list(points.shape)}: give one row "
+            f"points must have shape [N, M] with N, M >= 1, got {list(points.shape)}: give one row "
             "per point and one column per objective."
         )
     if not np.isfinite(points).all():
         point, objective = np.argwhere(~np.isfinite(points))[0].tolist()
         raise ValueError(
-            f"scores must be finite, got {points[point, objective]} at point {point}, objective "
+            f"points must be finite, got {points[point, objective]} at point {point}, objective "
             f"{objective}."
         )
     return points
 
 
-def dominators(scores: ArrayLike) -> list[list[int]]:
+def dominators(points: ArrayLike) -> list[list[int]]:
     """Returns, for every point, the indices of the points that dominate it.
 
     A point dominates another if it is at least as good in every objective and better in one. Equal
     points do not dominate each other.
 
     Args:
-        scores: Points, shape [N, M].
+        points: Shape [N, M].
 
     Raises:
-        ValueError: On another shape or scores that are not finite.
+        ValueError: On another shape or points that are not finite.
 
     >>> dominators([[0.5, 0.5], [0.6, 0.5], [0.2, 0.9]])
     [[1], [], []]
     """
-    return [np.flatnonzero(column).tolist() for column in _dominates(as_scores(scores)).T]
+    return [np.flatnonzero(column).tolist() for column in _dominates(as_points(points)).T]
 
 
-def non_dominated(scores: ArrayLike) -> np.ndarray:
+def non_dominated(points: ArrayLike) -> np.ndarray:
     """Returns which points no other point dominates, bool [N]; at least one is true.
 
     Args:
-        scores: Points, shape [N, M].
+        points: Shape [N, M].
 
     Raises:
-        ValueError: On another shape or scores that are not finite.
+        ValueError: On another shape or points that are not finite.
 
     >>> non_dominated([[0.5, 0.5], [0.6, 0.5], [0.2, 0.9]]).tolist()
     [False, True, True]
     """
-    return ~np.any(_dominates(as_scores(scores)), axis=0)
+    return ~np.any(_dominates(as_points(points)), axis=0)
 
 
 def _dominates(points: np.ndarray) -> np.ndarray:

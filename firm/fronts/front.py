@@ -127,7 +127,7 @@ class Front:
         name = f"the preference of {point.name!r}"
         return as_shares(point.preference or (), len(self.objectives), name=name)
 
-    def scores(self) -> np.ndarray:
+    def rewards(self) -> np.ndarray:
         """Returns the rewards of all points, shape [N, M]."""
         rows = [[point.rewards[name] for name in self.objectives] for point in self.points]
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.objectives))
@@ -152,7 +152,7 @@ class Front:
             ValueError: The front has fewer than two points.
         """
         self._check_several()
-        return non_dominated(self.scores())
+        return non_dominated(self.rewards())
 
     @property
     def hypervolume(self) -> float:
@@ -164,7 +164,7 @@ class Front:
         """
         self._check_several()
         return hypervolume(
-            self.scores(),
+            self.rewards(),
             self.reference,
             names=[repr(point.name) for point in self.points],
             objectives=[repr(name) for name in self.objectives],

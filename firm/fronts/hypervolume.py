@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from firm.fronts.dominance import as_scores
+from firm.fronts.dominance import as_points
 
 
 def hypervolume(
-    scores: ArrayLike,
+    points: ArrayLike,
     reference: ArrayLike,
     *,
     names: Sequence[str] | None = None,
@@ -24,19 +24,19 @@ def hypervolume(
     it is a length, with two an area.
 
     Args:
-        scores: Points, shape [N, M].
+        points: Shape [N, M].
         reference: Point that every point exceeds in every objective, shape [M].
         names: N names of the points for the messages; their indices by default.
         objectives: M names of the objectives for the messages; their indices by default.
 
     Raises:
-        ValueError: On another shape, scores that are not finite, a reference that some point does
+        ValueError: On another shape, points that are not finite, a reference that some point does
             not strictly exceed in every objective, or more than 3 objectives without moocore.
 
     >>> hypervolume([[3.0, 1.0], [1.0, 2.0]], [0.0, 0.0])
     4.0
     """
-    points = as_scores(scores)
+    points = as_points(points)
     corner = as_reference(reference, points.shape[1])
     if (wrong := points <= corner).any():
         point, objective = np.argwhere(wrong)[0].tolist()

@@ -36,7 +36,7 @@ def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> 
             f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more."
         )
     distances = np.linalg.norm(candidates.preferences() - target, axis=1)
-    values = np.where(distances <= distances.min() + _SAME, candidates.scores() @ target, -np.inf)
+    values = np.where(distances <= distances.min() + _SAME, candidates.rewards() @ target, -np.inf)
     return candidates.points[int(values.argmax())]
 
 
@@ -119,7 +119,7 @@ def _sound(front: Front) -> Front:
     speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not speaking.points:
         return speaking
-    kept = non_dominated(speaking.scores())
+    kept = non_dominated(speaking.rewards())
     points = tuple(p for p, is_kept in zip(speaking.points, kept, strict=True) if is_kept)
     return _with_preference(replace(speaking, points=points))
 
@@ -136,7 +136,7 @@ class _Mixture:
 
 def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
     """All sets of at most M models that give the target with positive shares."""
-    preferences, values = front.preferences(), front.scores() @ target
+    preferences, values = front.preferences(), front.rewards() @ target
     distances = np.linalg.norm(preferences - target, axis=1)
     for size in range(1, min(len(front.objectives), len(front.points)) + 1):
         sets = np.array(list(combinations(range(len(front.points)), size)))  # [K, size]

@@ -7,7 +7,7 @@ from firm.fronts.hypervolume import as_reference, volumes
 
 
 def bootstrap_hypervolume(
-    scores: ArrayLike,
+    points: ArrayLike,
     reference: ArrayLike,
     *,
     generator: np.random.Generator,
@@ -22,7 +22,7 @@ def bootstrap_hypervolume(
     means, which are a little too good, in the figure and in its resamples alike.
 
     Args:
-        scores: Reward of each of N points on each of P prompts, shape [N, P, M].
+        points: Reward of each of N points on each of P prompts, shape [N, P, M].
         reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
         generator: Draws the prompts.
         num_resamples: How often.
@@ -33,14 +33,14 @@ def bootstrap_hypervolume(
 
     Raises:
         ValueError: On points with other prompts or objectives than the rest, fewer than two
-            prompts, scores that are not finite, numbers out of range, or more than 3 objectives
+            prompts, points that are not finite, numbers out of range, or more than 3 objectives
             without moocore.
     """
     if num_resamples < 1 or not 0 < level < 1:
         raise ValueError(
             f"num_resamples must be positive and level in (0, 1), got {num_resamples} and {level}."
         )
-    points = _as_scores_by_prompt(scores)
+    points = _as_points_by_prompt(points)
     num_points, num_prompts, num_objectives = points.shape
     corner = as_reference(reference, num_objectives)
     counts = generator.multinomial(
@@ -53,20 +53,20 @@ def bootstrap_hypervolume(
     return float(low), float(high)
 
 
-def _as_scores_by_prompt(scores: ArrayLike) -> np.ndarray:
+def _as_points_by_prompt(points: ArrayLike) -> np.ndarray:
     try:
-        points = np.asarray(scores, dtype=np.float64)
+        points = np.asarray(points, dtype=np.float64)
     except ValueError:
-        shapes = sorted({np.shape(rows) for rows in scores})  # pyright: ignore
+        shapes = sorted({np.shape(rows) for rows in points})  # pyright: ignore
         raise ValueError(
-            f"every point needs scores on the same prompts and objectives, got shapes {shapes}."
+            f"every point needs values on the same prompts and objectives, got shapes {shapes}."
         ) from None
     if points.ndim != 3 or points.size == 0 or points.shape[1] < 2:
         raise ValueError(
-            "scores must have shape [N, P, M] with at least 2 prompts, got "
+            "points must have shape [N, P, M] with at least 2 prompts, got "
             f"{list(points.shape)}: give one row per point and prompt."
         )
     if not np.isfinite(points).all():
         first = np.argwhere(~np.isfinite(points))[0].tolist()
-        raise ValueError(f"scores must be finite, got {points[tuple(first)]} at {first}.")
+        raise ValueError(f"points must be finite, got {points[tuple(first)]} at {first}.")
     return points

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +45,7 @@ from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report import read_record, update_report
 from firm.report.tables import Frame, rows_of, tidy
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
+from firm.run.earlier import translated_figures
 from firm.run.guard import drawn
 from firm.run.rows import Row
 
@@ -191,17 +192,18 @@ class _LanguageWing(Wing):
                 self._base[split] = self._evaluate(state.adapter, prompts, split)
                 self.book.log(self._base[split].row(round=0, split=split))
         self._log_samples(self._base["test"], state)
-        return replace(state, adapter=loaded.start), self._score(self._base.get("validation"))
+        return replace(state, adapter=loaded.start), self._quality(self._base.get("validation"))
 
     def restore(self, content: State) -> None:
         self._base = {
-            split: Evaluation.from_state(values) for split, values in content["base"].items()
+            split: Evaluation(**translated_figures(figures))
+            for split, figures in content["base"].items()
         }
 
     def content(self) -> State:
         return {
             "calibrations": as_figures(self._calibrations),
-            "base": {split: evaluation.state() for split, evaluation in self._base.items()},
+            "base": {split: asdict(evaluation) for split, evaluation in self._base.items()},
         }
 
     def is_done(self, state: ServerState) -> bool:
@@ -215,7 +217,7 @@ class _LanguageWing(Wing):
         measured = self._evaluate(after.adapter, prompts, "validation")
         base = self._base["validation"]
         rows.append(measured.row(base, round=after.round, split="validation"))
-        return Round(rows, score=self._score(measured))
+        return Round(rows, quality=self._quality(measured))
 
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
         update_report(self.book.run.path)
@@ -255,7 +257,7 @@ class _LanguageWing(Wing):
         limit = self._cfg.evaluation.num_shown_samples
         self.book.log_samples(evaluation.sample_rows(round=state.round, limit=limit))
 
-    def _score(self, measured: Evaluation | None) -> float | None:
+    def _quality(self, measured: Evaluation | None) -> float | None:
         if measured is None or not self._cfg.checkpoints.keep_best:
             return None
         return fmean(values.mean().item() for values in measured.rewards.values())

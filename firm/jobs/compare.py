@@ -53,7 +53,7 @@ class CompareConfig:
     """What replies are scored by; there may be none."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further scores."""
-    normalized: bool = True
+    calibrated: bool = True
     """Reports the runs' rewards in [0, 1], too. Runs that froze different maps are refused then."""
     prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test"))
     """Held-out prompts."""
@@ -127,10 +127,10 @@ def compare(
 
     cfg = with_shipped_paths(cfg)
     records = [checked_record(path) for path in cfg.runs]
-    check_comparable(cfg.runs, records, normalized=cfg.normalized)
+    check_comparable(cfg.runs, records, calibrated=cfg.calibrated)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     calibrations = {}
-    if cfg.normalized and records:
+    if cfg.calibrated and records:
         calibrations = frozen_calibrations(cfg.rewards, records[0])
     evaluations = _evaluations(cfg, folder_by_name, calibrations, on_evaluated)
     base = evaluations.pop(BASE)
@@ -189,7 +189,7 @@ def check_place(out: Path) -> None:
         raise UserError(f"out: no permission to write in {parent}; choose another --out.")
 
 
-def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, normalized: bool) -> None:
+def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibrated: bool) -> None:
     """Raises `UserError`, with what differs, for runs that one evaluation cannot compare."""
     for run, record in zip(runs[1:], records[1:], strict=True):
         first = records[0]
@@ -203,12 +203,12 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, normali
                     "under --adapters, which takes no settings from it."
                 )
         maps = [r.header.get("calibration") or {} for r in (first, record)]
-        for name in [name for name in maps[0] if name in maps[1] and normalized]:
+        for name in [name for name in maps[0] if name in maps[1] and calibrated]:
             if maps[0][name] != maps[1][name]:
                 raise UserError(
                     f"the map of {name!r} to [0, 1] is {_words(maps[0][name])} in {runs[0]} and "
                     f"{_words(maps[1][name])} in {run}, so that equal rewards would not mean the "
-                    "same; --normalized false compares raw scores alone."
+                    "same; --calibrated false compares raw scores alone."
                 )
 
 

@@ -52,7 +52,7 @@ class Round:
     """What is logged of it."""
     is_kept: bool = True
     """Whether a checkpoint is written."""
-    score: float | None = None
+    quality: float | None = None
     """How good the model is, larger is better, by which the best checkpoint is chosen; None when
     that is not measured."""
 
@@ -69,7 +69,7 @@ class Wing(ABC):
 
     @abstractmethod
     def start(self) -> tuple[ServerState, float | None]:
-        """Logs what a fresh run begins with; returns the server's first state and its score."""
+        """Logs what a fresh run begins with; returns the server's first state and its quality."""
 
     @abstractmethod
     def restore(self, content: State) -> None:
@@ -109,13 +109,13 @@ def train(
     """
     book = wing.book
 
-    def keep(state: ServerState, score: float | None) -> None:
+    def keep(state: ServerState, quality: float | None) -> None:
         content = {
             "server": state.to_state(),
             "clients": engine.client_states(state.accepted),
             **wing.content(),
         }
-        book.run.save_checkpoint(state.round, content, keep_last=keep_last, score=score)
+        book.run.save_checkpoint(state.round, content, keep_last=keep_last, quality=quality)
 
     if checkpoint := book.run.latest_checkpoint():
         state = ServerState.from_state(checkpoint[1]["server"])
@@ -123,8 +123,8 @@ def train(
         wing.restore(checkpoint[1])
         book.repeat_to_tracker()
     else:
-        state, score = wing.start()
-        keep(state, score)
+        state, quality = wing.start()
+        keep(state, quality)
     wing.show(state, ())
 
     while not wing.is_done(state):
@@ -134,6 +134,6 @@ def train(
         for row in measured.rows:
             book.log(row)
         if measured.is_kept:
-            keep(state, measured.score)
+            keep(state, measured.quality)
         wing.show(state, measured.rows)
     return state

@@ -33,6 +33,7 @@ from firm.run import (
     to_dict,
     to_yaml,
 )
+from firm.run.earlier import translated_figures
 from firm.run.guard import drawing
 from firm.run.shipped import CONFIGS
 
@@ -254,7 +255,7 @@ def front_of(
         points=tuple(points),
         reference=tuple(reference or [0.0] * len(objectives)),
         calibrations={name: header["calibration"][name] for name in objectives},
-        base={name: first[0]["normalized"][name]["mean"] for name in objectives},
+        base={name: first[0]["rewards"][name]["mean"] for name in objectives},
         strategy=method,
         num_prompts=first[0]["num_prompts"],
     )
@@ -262,9 +263,10 @@ def front_of(
 
 def prompt_rewards(sweep: Sweep, front: Front) -> torch.Tensor:
     """Returns the rewards of a front's points by test prompt, shape [N, P, M]."""
-    tensors = [load_file(sweep.run_path(p.name) / SCORES_NAME) for p in front.points]
+    files = [sweep.run_path(point.name) / SCORES_NAME for point in front.points]
+    tensors = [translated_figures(load_file(file)) for file in files]
     return torch.stack(
-        [torch.stack([t[f"normalized/{n}"] for n in front.objectives], dim=1) for t in tensors]
+        [torch.stack([t[f"rewards/{n}"] for n in front.objectives], dim=1) for t in tensors]
     )
 
 
@@ -343,8 +345,8 @@ def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point
         name=name,
         preference=tuple(told["preference"]),
         seed=told["seed"],
-        rewards={n: final["normalized"][n]["mean"] for n in record.objectives},
-        errors={n: final["normalized"][n]["se"] for n in record.objectives},
+        rewards={n: final["rewards"][n]["mean"] for n in record.objectives},
+        errors={n: final["rewards"][n]["se"] for n in record.objectives},
         scores=extra,
         kl=final["kl"],
         adapter=str((path / "adapter").relative_to(path.parent.parent)),

@@ -31,10 +31,10 @@ Runs = Mapping[str, Mapping[str, Record]]
 def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
     """By method and point the points of all fronts that dominate it."""
     places = [(method, point.name) for method, front in fronts.items() for point in front.points]
-    scores = np.concatenate([front.scores() for front in fronts.values()])
+    rewards = np.concatenate([front.rewards() for front in fronts.values()])
     return {
         place: [places[index][1] for index in above]
-        for place, above in zip(places, dominators(scores), strict=True)
+        for place, above in zip(places, dominators(rewards), strict=True)
     }
 
 
@@ -54,7 +54,7 @@ def hypervolume_table(
         has_interval = cells[0] != formats.MISSING and method in prompt_rewards
         interval = _interval(front, prompt_rewards[method]) if has_interval else formats.MISSING
         num_seeds = len({point.seed for point in front.points})
-        num_kept = int(non_dominated(front.scores()).sum())
+        num_kept = int(non_dominated(front.rewards()).sum())
         kept = f"{num_kept} of {len(front.points)}"
         rows.append([method, cells[0], interval, cells[1], str(num_seeds), kept])
     first = next(iter(fronts.values()))

@@ -103,7 +103,7 @@ def planes(
     base: Place | None = None,
     reference: Place | None = None,
 ) -> list[Panel]:
-    """Returns one plane per pair of objectives; with a single one, its reward against the KL.
+    """Returns one plane per pair of objectives; with a single one, its value against the KL.
 
     The axes hold all models and the base model. A reference point that lies beyond them is among
     the data, and a note says where it is.
@@ -112,7 +112,7 @@ def planes(
         name: Opens the panels' names.
         clouds: The models.
         objectives: Their names.
-        unit: Of the rewards.
+        unit: Of the objectives.
         base: Where the base model is.
         reference: Where hypervolumes begin.
     """

@@ -114,7 +114,7 @@ def score(row: Row, field: str, name: str, part: str) -> float | None:
 
 def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
     """Returns the mean calibrated rewards of an evaluation, None where one is missing."""
-    means = [score(row, "normalized", name, "mean") for name in objectives]
+    means = [score(row, "rewards", name, "mean") for name in objectives]
     known = [mean for mean in means if mean is not None]
     return known if len(known) == len(means) else None
 
@@ -128,7 +128,7 @@ def final_row(record: Record) -> Row | None:
 
 def final_reward(objective: str) -> Callable[[Record], float | None]:
     """Returns the function that reads a run's final calibrated reward on the test prompts."""
-    return lambda record: score(final_row(record) or {}, "normalized", objective, "mean")
+    return lambda record: score(final_row(record) or {}, "rewards", objective, "mean")
 
 
 def final_score(name: str) -> Callable[[Record], float | None]:

@@ -108,9 +108,9 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]
     panels: list[Panel] = []
     keys: dict[str, Key] = {}
     needs_two = section in ("weights", "gradients")
-    is_old = section == "diagnostics" and run.values("reward_length_correlation").empty
+    is_old = section == "diagnostics" and run.values("score_length_correlation").empty
     if is_old or (needs_two and len(run.objectives) < 2):
-        return [], []  # the rewards' spread, all that old runs measured, says little alone
+        return [], []  # the scores' spread, all that old runs measured, says little alone
     for quantity in shown(section):
         if run.values(quantity.name).empty and not _evaluated(run, quantity, ""):
             continue
@@ -132,7 +132,7 @@ def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
             for name, key in entries.items()
         ]
         keys = list(entries.values()) if quantity.by else []
-        if quantity.name == "reward_truncated_share":
+        if quantity.name == "truncated_share":
             lines.append(_cut_line(run))
             keys.append(CUT)
         return [(Panel(quantity.name, title, _figure(record, quantity, lines)), keys)]
@@ -244,7 +244,7 @@ def trade_off_planes(record: Record) -> list[Panel]:
     clouds = [Cloud(c.key, c.index, [], c.means, range(len(c.means))) for c in clouds if c.means]
     if not clouds:
         return []
-    panels = planes("plane", clouds, record.objectives, unit="mean raw reward")
+    panels = planes("plane", clouds, record.objectives, unit="mean raw score")
     return nonempty(panels)
 
 
@@ -316,7 +316,7 @@ def learned_and_true(run: Setting) -> list[Panel]:
         if f"true_{objective}" not in true_scores(record):
             continue
         color = objective_color(record, objective)
-        learned = _effect_line(record, objective, name="learned reward", color=color)
+        learned = _effect_line(record, objective, name="learned score", color=color)
         true = _effect_line(record, f"true_{objective}", name="true score", color=color, dash="dot")
         figure = rounds_figure([*learned, *true], "change (base SDs)", reference=0.0)
         panels.append(Panel(f"true-{objective}", objective, figure))

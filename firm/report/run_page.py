@@ -178,7 +178,7 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
     return (
         f"After {formats.count(comparison.round, 'round')} on "
         f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the mean "
-        f"reward against the base model, ± standard error, on {comparison.num_prompts} "
+        f"score against the base model, ± standard error, on {comparison.num_prompts} "
         f"{comparison.split} prompts."
     )
 
@@ -242,7 +242,7 @@ def _trade_off(run: Setting) -> Section:
     test = [Key("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
     return Section(
         "trade-off",
-        "The trade-off" if has_several else "Reward against KL",
+        "The trade-off" if has_several else "Score against KL",
         (
             "Each point is the global model after a round, scored on the validation prompts; "
             "its colour deepens from the base model on. "
@@ -275,9 +275,9 @@ def _truth(run: Setting) -> Section:
         "the solid line rises and the dotted one does not, the reward is being hacked. Both "
         "are changes since the base model, in standard deviations of its score over prompts."
         if has_truth
-        else "What is measured on the validation prompts beside the rewards.",
+        else "What is measured on the validation prompts beside the objectives.",
         figures.learned_and_true(run),
-        [Key("learned reward", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
+        [Key("learned score", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
     )
 
 
@@ -387,18 +387,18 @@ def _origin(record: Record) -> Origin:
 
 SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "trade-off": _trade_off,
-    "rewards": partial(
+    "scores": partial(
         _quantities,
-        name="rewards",
-        title="Rewards by round",
-        text="Bold: mean reward of the global model on the validation prompts, with its standard "
+        name="scores",
+        title="Scores by round",
+        text="Bold: mean score of the global model on the validation prompts, with its standard "
         "error. Thin: what each client saw on its own prompts while it trained.",
     ),
     "truth": _truth,
     "diagnostics": partial(
         _quantities,
         name="diagnostics",
-        title="Can the rewards be trusted?",
+        title="Can the scores be trusted?",
         text="What the reward models said of the clients' training replies, mean over clients.",
     ),
     "weights": partial(_quantities, name="weights", title="Weights of the clients", text=""),
@@ -423,7 +423,7 @@ SECTIONS: dict[str, Callable[[Setting], Section]] = {
 ORDER = (
     "trade-off",
     "evaluation",
-    "rewards",
+    "scores",
     "truth",
     "samples",
     "diagnostics",

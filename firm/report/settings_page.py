@@ -194,7 +194,7 @@ def _model(setting: Setting, record: Record, folder: Path) -> Spot | None:
         "KL": f"{formats.number(row.get('kl'))} nats",
         "adapter": os.path.relpath(record.path / "adapter", folder),
     }
-    errors = {name: score(row, "normalized", name, "se") for name in record.objectives}
+    errors = {name: score(row, "rewards", name, "se") for name in record.objectives}
     return Spot(place, errors, facts)
 
 
@@ -302,7 +302,7 @@ def _final_table(settings: Sequence[Setting]) -> Table:
         for setting in settings
     ]
     bases = [row for r in records for row in r.evaluations.get("test", []) if row["round"] == 0]
-    fields = [*(("normalized", n) for n in objectives), *(("scores", n) for n in extras)]
+    fields = [*(("rewards", n) for n in objectives), *(("scores", n) for n in extras)]
     base = [
         next((mean for row in bases if (mean := score(row, *field, "mean")) is not None), None)
         for field in fields

@@ -28,7 +28,7 @@ def is_validated(settings: Sequence[Setting]) -> bool:
 
 def reward_quantity(settings: Sequence[Setting]) -> Quantity:
     """Returns the calibrated reward, on the validation prompts or in the clients' training."""
-    name = "validation/normalized" if is_validated(settings) else "reward"
+    name = "validation/rewards" if is_validated(settings) else "rewards"
     return Quantity(name, "{}", REWARD_UNIT, by="objective", axis={})
 
 

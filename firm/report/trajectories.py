@@ -22,7 +22,7 @@ def rewards(record: Record) -> np.ndarray:
         for row in client:
             own = row.get("by_objective") or dict.fromkeys(record.objectives, row)
             values = [
-                (own.get(name, row).get("reward") or {}).get(name) for name in record.objectives
+                (own.get(name, row).get("rewards") or {}).get(name) for name in record.objectives
             ]
             by_round[row["round"] - 1].append([np.nan if v is None else v for v in values])
     return np.array([np.nanmean(rows, axis=0) for rows in by_round])
@@ -184,7 +184,7 @@ def reward_within(name: str, megabytes: float, *, num_rounds: int = 3) -> Figure
 
 def final_reward(name: str) -> Figure:
     """Returns the function that reads an objective's mean reward on the test prompts at the end."""
-    return lambda record: _final(record)["normalized"][name]["mean"]
+    return lambda record: _final(record)["rewards"][name]["mean"]
 
 
 def final_score(name: str) -> Figure:

@@ -32,7 +32,7 @@ from firm.federation.outside import printable
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
 from firm.run.differences import differences, leaves
-from firm.run.earlier import translated_settings
+from firm.run.earlier import translated_figures, translated_settings
 from firm.run.errors import UserError
 from firm.run.files import (
     file_errors,
@@ -61,8 +61,7 @@ class CheckpointConfig:
     keep_last: int = 3
     """How many of the latest stay: a damaged one is then no loss."""
     keep_best: bool = True
-    """Whether the one with the highest mean normalised reward on the validation prompts stays
-    too."""
+    """Whether the one with the highest mean reward on the validation prompts stays too."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -94,7 +93,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: int | None = None
-        self._scores: dict[int, float] = {}
+        self._qualities: dict[int, float] = {}
 
     @classmethod
     def check(
@@ -210,7 +209,7 @@ class Run:
             if log.exists() and log.stat().st_size > length:
                 os.truncate(log, length)
                 sync(log)
-        self._scores = self._scores_on_disk(envelope)
+        self._qualities = self._qualities_on_disk(envelope)
         record["status"] = "running"
         record.setdefault("resumed", []).append(session())
         replace_text(self.path / _RUN, json.dumps(record, indent=2))
@@ -304,14 +303,15 @@ class Run:
 
     def checked_rows(self) -> tuple[list[Row], list[str]]:
         """Returns the rows and what `valid_rows` left out of them."""
-        return valid_rows(read_rows(self.path / _METRICS, remedy=_RESTORE))
+        rows = read_rows(self.path / _METRICS, remedy=_RESTORE)
+        return valid_rows([translated_figures(row) for row in rows])
 
     def samples(self) -> list[Row]:
         """Returns what is valid of the rows of samples.jsonl, empty without the file."""
         return valid_rows(read_rows(self.path / _SAMPLES, remedy=_RESTORE), kind="sample")[0]
 
     def save_checkpoint(
-        self, round: int, state: State, *, keep_last: int = 3, score: float | None = None
+        self, round: int, state: State, *, keep_last: int = 3, quality: float | None = None
     ) -> Path:
         """Writes the state after a round; of all checkpoints the last ones and the best one stay.
 
@@ -319,19 +319,20 @@ class Run:
             round: Rounds that are complete.
             state: All that is needed to go on.
             keep_last: How many checkpoints stay, at least 1.
-            score: How good the model is, larger is better; None when it is not measured. The first
-                checkpoint with the highest score stays beside the last ones.
+            quality: How good the model is, larger is better; None when it is not measured. The
+                first checkpoint with the highest quality stays beside the last ones.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            ValueError: The score is not finite.
+            ValueError: The quality is not finite.
             UserError: The disk is full, or refuses otherwise; earlier checkpoints are whole.
         """
-        if score is not None and not math.isfinite(score):
+        if quality is not None and not math.isfinite(quality):
             raise ValueError(
-                f"the score of round {round} must be finite, got {score}: pass None without one."
+                f"the quality of round {round} must be finite, got {quality}: pass None where it "
+                "is not measured."
             )
         path = self._folder(round)
         log_bytes = {}
@@ -342,24 +343,24 @@ class Run:
                 log_bytes[log.name] = log.stat().st_size if log.exists() else 0
                 if log.exists():
                     sync(log)
-            self._scores.pop(round, None)
-            scores = self._scores | ({} if score is None else {round: score})
-            envelope = {"round": round, "scores": scores, "log_bytes": log_bytes, "state": state}
+            self._qualities.pop(round, None)
+            qualities = self._qualities | ({} if quality is None else {round: quality})
+            envelope = {"round": round, "scores": qualities, "log_bytes": log_bytes, "state": state}
             save_state(path, envelope)
             sync(self.path)
-            self._scores = scores
+            self._qualities = qualities
             self._prune(round, keep_last)
         return path
 
     def _prune(self, round: int, keep_last: int) -> None:
         numbers = [number for number, _ in self._checkpoints() if number <= round]
         kept = set(numbers[-keep_last:])
-        if self._scores:
-            kept.add(max(self._scores, key=lambda number: (self._scores[number], -number)))
+        if self._qualities:
+            kept.add(max(self._qualities, key=lambda number: (self._qualities[number], -number)))
         for number, path in self._checkpoints():
             if number <= round and number not in kept:
                 _remove(path)
-                self._scores.pop(number, None)
+                self._qualities.pop(number, None)
         for suffix in ("draft", "old"):  # of saves that were interrupted
             for remains in (self.path / "checkpoints").glob(f".round_*.{suffix}"):
                 _remove(remains)
@@ -396,11 +397,11 @@ class Run:
             )
         return None
 
-    def _scores_on_disk(self, envelope: State | None) -> dict[int, float]:
-        """Scores by round, of the checkpoints that are still there."""
-        scores = envelope.get("scores", {}) if envelope else {}
+    def _qualities_on_disk(self, envelope: State | None) -> dict[int, float]:
+        """Qualities by round, of the checkpoints that are still there."""
+        qualities = envelope.get("scores", {}) if envelope else {}
         numbers = [number for number, _ in self._checkpoints()]
-        return {number: score for number, score in scores.items() if number in numbers}
+        return {number: quality for number, quality in qualities.items() if number in numbers}
 
     def _folder(self, round: int) -> Path:
         return self.path / "checkpoints" / f"round_{round:04d}"

@@ -3,15 +3,50 @@
 from collections.abc import Mapping
 from typing import Any
 
+FIGURES = {
+    "normalized": "rewards",
+    "reward": "rewards",
+    "reward_correlation": "score_correlation",
+    "reward_length_correlation": "score_length_correlation",
+    "reward_raw": "scores",
+    "reward_raw_std": "scores_std",
+    "reward_truncated_share": "truncated_share",
+}
+"""Today's names of logged figures by their earlier ones."""
+
 
 def translated_settings(settings: Any) -> Any:
     """Returns a configuration's plain data with today's keys.
 
-    The section `ppo` is now `estimator`, whose `name` is ppo.
+    The section `ppo` is now `estimator`, whose `name` is ppo; its `kl.estimator` is now `kl.form`.
     """
-    if not isinstance(settings, Mapping) or "ppo" not in settings:
+    if not isinstance(settings, Mapping):
         return settings
-    return {
-        **{"estimator" if key == "ppo" else key: value for key, value in settings.items()},
-        "estimator": {"name": "ppo", **(settings["ppo"] or {})},
-    }
+    translated = {}
+    for key, value in settings.items():
+        if key == "ppo":
+            key, value = "estimator", {"name": "ppo", **(value or {})}
+        kl = value.get("kl") if key == "estimator" and isinstance(value, Mapping) else None
+        if isinstance(kl, Mapping):
+            names = {"estimator": "form"}
+            value = {**value, "kl": {names.get(name, name): own for name, own in kl.items()}}
+        translated[key] = value
+    return translated
+
+
+def translated_figures(figures: Any) -> Any:
+    """Returns figures by name with today's names, those of single objectives included.
+
+    Args:
+        figures: A row of a log, the evaluation of a checkpoint, or tensors such as
+            "normalized/helpful"; anything else is returned as it is.
+    """
+    if not isinstance(figures, Mapping):
+        return figures
+    translated = {}
+    for key, value in figures.items():
+        if key == "by_objective" and isinstance(value, Mapping):
+            value = {name: translated_figures(own) for name, own in value.items()}
+        name, *rest = key.split("/")
+        translated["/".join([FIGURES.get(name, name), *rest])] = value
+    return translated

@@ -45,7 +45,7 @@ class Progress:
     - "client_started": round, client
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
       train at a time
-    - "client_finished": metrics (of them "weights", "reward" and "kl" are shown), and client
+    - "client_finished": metrics (of them "weights", "rewards" and "kl" are shown), and client
     - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts);
       a row of round 0 shows the base model
 
@@ -110,7 +110,7 @@ class Progress:
                 view.stage, view.share_done = "done", 1.0
                 if solves := metrics.get("weights"):
                     view.weights = [fmean(column) for column in zip(*solves, strict=True)]
-                view.rewards = metrics.get("reward", {})
+                view.rewards = metrics.get("rewards", {})
                 view.kl = metrics.get("kl")
             case "round_finished":
                 self._finish_round(info["row"], info.get("scores", {}))

@@ -96,18 +96,18 @@ def test_whitening_fewer_than_two_tokens_is_an_error(num_tokens):
 @given(seeds, sizes)
 def test_the_k3_penalty_is_never_negative_and_both_vanish_where_the_policies_agree(seed, size):
     logprobs, reference = -normal(seed, *size).abs(), -normal(seed + 1, *size).abs()
-    assert (kl_penalty(logprobs, reference, estimator="k3") >= 0).all()
-    for estimator in ("k1", "k3"):
-        same = kl_penalty(logprobs, logprobs, estimator=estimator)
+    assert (kl_penalty(logprobs, reference, form="k3") >= 0).all()
+    for form in ("k1", "k3"):
+        same = kl_penalty(logprobs, logprobs, form=form)
         assert torch.equal(same, torch.zeros_like(same))
 
 
 @examples
 @given(seeds, st.sampled_from(["k1", "k3"]))
-def test_the_expected_penalty_under_the_policy_is_the_kl_divergence(seed, estimator):
+def test_the_expected_penalty_under_the_policy_is_the_kl_divergence(seed, form):
     logprobs = normal(seed, 5).log_softmax(0)
     reference = normal(seed + 1, 5).log_softmax(0)
-    expected = (logprobs.exp() * kl_penalty(logprobs, reference, estimator=estimator)).sum()
+    expected = (logprobs.exp() * kl_penalty(logprobs, reference, form=form)).sum()
     divergence = torch.nn.functional.kl_div(reference, logprobs, log_target=True, reduction="sum")
     torch.testing.assert_close(expected, divergence, rtol=1e-10, atol=1e-12)
 
@@ -116,7 +116,7 @@ def test_penalties_by_hand():
     policy, reference = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.5]]).log()
     k1 = kl_penalty(policy, reference)
     torch.testing.assert_close(k1, torch.tensor([[0.6931472, -0.6931472]]))  # log 2, log 1/2
-    k3 = kl_penalty(policy, reference, estimator="k3")  # 1/2 - 1 + log 2 and 2 - 1 - log 2
+    k3 = kl_penalty(policy, reference, form="k3")  # 1/2 - 1 + log 2 and 2 - 1 - log 2
     torch.testing.assert_close(k3, torch.tensor([[0.1931472, 0.3068528]]))
 
 

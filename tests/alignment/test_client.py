@@ -187,7 +187,7 @@ def test_a_restored_client_goes_on_as_if_it_had_not_stopped(trainer):
 def test_metrics_name_every_objective_and_stage(trainer):
     _, rows = run(trainer, 1, FirmConfig(), rounds=1)
     row = rows[0]["clients"][0]
-    for key in ("reward_raw", "reward_raw_std", "reward", "policy_loss", "value_loss"):
+    for key in ("scores", "scores_std", "rewards", "policy_loss", "value_loss"):
         assert row[key].keys() == {"a", "b"}
     stages = {
         "rollout",
@@ -205,9 +205,9 @@ def test_metrics_name_every_objective_and_stage(trainer):
     assert row["entropy"] > 0
     assert row["kl"] == pytest.approx(row["kl"])
     assert 1 <= row["response_length"] <= 10
-    assert row["reward"] == {
+    assert row["rewards"] == {
         name: pytest.approx(raw - 0.5 * (1 - row["end_share"]), abs=1e-6)
-        for name, raw in row["reward_raw"].items()
+        for name, raw in row["scores"].items()
     }
 
 
@@ -275,11 +275,11 @@ def test_reward_diagnostics_are_logged_per_round(make_trainer, letter_count):
     _, second = firm_round(state, ["client_0"], engine, FirmConfig())
     for metrics in (first, second):
         row = metrics["clients"][0]
-        assert row["reward_truncated_share"] == {"a": 0.25}  # of this round, not of all so far
-        assert row["reward_correlation"].keys() == {"a-b", "a-c", "b-c"}
-        assert -1 <= row["reward_correlation"]["a-b"] <= 1
-        assert row["reward_correlation"]["a-c"] is row["reward_length_correlation"]["c"] is None
-        assert row["reward_length_correlation"]["a"] > 0.5  # one token is one letter
+        assert row["truncated_share"] == {"a": 0.25}  # of this round, not of all so far
+        assert row["score_correlation"].keys() == {"a-b", "a-c", "b-c"}
+        assert -1 <= row["score_correlation"]["a-b"] <= 1
+        assert row["score_correlation"]["a-c"] is row["score_length_correlation"]["c"] is None
+        assert row["score_length_correlation"]["a"] > 0.5  # one token is one letter
 
 
 # --- Judges of a client's own ---------------------------------------------------------------------
@@ -328,8 +328,8 @@ def test_a_client_without_a_judge_serves_the_other_objectives_alone(trainer, let
     _, rows = firm_round(state, ["partial"], LocalEngine([client]), FirmConfig())
     (row,) = rows["clients"]
     assert row["weights"] == [[0.0, 1.0]] * 6
-    assert row["reward"]["a"] is None
-    assert row["reward"]["b"] is not None
+    assert row["rewards"]["a"] is None
+    assert row["rewards"]["b"] is not None
     with pytest.raises(ValueError, match="nobody has no reward function of a, b"):
         AlignmentClient("nobody", PROMPTS, trainer, seed=SEED, judges=Judges({}))
 

@@ -99,7 +99,7 @@ def test_figures_equal_a_hand_computation():
         "num_prompts": 2,
         "num_samples": 2,
         "scores": {"words": {"mean": 3.0, "se": pytest.approx(1.0)}},
-        "normalized": {"words": {"mean": pytest.approx(0.3), "se": pytest.approx(0.1)}},
+        "rewards": {"words": {"mean": pytest.approx(0.3), "se": pytest.approx(0.1)}},
         "kl": 1.5,
         "kl_se": pytest.approx(0.5),
         "length": 3.0,
@@ -181,19 +181,13 @@ def test_a_policy_can_be_measured_without_any_score():
     assert comparison_table(evaluation, evaluation)[0].name == "kl"
 
 
-@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
-def test_rows_and_state_can_be_written_to_disk(is_of_an_earlier_version):
+def test_rows_can_be_written_to_disk():
     base = run(policy())
     rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert [row["prompt"] for row in rows[1:]] == PROMPTS[:2]
     assert rows[1].keys() == {"round", "prompt", "completion", "scores"}
     assert rows[1]["scores"].keys() == {"words", "match"}
-    state = base.state()
-    if is_of_an_earlier_version:
-        state["normalized"] = state.pop("rewards")
-    restored = Evaluation.from_state(state)
-    assert restored.row(base, round=1, split="test") == rows[0]
 
 
 def test_no_text_means_no_distinct_words():

@@ -361,8 +361,8 @@ def test_padding_has_the_invalid_logprob_in_both_policies_and_so_no_kl(
     assert (rollouts.logprobs[padding] == INVALID_LOGPROB).all()
     assert (rollouts.reference_logprobs[padding] == INVALID_LOGPROB).all()
     assert (rollouts.logprobs[rollouts.mask] <= 0).all()
-    for estimator in ("k1", "k3"):
-        kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, estimator=estimator)
+    for form in ("k1", "k3"):
+        kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, form=form)
         assert torch.equal(kl[padding], torch.zeros_like(kl[padding]))
 
 

@@ -12,40 +12,40 @@ SCORES = arrays(
 )
 
 
-@given(scores=SCORES)
-def test_a_dominator_is_nowhere_worse_and_somewhere_better(scores):
-    for index, found in enumerate(dominators(scores)):
-        for other in range(len(scores)):
-            pairs = list(zip(scores[other], scores[index], strict=True))
+@given(points=SCORES)
+def test_a_dominator_is_nowhere_worse_and_somewhere_better(points):
+    for index, found in enumerate(dominators(points)):
+        for other in range(len(points)):
+            pairs = list(zip(points[other], points[index], strict=True))
             is_dominator = all(o >= s for o, s in pairs) and any(o > s for o, s in pairs)
             assert (other in found) == is_dominator
 
 
-@given(scores=SCORES)
-def test_the_non_dominated_are_those_without_dominators(scores):
-    kept = non_dominated(scores)
+@given(points=SCORES)
+def test_the_non_dominated_are_those_without_dominators(points):
+    kept = non_dominated(points)
     assert kept.dtype == bool
-    assert kept.tolist() == [not found for found in dominators(scores)]
+    assert kept.tolist() == [not found for found in dominators(points)]
     assert kept.any()
 
 
-@given(scores=SCORES)
-def test_every_dominated_point_has_a_dominator_that_is_not(scores):
-    kept = non_dominated(scores)
-    assert all(any(kept[i] for i in found) for found in dominators(scores) if found)
+@given(points=SCORES)
+def test_every_dominated_point_has_a_dominator_that_is_not(points):
+    kept = non_dominated(points)
+    assert all(any(kept[i] for i in found) for found in dominators(points) if found)
 
 
 def test_equal_points_do_not_dominate_each_other():
     assert dominators([[1, 2], [1, 2], [0, 2]]) == [[], [], [0, 1]]
 
 
-@pytest.mark.parametrize("scores", [[], [[]], [1.0, 2.0], [[[1.0]]]])
-def test_scores_of_another_shape_are_refused(scores):
+@pytest.mark.parametrize("points", [[], [[]], [1.0, 2.0], [[[1.0]]]])
+def test_points_of_another_shape_are_refused(points):
     with pytest.raises(ValueError, match=r"shape \[N, M\]"):
-        non_dominated(scores)
+        non_dominated(points)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_scores_that_are_not_finite_are_refused_with_their_place(value):
+def test_points_that_are_not_finite_are_refused_with_their_place(value):
     with pytest.raises(ValueError, match=f"got {value} at point 1, objective 0"):
         dominators([[0.0, 1.0], [value, 1.0]])

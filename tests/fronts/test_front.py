@@ -20,9 +20,9 @@ def test_rows_and_columns_follow_points_and_objectives(build_point, build_front)
         build_point((0.3, 0.4)),
     ]
     front = build_front(points)
-    assert front.scores().tolist() == [[0.9, 0.1], [0.3, 0.4]]
+    assert front.rewards().tolist() == [[0.9, 0.1], [0.3, 0.4]]
     np.testing.assert_equal(front.preferences(), [[0.25, 0.75], [np.nan, np.nan]])
-    assert build_front([]).scores().shape == (0, 2)
+    assert build_front([]).rewards().shape == (0, 2)
 
 
 def test_a_front_judges_its_points(build_point, build_front):

@@ -10,66 +10,66 @@ def _generator():
 
 @pytest.mark.parametrize("num_objectives", [1, 2, 3])
 def test_it_is_the_interval_of_resampled_means_by_hand(num_objectives):
-    scores = _generator().uniform(size=(4, 20, num_objectives))
+    points = _generator().uniform(size=(4, 20, num_objectives))
     corner = np.zeros(num_objectives)
     counts = np.random.default_rng(7).multinomial(20, [1 / 20] * 20, size=50)
     figures = []
     for row in counts:
         prompts = np.repeat(np.arange(20), row)  # the same ones for all points
-        figures.append(hypervolume(scores[:, prompts].mean(axis=1), corner))
+        figures.append(hypervolume(points[:, prompts].mean(axis=1), corner))
     found = bootstrap_hypervolume(
-        scores, corner, generator=np.random.default_rng(7), num_resamples=50, level=0.8
+        points, corner, generator=np.random.default_rng(7), num_resamples=50, level=0.8
     )
     assert found == pytest.approx(tuple(np.quantile(figures, [0.1, 0.9])), 1e-12)
 
 
 def test_it_covers_the_true_length_as_often_as_it_says():
     # one point, one objective: the length is the mean, uniform on [0, 1]
-    scores = np.random.default_rng(1).uniform(size=(300, 1, 100, 1))
+    points = np.random.default_rng(1).uniform(size=(300, 1, 100, 1))
     generator = _generator()
     hits = 0
-    for sample in scores:
+    for sample in points:
         low, high = bootstrap_hypervolume(
             sample, [0.0], generator=generator, num_resamples=200, level=0.9
         )
         hits += low <= 0.5 <= high
-    assert hits / len(scores) == pytest.approx(0.9, abs=0.05)  # 3 standard errors
+    assert hits / len(points) == pytest.approx(0.9, abs=0.05)  # 3 standard errors
 
 
 def test_it_is_paired_prompts_that_move_all_points_alike_cancel():
     # what one point gains by a prompt the other loses: only the same prompts keep the sum
     gains = _generator().normal(size=100) * 0.1
-    scores = np.stack([0.5 + gains, 0.5 - gains])[:, :, None]  # [2, 100, 1]
-    first, second = (bootstrap_hypervolume(s[None], [0.0], generator=_generator()) for s in scores)
+    points = np.stack([0.5 + gains, 0.5 - gains])[:, :, None]  # [2, 100, 1]
+    first, second = (bootstrap_hypervolume(s[None], [0.0], generator=_generator()) for s in points)
     assert first[0] + second[1] == pytest.approx(1.0, abs=1e-12)
 
 
 def test_prompts_without_spread_have_an_interval_without_width():
-    scores = np.tile(np.array([[0.7, 0.5], [0.5, 0.75]])[:, None], (1, 10, 1))
-    low, high = bootstrap_hypervolume(scores, [0.0, 0.25], generator=_generator())
+    points = np.tile(np.array([[0.7, 0.5], [0.5, 0.75]])[:, None], (1, 10, 1))
+    low, high = bootstrap_hypervolume(points, [0.0, 0.25], generator=_generator())
     assert low == pytest.approx(high)
-    assert high == pytest.approx(hypervolume(scores[:, 0], [0.0, 0.25]))
+    assert high == pytest.approx(hypervolume(points[:, 0], [0.0, 0.25]))
 
 
 def test_a_point_below_the_reference_adds_nothing():
-    scores = _generator().uniform(0.5, 1.0, size=(2, 30, 2))
-    scores[1, :, 0] = 0.1
-    with_it = bootstrap_hypervolume(scores, [0.2, 0.2], generator=_generator())
-    assert with_it == bootstrap_hypervolume(scores[:1], [0.2, 0.2], generator=_generator())
-    assert bootstrap_hypervolume(scores[1:], [0.2, 0.2], generator=_generator()) == (0, 0)
+    points = _generator().uniform(0.5, 1.0, size=(2, 30, 2))
+    points[1, :, 0] = 0.1
+    with_it = bootstrap_hypervolume(points, [0.2, 0.2], generator=_generator())
+    assert with_it == bootstrap_hypervolume(points[:1], [0.2, 0.2], generator=_generator())
+    assert bootstrap_hypervolume(points[1:], [0.2, 0.2], generator=_generator()) == (0, 0)
 
 
 def test_equal_generators_give_equal_intervals():
-    scores = _generator().uniform(size=(3, 30, 2))
+    points = _generator().uniform(size=(3, 30, 2))
     first, second, other = (
-        bootstrap_hypervolume(scores, [0.0, 0.0], generator=np.random.default_rng(seed))
+        bootstrap_hypervolume(points, [0.0, 0.0], generator=np.random.default_rng(seed))
         for seed in (3, 3, 4)
     )
     assert first == second != other
 
 
 @pytest.mark.parametrize(
-    ("scores", "message"),
+    ("points", "message"),
     [
         ([np.ones((5, 2)), np.ones((4, 2))], r"same prompts and objectives, got shapes"),
         (np.ones((5, 2)), r"shape \[N, P, M\]"),
@@ -77,9 +77,9 @@ def test_equal_generators_give_equal_intervals():
         (np.full((3, 4, 2), np.nan), "must be finite, got nan"),
     ],
 )
-def test_scores_that_do_not_fit_are_refused(scores, message):
+def test_points_that_do_not_fit_are_refused(points, message):
     with pytest.raises(ValueError, match=message):
-        bootstrap_hypervolume(scores, [0.0, 0.0], generator=_generator())
+        bootstrap_hypervolume(points, [0.0, 0.0], generator=_generator())
 
 
 @pytest.mark.parametrize("change", [{"num_resamples": 0}, {"level": 1.0}, {"level": 0.0}])

@@ -26,7 +26,12 @@ from firm.cli.align import main
 from firm.federation import RoundFailed
 from firm.jobs.alignment import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.report import read_record
+from firm.report.tables import rows_of as rows_of_record
+from firm.report.tables import tidy
 from firm.run import parse
+from firm.run.checkpoint import load_state, save_state
+from firm.run.earlier import FIGURES
 from reward_models import REWARD_MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +113,7 @@ def test_a_run_leaves_everything_that_it_promises(finished):
     ]  # fmt: skip
     base = rows_of(finished, "evaluation")[0]
     assert base["kl"] == pytest.approx(0, abs=1e-4)  # the adapter changes nothing yet
-    assert all(0 < score["mean"] < 1 for score in base["normalized"].values())
+    assert all(0 < score["mean"] < 1 for score in base["rewards"].values())
 
 
 def test_every_step_is_logged_with_its_weights(finished):
@@ -183,6 +188,44 @@ def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, 
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[1])
 
 
+def as_earlier(row: dict) -> dict:
+    """A row with the names that earlier versions gave its figures."""
+    names = {new: old for old, new in FIGURES.items()}
+    names["rewards"] = "reward" if row.get("kind") == "client" else "normalized"
+    if row.get("kind") != "client":
+        del names["scores"]
+    return {names.get(name, name): value for name, value in row.items()}
+
+
+def test_a_run_that_an_earlier_version_began_goes_on_in_unbroken_curves(finished, tmp_path):
+    out = tmp_path / "earlier"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints/round_0002")
+    config = (out / "config.yaml").read_text()
+    (out / "config.yaml").write_text(config.replace("    form: k1", "    estimator: k1"))
+    checkpoint, log = load_state(out / "checkpoints/round_0001"), out / "metrics.jsonl"
+    lines = log.read_bytes()[: checkpoint["log_bytes"][log.name]].splitlines()
+    log.write_text("".join(json.dumps(as_earlier(json.loads(line))) + "\n" for line in lines))
+    checkpoint["log_bytes"][log.name] = log.stat().st_size
+    base = checkpoint["state"]["base"]
+    checkpoint["state"]["base"] = {split: as_earlier(figures) for split, figures in base.items()}
+    shutil.rmtree(out / "checkpoints/round_0001")
+    save_state(out / "checkpoints/round_0001", checkpoint)
+
+    assert run("--out", out, "--resume", "true") == out
+    before, after = (row for row in rows_of(out, "client") if row["client"] == "client_0")
+    assert {"reward", "reward_raw"} <= before.keys()
+    assert {"scores", "rewards"} <= after.keys()
+    tables = [
+        tidy(rows_of_record(record), record.objectives)
+        for record in map(read_record, (out, finished))
+    ]
+    timed = ["seconds", "bytes_up"]  # seconds are sent, with as many digits as they have
+    same = [table[~table["quantity"].isin(timed)] for table in tables]
+    assert same[0].equals(same[1])
+    assert set(same[0].query("quantity == 'scores'")["round"]) == {1, 2}
+
+
 def test_three_objectives_run_whole(tmp_path):
     out = main(
         parse(
@@ -193,12 +236,12 @@ def test_three_objectives_run_whole(tmp_path):
     objectives = ["helpful", "harmless", "brevity"]
     for row in rows_of(out, "client"):
         assert {len(weights) for weights in row["weights"]} == {3}
-        assert list(row["reward"]) == objectives
-        assert list(row["reward_correlation"]) == [
+        assert list(row["rewards"]) == objectives
+        assert list(row["score_correlation"]) == [
             "helpful-harmless", "helpful-brevity", "harmless-brevity",
         ]  # fmt: skip
     final = rows_of(out, "evaluation")[-1]
-    assert list(final["normalized"]) == objectives
+    assert list(final["rewards"]) == objectives
     assert "brevity" in (out / "report.html").read_text()
 
 

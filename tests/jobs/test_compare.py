@@ -103,7 +103,7 @@ def test_a_run_s_own_held_out_figures_are_repeated_exactly(run, tmp_path):
         for name in ("brevity", "positivity"):
             assert table[model][name]["mean"] == row["scores"][name]["mean"]
             assert table[model][name]["se"] == row["scores"][name]["se"]
-            assert table[model][f"{name} in [0, 1]"]["mean"] == row["normalized"][name]["mean"]
+            assert table[model][f"{name} in [0, 1]"]["mean"] == row["rewards"][name]["mean"]
         for name in ("kl", "length", "distinct_1", "distinct_2", "end_share"):
             assert table[model][name]["mean"] == row[name]
     for name, change in tests[1]["change"].items():
@@ -259,9 +259,9 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
     error = error_of(capsys, "--runs", runs, "--out", tmp_path / "out")
     assert "the map of 'brevity' to [0, 1]" in error
     assert "mean 0.25" in error
-    assert "--normalized false" in error
+    assert "--calibrated false" in error
     assert not (tmp_path / "out").exists()
-    out = evaluate("--runs", runs, "--normalized", "false", "--out", tmp_path / "out")
+    out = evaluate("--runs", runs, "--calibrated", "false", "--out", tmp_path / "out")
     assert list(figures(out)) == ["base", "aligned", "shifted"]
     assert not [name for name in figures(out)["shifted"] if "[0, 1]" in name]
 

@@ -37,10 +37,10 @@ def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
     assert set(header["calibration"]) == {"brevity", "positivity", "other/positivity"}
     usual, other, partial = rows_of(out, "client")
     # judged as short by one model and counted by the other
-    assert other["reward_raw"]["positivity"] == pytest.approx(other["reward_raw"]["brevity"])
-    assert usual["reward_raw"]["positivity"] != pytest.approx(usual["reward_raw"]["brevity"])
-    assert all(row["reward"]["positivity"] is not None for row in (usual, other))
-    assert partial["reward"]["positivity"] is None
+    assert other["scores"]["positivity"] == pytest.approx(other["scores"]["brevity"])
+    assert usual["scores"]["positivity"] != pytest.approx(usual["scores"]["brevity"])
+    assert all(row["rewards"]["positivity"] is not None for row in (usual, other))
+    assert partial["rewards"]["positivity"] is None
     assert partial["weights"] == [[1.0, 0.0]] * len(partial["weights"])
     assert all(weights != [1.0, 0.0] for weights in usual["weights"])
 
@@ -55,8 +55,8 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
     out = run("--out", tmp_path / "run", *arguments)
     honest, liar, far = rows_of(out, "client")
     for name, is_attacked in (("brevity", True), ("positivity", False)):
-        assert (liar["reward_raw"][name] - honest["reward_raw"][name] > 900) == is_attacked
-    assert abs(far["reward_raw"]["brevity"] - honest["reward_raw"]["brevity"]) < 100
+        assert (liar["scores"][name] - honest["scores"][name] > 900) == is_attacked
+    assert abs(far["scores"]["brevity"] - honest["scores"]["brevity"]) < 100
     (row,) = rows_of(out, "round")
     told = row["robust"]
     assert told["clipped"] == ["client_2"]

@@ -82,13 +82,13 @@ def of_noise(*, seed: int, solved_by: str, num_rounds: int = 400) -> Record:
             {
                 "round": at + 1,
                 "weights": [[value, 1 - value] for value in values],
-                "reward": {"a": 0.5, "b": 0.5},
+                "rewards": {"a": 0.5, "b": 0.5},
             }
             for at, values in enumerate(own)
         ]
         for index, own in enumerate(solves)
     }
-    end = {"round": num_rounds, "normalized": {name: {"mean": 0.5} for name in "ab"}}
+    end = {"round": num_rounds, "rewards": {name: {"mean": 0.5} for name in "ab"}}
     return Record(
         name="run",
         path=Path("run"),

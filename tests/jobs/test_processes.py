@@ -188,7 +188,7 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
         assert mine["weights"][0] == pytest.approx(theirs["weights"][0], abs=1e-5)
         assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
     for mine, theirs in rows:
-        assert mine["reward_raw"] == pytest.approx(theirs["reward_raw"], rel=1e-6)
+        assert mine["scores"] == pytest.approx(theirs["scores"], rel=1e-6)
     assert distance(adapter(one), adapter(runs / "team")) < 5e-5  # 1.3e-5 on one processor
     asked = (runs / "team.log").read_text().split()
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch

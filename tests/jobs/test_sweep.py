@@ -92,7 +92,7 @@ def test_the_front_tells_what_the_runs_measured_prompt_by_prompt(swept):
     assert front.reference == (0.0, 0.0)
     rewards = prompt_rewards(Sweep(swept), front)  # [N, P, M]
     assert rewards.shape == (3, 8, 2)
-    assert torch.allclose(rewards.mean(1), torch.tensor(front.scores()).float())
+    assert torch.allclose(rewards.mean(1), torch.tensor(front.rewards()).float())
     for point in front.points:
         assert (swept / point.adapter / "adapter_model.safetensors").exists()
 
@@ -258,7 +258,7 @@ def test_a_point_with_a_poisoned_log_is_left_out_and_the_others_are_drawn(swept,
     shutil.copytree(swept, out)
     log = out / "points/firm-50_50-seed_0/metrics.jsonl"
     text = log.read_text()
-    assert text.count('"normalized"') > 1
+    assert text.count('"rewards"') > 1
     log.write_text(re.sub(r'"mean": [-.\de]+', '"mean": NaN', text))
     main(replace(CONFIG, out=out, resume=True))
     assert [note.partition(" could")[0] for note in undrawn] == ["The point firm-50_50-seed_0"]

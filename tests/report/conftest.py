@@ -138,7 +138,7 @@ def _evaluation(fake: FakeRun, rng: np.random.Generator, round_number: int, spli
         "num_prompts": num_prompts,
         "num_samples": 2,
         "scores": scores,
-        "normalized": {
+        "rewards": {
             name: {"mean": 1 / (1 + math.exp(-scores[name]["mean"])), "se": 0.02}
             for name in fake.objectives
         },
@@ -171,17 +171,17 @@ def _training(fake: FakeRun, rng: np.random.Generator, round_number: int, client
             -0.35, 0.1, (num_solves, num_objectives * (num_objectives - 1) // 2)
         ).tolist(),
         "beta_effect": rng.uniform(0.002, 0.012, num_solves).tolist(),
-        "reward_raw": {
+        "scores": {
             name: [-0.4, 0.35, 0.1, -0.1][j]
             + _gain(round_number, j)
             + 0.3 * (tilt - 1)
             + float(rng.normal(0, 0.06))
             for j, name in enumerate(fake.objectives)
         },
-        "reward_raw_std": {
+        "scores_std": {
             name: 0.9 - 0.1 * j - 0.02 * round_number for j, name in enumerate(fake.objectives)
         },
-        "reward": dict.fromkeys(fake.objectives, 0.6),
+        "rewards": dict.fromkeys(fake.objectives, 0.6),
         "kl": 9 * (1 - math.exp(-round_number / 6)) + float(rng.normal(0, 0.4)),
         "kl_coefficient": 0.06 * 1.02**round_number,
         "entropy": 1.4 - 0.05 * round_number + float(rng.normal(0, 0.03)),
@@ -211,15 +211,13 @@ def _training(fake: FakeRun, rng: np.random.Generator, round_number: int, client
 def _diagnostics(fake: FakeRun, rng: np.random.Generator, round_number: int):
     pairs = ["-".join(pair) for pair in combinations(fake.objectives, 2)]
     return {
-        "reward_correlation": {pair: float(rng.uniform(-0.5, -0.3)) for pair in pairs},
-        "reward_length_correlation": {
+        "score_correlation": {pair: float(rng.uniform(-0.5, -0.3)) for pair in pairs},
+        "score_length_correlation": {
             # Replies of one length have no correlation with it.
             name: None if round_number == 2 and index else float(rng.uniform(0.1, 0.3) + index / 9)
             for index, name in enumerate(fake.objectives)
         },
-        "reward_truncated_share": {
-            name: 0.01 * (index + 1) for index, name in enumerate(fake.objectives)
-        },
+        "truncated_share": {name: 0.01 * (index + 1) for index, name in enumerate(fake.objectives)},
     }
 
 

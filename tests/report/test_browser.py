@@ -79,26 +79,25 @@ def test_every_marker_stands_where_metrics_jsonl_says(page, make_run) -> None:
         "plane-helpful-harmless": dict(
             zip(("validation, after each round", "test, base and aligned"), plane, strict=True)
         ),
-        "reward_raw-harmless": per_client(lambda row: row["reward_raw"]["harmless"])
+        "scores-harmless": per_client(lambda row: row["scores"]["harmless"])
         | {
             "global model, validation": over_rounds(
                 validation, lambda row: row["scores"]["harmless"]["mean"]
             )
         },
-        "reward_raw_std": {
-            name: client_means(lambda row, key=name: row["reward_raw_std"][key]) for name in names
+        "scores_std": {
+            name: client_means(lambda row, key=name: row["scores_std"][key]) for name in names
         },
-        "reward_correlation": {
-            f"{a} / {b}": client_means(lambda row, key=f"{a}-{b}": row["reward_correlation"][key])
+        "score_correlation": {
+            f"{a} / {b}": client_means(lambda row, key=f"{a}-{b}": row["score_correlation"][key])
             for a, b in (names[:2], names[::2], names[1:])
         },
-        "reward_length_correlation": {
-            name: client_means(lambda row, key=name: row["reward_length_correlation"][key])
+        "score_length_correlation": {
+            name: client_means(lambda row, key=name: row["score_length_correlation"][key])
             for name in names
         },
-        "reward_truncated_share": {
-            name: client_means(lambda row, key=name: row["reward_truncated_share"][key])
-            for name in names
+        "truncated_share": {
+            name: client_means(lambda row, key=name: row["truncated_share"][key]) for name in names
         }
         | {"replies that the length limit cut": client_means(lambda row: 1 - row["end_share"])},
         "weights_spread": {

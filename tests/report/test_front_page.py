@@ -175,7 +175,7 @@ def test_the_pointer_finds_method_preference_seed_adapter_kl_and_collapse(make_s
 
 def test_hollow_is_what_another_of_its_kind_dominates_whatever_its_method(make_sweep):
     fronts, _, _ = make_sweep()
-    scores = np.concatenate([front.scores() for front in fronts.values()])
+    scores = np.concatenate([front.rewards() for front in fronts.values()])
     means = np.concatenate([list(mean_front(front).values()) for front in fronts.values()])
     clouds = front_clouds(fronts)
     for kind, kept in (("models", non_dominated(scores)), ("means", non_dominated(means))):
@@ -221,7 +221,7 @@ def test_the_hypervolume_over_the_rounds_is_that_of_the_validation(make_sweep):
     for at, values in found.items():
         for seed, value in enumerate(values):
             own = [records[p.name] for p in front.points if p.seed == seed]
-            rows = [r.evaluations["validation"][at]["normalized"] for r in own]
+            rows = [r.evaluations["validation"][at]["rewards"] for r in own]
             scores = [[row[name]["mean"] for name in front.objectives] for row in rows]
             assert value == pytest.approx(hypervolume(scores, front.reference))
     panel = next(s for s in study(fronts, runs, rewards).blocks if s.name == "hypervolume")

@@ -127,7 +127,7 @@ def run_path(make_run) -> Path:
             row["dropped_fields"] = {"client_1": 2}
             row["norm_ratio"] = row["disagreement_bound"] = 1.5
     of_client = rows[last(rows, "client")]
-    own = {key: of_client[key] for key in ("reward", "kl", "seconds", "weights", "value_loss")}
+    own = {key: of_client[key] for key in ("rewards", "kl", "seconds", "weights", "value_loss")}
     by_objective = {"helpful": own, "harmless": copy.deepcopy(own)}
     rows.append({**of_client, "client": "client_9", "by_objective": by_objective})
     for key in own:
@@ -166,7 +166,7 @@ def test_a_row_of_which_nothing_is_valid_hides_no_other(run_path, name):
     write(run_path, rows)
     html = html_of(run_path)
     assert values_of(html, "entropy", "client_0") == before
-    assert "reward_raw-helpful" in figures_in(html)
+    assert "scores-helpful" in figures_in(html)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_row_of_which_nothing_is_valid_hides_no_other(run_path, name):
         ("beta_effect", "x", "beta_effect of client_1 in round 2: &#39;x&#39;"),
         ("beta_effect", [None], "beta_effect of client_1 in round 2: [None]"),
         ("by_objective", 5, "by_objective of client_1 in round 2: 5"),
-        ("reward_length_correlation", "a", "reward_length_correlation of client_1 in round 2"),
+        ("score_length_correlation", "a", "score_length_correlation of client_1 in round 2"),
         ("gradient_norms", [[-1.0, 1.0]], "gradient_norms of client_1 in round 2: [[-1.0, 1.0]]"),
         ("weights", [[1e308, 1e308]], "weights of client_1 in round 2: [[1e+308, 1e+308]]"),
         ("weights", [[10**400, 1]], "weights of client_1 in round 2: [[1000"),
@@ -270,19 +270,17 @@ def test_a_section_that_cannot_be_drawn_is_a_note_in_its_place(make_run, monkeyp
 
     run_path = make_run(num_done=2)
     whole = set(figures_in(html_of(run_path)))
-    broken = {**run_page.SECTIONS, "rewards": fail, "cost": infinite}
+    broken = {**run_page.SECTIONS, "scores": fail, "cost": infinite}
     monkeypatch.setattr(run_page, "SECTIONS", broken)
     html = html_of(run_path)
-    note = (
-        "The section &#39;Rewards&#39; could not be drawn (ZeroDivisionError: by &lt;b&gt;nothing"
-    )
-    start = html.index('<section id="rewards">')
+    note = "The section &#39;Scores&#39; could not be drawn (ZeroDivisionError: by &lt;b&gt;nothing"
+    start = html.index('<section id="scores">')
     assert start < html.index(note) < html.index("</section>", start)
     assert '<section id="cost">' in html
     left = set(figures_in(html))
-    assert left == whole - {"reward_raw-helpful", "reward_raw-harmless", "bytes", "seconds"}
+    assert left == whole - {"scores-helpful", "scores-harmless", "bytes", "seconds"}
     assert [note[:27] for note in undrawn] == [
-        "The section 'Rewards' could",
+        "The section 'Scores' could ",
         "The section 'Cost' could no",
     ]
     assert not any("\n" in note for note in undrawn)
@@ -299,7 +297,7 @@ def test_summary_facts_comparison_and_samples_have_notes_above_the_figures(
     html = html_of(make_run(num_done=2))
     assert len(undrawn) == 4
     assert html[: html.index("<main>")].count("could not be drawn (ValueError: no)") == 4
-    assert "reward_raw-helpful" in figures_in(html)
+    assert "scores-helpful" in figures_in(html)
 
 
 def test_training_goes_on_where_the_page_cannot_be_written(make_run, monkeypatch, undrawn):
@@ -354,7 +352,7 @@ def test_a_ruined_run_hides_no_other_of_a_study(make_run, tmp_path, name):
         assert {"FIRM", "FSMGDA"} <= set(names), panel
     (line,) = [t for t in drawn["rewards-helpful"]["figure"]["data"] if t["name"] == "FIRM"]
     other = runs["FIRM"][1].evaluations["validation"]
-    assert line["y"] == [row["normalized"]["helpful"]["mean"] for row in other]
+    assert line["y"] == [row["rewards"]["helpful"]["mean"] for row in other]
     assert ("in the log of FIRM-0 are not valid" in html) == bool(runs["FIRM"][0].left_out)
     figures = study_figures(runs, folder=tmp_path)
     assert set(figures) == {"rewards", "weights", "plane"}

@@ -63,15 +63,15 @@ def test_trainings_by_objective_read_like_one(make_run):
     run_path = make_run(num_clients=1, num_done=0, is_over=False)
     own = {
         "helpful": {
-            "reward": {"helpful": 0.6, "harmless": 0.2},
-            "reward_correlation": {"helpful-harmless": -0.4},
+            "rewards": {"helpful": 0.6, "harmless": 0.2},
+            "score_correlation": {"helpful-harmless": -0.4},
             "kl": 2.0,
             "seconds": {"rollout": 1.0, "step": 0.5},
             "weights": [[1.0, 0.0]],
         },
         "harmless": {
-            "reward": {"helpful": 0.1, "harmless": 0.7},
-            "reward_correlation": {"helpful-harmless": None},
+            "rewards": {"helpful": 0.1, "harmless": 0.7},
+            "score_correlation": {"helpful-harmless": None},
             "kl": 4.0,
             "seconds": {"rollout": 3.0},
             "weights": [[0.0, 1.0]],
@@ -86,8 +86,8 @@ def test_trainings_by_objective_read_like_one(make_run):
         "kind": "client",
         "round": 1,
         "client": "client_0",
-        "reward": {"helpful": 0.6, "harmless": 0.7},
-        "reward_correlation": {"helpful-harmless": -0.4},
+        "rewards": {"helpful": 0.6, "harmless": 0.7},
+        "score_correlation": {"helpful-harmless": -0.4},
         "kl": 3.0,
         "seconds": {"rollout": 4.0, "step": 0.5},
         "bytes_up": 9,

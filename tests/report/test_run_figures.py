@@ -14,7 +14,7 @@ from firm.report.formats import number
 from firm.report.run_figures import trade_off_planes
 from firm.report.tables import Setting
 
-SECTIONS = ("rewards", "diagnostics", "weights", "gradients", "training", "further")
+SECTIONS = ("scores", "diagnostics", "weights", "gradients", "training", "further")
 STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
 
 
@@ -55,18 +55,18 @@ def edit_rows(run_path, change):
     (run_path / "metrics.jsonl").write_text("".join(lines))
 
 
-def test_reward_curves_hold_the_logged_values(make_run):
+def test_score_curves_hold_the_logged_values(make_run):
     run_path = make_run()
-    panels = quantities(read_record(run_path), "rewards")
+    panels = quantities(read_record(run_path), "scores")
     for objective in ("helpful", "harmless"):
-        drawn = traces(panels, f"reward_raw-{objective}")
+        drawn = traces(panels, f"scores-{objective}")
         assert drawn.pop("global model, validation") == {
             row["round"]: row["scores"][objective]["mean"]
             for row in rows_of(run_path, kind="evaluation", split="validation")
         }
         assert drawn == {
             client: {
-                row["round"]: row["reward_raw"][objective]
+                row["round"]: row["scores"][objective]
                 for row in rows_of(run_path, kind="client", client=client)
             }
             for client in ("client_0", "client_1", "client_2", "client_3")
@@ -80,7 +80,7 @@ def test_reward_curves_carry_the_standard_error_of_their_own_round(make_run):
         return None if row["kind"] == "evaluation" and row["round"] == 1 else row
 
     edit_rows(run_path, forget_round_1)
-    (panel, _) = quantities(read_record(run_path), "rewards")
+    (panel, _) = quantities(read_record(run_path), "scores")
     curve = panel.figure["data"][-1]
     rows = rows_of(run_path, kind="evaluation", split="validation")
     assert curve["x"] == [0, 2, 3]
@@ -181,20 +181,20 @@ def test_reward_diagnostics_are_means_over_the_clients_that_have_a_value(make_ru
     def known_rewards(row):
         if row["kind"] == "client":
             first = row["client"] == "client_0"
-            row["reward_raw_std"]["b"] = 1.0 if first else 2.0
-            row["reward_correlation"]["a-c"] = None if first else -0.5
-            row["reward_length_correlation"]["b"] = None
-            row["reward_truncated_share"]["c"] = 0.25 if first else 0.75
+            row["scores_std"]["b"] = 1.0 if first else 2.0
+            row["score_correlation"]["a-c"] = None if first else -0.5
+            row["score_length_correlation"]["b"] = None
+            row["truncated_share"]["c"] = 0.25 if first else 0.75
             row["end_share"] = 0.875 if first else 0.625
         return row
 
     edit_rows(run_path, known_rewards)
     panels = quantities(read_record(run_path), "diagnostics")
-    assert traces(panels, "reward_raw_std")["b"] == {1: 1.5, 2: 1.5}
-    assert traces(panels, "reward_correlation")["a / c"] == {1: -0.5, 2: -0.5}
-    assert traces(panels, "reward_length_correlation").keys() == {"a", "c"}
-    assert traces(panels, "reward_truncated_share")["c"] == {1: 0.5, 2: 0.5}
-    assert traces(panels, "reward_truncated_share")[figures.CUT.label] == {1: 0.25, 2: 0.25}
+    assert traces(panels, "scores_std")["b"] == {1: 1.5, 2: 1.5}
+    assert traces(panels, "score_correlation")["a / c"] == {1: -0.5, 2: -0.5}
+    assert traces(panels, "score_length_correlation").keys() == {"a", "c"}
+    assert traces(panels, "truncated_share")["c"] == {1: 0.5, 2: 0.5}
+    assert traces(panels, "truncated_share")[figures.CUT.label] == {1: 0.25, 2: 0.25}
 
 
 def test_the_stationarity_bound_is_drawn_where_clients_sent_their_gram(make_run):
@@ -222,7 +222,7 @@ def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(ma
     edit_rows(run_path, known_scores)
     panels = figures.learned_and_true(setting(read_record(run_path)))
     drawn = traces(panels, "true-helpful")
-    assert drawn["learned reward"] == pytest.approx({0: 0.0, 1: 0.5})
+    assert drawn["learned score"] == pytest.approx({0: 0.0, 1: 0.5})
     assert drawn["true score"] == pytest.approx({0: 0.0, 1: -0.5})
     (panel,) = [panel for panel in panels if panel.name == "true-helpful"]
     errors = [trace["error_y"]["array"] for trace in panel.figure["data"]]

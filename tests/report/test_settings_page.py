@@ -50,7 +50,7 @@ def edit_rows(record, change):
 def as_fsmgda(row):
     """A row as FSMGDA would have written it."""
     if row["kind"] == "client":
-        own = {key: row.pop(key) for key in ("reward", "reward_raw", "kl", "seconds", "weights")}
+        own = {key: row.pop(key) for key in ("rewards", "scores", "kl", "seconds", "weights")}
         row["by_objective"] = dict.fromkeys(("helpful", "harmless"), own)
     if row["kind"] == "round":
         row.pop("weights_spread")
@@ -88,7 +88,7 @@ def test_curves_are_means_over_the_seeds_with_a_band(make_study, tmp_path):
     shown = figures_in(write_study_page(tmp_path / "report.html", runs))
     for name, records in runs.items():
         values = [
-            [row["normalized"]["harmless"]["mean"] for row in r.evaluations["validation"]]
+            [row["rewards"]["harmless"]["mean"] for row in r.evaluations["validation"]]
             for r in records
         ]
         curve = line(shown, "rewards-harmless", name)
@@ -142,7 +142,7 @@ def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
     shown = figures_in(write_study_page(tmp_path / "report.html", runs))
     assert line(shown, "weights-helpful", "FSMGDA")["y"] == [0.25] * 3
     first, second = settings_of(runs)
-    rewards = [s.curves("reward", name) for s in (first, second) for name in s.objectives]
+    rewards = [s.curves("rewards", name) for s in (first, second) for name in s.objectives]
     assert rewards[0].equals(rewards[2])
     assert rewards[1].equals(rewards[3])
     assert stage_seconds(second)["reward"] == pytest.approx(2 * 4 * 0.4)
@@ -155,7 +155,7 @@ def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tm
         final, ledger = cells(path, name)[:2]
         rows = [record.evaluations["test"][-1] for record in records]
         columns = [
-            *([row["normalized"][key]["mean"] for row in rows] for key in records[0].objectives),
+            *([row["rewards"][key]["mean"] for row in rows] for key in records[0].objectives),
             *([row["scores"][key]["mean"] for row in rows] for key in records[0].extra_scores()),
             [row["kl"] for row in rows],
         ]
@@ -176,7 +176,7 @@ def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_stud
     shown = figures_in(path)["trade-off-helpful-harmless"]["figure"]["data"]
     by_name = {trace["name"]: trace for trace in shown}
     for name, records in runs.items():
-        rows = [record.evaluations["test"][-1]["normalized"] for record in records]
+        rows = [record.evaluations["test"][-1]["rewards"] for record in records]
         singles = by_name[f"{name}, single seeds"]
         assert singles["x"] == [row["helpful"]["mean"] for row in rows]
         assert singles["y"] == [row["harmless"]["mean"] for row in rows]
@@ -185,7 +185,7 @@ def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_stud
             assert f"seed: {record.seed}" in hover
             assert f"adapter: {name}-{records.index(record)}/adapter" in hover
             assert "KL: " in hover
-    base = runs["FIRM"][0].evaluations["test"][0]["normalized"]
+    base = runs["FIRM"][0].evaluations["test"][0]["rewards"]
     assert by_name["base model"]["x"] == [base["helpful"]["mean"]]
 
 
@@ -264,7 +264,7 @@ def test_figures_for_a_paper_follow_the_sets(make_study, tmp_path):
     assert set(figures) == {"figure_1-rewards", "figure_1-weights", "figure_1-plane"}
     rows = [row for row in figures["figure_1-rewards"].rows if row[:2] == ["helpful", "FIRM"]]
     values = [
-        [row["normalized"]["helpful"]["mean"] for row in r.evaluations["validation"]]
+        [row["rewards"]["helpful"]["mean"] for row in r.evaluations["validation"]]
         for r in runs["FIRM"]
     ]
     assert [row[3] for row in rows] == pytest.approx(np.mean(values, axis=0).tolist())
@@ -296,7 +296,7 @@ def test_a_browser_draws_the_page_and_shows_what_its_reader_chooses(
     near = [1e-4 * abs(b - a) for a, b in (plane[f"{axis}_range"] for axis in "xy")]
     for (name, records), own in zip(runs.items(), plane["markers"][::2], strict=False):
         for record, marker in zip(records, own, strict=True):
-            rewards = record.evaluations["test"][-1]["normalized"]
+            rewards = record.evaluations["test"][-1]["rewards"]
             for axis, objective in enumerate(record.objectives):
                 point = rewards[objective]["mean"]
                 assert marker[axis] == pytest.approx(point, abs=near[axis], rel=0), name

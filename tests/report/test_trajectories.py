@@ -34,7 +34,7 @@ def record(tmp_path, *, seed=0, final=0.5, server=(), by_objective=False) -> Rec
         trainings[client] = []
         for index, values in enumerate(rounds):
             own = {
-                "reward": {"a": REWARDS[client][index], "b": 0.5},
+                "rewards": {"a": REWARDS[client][index], "b": 0.5},
                 "cosines": [[0.5], [1.0]],
                 "beta_effect": [0.1, 0.3],
             }
@@ -46,7 +46,7 @@ def record(tmp_path, *, seed=0, final=0.5, server=(), by_objective=False) -> Rec
     rows = [{"round": index + 1, "bytes_up": 1_500_000} for index in range(2)]
     for row, value in zip(rows, server, strict=False):
         row["weights"] = {"a": value, "b": 1 - value}
-    test = {"round": 2, "normalized": {"a": {"mean": final}}, "scores": {"t": {"mean": 7.0}}}
+    test = {"round": 2, "rewards": {"a": {"mean": final}}, "scores": {"t": {"mean": 7.0}}}
     return Record(
         name="run",
         path=tmp_path,

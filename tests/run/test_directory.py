@@ -143,9 +143,9 @@ def test_nobody_else_can_enter_a_run_or_its_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_named_and_not_logged(tmp_path: Path, value: float) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
-    row = {"kind": "client", "round": 3, "client": "client_1", "reward": {"helpful": [1.0, value]}}
+    row = {"kind": "client", "round": 3, "client": "client_1", "rewards": {"helpful": [1.0, value]}}
     with pytest.raises(
-        ValueError, match=r"reward\.helpful\.1 is .* kind client, round 3, client cl"
+        ValueError, match=r"rewards\.helpful\.1 is .* kind client, round 3, client cl"
     ):
         run.log(row)
     assert run.rows() == []
@@ -221,41 +221,41 @@ def rounds_of(run: Run) -> list[int]:
 
 def test_the_best_checkpoint_stays_beside_the_last_ones(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
-    for number, score in enumerate([0.1, 0.5, 0.5, 0.3, 0.4]):
-        run.save_checkpoint(number, {"a": number}, keep_last=2, score=score)
-    assert rounds_of(run) == [1, 3, 4]  # of equal scores the earlier
+    for number, quality in enumerate([0.1, 0.5, 0.5, 0.3, 0.4]):
+        run.save_checkpoint(number, {"a": number}, keep_last=2, quality=quality)
+    assert rounds_of(run) == [1, 3, 4]  # of equal qualities the earlier
     assert run.latest_checkpoint() == (4, {"a": 4})
-    run.save_checkpoint(5, {"a": 5}, keep_last=2, score=0.6)
+    run.save_checkpoint(5, {"a": 5}, keep_last=2, quality=0.6)
     assert rounds_of(run) == [4, 5]
 
 
 def test_the_best_checkpoint_survives_a_resume(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
-    for number, score in enumerate([0.1, 0.5, 0.2, 0.3]):
-        run.save_checkpoint(number, {"a": number}, keep_last=1, score=score)
+    for number, quality in enumerate([0.1, 0.5, 0.2, 0.3]):
+        run.save_checkpoint(number, {"a": number}, keep_last=1, quality=quality)
     run.close()
     run = Run.resume(run.path, CONFIG)
     assert rounds_of(run) == [1, 3]
-    run.save_checkpoint(4, {}, keep_last=1, score=0.4)
+    run.save_checkpoint(4, {}, keep_last=1, quality=0.4)
     assert rounds_of(run) == [1, 4]
     run.save_checkpoint(5, {}, keep_last=1)  # not measured
     assert rounds_of(run) == [1, 5]
 
 
-def test_a_round_that_is_saved_again_has_its_new_score(tmp_path: Path) -> None:
+def test_a_round_that_is_saved_again_has_its_new_quality(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
-    run.save_checkpoint(1, {}, score=0.9)
-    run.save_checkpoint(2, {}, score=0.5)
-    run.save_checkpoint(1, {}, score=0.1)
-    run.save_checkpoint(3, {}, keep_last=1, score=0.2)
+    run.save_checkpoint(1, {}, quality=0.9)
+    run.save_checkpoint(2, {}, quality=0.5)
+    run.save_checkpoint(1, {}, quality=0.1)
+    run.save_checkpoint(3, {}, keep_last=1, quality=0.2)
     assert rounds_of(run) == [2, 3]
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf")])
-def test_a_score_that_is_not_finite_is_refused(tmp_path: Path, score: float) -> None:
+@pytest.mark.parametrize("quality", [float("nan"), float("inf")])
+def test_a_quality_that_is_not_finite_is_refused(tmp_path: Path, quality: float) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
-    with pytest.raises(ValueError, match="the score of round 1 must be finite, got"):
-        run.save_checkpoint(1, {}, score=score)
+    with pytest.raises(ValueError, match="the quality of round 1 must be finite, got"):
+        run.save_checkpoint(1, {}, quality=quality)
     assert run.latest_checkpoint() is None
 
 

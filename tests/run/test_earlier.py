@@ -6,7 +6,7 @@ import yaml
 from firm.alignment import EstimatorConfig, PPOConfig
 from firm.run import Run, to_dict
 from firm.run.config import compose
-from firm.run.earlier import translated_settings
+from firm.run.earlier import translated_figures, translated_settings
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,26 @@ def earlier(config) -> dict:
     settings = to_dict(config)
     section = settings.pop("estimator")
     del section["name"]
+    section["kl"]["estimator"] = section["kl"].pop("form")
     return {"ppo": section, **settings}
 
 
 def test_the_section_of_ppo_is_the_estimator_of_that_name(config, earlier):
     assert translated_settings(earlier) == to_dict(config)
     assert translated_settings({"ppo": None}) == {"estimator": {"name": "ppo"}}
-    for untouched in ({"seed": 3}, None, [1]):
+    for untouched in ({"seed": 3}, {"estimator": None}, {"estimator": {"kl": None}}, None, [1]):
         assert translated_settings(untouched) == untouched
+
+
+def test_raw_scores_and_calibrated_rewards_have_the_same_names_in_all_figures():
+    client = {"reward_raw": {"a": 2.0}, "reward_raw_std": {"a": 1.0}, "reward": {"a": 0.5}, "kl": 1}
+    today = {"scores": {"a": 2.0}, "scores_std": {"a": 1.0}, "rewards": {"a": 0.5}, "kl": 1}
+    assert translated_figures(client) == today
+    assert translated_figures({"by_objective": {"a": client}}) == {"by_objective": {"a": today}}
+    assert translated_figures({"scores": 1, "normalized": 2}) == {"scores": 1, "rewards": 2}
+    assert translated_figures({"normalized/a": 2}) == {"rewards/a": 2}
+    for untouched in (today, {"weights": [[1.0]]}, None, "text"):
+        assert translated_figures(untouched) == untouched
 
 
 def test_a_run_of_an_earlier_version_is_read_and_resumed(config, earlier, tmp_path):

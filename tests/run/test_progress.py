@@ -10,7 +10,7 @@ CLIENTS = ["client_0", "client_1"]
 OBJECTIVES = ["helpful", "harmless"]
 METRICS = {
     "weights": [[0.25, 0.75], [0.75, 0.25], [0.8, 0.2]],
-    "reward": {"helpful": 0.512, "harmless": 0.634},
+    "rewards": {"helpful": 0.512, "harmless": 0.634},
     "kl": 0.031,
 }
 

@@ -18,7 +18,7 @@ CLIENT = {
     "gradient_norms": [[1.0, 0.0]],
     "cosines": [[None]],
     "beta_effect": [0.5],
-    "reward": {"helpful": 0.5, "harmless": None},
+    "rewards": {"helpful": 0.5, "harmless": None},
     "kl": None,
     "seconds": {"rollout": 1},
     "own": {"figures": [1.0, "text", True, None]},
@@ -54,9 +54,9 @@ def test_what_is_no_number_is_left_out_alone_and_told(value: Any) -> None:
     assert len(told) == 1
     assert told[0].startswith("kl of a in round 2: ")
     reward = {"helpful": 0.5, "harmless": value}
-    row, told = valid_row({**CLIENT, "reward": reward}, num_objectives=2)
+    row, told = valid_row({**CLIENT, "rewards": reward}, num_objectives=2)
     assert row == CLIENT
-    assert told[0].startswith("reward.harmless of a in round 2: ")
+    assert told[0].startswith("rewards.harmless of a in round 2: ")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_no_number_is_left_out_alone_and_told(value: Any) -> None:
         ("beta_effect", [math.nan]),
         ("gram", [[1.0, 0.5]]),
         ("by_objective", 5),
-        ("reward_length_correlation", "a"),
+        ("score_length_correlation", "a"),
         ("end_share", -1),
         ("bytes_up", 10**400),
         ("bytes_up", 1.5),

@@ -27,9 +27,9 @@ ROW = {
     "weights": [[0.25, 0.5, 0.25], [0.75, 0.25, 0.0]],
     "cosines": [[-0.5, 0.25, None], [0.5, 0.75, 1.0]],
     "gram": [[1.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 1.0]],
-    "reward_correlation": {"helpful-harmless": -0.25, "helpful-brief": None},
+    "score_correlation": {"helpful-harmless": -0.25, "helpful-brief": None},
     "beta_effect": [0.25, 0.75],
-    "reward": {"helpful": 0.125},
+    "rewards": {"helpful": 0.125},
     "seconds": {"rollout": 1.5},
     "kl": None,
     "note": "text",
@@ -46,9 +46,9 @@ def test_a_row_becomes_flat_series_with_lists_averaged_over_solves() -> None:
         "cosines/helpful-harmless/client_0": 0.0,
         "cosines/helpful-brief/client_0": 0.5,
         "cosines/harmless-brief/client_0": 1.0,
-        "reward_correlation/helpful-harmless/client_0": -0.25,
+        "score_correlation/helpful-harmless/client_0": -0.25,
         "beta_effect/client_0": 0.5,
-        "reward/helpful/client_0": 0.125,
+        "rewards/helpful/client_0": 0.125,
         "seconds/rollout/client_0": 1.5,
     }
 
