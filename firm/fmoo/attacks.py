@@ -48,15 +48,9 @@ class AttackConfig:
 
 
 def attacked_losses(losses: torch.Tensor, *, client: str, attack: AttackConfig) -> torch.Tensor:
-    """Returns the losses that a client reports.
+    """Returns the losses [M] that a client reports: f + amount (bias), f · amount (scaling), or f.
 
-    Args:
-        losses: Its true losses, shape [M]. Never changed.
-        client: Its name.
-        attack: The attack; whoever it does not name is honest.
-
-    Returns:
-        f + amount (bias), f · amount (scaling), or f itself, shape [M].
+    Clients that the attack does not name are honest.
     """
     if not attack.has_attacker(client):
         return losses
@@ -67,11 +61,6 @@ def attacked_gradients(gradients: Gradients, *, client: str, attack: AttackConfi
     """Returns the gradients and losses with which a client trains and that it sends.
 
     A constant has no gradient: the bias attack changes the losses alone.
-
-    Args:
-        gradients: The true ones. Never changed; ``aux`` is handed on as it is.
-        client: The client's name.
-        attack: The attack; whoever it does not name is honest.
     """
     if not attack.has_attacker(client):
         return gradients

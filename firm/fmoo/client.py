@@ -47,14 +47,11 @@ class SupervisedClient(Client):
     Args:
         name: Unique in the federation.
         workspace: Shared with the other clients of this process.
-        indices: The client's samples, into the workspace's data, shape [N].
+        indices: The client's samples, into the workspace's data, shape [N], N ≥ 1.
         seed: The run's.
         served: Objectives that the client has losses for (FMOL's indicator matrix A); all by
             default. The gradients of the others are zero.
         attack: Who inflates losses; nobody by default.
-
-    Raises:
-        ValueError: Without samples or objectives.
     """
 
     capabilities = frozenset({"losses", "epochs", "weighted_gradients"})
@@ -145,12 +142,9 @@ class SupervisedClient(Client):
     def weighted_gradients(self, minibatch: SampleBatch, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
-        Args:
-            minibatch: The samples.
-            weights: w, shape [M]; those of objectives that are not served do not count.
+        Weights w [M] of objectives that are not served do not count.
         """
-        factors = torch.zeros(len(self.objectives))
-        factors[list(self.served)] = weights.float()[list(self.served)]
+        factors = self._of_served(weights)
         if known := self._remembered(minibatch):
             return self._reported(Gradients(factors[None] @ known.jacobian, known.losses))
         losses = self._batch_losses(minibatch)
@@ -158,15 +152,11 @@ class SupervisedClient(Client):
         return self._reported(Gradients(row, losses.detach()))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
-        """Takes local steps of plain SGD on Σⱼ wⱼ Lⱼ, where the model is a linear map.
+        """Takes plain SGD steps on Σⱼ wⱼ Lⱼ + μ/2 ‖θ - θ_t‖², where the model is a linear map.
 
         They are those of ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and
-        faster on small batches: see ``firm.fmoo.linear``.
-
-        Args:
-            num_steps: How many.
-            weights: w, shape [M]; those of objectives that are not served do not count.
-            proximal: μ, for a loss with + μ/2 ‖θ - θ_t‖².
+        faster on small batches: see ``firm.fmoo.linear``. Weights w [M] of objectives that are not
+        served do not count; ``proximal`` is μ.
 
         Returns:
             How many were taken: all, or 0 where model, losses, optimizer or an attack are others.
@@ -181,8 +171,7 @@ class SupervisedClient(Client):
         if heads is None or not is_plain or is_scaled:
             return 0
         batches = torch.stack([batch.indices for batch in self.batches(num_steps)])
-        factors = torch.zeros(len(self.objectives))
-        factors[list(self.served)] = weights.float()[list(self.served)]
+        factors = self._of_served(weights)
         widths = torch.tensor([head.out_features for head in heads])
         weight = torch.cat([head.weight.detach() for head in heads])
         bias = torch.cat([head.bias.detach() for head in heads])
@@ -211,8 +200,8 @@ class SupervisedClient(Client):
                 f"The loss of objective {is_finite.index(False)} is not finite; look for values "
                 "that are too large in the data, or lower lr."
             )
-        told = attacked_losses(by_objective, client=self.name, attack=self._attack)
-        self._losses.extend(told.tolist())
+        reported = attacked_losses(by_objective, client=self.name, attack=self._attack)
+        self._losses.extend(reported.tolist())
         self._memo = None
         return num_steps
 
@@ -258,15 +247,19 @@ class SupervisedClient(Client):
     def _batch_size(self) -> int:
         return min(self._workspace.cfg.batch_size or self.num_examples, self.num_examples)
 
+    def _of_served(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns the weights with zeros for objectives that are not served, float32 [M]."""
+        factors = torch.zeros(len(self.objectives))
+        factors[list(self.served)] = weights.float()[list(self.served)]
+        return factors
+
     def _remembered(self, batch: SampleBatch) -> Gradients | None:
-        """The true gradients of this batch at these parameters, where they are known."""
         if self._memo is None or self._memo[0] != batch.number:
             return None
         _, parameters, gradients = self._memo
         return gradients if torch.equal(parameters, self._flat_parameters()) else None
 
     def _reported(self, gradients: Gradients) -> Gradients:
-        """What an attacker makes of them."""
         return attacked_gradients(gradients, client=self.name, attack=self._attack)
 
     def _batch_losses(self, batch: SampleBatch) -> torch.Tensor:

@@ -1,6 +1,11 @@
 """Which data set is loaded, and from where."""
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+EntryT = TypeVar("EntryT")
 
 
 @dataclass(frozen=True)
@@ -42,3 +47,12 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def by_name(table: Mapping[str, EntryT], name: str, what: str) -> EntryT:
+    """Returns an entry of a registry, or raises ``ValueError`` with the nearest names."""
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=2)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ValueError(f"there is no {what} {name!r}{hint}: choose among {', '.join(table)}.")
+    return table[name]

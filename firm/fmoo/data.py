@@ -1,29 +1,32 @@
 """The one entrance to the data sets: a configuration in, three splits out."""
 
-import difflib
 from collections.abc import Callable
 
-from firm.fmoo import loaders
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DataConfig, by_name
+from firm.fmoo.loaders.faces import celeba, celeba5
+from firm.fmoo.loaders.images import (
+    cifar10,
+    cifar10_mnist,
+    fashion_mnist,
+    femnist,
+    mnist,
+    mnist_fmnist,
+    multi_mnist,
+    two_digits,
+)
+from firm.fmoo.loaders.molecules import qm9
+from firm.fmoo.loaders.tables import adult, river_flow
+from firm.fmoo.loaders.text import shakespeare
 from firm.fmoo.task_data import LOSSES, Splits, TaskData
 
 __all__ = ["DATASETS", "LOSSES", "DataConfig", "Splits", "TaskData", "load_data"]
 
+_PAIRS = (two_digits, multi_mnist, mnist_fmnist, cifar10_mnist)
+_IMAGES = (mnist, fashion_mnist, cifar10, femnist, celeba, celeba5)
+_OTHERS = (adult, river_flow, qm9, shakespeare)
+
 DATASETS: dict[str, Callable[[DataConfig], Splits]] = {
-    "two_digits": loaders.two_digits,
-    "multi_mnist": loaders.multi_mnist,
-    "mnist_fmnist": loaders.mnist_fmnist,
-    "cifar10_mnist": loaders.cifar10_mnist,
-    "mnist": loaders.mnist,
-    "fashion_mnist": loaders.fashion_mnist,
-    "cifar10": loaders.cifar10,
-    "femnist": loaders.femnist,
-    "celeba": loaders.celeba,
-    "celeba5": loaders.celeba5,
-    "adult": loaders.adult,
-    "river_flow": loaders.river_flow,
-    "qm9": loaders.qm9,
-    "shakespeare": loaders.shakespeare,
+    loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)
 }
 """Loaders by the name that a configuration gives."""
 
@@ -31,27 +34,14 @@ DATASETS: dict[str, Callable[[DataConfig], Splits]] = {
 def load_data(cfg: DataConfig) -> Splits:
     """Returns a data set's train, validation and test samples. Equal configurations, equal samples.
 
-    Args:
-        cfg: The data set.
-
     Raises:
         ValueError: An unknown data set, objective or loss, nothing at the path, arrays that do not
             fit the layout, or labels out of range; says what to do.
     """
-    if cfg.name not in DATASETS:
-        near = difflib.get_close_matches(cfg.name, DATASETS, n=2)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ValueError(
-            f"there is no data set {cfg.name!r}{hint}: choose among {', '.join(DATASETS)}."
-        )
+    loader = by_name(DATASETS, cfg.name, "data set")
     try:
-        splits = DATASETS[cfg.name](cfg)
+        splits = loader(cfg)
     except ValueError as error:
         raise ValueError(f"data set {cfg.name}: {error}") from error
-    if not cfg.losses:
-        return splits
-    return Splits(
-        train=splits.train.with_losses(cfg.losses),
-        validation=splits.validation.with_losses(cfg.losses),
-        test=splits.test.with_losses(cfg.losses),
-    )
+    parts = (splits.train, splits.validation, splits.test)
+    return Splits(*(part.with_losses(cfg.losses) for part in parts)) if cfg.losses else splits

@@ -14,7 +14,6 @@
 | mlp | River Flow | not in the papers | by features |
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from firm.federation.randomness import RandomStream
+from firm.fmoo.config import by_name
 from firm.fmoo.modules import (
     CharacterEncoder,
     Dropout,
@@ -52,22 +52,14 @@ class ModelConfig:
 
 
 def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> MultiTaskModel:
-    """Returns a model for data of these shapes, in training mode.
-
-    Args:
-        cfg: The model.
-        data: Tells the inputs' shape and the width of every head.
-        seed: Draws the initial parameters; global generators stay as they are.
+    """Returns a model for data of these shapes, in training mode, its parameters drawn by the seed.
 
     Raises:
         ValueError: An unknown model, or inputs that it does not take.
     """
-    if cfg.name not in MODELS:
-        near = difflib.get_close_matches(cfg.name, MODELS, n=2)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ValueError(f"there is no model {cfg.name!r}{hint}: choose among {', '.join(MODELS)}.")
+    build = by_name(MODELS, cfg.name, "model")
     with RandomStream(seed, "model"):
-        return MODELS[cfg.name](cfg, data)
+        return build(cfg, data)
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -255,17 +247,11 @@ def molecule_net(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     return _with_linear_heads(MoleculeEncoder(), 64, data)
 
 
+_OF_IMAGES = (lenet, cifar_mnist_cnn, resnet18, cifar_cnn, fashion_cnn, femnist_cnn)
+_OF_OTHERS = (molecule_net, character_lstm, linear, mlp)
+
 MODELS: dict[str, Callable[[ModelConfig, TaskData], MultiTaskModel]] = {
-    "lenet": lenet,
-    "cifar_mnist_cnn": cifar_mnist_cnn,
-    "resnet18": resnet18,
-    "molecule_net": molecule_net,
-    "cifar_cnn": cifar_cnn,
-    "fashion_cnn": fashion_cnn,
-    "femnist_cnn": femnist_cnn,
-    "character_lstm": character_lstm,
-    "linear": linear,
-    "mlp": mlp,
+    build.__name__: build for build in (*_OF_IMAGES, *_OF_OTHERS)
 }
 """Models by the name that a configuration gives."""
 

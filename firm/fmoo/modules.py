@@ -19,11 +19,7 @@ class MultiTaskModel(nn.Module):
         self.heads = nn.ModuleList(heads)
 
     def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the outputs of the M heads, each of shape [N, outputs].
-
-        Args:
-            inputs: Floats [N, C, H, W] or [N, ...], or tokens [N, T].
-        """
+        """Returns the outputs of the M heads, each of shape [N, outputs]."""
         features = self.encoder(inputs)
         return [head(features) for head in self.heads]
 
@@ -56,13 +52,7 @@ class Dropout(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, normalised in two groups of channels.
-
-    Args:
-        num_in: Channels of the input.
-        num_out: Channels of the output.
-        stride: Of the first convolution.
-    """
+    """Two 3 x 3 convolutions beside a shortcut, normalised in two groups of channels."""
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
@@ -85,11 +75,7 @@ class ResidualBlock(nn.Module):
 
 
 class CharacterEncoder(nn.Module):
-    """Characters in 8 dimensions, then two LSTM layers of 256; the last state is the feature.
-
-    Args:
-        num_tokens: Size of the vocabulary.
-    """
+    """Characters in 8 dimensions, then two LSTM layers of 256; the last state is the feature."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()

@@ -22,19 +22,9 @@ def local_models(
 
     Where clients train once for each objective (FMGDA, FSMGDA), a client's model is the server's
     moved by its updates under the round's weights, which is what it adds to the global model; the
-    paper does not say what it takes.
-
-    Args:
-        strategy: Whose round.
-        state: The server's state that it begins with; never changed. The engine must have the
-            clients' states of its accepted rounds.
-        clients: Names of all clients.
-        engine: Where they run; its pending states are those of the round, which any further round
-            of the same number replaces.
-        cfg: The strategy's configuration.
-
-    Raises:
-        RoundFailed: As the strategy does.
+    paper does not say what it takes. The engine must have the clients' states of the server state's
+    accepted rounds; its pending states are then those of the round, which any further round of the
+    same number replaces.
     """
     recorder = _Recorder(engine)
     _, rows = strategy(state, clients, recorder, cfg)

@@ -10,33 +10,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs of a head and the objective's targets to the mean loss, a scalar."""
 
 
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean negative log-likelihood of the labels.
-
-    Args:
-        outputs: Logits, shape [N, classes].
-        targets: int64 labels, shape [N].
-    """
-    return functional.cross_entropy(outputs, targets)
-
-
 def binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean binary cross-entropy, over samples and over the attributes of a group.
-
-    Args:
-        outputs: One logit per attribute, shape [N, A].
-        targets: 0 or 1 as floats, shape [N, A], or [N] where A is 1.
-    """
+    """Returns the mean binary cross-entropy, over samples and over the attributes of a group."""
     return functional.binary_cross_entropy_with_logits(outputs, targets.reshape(outputs.shape))
 
 
 def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean squared error.
-
-    Args:
-        outputs: Predictions, shape [N, 1].
-        targets: Floats, shape [N].
-    """
+    """Returns the mean squared error."""
     return functional.mse_loss(outputs, targets.reshape(outputs.shape))
 
 
@@ -44,17 +24,13 @@ def l2(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the mean ℓ2 distance of the predicted probabilities from the one-hot labels.
 
     The "ℓ2-norm loss" of the FedCMOO paper's Table 2, which does not say of what the norm is.
-
-    Args:
-        outputs: Logits, shape [N, classes].
-        targets: int64 labels, shape [N].
     """
     labels = functional.one_hot(targets, outputs.shape[1])
     return torch.linalg.vector_norm(outputs.softmax(dim=1) - labels, dim=1).mean()
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": cross_entropy,
+    "cross_entropy": functional.cross_entropy,
     "binary": binary,
     "squared": squared,
     "l2": l2,
@@ -114,11 +90,7 @@ class TaskData:
         return len(self.inputs)
 
     def select(self, indices: torch.Tensor) -> "TaskData":
-        """Returns the samples with these indices, in their order.
-
-        Args:
-            indices: int64, shape [n].
-        """
+        """Returns the samples with these indices, int64 [n], in their order."""
         return replace(
             self,
             inputs=self.inputs[indices],
@@ -128,14 +100,7 @@ class TaskData:
         )
 
     def with_losses(self, losses: Mapping[str, str]) -> "TaskData":
-        """Returns the same samples with other losses for some objectives.
-
-        Args:
-            losses: Name of a loss by objective.
-
-        Raises:
-            ValueError: An unknown objective or loss, or a loss that does not fit the targets.
-        """
+        """Returns the same samples with other losses for some objectives, given by objective."""
         for objective in losses:
             if objective not in self.objectives:
                 raise ValueError(

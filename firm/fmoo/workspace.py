@@ -59,12 +59,7 @@ class Scores:
 
 
 class Replica(threading.local):
-    """A model of each thread's own.
-
-    Args:
-        model: What it is a copy of; never changed.
-        of_images: Whether convolutions are to run in the layout that is fastest on the CPU.
-    """
+    """A model of each thread's own, with convolutions in the layout that is fastest on the CPU."""
 
     def __init__(self, model: MultiTaskModel, *, of_images: bool) -> None:
         self.model = copy.deepcopy(model)
@@ -158,11 +153,7 @@ class Workspace:
 
     @torch.no_grad()
     def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> Scores:
-        """Returns how this thread's model does on samples of a data set, without dropout.
-
-        Args:
-            data: Like the workspace's, with the same objectives.
-            indices: Samples, shape [N]; all by default.
+        """Returns how this thread's model does on samples of a data set, by default all.
 
         Raises:
             ValueError: Without samples.
@@ -185,12 +176,9 @@ class Workspace:
 
 
 def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
-    """Returns images turned about their centres by random angles, bilinearly, edges repeated.
+    """Returns images [B, C, H, W] turned about their centres, bilinearly, edges repeated.
 
-    Args:
-        images: float, shape [B, C, H, W].
-        degrees: Largest angle to both sides.
-        generator: Draws one angle per image.
+    Each is turned by a random angle of at most ``degrees`` to either side.
     """
     angles = (torch.rand(len(images), generator=generator) * 2 - 1) * torch.pi * degrees / 180
     cosines, sines = angles.cos()[:, None, None], angles.sin()[:, None, None]

@@ -11,7 +11,6 @@ are not in it.
 from firm.fronts.collapse import collapse_reason
 from firm.fronts.correlation import (
     Violation,
-    is_monotone,
     monotone_violations,
     preference_correlations,
 )
@@ -46,7 +45,6 @@ __all__ = [
     "expected_rewards",
     "exponential_average",
     "hypervolume",
-    "is_monotone",
     "mean_front",
     "monotone_violations",
     "nearest",

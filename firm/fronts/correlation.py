@@ -18,15 +18,19 @@ def preference_correlations(front: Front) -> dict[str, float | None]:
     has_preference = ~np.isnan(preferences).any(axis=1)
     columns = zip(preferences[has_preference].T.round(9), rewards[has_preference].T, strict=True)
     return {
-        name: _rank_correlation(shares, reward)
+        name: rank_correlation(shares, reward)
         for name, (shares, reward) in zip(front.objectives, columns, strict=True)
     }
 
 
-def _rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Returns Spearman's ρ of two arrays [N], equal values sharing their mean rank.
+
+    None where one of them does not vary.
+    """
     if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
-    return float(np.corrcoef(rankdata(first), rankdata(second))[0, 1])
+    return float(np.corrcoef(rankdata(first), rankdata(second))[0, 1].clip(-1, 1))
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,3 @@ def monotone_violations(front: Front, *, tolerance: float = 0.0) -> list[Violati
             if levels[i] - levels[i + 1] > tolerance
         ]
     return violations
-
-
-def is_monotone(front: Front, *, tolerance: float = 0.0) -> bool:
-    """Returns whether no objective's mean reward falls where its preference rises.
-
-    See `monotone_violations`; of fewer than two preferences it is true and says nothing.
-    """
-    return not monotone_violations(front, tolerance=tolerance)

@@ -13,9 +13,9 @@ from torch.nn import functional
 from firm.federation.partition import balanced_dirichlet_partition, natural_partition
 from firm.fmoo import linear
 from firm.fmoo.data import DATASETS, LOSSES, DataConfig, Splits, TaskData, load_data
-from firm.fmoo.loaders import CELEBA_ATTRIBUTES, dense_molecules
 from firm.fmoo.loaders.composition import draw_pairs, paste_centre, paste_corners
-from firm.fmoo.loaders.faces import CELEBA_GROUPS
+from firm.fmoo.loaders.faces import CELEBA_ATTRIBUTES, CELEBA_GROUPS
+from firm.fmoo.loaders.molecules import dense_molecules
 
 PARTS = ("train", "validation", "test")
 

@@ -11,10 +11,7 @@ from firm.fmoo.metrics import (
     improved_share,
     local_progress,
     preference_correlation,
-    rank_correlation,
     rounds_to_loss,
-    running_mean,
-    total_variation,
     user_summary,
 )
 
@@ -86,25 +83,6 @@ def test_local_progress_is_the_mean_fall_of_each_loss():
     assert progress.tolist() == [2.0, -0.5]
 
 
-@given(arrays(float, st.integers(1, 20), elements=st.floats(-5, 5)), st.integers(1, 25))
-def test_the_running_mean_is_the_mean_of_the_last_values(values, window):
-    expected = [values[max(0, t - window + 1) : t + 1].mean() for t in range(len(values))]
-    assert running_mean(values, window) == pytest.approx(expected, abs=1e-9)
-
-
-def test_rank_correlation_by_hand():
-    # ranks 1 2 3 4 and 2 1 4 3: 1 - 6 · 4 / (4 · 15)
-    assert rank_correlation([1, 2, 3, 4], [20, 10, 400, 30]) == pytest.approx(0.6)
-    # ranks 1.5 1.5 3 and 1 2 3: ties share their mean rank
-    assert rank_correlation([5, 5, 9], [1, 2, 3]) == pytest.approx(np.sqrt(0.75))
-
-
-@given(arrays(float, 6, elements=st.floats(0.1, 10), unique=True))
-def test_rank_correlation_knows_the_order_alone(values):
-    assert rank_correlation(values, values**3) == pytest.approx(1.0)
-    assert rank_correlation(values, 1 / values) == pytest.approx(-1.0)
-
-
 @pytest.mark.parametrize("num_objectives", [2, 3])
 def test_runs_that_reach_their_preferences_correlate_perfectly(num_objectives):
     preferences = np.random.default_rng(0).uniform(0.5, 2.0, (8, num_objectives))
@@ -131,14 +109,6 @@ def test_rounds_to_loss_finds_the_first_round_at_or_below_the_target():
     assert rounds_to_loss(rounds, [1.0, 0.01, 0.5, 0.5], 1e-2) == 5
 
 
-@given(st.integers(2, 6), st.integers(1, 10))
-def test_total_variation_lies_between_staying_and_changing_wholly(num_objectives, num_rounds):
-    staying = np.full((num_rounds, num_objectives), 1 / num_objectives)
-    assert total_variation(staying) == 0.0
-    changing = np.eye(num_objectives)[np.arange(num_rounds) % num_objectives]
-    assert total_variation(changing) == num_rounds - 1
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -154,15 +124,11 @@ def test_total_variation_lies_between_staying_and_changing_wholly(num_objectives
         (lambda: improved_share(1.0, 1.0), r"shape \[C\] or \[C, M\]"),
         (lambda: improved_share([], []), "must not be empty"),
         (lambda: local_progress([1.0], [1.0]), "2 dimension"),
-        (lambda: running_mean([1.0], 0), "window must be at least 1"),
-        (lambda: rank_correlation([1.0, 2.0], [3.0, 3.0]), "second must hold at least two"),
         (lambda: preference_correlation([[1, 0]], [[1, 1]]), "preferences must be positive"),
         (lambda: preference_correlation([[1, 1]], [[0, 1]]), "losses must be positive"),
         (lambda: preference_correlation([[1, 2]] * 2, [[1, 1]] * 2), "different ratios"),
         (lambda: rounds_to_loss([0, 2, 1], [1, 1, 1], 0.1), "rounds must rise"),
         (lambda: rounds_to_loss([0, 1], [1], 0.1), "losses must have shape"),
-        (lambda: total_variation([[0.5, 0.6]]), "sum to 1"),
-        (lambda: total_variation([[1.5, -0.5]]), "non-negative"),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -1,13 +1,16 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from scipy.stats import spearmanr
 
 from firm.fronts import (
     Violation,
-    is_monotone,
     monotone_violations,
     preference_correlations,
 )
+from firm.fronts.correlation import rank_correlation
 
 
 def test_rewards_that_follow_their_preferences_correlate_fully(grid_front):
@@ -49,16 +52,16 @@ def test_means_over_seeds_that_rise_are_monotone(build_point, build_front):
         for share, values in rewards.items()
         for seed in (0, 1)
     ]
-    assert is_monotone(build_front(points))
-    assert not is_monotone(build_front(p for p in points if p.seed == 0))
+    assert not monotone_violations(build_front(points))
+    assert monotone_violations(build_front(p for p in points if p.seed == 0))
 
 
 def test_a_fall_is_named_with_its_place_and_size(build_point, build_front):
     rewards = {0.0: (0.3, 0.5), 0.5: (0.6, 0.5), 1.0: (0.4, 0.1)}
     front = build_front(build_point(r, preference=(s, 1 - s)) for s, r in rewards.items())
     assert monotone_violations(front) == [Violation("a", 0.5, 1.0, pytest.approx(0.2))]
-    assert is_monotone(front, tolerance=0.21)
-    assert not is_monotone(front, tolerance=0.19)
+    assert not monotone_violations(front, tolerance=0.21)
+    assert monotone_violations(front, tolerance=0.19)
 
 
 def test_with_three_objectives_the_mean_runs_over_how_the_rest_is_divided(build_point, build_front):
@@ -68,10 +71,25 @@ def test_with_three_objectives_the_mean_runs_over_how_the_rest_is_divided(build_
         (1.0, 0.0, 0.0): (0.4, 0.3, 0.1),  # of a: below one, above the mean 0.3
     }
     front = build_front((build_point(r, preference=p) for p, r in rows.items()), num_objectives=3)
-    assert is_monotone(front)
+    assert not monotone_violations(front)
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, np.nan])
 def test_a_tolerance_must_not_be_negative(grid_front, tolerance):
     with pytest.raises(ValueError, match="tolerance must be non-negative"):
-        is_monotone(grid_front, tolerance=tolerance)
+        monotone_violations(grid_front, tolerance=tolerance)
+
+
+def test_rank_correlation_by_hand():
+    # ranks 1 2 3 4 and 2 1 4 3: 1 - 6 · 4 / (4 · 15)
+    first, second = np.array([1, 2, 3, 4]), np.array([20, 10, 400, 30])
+    assert rank_correlation(first, second) == pytest.approx(0.6)
+    # ranks 1.5 1.5 3 and 1 2 3: ties share their mean rank
+    first, second = np.array([5, 5, 9]), np.array([1, 2, 3])
+    assert rank_correlation(first, second) == pytest.approx(np.sqrt(0.75))
+
+
+@given(arrays(float, 6, elements=st.floats(0.1, 10), unique=True))
+def test_rank_correlation_knows_the_order_alone(values):
+    assert rank_correlation(values, values**3) == pytest.approx(1.0)
+    assert rank_correlation(values, 1 / values) == pytest.approx(-1.0)

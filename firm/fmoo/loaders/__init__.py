@@ -18,37 +18,3 @@ What a local path holds, and the objectives::
 Arrays lie in one `.npz` file, `NAME_train` and `NAME_test` (and `NAME_validation`), or `NAME` where
 they are not split. `x` are uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W].
 """
-
-from firm.fmoo.loaders.faces import CELEBA_ATTRIBUTES, celeba, celeba5
-from firm.fmoo.loaders.images import (
-    cifar10,
-    cifar10_mnist,
-    fashion_mnist,
-    femnist,
-    mnist,
-    mnist_fmnist,
-    multi_mnist,
-    two_digits,
-)
-from firm.fmoo.loaders.molecules import dense_molecules, qm9
-from firm.fmoo.loaders.tables import adult, river_flow
-from firm.fmoo.loaders.text import shakespeare
-
-__all__ = [
-    "CELEBA_ATTRIBUTES",
-    "adult",
-    "celeba",
-    "celeba5",
-    "cifar10",
-    "cifar10_mnist",
-    "dense_molecules",
-    "fashion_mnist",
-    "femnist",
-    "mnist",
-    "mnist_fmnist",
-    "multi_mnist",
-    "qm9",
-    "river_flow",
-    "shakespeare",
-    "two_digits",
-]

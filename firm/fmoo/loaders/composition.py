@@ -1,27 +1,8 @@
 """Two images in one: the two-objective data sets of the federated multi-objective papers."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from firm.federation.randomness import derive_seed
-
-
-@dataclass(frozen=True, eq=False)
-class Labelled:
-    """Images of one data set with their class labels."""
-
-    images: np.ndarray
-    """uint8, shape [N, C, H, W]."""
-    labels: np.ndarray
-    """int64, shape [N]."""
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def take(self, indices: np.ndarray) -> "Labelled":
-        """Returns the images with these indices."""
-        return Labelled(self.images[indices], self.labels[indices])
 
 
 def draw_pairs(
@@ -30,17 +11,7 @@ def draw_pairs(
     """Returns which left image stands beside which right one, two index arrays of equal length.
 
     Every left image stands in ``pairs_per_image`` pairs. The right ones come in random order, each
-    as often as any other, up to one.
-
-    Args:
-        num_left: Number of left images.
-        num_right: Number of right images.
-        pairs_per_image: From 1.
-        seed: The data's seed.
-        name: Of the split; equal seeds draw other pairs for another name.
-
-    Raises:
-        ValueError: When there is no right image for a left one.
+    as often as any other, up to one. Equal seeds draw other pairs for a split of another name.
     """
     generator = np.random.default_rng(derive_seed(seed, "pairs", name))
     left = np.tile(np.arange(num_left), pairs_per_image)
@@ -71,9 +42,6 @@ def paste_corners(
         offset: Row and column where the right image begins.
         canvas: Side of the canvas, at least H + offset.
         size: Side of the result, at most ``canvas``.
-
-    Returns:
-        uint8, shape [N, C, size, size].
     """
     num, channels, side, _ = left.shape
     pasted = np.zeros((num, channels, canvas, canvas), dtype=np.uint8)
@@ -88,16 +56,8 @@ def paste_centre(background: np.ndarray, digits: np.ndarray, *, opacity: float) 
     """Returns colour images with a digit over their middle, in all channels.
 
     CIFAR10+FMNIST of the FedCMOO paper (Appendix D.1: "placed in the center of all channels").
-    Where the digit has ink, it covers the background with the given opacity; elsewhere the
-    background stays.
-
-    Args:
-        background: uint8 [N, C, H, H].
-        digits: uint8 [N, 1, h, h], h at most H.
-        opacity: From 0 (invisible) to 1; the paper does not say.
-
-    Returns:
-        uint8, shape [N, C, H, H].
+    Where a digit [N, 1, h, h] has ink, it covers the background [N, C, H, H] with an opacity from 0
+    (invisible) to 1, which the paper does not say; elsewhere the background stays.
     """
     start = (background.shape[2] - digits.shape[2]) // 2
     stop = start + digits.shape[2]

@@ -1,19 +1,21 @@
 """Data sets of images: two in one with an objective for each, or a single class label."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from firm.fmoo.config import DataConfig
-from firm.fmoo.loaders.composition import Labelled, draw_pairs, paste_centre, paste_corners
-from firm.fmoo.loaders.sources import Layout, read_tables
+from firm.fmoo.loaders.composition import draw_pairs, paste_centre, paste_corners
+from firm.fmoo.loaders.sources import Layout, Table, read_tables
 from firm.fmoo.loaders.splitting import (
     as_images,
     as_labels,
     complete_splits,
     number_clients,
+    take,
     to_splits,
 )
 from firm.fmoo.task_data import Splits, TaskData
@@ -32,6 +34,8 @@ FEMNIST = Layout(
     "x",
 )
 
+Paste = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
 
 # --- Two images in one ----------------------------------------------------------------------------
 
@@ -47,65 +51,56 @@ def two_digits(cfg: DataConfig) -> Splits:
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # 16 is the brightest
     table = {"x": pixels[:, None], "y": digits.target.astype(np.int64)}
     parts = complete_splits({"train": table}, cfg, order="random")
-    pairs = 4 if cfg.pairs_per_image is None else cfg.pairs_per_image
-
-    def paste(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return paste_corners(left, right, offset=6, canvas=16, size=16)
-
-    digits_by_split = {name: Labelled(part["x"], part["y"]) for name, part in parts.items()}
-    return _paired(digits_by_split, digits_by_split, ("left", "right"), paste, pairs, cfg)
+    paste = partial(paste_corners, offset=6, canvas=16, size=16)
+    return _paired(parts, parts, ("left", "right"), paste, cfg, default_pairs=4)
 
 
 def multi_mnist(cfg: DataConfig) -> Splits:
     """Returns MultiMNIST: pairs of digits, both of the same split."""
-    digits = _labelled(cfg, cfg.path, MNIST, side=28)
-    return _paired(digits, digits, ("left", "right"), _paste_28, cfg.pairs_per_image or 1, cfg)
+    digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
+    return _paired(digits, digits, ("left", "right"), _paste_28, cfg)
 
 
 def mnist_fmnist(cfg: DataConfig) -> Splits:
     """Returns MNIST+FMNIST: a digit top left and a piece of clothing bottom right."""
-    digits = _labelled(cfg, cfg.path, MNIST, side=28)
-    clothes = _labelled(cfg, cfg.second_path, FASHION_MNIST, side=28)
-    objectives = ("mnist", "fashion_mnist")
-    return _paired(digits, clothes, objectives, _paste_28, cfg.pairs_per_image or 1, cfg)
+    digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
+    clothes = _ten_classes(cfg, cfg.second_path, FASHION_MNIST, side=28)
+    return _paired(digits, clothes, ("mnist", "fashion_mnist"), _paste_28, cfg)
 
 
 def cifar10_mnist(cfg: DataConfig) -> Splits:
     """Returns CIFAR10+MNIST, which the FedCMOO paper also calls CIFAR10+FMNIST."""
-    pictures = _labelled(cfg, cfg.path, CIFAR10, side=32)
-    digits = _labelled(cfg, cfg.second_path, MNIST, side=28)
-
-    def paste(background: np.ndarray, digit: np.ndarray) -> np.ndarray:
-        return paste_centre(background, digit, opacity=0.6)
-
-    objectives = ("cifar10", "mnist")
-    return _paired(pictures, digits, objectives, paste, cfg.pairs_per_image or 1, cfg)
+    pictures = _ten_classes(cfg, cfg.path, CIFAR10, side=32)
+    digits = _ten_classes(cfg, cfg.second_path, MNIST, side=28)
+    paste = partial(paste_centre, opacity=0.6)
+    return _paired(pictures, digits, ("cifar10", "mnist"), paste, cfg)
 
 
-def _paste_28(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return paste_corners(left, right, offset=6, canvas=36, size=28)
+_paste_28 = partial(paste_corners, offset=6, canvas=36, size=28)
 
 
 def _paired(
-    left: Mapping[str, Labelled],
-    right: Mapping[str, Labelled],
+    left: Mapping[str, Table],
+    right: Mapping[str, Table],
     objectives: tuple[str, str],
-    paste: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    pairs_per_image: int,
+    paste: Paste,
     cfg: DataConfig,
+    *,
+    default_pairs: int = 1,
 ) -> Splits:
     """Pairs of every split; a pair's images are of its split, so that no image is in two."""
+    per_image = cfg.pairs_per_image or default_pairs
 
     def pair(split: str) -> TaskData:
-        sizes = len(left[split]), len(right[split])
-        picks = draw_pairs(*sizes, pairs_per_image, seed=cfg.seed, name=split)
-        first, second = left[split].take(picks[0]), right[split].take(picks[1])
+        sizes = len(left[split]["y"]), len(right[split]["y"])
+        picks = draw_pairs(*sizes, per_image, seed=cfg.seed, name=split)
+        first, second = take(left[split], picks[0]), take(right[split], picks[1])
         return TaskData(
-            inputs=torch.from_numpy(paste(first.images, second.images)),
-            targets=torch.from_numpy(np.stack([first.labels, second.labels], axis=1)),
+            inputs=torch.from_numpy(paste(first["x"], second["x"])),
+            targets=torch.from_numpy(np.stack([first["y"], second["y"]], axis=1)),
             objectives=objectives,
             losses=("cross_entropy", "cross_entropy"),
-            groups=torch.from_numpy(10 * first.labels + second.labels),
+            groups=torch.from_numpy(10 * first["y"] + second["y"]),
             num_outputs=(10, 10),
         )
 
@@ -117,63 +112,57 @@ def _paired(
 
 def mnist(cfg: DataConfig) -> Splits:
     """Returns MNIST with one objective."""
-    return _single(_labelled(cfg, cfg.path, MNIST, side=28))
+    return to_splits(_ten_classes(cfg, cfg.path, MNIST, side=28), _class)
 
 
 def fashion_mnist(cfg: DataConfig) -> Splits:
     """Returns Fashion-MNIST with one objective."""
-    return _single(_labelled(cfg, cfg.path, FASHION_MNIST, side=28))
+    return to_splits(_ten_classes(cfg, cfg.path, FASHION_MNIST, side=28), _class)
 
 
 def cifar10(cfg: DataConfig) -> Splits:
     """Returns CIFAR-10 with one objective."""
-    return _single(_labelled(cfg, cfg.path, CIFAR10, side=32))
+    return to_splits(_ten_classes(cfg, cfg.path, CIFAR10, side=32), _class)
 
 
 def femnist(cfg: DataConfig) -> Splits:
     """Returns Federated EMNIST: 62 classes of characters, by writer."""
-    tables = read_tables(cfg.path, FEMNIST)
-    for table in tables.values():
-        table["x"] = as_images(table["x"], channels=1, side=28)
-        table["y"] = as_labels(table["y"], num_classes=62)
+    tables = _with_classes(read_tables(cfg.path, FEMNIST), channels=1, side=28, num_classes=62)
     names = number_clients(tables, "writer")
     parts = complete_splits(tables, cfg, order="within_clients", default_validation=0.1)
     return to_splits(
         parts,
-        lambda part: TaskData(
-            inputs=torch.from_numpy(part["x"]),
-            targets=torch.from_numpy(part["y"][:, None]),
-            objectives=("class",),
-            losses=("cross_entropy",),
-            groups=torch.from_numpy(part["y"]),
-            natural=torch.from_numpy(part["client"]),
-            natural_names=names,
-            num_outputs=(62,),
+        lambda part: _class(
+            part, 62, natural=torch.from_numpy(part["client"]), natural_names=names
         ),
     )
 
 
-def _single(images: Mapping[str, Labelled]) -> Splits:
-    def data(part: Labelled) -> TaskData:
-        return TaskData(
-            inputs=torch.from_numpy(part.images),
-            targets=torch.from_numpy(part.labels[:, None]),
-            objectives=("class",),
-            losses=("cross_entropy",),
-            groups=torch.from_numpy(part.labels),
-            num_outputs=(10,),
-        )
-
-    return Splits(data(images["train"]), data(images["validation"]), data(images["test"]))
+def _class(part: Table, num_classes: int = 10, **users: Any) -> TaskData:
+    return TaskData(
+        inputs=torch.from_numpy(part["x"]),
+        targets=torch.from_numpy(part["y"][:, None]),
+        objectives=("class",),
+        losses=("cross_entropy",),
+        groups=torch.from_numpy(part["y"]),
+        num_outputs=(num_classes,),
+        **users,
+    )
 
 
-def _labelled(
+def _ten_classes(
     cfg: DataConfig, path: str | None, layout: Layout, *, side: int
-) -> dict[str, Labelled]:
+) -> dict[str, Table]:
     """Images of ten classes by split."""
     tables = read_tables(path, layout)
+    tables = _with_classes(tables, channels=layout.channels, side=side, num_classes=10)
+    return complete_splits(tables, cfg, order="random")
+
+
+def _with_classes(
+    tables: dict[str, Table], *, channels: int, side: int, num_classes: int
+) -> dict[str, Table]:
     for table in tables.values():
-        table["x"] = as_images(table["x"], channels=layout.channels, side=side)
-        table["y"] = as_labels(table["y"], num_classes=10)
-    parts = complete_splits(tables, cfg, order="random")
-    return {split: Labelled(part["x"], part["y"]) for split, part in parts.items()}
+        table["x"] = as_images(table["x"], channels=channels, side=side)
+        table["y"] = as_labels(table["y"], num_classes=num_classes)
+    return tables

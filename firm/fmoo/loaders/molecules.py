@@ -8,9 +8,9 @@ import numpy as np
 
 from firm.federation.randomness import derive_seed
 from firm.fmoo.config import DataConfig
-from firm.fmoo.loaders.regression import regression, standardise
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
 from firm.fmoo.loaders.splitting import complete_splits, take
+from firm.fmoo.loaders.tables import regression, standardise
 from firm.fmoo.task_data import Splits
 
 QM9 = Layout(("atoms", "positions", "bonds", "targets"))

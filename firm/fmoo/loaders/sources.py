@@ -81,9 +81,6 @@ def find_file(path: str | None, pattern: str) -> Path | None:
     """Returns the file that a path names, or the one of this pattern in the folder that it names.
 
     None where the path names no such file: a dataset's folder, or nothing on this machine.
-
-    Raises:
-        ValueError: Several files of the pattern, or a path that can be nothing but a missing one.
     """
     if path is None:
         return None
@@ -104,15 +101,7 @@ def find_file(path: str | None, pattern: str) -> Path | None:
 
 
 def read_npz(file: Path, arrays: tuple[str, ...]) -> dict[str, Table]:
-    """Returns the splits of a `.npz` file.
-
-    Args:
-        file: Its path.
-        arrays: Names of the arrays, without the split.
-
-    Raises:
-        ValueError: Not a `.npz` file, pickled objects, missing arrays, or lengths that differ.
-    """
+    """Returns the splits of a `.npz` file with these arrays, checked."""
     try:
         with np.load(file, allow_pickle=False) as content:
             held = {name: content[name] for name in content.files}

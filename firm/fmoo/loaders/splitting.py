@@ -12,15 +12,9 @@ from firm.fmoo.task_data import Splits, TaskData
 
 
 def as_images(values: np.ndarray, *, channels: int, side: int | None) -> np.ndarray:
-    """Returns images as uint8 [N, C, H, W].
+    """Returns images as uint8 [N, C, H, W], from [N, H, W], [N, H, W, C] or [N, C, H, W].
 
-    Args:
-        values: uint8, shape [N, H, W], [N, H, W, C] or [N, C, H, W].
-        channels: C.
-        side: H and W; any when None.
-
-    Raises:
-        ValueError: Another shape or type.
+    ``side`` is H and W; any when None.
     """
     shape, expected = values.shape, "H, W" if side is None else f"{side}, {side}"
     if values.ndim == 3 and channels == 1:
@@ -39,11 +33,7 @@ def as_images(values: np.ndarray, *, channels: int, side: int | None) -> np.ndar
 
 
 def as_labels(values: np.ndarray, *, num_classes: int) -> np.ndarray:
-    """Returns labels as int64 [N].
-
-    Raises:
-        ValueError: They are no integers, or out of range.
-    """
+    """Returns labels as int64 [N], checked to lie in 0..num_classes - 1."""
     if values.ndim != 1 or values.dtype.kind not in "biu":
         raise ValueError(
             f"labels must be integers of shape [N], got {values.dtype} of {list(values.shape)}."
@@ -55,11 +45,7 @@ def as_labels(values: np.ndarray, *, num_classes: int) -> np.ndarray:
 
 
 def as_matrix(values: np.ndarray, name: str) -> np.ndarray:
-    """Returns columns of numbers as float32 [N, columns].
-
-    Raises:
-        ValueError: They are no numbers, or no matrix.
-    """
+    """Returns columns of numbers as float32 [N, columns]."""
     if values.ndim != 2 or values.dtype.kind not in "biuf":
         raise ValueError(
             f"{name} must be numbers of shape [N, columns], got {values.dtype} of shape "
@@ -100,9 +86,6 @@ def complete_splits(
         order: What is cut.
         default_validation: The share where the configuration names none.
         gap: Samples left out before each cut.
-
-    Raises:
-        ValueError: When no training sample is left.
     """
     train = tables["train"]
     by_client = order.startswith("within_clients")

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from firm.fmoo.config import DataConfig
-from firm.fmoo.loaders.regression import regression, standardise
 from firm.fmoo.loaders.sources import Layout, Table, read_tables
 from firm.fmoo.loaders.splitting import as_labels, as_matrix, complete_splits, to_splits
 from firm.fmoo.task_data import Splits, TaskData
@@ -61,3 +60,25 @@ def river_flow(cfg: DataConfig) -> Splits:
     if num_targets != len(gauges):
         raise ValueError(f"River Flow has 8 targets, got Y with {num_targets} columns.")
     return regression(parts, "X", "Y", gauges)
+
+
+def regression(
+    parts: dict[str, Table], inputs: str, targets: str, objectives: tuple[str, ...]
+) -> Splits:
+    """Returns splits of these columns, with one squared loss per target."""
+    return to_splits(
+        parts,
+        lambda part: TaskData(
+            inputs=torch.from_numpy(part[inputs].astype(np.float32)),
+            targets=torch.from_numpy(part[targets].astype(np.float32)),
+            objectives=objectives,
+            losses=("squared",) * len(objectives),
+        ),
+    )
+
+
+def standardise(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns columns with mean 0 and standard deviation 1 on "train"; constant ones become 0."""
+    mean = values["train"].mean(axis=0, dtype=np.float64)
+    std = values["train"].std(axis=0, dtype=np.float64)
+    return {split: (part - mean) / np.where(std > 0, std, 1) for split, part in values.items()}
