@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.loopback import run_job
 from firm.federation import Adapter, Client, Engine, LocalEngine, Processes, ServerState
 from firm.federation.engines import Agreement, ProcessesEngine, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import pack, unpack
@@ -35,7 +36,6 @@ from firm.jobs.alignment_loading import build_clients, common_calibrations, load
 from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from firm.network.loopback import run_job
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli
 

@@ -52,7 +52,7 @@ from firm.gradients import jacobian
 from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from firm.network.loopback import run_job
+from benchmarks.loopback import run_job
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent

@@ -26,10 +26,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 
+from benchmarks.lora_errors import averaging_error, truncation_error
 from firm.cli.align import main
 from firm.federation import Adapter, Engine, Failure, Reply, ServerState
 from firm.federation.aggregation import weighted_mean
-from firm.federation.lora import averaging_error, truncation_error
 from firm.federation.messages import Request
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round

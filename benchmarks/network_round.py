@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.loopback import run_job
 from firm.federation.serialization import pack, unpack
 from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from firm.network.loopback import run_job
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent

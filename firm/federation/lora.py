@@ -1,11 +1,10 @@
 """The mean of LoRA's products B·A in place of the means of A and of B.
 
-A client's LoRA layer adds B·A to a weight, but averaging adapters averages A and B apart, and
-mean(B)·mean(A) is not mean(B·A). Here is the mean product, brought back to rank r.
+mean(B)·mean(A) is not mean(B·A), which is computed here and brought back to rank r.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +42,7 @@ def lora_pairs(adapter: Adapter) -> list[LoraPair]:
     [LoraPair(a='q.lora_A.weight', b='q.lora_B.weight')]
 
     Raises:
-        ValueError: When a factor stands alone, or a pair's shapes are not [r, in] and [out, r].
+        ValueError: A factor stands alone, or a pair's shapes are not [r, in] and [out, r].
     """
     pairs = []
     for name in adapter:
@@ -72,8 +71,8 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
     """Returns an adapter whose products are the means Σ wᵢ BᵢAᵢ / Σ wᵢ, as far as rank r can.
 
     The mean product has rank up to C·r; its best approximation of rank r (Eckart and Young, 1936)
-    takes its place, and ``truncation_error`` says at what cost. Only products enter it, so that it
-    is the same whatever coordinates clients write their factors in (Bᵢ Q, Q⁻¹ Aᵢ).
+    takes its place. Only products enter it, so that it is the same whatever coordinates clients
+    write their factors in (Bᵢ Q, Q⁻¹ Aᵢ).
 
     The product leaves its factors open up to an invertible [r, r]. They are chosen near the plain
     means Ā and B̄, so that optimizer moments, which clients keep by coordinate, go on to mean the
@@ -89,11 +88,10 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
         weights: Non-negative, with a positive sum.
 
     Returns:
-        A new adapter in the first one's order and dtypes; parameters outside pairs are the plain
-        means.
+        A new adapter in the first one's order and dtypes; parameters outside pairs are plain means.
 
     Raises:
-        ValueError: When there are no pairs, or a factor stands alone.
+        ValueError: There are no pairs, or a factor stands alone.
     """
     first = adapters[0]
     if not (pairs := lora_pairs(first)):
@@ -103,50 +101,13 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
         )
     mean = {name: _plain_mean(name, adapters, weights) for name in first}
     for pair in pairs:
-        product = _mean_product(pair, adapters, weights)
+        product = mean_product(pair, adapters, weights)
         mean[pair.a], mean[pair.b] = _factors(product, mean[pair.a], mean[pair.b])
     return {name: mean[name].to(parameter.dtype) for name, parameter in first.items()}
 
 
-def truncation_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> float:
-    """Returns how much of the mean products rank r loses, ‖P - P_r‖ / ‖P‖ over all layers.
-
-    Args:
-        adapters: As for ``product_mean``.
-        weights: As for ``product_mean``.
-
-    Returns:
-        From 0 to 1; 0 where all products are zero.
-    """
-    lost, all_of_it = 0.0, 0.0
-    for pair, product in _mean_products(adapters, weights):
-        squares = torch.linalg.svdvals(product.core).square()
-        lost += squares[len(adapters[0][pair.a]) :].sum().item()
-        all_of_it += squares.sum().item()
-    return (lost / all_of_it) ** 0.5 if all_of_it > 0 else 0.0
-
-
-def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> float:
-    """Returns how far plain means are from the mean product, ‖B̄Ā - P‖ / ‖P‖ over all layers.
-
-    Args:
-        adapters: As for ``product_mean``.
-        weights: As for ``product_mean``.
-
-    Returns:
-        Non-negative; 0 where all products are zero.
-    """
-    difference, all_of_it = 0.0, 0.0
-    for pair, product in _mean_products(adapters, weights):
-        a, b = (_plain_mean(name, adapters, weights) for name in (pair.a, pair.b))
-        plain = (product.left.T @ b) @ (a @ product.right)
-        difference += (plain - product.core).square().sum().item()
-        all_of_it += product.core.square().sum().item()
-    return (difference / all_of_it) ** 0.5 if all_of_it > 0 else 0.0
-
-
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """left · core · rightᵀ, with orthonormal columns outside."""
 
     left: torch.Tensor  # [out, k]
@@ -159,28 +120,19 @@ def _plain_mean(name: str, adapters: Sequence[Adapter], weights: Sequence[float]
     return torch.stack(terms).sum(dim=0) / sum(weights)
 
 
-def _mean_products(
-    adapters: Sequence[Adapter], weights: Sequence[float]
-) -> Iterator[tuple[LoraPair, _Product]]:
-    for pair in lora_pairs(adapters[0]):
-        yield pair, _mean_product(pair, adapters, weights)
-
-
-def _mean_product(
-    pair: LoraPair, adapters: Sequence[Adapter], weights: Sequence[float]
-) -> _Product:
-    """Returns P = [w₁B₁ .. w_C B_C] · [A₁; ..; A_C], by QR of both."""
+def mean_product(pair: LoraPair, adapters: Sequence[Adapter], weights: Sequence[float]) -> Product:
+    """Returns P = [w₁B₁ .. w_C B_C] · [A₁; ..; A_C] of one layer, by QR of both."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     scaled = [s * adapter[pair.b].double() for adapter, s in zip(adapters, shares, strict=True)]
     left, upper = torch.linalg.qr(torch.cat(scaled, dim=1))  # [out, C r]
     stacked = torch.cat([adapter[pair.a].double() for adapter in adapters])  # [C r, in]
     right, lower = torch.linalg.qr(stacked.T)
-    return _Product(left, upper @ lower.T, right)
+    return Product(left, upper @ lower.T, right)
 
 
 def _factors(
-    product: _Product, mean_a: torch.Tensor, mean_b: torch.Tensor
+    product: Product, mean_a: torch.Tensor, mean_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns A [r, in] and B [out, r] of the product's best rank r, near the plain means."""
     rank = len(mean_a)

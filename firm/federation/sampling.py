@@ -13,7 +13,6 @@ def sample_clients(
     seed: int,
     round_number: int,
     count: int | None = None,
-    fraction: float | None = None,
     always: Sequence[str] = (),
 ) -> list[str]:
     """Returns the clients of a round, drawn without replacement, in their given order.
@@ -25,23 +24,16 @@ def sample_clients(
         seed: The run's seed.
         round_number: Round, from 1.
         count: How many, from 1 to C. All by default.
-        fraction: Instead of ``count``, the share of all clients, in (0, 1]; at least one is drawn.
         always: Names of clients that take part whatever is drawn; the others are drawn for the
             places that are left.
 
     Raises:
-        ValueError: When the count or fraction is out of range, both are given, or one that always
-            takes part is no client or leaves no place to draw for.
+        ValueError: The count is out of range, or one that always takes part is no client or leaves
+            no place to draw for.
 
     >>> sample_clients(["a", "b", "c"], seed=0, round_number=1)
     ['a', 'b', 'c']
     """
-    if count is not None and fraction is not None:
-        raise ValueError("Give the count or the fraction of clients per round, not both.")
-    if fraction is not None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"The fraction of clients must be in (0, 1], got {fraction}.")
-        count = max(1, round(fraction * len(clients)))
     if unknown := set(always) - set(clients):
         known = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
         raise ValueError(f"No client is called {min(unknown)!r}; always may name {known}.")

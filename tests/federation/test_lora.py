@@ -5,13 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lora_errors import averaging_error, truncation_error
 from firm.federation.aggregation import server_step, weighted_mean
-from firm.federation.lora import (
-    averaging_error,
-    lora_pairs,
-    product_mean,
-    truncation_error,
-)
+from firm.federation.lora import lora_pairs, product_mean
 from firm.federation.strategies.afl import AflConfig
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo

@@ -34,13 +34,6 @@ def test_every_client_is_drawn_about_equally_often():
 def test_all_take_part_by_default():
     assert sample_clients(CLIENTS, seed=0, round_number=1) == CLIENTS
     assert sample_clients(CLIENTS, seed=0, round_number=1, count=8) == CLIENTS
-    assert sample_clients(CLIENTS, seed=0, round_number=1, fraction=1.0) == CLIENTS
-
-
-@pytest.mark.parametrize(("fraction", "count"), [(0.5, 4), (0.01, 1), (0.3, 2)])
-def test_a_fraction_is_rounded_to_at_least_one(fraction, count):
-    drawn = sample_clients(CLIENTS, seed=0, round_number=1, fraction=fraction)
-    assert drawn == sample_clients(CLIENTS, seed=0, round_number=1, count=count)
 
 
 def test_named_clients_take_part_in_every_round_and_the_others_in_turn():
@@ -66,9 +59,6 @@ def test_the_draws_of_a_seed_stay_what_they_are():
     [
         ({"count": 9}, "from 1 to the 8 that there are, got 9"),
         ({"count": 0}, "from 1 to the 8"),
-        ({"fraction": 0.0}, r"in \(0, 1\], got 0.0"),
-        ({"fraction": 1.5}, r"in \(0, 1\], got 1.5"),
-        ({"fraction": 0.5, "count": 4}, "not both"),
         ({"always": ["phd"]}, r"No client is called 'phd'; always may name client_0, .*\.\.\."),
         ({"always": ["client_0"], "count": 1}, "more than the 1 that always take part, got 1"),
     ],

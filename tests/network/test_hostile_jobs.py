@@ -18,10 +18,10 @@ from nvflare.fuel.flare_api.api_spec import AuthorizationError, InternalError
 from nvflare.private.admin_defs import Message
 from nvflare.private.defs import CellChannel, SysCommandTopic, TrainingTopic, new_cell_message
 
+from benchmarks.loopback import Running, federation
 from firm.network import certificates, console, jobs, kits
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from firm.network.loopback import Running, federation
 
 ROOT = Path(__file__).parents[2]
 CONTROLLER = "tests.network.test_hostile_jobs.Program"

@@ -74,53 +74,24 @@ def federation(
         yield Running(made, daemons)
 
 
-def run_job(
-    folder: Path,
-    *,
-    name: str,
-    controller: str,
-    arguments: Mapping[str, Any],
-    sites: list[str],
-    site_command: Callable[[str, Path], list[str]],
-    environment: Mapping[str, str],
-    heartbeat_timeout: float,
-    reroute: Callable[[int], int] | None = None,
-) -> str:
-    """Starts a federation, runs one job to its end, and ends everything.
+def run_job(folder: Path, *, heartbeat_timeout: float, **options: Any) -> str:
+    """Runs one job of a federation to its end, and ends everything.
 
     Args:
-        folder: As all but one of the others, for ``federation``.
-        name: Of the federation and the job.
-        controller: Dotted name of the ``SitesController`` that is the job.
-        arguments: Its arguments.
-        sites: Their names.
-        site_command: From a site's name and its profile to the command of its own process.
-        environment: Variables of all processes, beside this one's own.
+        folder: For the kits; empty.
         heartbeat_timeout: Seconds without a sign of life after which a site's process is dead.
-        reroute: From the server's port to the one by which the sites reach it.
+        options: The other arguments of ``federation``; its name is the job's.
 
     Returns:
         Why the job ended early, or an empty text.
     """
     with (
-        federation(
-            folder,
-            name=name,
-            controller=controller,
-            arguments=arguments,
-            sites=sites,
-            site_command=site_command,
-            environment=environment,
-            reroute=reroute,
-        ) as running,
+        federation(folder, **options) as running,
         console.session(running.kits["admin"]) as opened,
     ):
         job = console.submit(
             opened,
-            name=name,
-            sites=sites,
-            controller=controller,
-            arguments=dict(arguments),
+            **{key: options[key] for key in ("name", "sites", "controller", "arguments")},
             heartbeat_interval=1.0,
             heartbeat_timeout=heartbeat_timeout,
         )
