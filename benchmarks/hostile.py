@@ -26,6 +26,7 @@ import torch
 
 import firm.alignment.client  # registers the metrics of language models
 import firm.fmoo.client  # noqa: F401  # and those of the classic wing
+from benchmarks.loopback import run_job
 from firm.federation import (
     Adapter,
     Client,
@@ -52,7 +53,6 @@ from firm.gradients import jacobian
 from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from benchmarks.loopback import run_job
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent
@@ -236,7 +236,7 @@ def mutated_messages(
     """A message's fields with one of them mutated, or something else in place of all."""
     yield from ((f"message is {schemas.shown(junk)}", junk) for junk in JUNK)
     yield "message has an unknown field", {**fields, "extra": 1}
-    for name, schema in kind.schemas().items():
+    for name, schema in schemas.fields_of(kind).schemas.items():
         yield f"{name} is missing", {key: fields[key] for key in fields if key != name}
         if name in fields:
             for what, changed in mutations(schema, fields[name], reading):

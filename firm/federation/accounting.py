@@ -38,16 +38,13 @@ def require_accountant() -> None:
 def gaussian_epsilon(
     rounds: Mapping[float, int], delta: float, *, sample: tuple[int, int] | None = None
 ) -> float:
-    """Returns ε at δ of Gaussian mechanisms one after the other.
+    """Returns ε at δ of Gaussian mechanisms one after the other; infinite without noise.
 
     Args:
         rounds: How many rounds have which noise, in multiples of the sensitivity.
         delta: δ, in (0, 1).
         sample: (n, C) where each round draws n of C clients without replacement, in secret. The
             bound of that may be worse than none at all, and then counts for nothing.
-
-    Returns:
-        At least 0; infinite without noise.
 
     >>> round(gaussian_epsilon({4.0: 16}, 1e-5), 2)
     4.73
@@ -76,13 +73,13 @@ def spend(
 ) -> tuple[State, dict[str, Any]]:
     """Returns the ledger after a round, and the round's row on privacy.
 
-    Three who look on, all of whom know everything but one client's data and the noise:
+    There are three observers, all of whom know everything but one client's data and the noise:
 
     - "epsilon": whoever sees the server's models after each round, knows who took part in which,
-      and has the noisy statistics where clients send them. The client that took part most often
-      counts; sampling helps only by its being left out.
+    and has the noisy statistics where clients send them. The client that took part most often
+    counts; sampling helps only by its being left out.
     - "epsilon_if_unknown", where clients are sampled: whoever sees the models but no log, so that
-      who took part is hidden. The run's seed reveals it, and must be as secret.
+    who took part is hidden. The run's seed reveals it, and must be as secret.
     - "epsilon_server", where clients add the noise: the server, who gets their messages.
 
     Args:
@@ -123,15 +120,11 @@ def spend(
 
 
 def message_epsilon(cfg: PrivacyConfig, num_messages: int) -> float:
-    """Returns what the messages of one client have spent of ε at ``cfg.delta``.
+    """Returns what so many messages of one client have spent of ε at ``cfg.delta``.
 
-    It is that against whoever reads the messages, where the client adds the noise; where the server
+    It holds against whoever reads the messages, where the client adds the noise; where the server
     does, against everybody else, if the server is honest. With exact statistics, which ε does not
     cover, and without noise it is infinite.
-
-    Args:
-        cfg: The limits and the noise.
-        num_messages: How many updates the client has sent, whether or not they were accepted.
     """
     if cfg.statistics == "exact":
         return inf if num_messages else 0.0
@@ -150,7 +143,6 @@ def _models(cfg: PrivacyConfig, sizes: Sequence[int]) -> Counter[float]:
 
 
 def _fewest(cfg: PrivacyConfig, sizes: Sequence[int], count: int) -> Counter[float]:
-    """Counts the ``count`` rounds with the least noise."""
     return _models(cfg, sorted(sizes)[:count])
 
 

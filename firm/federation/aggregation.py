@@ -16,7 +16,7 @@ def shares(updates: Sequence[Update], *, by: Aggregation) -> list[int]:
     """Returns what each client counts for, not scaled: 1 each, or the sizes of their shards.
 
     Raises:
-        ValueError: When a size is negative, or all are zero.
+        ValueError: A size is negative, or all are zero.
     """
     counts = [1 if by == "uniform" else update.num_examples for update in updates]
     if min(counts) < 0 or sum(counts) <= 0:
@@ -27,7 +27,7 @@ def shares(updates: Sequence[Update], *, by: Aggregation) -> list[int]:
 def weighted_mean(
     adapters: Sequence[Adapter], weights: Sequence[float], *, lora_mean: LoraMean = "factors"
 ) -> Adapter:
-    """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order.
+    """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order, in the first one's dtypes.
 
     Equal adapters give the same adapter back, bit for bit, and equal adapters in equal order the
     same mean.
@@ -35,11 +35,7 @@ def weighted_mean(
     Args:
         adapters: At least one; all with the same parameter names and shapes.
         weights: Non-negative, with a positive sum.
-        lora_mean: Whether LoRA's A and B are averaged apart, as all parameters are, or their
-            products, by ``product_mean``.
-
-    Returns:
-        A new adapter in the first one's order and dtypes.
+        lora_mean: Whether LoRA's A and B are averaged apart, or their products (``product_mean``).
     """
     if lora_mean == "products":
         return product_mean(adapters, weights)
@@ -62,7 +58,7 @@ def server_step(
     lengths: Sequence[float] | None = None,
     lora_mean: LoraMean = "factors",
 ) -> Adapter:
-    """Returns θ_t + η Σ λᵢ uᵢ with λ = w / Σw: the server's step along weighted updates.
+    """Returns θ_{t+1} = θ_t + η Σ λᵢ uᵢ with λ = w / Σw: the server's step along weighted updates.
 
     uᵢ is θᵢ - θ_t, divided by its length where lengths are given. Without them a step of η = 1 is
     the weighted mean of the adapters itself, bit for bit.
@@ -73,14 +69,10 @@ def server_step(
         weights: w, non-negative, with a positive sum.
         learning_rate: η.
         lengths: What each update is divided by; a zero update has no direction and stays zero.
-        lora_mean: As in ``weighted_mean``; products can only be averaged, with η = 1 and without
-            lengths.
-
-    Returns:
-        θ_{t+1}, in the start's order and dtypes.
+        lora_mean: As in ``weighted_mean``; products need η = 1 and no lengths.
 
     Raises:
-        ValueError: When products are to be averaged and the step is no mean.
+        ValueError: Products are to be averaged and the step is no mean.
     """
     if lengths is None and learning_rate == 1.0:
         return weighted_mean(adapters, weights, lora_mean=lora_mean)
@@ -91,10 +83,15 @@ def server_step(
         )
     total = sum(weights)
     factors = [learning_rate * weight / total for weight in weights]
-    if lengths is not None:
-        pairs = zip(factors, lengths, strict=True)
-        factors = [factor / length if length > 0 else 0.0 for factor, length in pairs]
-    return moved(start, adapters, factors)
+    return moved(start, adapters, per_length(factors, lengths))
+
+
+def per_length(factors: Sequence[float], lengths: Sequence[float] | None) -> list[float]:
+    """Returns factors of updates over their lengths, where given; 0 for an update of length 0."""
+    if lengths is None:
+        return list(factors)
+    pairs = zip(factors, lengths, strict=True)
+    return [factor / length if length > 0 else 0.0 for factor, length in pairs]
 
 
 def moved(start: Adapter, adapters: Sequence[Adapter], factors: Sequence[float]) -> Adapter:
@@ -127,6 +124,11 @@ def update_length(start: Adapter, adapter: Adapter) -> float:
 def update_lengths(start: Adapter, updates: Sequence[Update]) -> list[float]:
     """Returns the lengths ‖θ_c - θ_t‖ of the updates, summed in float64."""
     return [update_length(start, update.adapter) for update in updates]
+
+
+def by_client(updates: Sequence[Update], values: Sequence[float]) -> dict[str, float]:
+    """Returns one value of each update by its client's name."""
+    return {update.client: value for update, value in zip(updates, values, strict=True)}
 
 
 def flat(adapter: Adapter) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""Clients who train honestly and send something else, to test robust rules against.
+"""Clients that train honestly and send something else, to test robust rules against.
 
-Attackers of the rewards, and so of the training itself, are the wings' own: ``alignment.attacks``
-has those of language models, ``fmoo.attacks`` those of losses.
+Attackers of the rewards or losses, and so of the training itself, are the wings' own.
 """
 
 from collections.abc import Iterator
@@ -22,10 +21,7 @@ s‖θ_c - θ_t‖ far into a random direction that all colluders share."""
 
 
 class Attacker:
-    """A client whose updates are attacked on their way out.
-
-    Only the adapter after local training is another; everything else, gradients and Jacobians
-    included, is that of the client within, to which all other attributes lead.
+    """A client whose updates are attacked on their way out; all else is the client's within.
 
     Args:
         client: The client within; loaded, trained and restored by way of this one alone.
@@ -34,9 +30,6 @@ class Attacker:
             arXiv:1811.03761.
         scale: s, positive.
         seed: The run's; colluders need the same.
-
-    Raises:
-        ValueError: When there is no such attack, or the scale is not positive and finite.
     """
 
     def __init__(
@@ -84,17 +77,10 @@ class Attacker:
 
 
 def common_direction(start: Adapter, *, seed: int) -> dict[str, torch.Tensor]:
-    """Returns a random direction that all who were sent an adapter agree on without a word.
+    """Returns a random direction of length 1 that all who were sent the adapter θ_t agree on.
 
-    A client does not know the round. It knows θ_t, which is another in every round and the same
-    for all: its bytes and the run's seed are the direction's seed.
-
-    Args:
-        start: θ_t.
-        seed: The run's.
-
-    Returns:
-        float64 tensors in the adapter's shapes, of length 1 all together.
+    A client does not know the round. θ_t is another in every round and the same for all: its bytes
+    and the run's seed are the direction's seed. The tensors are float64.
     """
     digest = sha256(pack(start)).hexdigest()
     generator = torch.Generator().manual_seed(derive_seed(seed, "collusion", digest))

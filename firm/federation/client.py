@@ -1,7 +1,7 @@
-"""What a client is to the server: the protocol it implements and the records it exchanges.
+"""The client protocol, and the records that a client and the server exchange.
 
-Nothing here knows text or images. Whatever can turn a minibatch into one gradient per objective
-and take a step can be federated by every strategy, on every engine.
+Nothing here knows text or images: whatever gives one gradient per objective and takes a step can be
+federated by every strategy, on every engine.
 """
 
 from abc import ABC, abstractmethod
@@ -54,17 +54,15 @@ _NEEDS: dict[Capability, tuple[str, str]] = {
     "losses": ("losses on a client's whole shard", "choose another strategy"),
     "epochs": ("the number of batches in a client's shard", "set num_local_steps instead"),
 }
-"""What a strategy may need in words, and the remedy where it is missing."""
 
 
 class Client(ABC):
     """A private shard of data with a model that can give gradients and take steps.
 
-    A client implements the abstract methods. The others have defaults, and those that cannot be
-    guessed are declared in ``capabilities``.
-
-    Everything that outlives a round (optimizer moments, critic, KL coefficient, generators,
-    position in the shard) belongs to ``state``; the adapter itself comes from the server each time.
+    A client implements the abstract methods; of the others it overrides those that it declares in
+    ``capabilities``. Everything that outlives a round (optimizer moments, critic, KL coefficient,
+    generators, position in the shard) belongs to ``state``; the adapter itself comes from the
+    server each time.
     """
 
     name: str
@@ -80,12 +78,7 @@ class Client(ABC):
 
     @abstractmethod
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Starts a local training from the server's adapter, which is copied.
-
-        Args:
-            adapter: θ_t.
-            round: The run's round, from 1, for what changes with it (a learning rate's schedule).
-        """
+        """Starts a local training in this round, from 1, from a copy of the adapter θ_t."""
 
     @abstractmethod
     def batches(self, num_steps: int) -> Iterator[Batch]:
@@ -125,38 +118,22 @@ class Client(ABC):
 
     @cached_property
     def served(self) -> tuple[int, ...]:
-        """Indices of the objectives that the client has losses for; the others' gradients are zero.
-
-        By default all.
-        """
+        """Indices of the objectives that the client has losses for, by default all."""
         return tuple(range(len(self.objectives)))
 
     def losses(self) -> torch.Tensor:
-        """Returns the mean losses over the whole shard at the loaded adapter, shape [M].
-
-        Raises:
-            ValueError: The client has no such losses.
-        """
+        """Returns the mean losses over the whole shard at the loaded adapter, shape [M]."""
         raise ValueError(missing(self.name, "losses"))
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in one pass over the shard; a local epoch takes as many local steps.
-
-        Raises:
-            ValueError: The client has no such number.
-        """
+        """Batches in one pass over the shard; a local epoch takes as many local steps."""
         raise ValueError(missing(self.name, "epochs"))
 
     def weighted_gradients(self, minibatch: Any, weights: torch.Tensor) -> Gradients:
-        """Returns the gradient of the weighted sum of the losses as a Jacobian of one row.
+        """Returns the gradient of the sum of the losses with weights [M], as a Jacobian of one row.
 
-        With the capability "weighted_gradients" that takes one backward pass, and training on
-        weights that are known computes no Jacobian.
-
-        Args:
-            minibatch: As in ``gradients``.
-            weights: Shape [M].
+        With the capability "weighted_gradients" that takes one backward pass and no Jacobian.
         """
         gradients = self.gradients(minibatch)
         return replace(gradients, jacobian=combine(gradients.jacobian, weights)[None])
@@ -177,12 +154,8 @@ class Client(ABC):
     def alone(self, objective: str, state: State) -> None:
         """Returns to a state's batches and random numbers, to train on one objective by itself.
 
-        A client whose optimizer outlives a round keeps one for each objective that is trained by
-        itself, fresh at first, and has it in ``state``. By default all of the state is restored.
-
-        Args:
-            objective: Name of the objective.
-            state: What ``state`` gave.
+        A client whose optimizer outlives a round keeps one in ``state`` for each objective that is
+        trained by itself. By default all of the state is restored.
         """
         self.restore(state)
 
@@ -195,13 +168,7 @@ class Client(ABC):
 
 
 def missing(client: str, capability: Capability, *, strategy: str = "the strategy") -> str:
-    """Returns the message that a client lacks a capability.
-
-    Args:
-        client: The client's name, or its kind.
-        capability: What it lacks.
-        strategy: What needs it.
-    """
+    """Returns the message that a client (or a kind of clients) lacks a capability."""
     need, remedy = _NEEDS[capability]
     return f"{strategy} needs {need}, which {client} does not have; {remedy}."
 
@@ -243,10 +210,3 @@ class ProcessLost(RuntimeError):
 
 class TeamLost(ProcessLost):
     """It worked on the same client as this process."""
-
-
-def total_seconds(metrics: dict[str, Any]) -> float:
-    """Returns the total of a client's stage times; 0 where its metrics have none."""
-    seconds = metrics.get("seconds")
-    stages = seconds.values() if isinstance(seconds, dict) else ()
-    return sum(value for value in stages if isinstance(value, int | float))

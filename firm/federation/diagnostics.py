@@ -37,13 +37,10 @@ def cosines(gram: torch.Tensor) -> torch.Tensor:
 
 
 def norm_ratio(norms: Sequence[float]) -> float:
-    """Returns the largest gradient norm over the smallest, at least 1.
+    """Returns the largest of M gradient norms over the smallest, at least 1.
 
-    Where it is far from 1 the weights mostly undo a difference of scale. Infinite beside a zero
-    gradient; 1 where all are zero.
-
-    Args:
-        norms: Norms of one solve's gradients, M of them.
+    It is infinite beside a zero gradient, and 1 where all are zero. Where it is far from 1 the
+    weights mostly undo a difference of scale.
     """
     smallest, largest = min(norms), max(norms)
     if smallest == largest:
@@ -52,14 +49,10 @@ def norm_ratio(norms: Sequence[float]) -> float:
 
 
 def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
-    """Returns how far the regulariser moved the weights, ‖λ - λ(0)‖ / ‖1/M - λ(0)‖.
+    """Returns how far the regulariser moved the weights λ [M], ‖λ - λ(0)‖ / ‖1/M - λ(0)‖.
 
-    0 says that β did nothing, 1 that it made the weights uniform; where λ(0) is itself uniform
-    there is nothing to move, and the effect is 0. Weights from a preference can exceed 1.
-
-    Args:
-        weights: λ, shape [M].
-        unregularised: λ(0), the weights at β = 0, shape [M].
+    0 says that β did nothing, 1 that it made the weights uniform; where λ(0), the weights at β = 0,
+    are themselves uniform the effect is 0. Weights from a preference can exceed 1.
     """
     uniform = torch.full_like(unregularised, 1 / len(unregularised))
     distance = torch.linalg.vector_norm(uniform - unregularised).item()
@@ -69,12 +62,7 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
 
 
 def solve_figures(gram: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
-    """Returns what is logged of one solve, JSON-able.
-
-    Args:
-        gram: Gram matrix, shape [M, M].
-        weights: λ that were found for it, shape [M].
-    """
+    """Returns what is logged of the solve of a Gram matrix [M, M] for weights λ [M], JSON-able."""
     return {
         "gradient_norms": gradient_norms(gram).tolist(),
         "cosines": cosines(gram).tolist(),
@@ -83,17 +71,11 @@ def solve_figures(gram: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
 
 
 def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
-    """Returns the smallest β whose effect on the weights of a Gram matrix is as given.
+    """Returns the smallest β with this effect, in (0, 1), on the weights of a Gram matrix.
 
     At M = 2, inside the simplex, the effect is β / (2 - 2Ĝ₁₂ + β) with Ĝ = G / mean(diag G), and so
-    β = (2 - 2Ĝ₁₂) effect / (1 - effect); in general it is found by bisection.
-
-    Args:
-        gram: Gram matrix, shape [M, M], not zero.
-        effect: Value of ``beta_effect``, in (0, 1).
-
-    Returns:
-        β, at most 1e6; 0 where λ(0) is uniform and there is nothing to move.
+    β = (2 - 2Ĝ₁₂) effect / (1 - effect); in general it is found by bisection. β is at most 1e6, and
+    0 where λ(0) is uniform and there is nothing to move.
     """
     unregularised = firm_weights(gram, beta=0.0)
     if beta_effect(torch.full_like(unregularised, 1 / len(gram)), unregularised) == 0.0:
@@ -109,13 +91,12 @@ def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
 def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 3) -> str | None:
     """Returns an alarm about a β that does nothing; None while there is none.
 
-    Told once, after the given number of rounds, when the median β-effect of all solves so far is
-    below 5 %. A β of 0 is meant so.
+    It is given once, after so many rounds, when the median β-effect of all solves so far is below 5
+    %. A β of 0 is meant so.
 
     Args:
-        rows: Rows of the log so far, those of the round that just ended included. Of each client
-            row the entries "beta_effect", "gradient_norms" and "cosines" are read; with privacy
-            there may be none.
+        rows: Rows of the log so far. Of each client row the entries "beta_effect", "gradient_norms"
+            and "cosines" are read; with privacy there may be none.
         beta: β of the run.
         rounds: Rounds to wait for.
     """
@@ -153,10 +134,8 @@ def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
     bounds how far that model is from Pareto stationarity on the batches that were drawn, and equals
     it for a single matrix; the mean of gradients at different models is the gradient of none.
 
-    For the expected gradients it is an estimate and no bound, not even in the mean over batches: a
-    batch's noise adds its variance to each G_c, but the best λ is chosen after the noise was drawn.
-    Three objectives with the gradient 1 in one dimension, and noise of ±1 in each, have the mean
-    1/2 where 1 is true.
+    For the expected gradients it is an estimate and no bound, not even in the mean over batches:
+    noise adds its variance to each G_c, but the best λ is chosen after the noise was drawn.
 
     Args:
         grams: Clients' Gram matrices at the same model, C nested lists of shape [M, M].
@@ -170,13 +149,10 @@ def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
 
 
 def weights_spread(weights: Sequence[Sequence[Sequence[float]]]) -> torch.Tensor:
-    """Returns the spread of the clients' weights: multi-objective disagreement, made visible.
+    """Returns the standard deviation over clients of each client's mean weights, shape [M].
 
     Args:
         weights: For each client its solves' weights, C nested lists of shape [S, M].
-
-    Returns:
-        Standard deviation (of the population) over clients of each client's mean, shape [M].
     """
     means = [torch.tensor(solves, dtype=torch.float64).mean(dim=0) for solves in weights]
     return torch.stack(means).std(dim=0, correction=0)
@@ -185,8 +161,8 @@ def weights_spread(weights: Sequence[Sequence[Sequence[float]]]) -> torch.Tensor
 def disagreement_drift(jacobians: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> float:
     """Returns how far the clients' own weights bend their mean direction.
 
-    That is the multi-objective disagreement drift ‖(1/C) Σ_c Σ_j g^{j,c} (λ^{j,c} - λ̄^j)‖² of
-    Eq. 7 of FIRM (Nourzad et al.), with λ̄ the mean of the clients' weights; 0 where they agree.
+    That is the multi-objective disagreement drift ‖(1/C) Σ_c Σ_j g^{j,c} (λ^{j,c} - λ̄^j)‖² of Eq.
+    7 of FIRM (Nourzad et al.), with λ̄ the mean of the clients' weights; 0 where they agree.
 
     Args:
         jacobians: Each client's gradients in the same local step, C of shape [M, d].
@@ -204,15 +180,12 @@ def disagreement_bound(grams: Sequence[torch.Tensor], weights: Sequence[torch.Te
     """Returns an upper bound on ``disagreement_drift`` that costs M² numbers per client.
 
     That is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄), by Jensen's inequality. It holds for one solve of
-    each client, and for the mean over solves of what it is in each, but not for Gram matrices and
-    weights that were averaged before: weights that disagree by turns have equal means.
+    each client, and not for Gram matrices and weights that were averaged before: weights that
+    disagree by turns have equal means.
 
     Args:
         grams: Each client's Gram matrix in the same solve, C of shape [M, M].
         weights: Each client's weights in it, C of shape [M].
-
-    Returns:
-        A squared norm, at least 0 up to rounding.
     """
     deviations = _deviations(weights)
     squares = [
@@ -232,11 +205,6 @@ def drift(adapters: Sequence[Adapter], mean: Adapter, start: Adapter) -> float:
     """Returns how far clients scatter beside how far they go together.
 
     That is the mean over clients of ‖θ_c - θ̄‖, over ‖θ̄ - θ_t‖; 0 where the mean did not move.
-
-    Args:
-        adapters: θ_c, the adapters that were aggregated.
-        mean: θ̄, what they became.
-        start: θ_t, where they all began.
     """
     progress = _distance(mean, start)
     if progress == 0.0:
@@ -250,14 +218,10 @@ def _distance(first: Adapter, second: Adapter) -> float:
 
 
 def failure_alarms(rows: Sequence[Mapping[str, Any]], *, rounds: int = 3) -> list[str]:
-    """Returns alarms about clients that fail again and again.
+    """Returns alarms about clients that fail again and again, from the log's rows so far.
 
-    An alarm names a client once its failures in a row are as many as given, counted over the rounds
-    in which it was asked, and again whenever their number has doubled.
-
-    Args:
-        rows: Rows of the log so far, that of the round that just ended last.
-        rounds: Failures in a row that are an alarm.
+    An alarm names a client once it has failed in so many rounds in a row in which it was asked, and
+    again whenever their number has doubled.
     """
     history = [row for row in rows if row.get("kind") == "round"]
     if not history:

@@ -141,13 +141,8 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
 
     An objective that some of the round's clients serve is averaged over those.
 
-    Args:
-        this_round: The round under way.
-        state: The server's state.
-        cfg: How Jacobians travel.
-
     Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients sent what they were asked for.
+        RoundFailed: Fewer than ``cfg.quorum`` clients sent what they were asked for.
     """
     fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians")}
     replies = _jacobians(this_round, this_round.sampled, fields, state, cfg)
@@ -201,14 +196,8 @@ def estimate_two_sample_gram(
 ) -> Estimate:
     """Returns the estimate of ApproxGramJacobian-T, Algorithm 9.
 
-    It is Y₁Y₂ᵀ of two samples of clients with batches of their own, and need not be symmetric.
-
-    Args:
-        this_round: The round under way.
-        state: The server's state.
-        clients: Names of all clients.
-        cfg: How Jacobians travel.
-        count: Clients in each sample, n'; None takes all.
+    It is Y₁Y₂ᵀ of two samples of n' clients (``count``; None takes all) with batches of their own,
+    and need not be symmetric.
     """
     samples, replies = [], []
     for index in range(2):
@@ -265,9 +254,6 @@ def train_on_sum(
         entries: What the round's row holds beside "weights".
         scale: Factor of the local loss, the sum of weights that are not to be scaled.
         memory: What the strategy carries on; as before when None.
-
-    Returns:
-        What a strategy returns.
     """
     factors = [scale * factor for factor in estimate.factors]
     fields = {
@@ -294,7 +280,6 @@ def _message(reply: Reply) -> Message:
 
 
 def _compressor(cfg: GramConfig, message: Message) -> Any:
-    """Returns the server's own compressor, of the clients' budget."""
     compressor: Any = COMPRESSORS[cfg.compressor]
     return compressor(int(cfg.upload_budget * message.shape[1]))
 

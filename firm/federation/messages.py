@@ -1,20 +1,17 @@
 """Messages: one frozen dataclass for what each task asks of a client, and one for its answer.
 
-Every field carries its schema, by which a message is read when it arrives, whatever engine brought
-it. A request that differs from its schema is refused, and so is a field that nobody knows; of an
-answer the unknown metrics are left out and counted, so that a newer client can serve an older
-server.
+Every field carries its schema, by which it is read when it arrives, whatever engine brought it. An
+unknown field of a request is refused; of an answer it is left out and counted, so that a newer
+client can serve an older server.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
-from typing import Annotated, Any, ClassVar, Self, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Self
 
 from firm.federation.client import Adapter
 from firm.federation.outside import printable
 from firm.federation.schema import (
-    Fields,
     Invalid,
     Items,
     Metrics,
@@ -23,8 +20,8 @@ from firm.federation.schema import (
     Number,
     Parameters,
     Reading,
-    Schema,
     Text,
+    fields_of,
     shown,
 )
 
@@ -34,8 +31,10 @@ MAX_CLIENTS = 10**6
 """More clients than any federation has."""
 MAX_EXAMPLES = 10**9
 """More examples than any client has."""
-OBJECTIVES = Items(Text(), 1, 100)
-COUNT = Number(0, MAX_ROUND, is_integer=True)
+Count = Annotated[int, Number(0, MAX_ROUND, is_integer=True)]
+Steps = Annotated[int, Number(1, MAX_ROUND, is_integer=True)]
+Examples = Annotated[int, Number(1, MAX_EXAMPLES, is_integer=True)]
+MetricsByName = Annotated[dict[str, Any], Metrics()]
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,6 @@ class Message:
     column_fields: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    @cache
-    def schemas(cls) -> dict[str, Schema]:
-        """Returns the schema of each field."""
-        hints = get_type_hints(cls, include_extras=True)
-        return {each.name: hints[each.name].__metadata__[0] for each in fields(cls)}
-
-    @classmethod
     def read(cls, content: Any, reading: Reading) -> Self:
         """Returns the message that arrived, with every field checked.
 
@@ -81,21 +73,12 @@ class Message:
         values = vars(content) if isinstance(content, cls) else content
         if not isinstance(values, Mapping):
             raise Invalid(f"the message must be of type {cls.__name__}, got {shown(content)}")
-        required = [
-            each.name
-            for each in fields(cls)
-            if each.default is MISSING and each.default_factory is MISSING
-        ]
-        message = cls(**Fields(cls.schemas(), tuple(required)).read(values, "", reading))
+        message = cls(**fields_of(cls).read(values, "", reading))
         message.check(reading)
         return message
 
     def check(self, reading: Reading) -> None:
-        """Checks what concerns several fields.
-
-        Raises:
-            Invalid: They do not go together.
-        """
+        """Raises ``Invalid`` where fields do not go together."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +89,10 @@ class Answer(Message):
     def read(cls, content: Any, reading: Reading) -> Self:
         """Returns the answer that arrived; see ``Message``."""
         if isinstance(content, Mapping):
-            strangers = [name for name in content if name not in cls.schemas()]
+            known = fields_of(cls).schemas
+            strangers = [name for name in content if name not in known]
             reading.dropped.extend(printable(name, max_length=40) for name in strangers)
-            content = {name: content[name] for name in content if name in cls.schemas()}
+            content = {name: content[name] for name in content if name in known}
         return super().read(content, reading)
 
 
@@ -124,23 +108,25 @@ class Request(Message):
     task: ClassVar[str]
     answer: ClassVar[type[Answer]]
 
-    round: Annotated[int, Number(1, MAX_ROUND, is_integer=True)]
+    round: Steps
     """The round that is being run, from 1."""
-    objectives: Annotated[tuple[str, ...], OBJECTIVES]
+    objectives: Annotated[tuple[str, ...], Items(Text(), 1, 100)]
     """Names of the M objectives, in order."""
     adapter: Annotated[Adapter, Model()]
     """θ_t."""
-    accepted: Annotated[dict[str, int], Named(COUNT, MAX_CLIENTS)] = field(default_factory=dict)
+    accepted: Annotated[
+        dict[str, int], Named(Number(0, MAX_ROUND, is_integer=True), MAX_CLIENTS)
+    ] = field(default_factory=dict)
     """The last round whose update was accepted, by client; clients without one are absent."""
 
     @property
     def num_trainings(self) -> int:
-        """Returns how many local trainings are asked for, each of which sends an adapter."""
+        """How many local trainings are asked for, each of which sends an adapter."""
         return 0
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Returns whether gradients of a whole batch are asked for, beside its minibatches'."""
+        """Whether gradients of a whole batch are asked for, beside its minibatches'."""
         return False
 
     def num_solves(self, num_passes: int) -> int:
@@ -148,12 +134,7 @@ class Request(Message):
         return 0
 
     def example(self, client: str, sizes: Sizes) -> Answer:
-        """Returns an answer as large as a client's, with the request's own adapter.
-
-        Args:
-            client: The client's name.
-            sizes: Sizes of its work.
-        """
+        """Returns an answer as large as a client's, with the request's own adapter."""
         raise NotImplementedError(f"{type(self).__name__} must say what its answers are like.")
 
     def of(self, *clients: str) -> Self:
@@ -184,7 +165,7 @@ class Update(Answer):
     client: Annotated[str, Text()]
     adapter: Annotated[Adapter, Parameters()]
     """θ_c."""
-    num_examples: Annotated[int, Number(1, MAX_EXAMPLES, is_integer=True)]
+    num_examples: Examples
     """Size of the client's shard."""
-    metrics: Annotated[dict[str, Any], Metrics()]
+    metrics: MetricsByName
     """Registered metrics of the local training."""

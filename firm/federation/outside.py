@@ -12,14 +12,10 @@ MAX_NAME = 64
 
 
 def printable(text: object, *, max_length: int = 500) -> str:
-    """Returns a text in one line, without anything that a terminal would obey.
+    """Returns a text, any object's ``str``, in one line without what a terminal would obey.
 
     Control characters, line ends, bidirectional overrides and lone surrogates become escapes that
-    can be read; a long text is cut.
-
-    Args:
-        text: Anything; its ``str`` is taken, of which no more than is shown.
-        max_length: Most characters of the result.
+    can be read; a text longer than ``max_length`` characters is cut.
 
     >>> printable("done\\x1b[2J\\nround 9/9")
     'done\\\\x1b[2J\\\\nround 9/9'
@@ -39,8 +35,8 @@ def check_name(name: str, what: str) -> str:
     """Returns a name that may become part of a path, as it is.
 
     Args:
-        name: One path component of letters, digits, '.', '_' and '-' that begins with a letter or
-            a digit, at most ``MAX_NAME`` characters.
+        name: One path component of letters, digits, '.', '_' and '-' that begins with a letter or a
+            digit, at most ``MAX_NAME`` characters.
         what: What is named, for the message: "a run's name".
 
     Raises:

@@ -21,14 +21,8 @@ def iid_partition(
 ) -> list[list[int]]:
     """Returns each client's example indices: a random split into sizes that differ by one at most.
 
-    Args:
-        num_examples: Size of the data set.
-        num_clients: C.
-        seed: The run's seed.
-        min_examples: What every client needs at least, from 1.
-
     Raises:
-        ValueError: When there are too few examples.
+        ValueError: There are fewer than ``min_examples``, from 1, for each client.
     """
     _check_enough(num_examples, num_clients, min_examples)
     order = _generator(seed).permutation(num_examples)
@@ -45,18 +39,17 @@ def dirichlet_partition(
 ) -> list[list[int]]:
     """Returns each client's example indices: per label, shares drawn from a Dirichlet distribution.
 
-    Small alpha gives each label to few clients, large alpha splits it evenly. A client that drew
-    fewer than ``min_examples`` gets the rest from whoever has most at that moment.
+    A client that drew fewer than ``min_examples``, from 1, gets the rest from whoever has most.
 
     Args:
         labels: One label per example (a class, topic or source).
         num_clients: C.
         alpha: Concentration, above 0; 0.1 is very uneven, 100 nearly even.
         seed: The run's seed.
-        min_examples: What every client gets at least, from 1.
+        min_examples: What every client gets at least.
 
     Raises:
-        ValueError: When alpha is not positive, or there are too few examples.
+        ValueError: alpha is not positive, or there are too few examples.
     """
     _check_alpha(alpha)
     _check_enough(len(labels), num_clients, min_examples)
@@ -92,13 +85,13 @@ def balanced_dirichlet_partition(
     Args:
         labels: One label per example (a class, topic or source).
         num_clients: C.
-        alpha: Concentration, above 0; 0.1 is very uneven, 100 nearly even.
+        alpha: As in ``dirichlet_partition``.
         seed: The run's seed.
-        examples_per_client: Size of every client's shard; as many as there are for all by default.
-            Examples beyond that stay unused.
+        examples_per_client: Size of every shard; as many as there are for all by default. Examples
+            beyond that stay unused.
 
     Raises:
-        ValueError: When alpha is not positive, or there are too few examples.
+        ValueError: alpha is not positive, or there are too few examples.
     """
     _check_alpha(alpha)
     size = (
@@ -134,16 +127,10 @@ def shard_partition(
     McMahan et al. (2017), with two shards each; FedMGDA+ (Section 6.1.1) cuts CIFAR-10 into 500
     shards and gives five to each of 100 clients. Where there are at least as many shards as labels,
     a shard holds one label, so that no client sees more than ``shards_per_client``; a label gets
-    shards in proportion to its examples, and sizes are equal where labels are.
-
-    Args:
-        labels: One label per example; they must sort.
-        num_clients: C.
-        shards_per_client: Shards that each client gets, drawn at random.
-        seed: The run's seed.
+    shards in proportion to its examples, and sizes are equal where labels are. Labels must sort.
 
     Raises:
-        ValueError: When there is no shard for a client, or there are fewer examples than shards.
+        ValueError: There is no shard for a client, or there are fewer examples than shards.
     """
     if shards_per_client < 1:
         raise ValueError(f"shards_per_client must be at least 1, got {shards_per_client}.")
@@ -183,7 +170,7 @@ def natural_partition(
         Shards in the order in which their clients first appear.
 
     Raises:
-        ValueError: When fewer clients than asked for have enough examples.
+        ValueError: Fewer clients than asked for have enough examples.
     """
     shards = [shard for shard in _by_label(clients).values() if len(shard) >= min_examples]
     num_chosen = len(shards) if num_clients is None else num_clients
@@ -197,15 +184,12 @@ def natural_partition(
 
 
 def split_shard(shard: Sequence[int], fractions: Sequence[float], *, seed: int) -> list[list[int]]:
-    """Returns a client's shard in parts, at random: its own training, validation and test data.
+    """Returns a client's shard in random parts: its own training, validation and test data.
 
-    Args:
-        shard: Example indices.
-        fractions: Size of each part, summing to 1, such as (0.8, 0.1, 0.1) (FedMGDA+, Section 6.1).
-        seed: The run's seed.
+    The parts' fractions sum to 1, such as (0.8, 0.1, 0.1) (FedMGDA+, Section 6.1).
 
     Raises:
-        ValueError: When the fractions are not shares of 1, or the first part would be empty.
+        ValueError: The fractions are not shares of 1, or the first part would be empty.
     """
     if min(fractions, default=-1.0) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"fractions must be non-negative and sum to 1, got {list(fractions)}.")
@@ -229,7 +213,7 @@ def _by_label(labels: Labels) -> dict[Any, list[int]]:
 
 
 def _apportion(sizes: list[int], num_shards: int) -> list[int]:
-    """Shards per label: one each, then always one more to the label with the largest shards."""
+    """Returns shards per label: one each, then always one more to the label with the largest."""
     counts = [1] * len(sizes)
     for _ in range(num_shards - len(sizes)):
         largest = max(range(len(sizes)), key=lambda label: sizes[label] / counts[label])

@@ -99,12 +99,7 @@ class PrivacyConfig:
 
 
 def noise_source(seed: int | None, *names: str | int) -> NoiseSource:
-    """Returns where noise comes from: the operating system, or a stream of these names.
-
-    Args:
-        seed: None for the operating system's entropy.
-        names: What draws, such as ("client_0", 3); only with a seed, as in ``derive_seed``.
-    """
+    """Returns where noise comes from: the operating system or, with a seed, a named stream."""
     if seed is None:
         return os.urandom
     return np.random.default_rng(derive_seed(seed, "privacy", *names)).bytes
@@ -137,16 +132,11 @@ def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
 def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
     """Returns θ_t + min(1, S / ‖θ_c - θ_t‖) (θ_c - θ_t), never further than S from θ_t.
 
-    A number that its type cannot hold goes to the neighbour towards θ_t, so that rounding makes no
-    delta longer.
-
-    Args:
-        adapter: θ_c; the same one comes back, bit for bit, when it is near enough.
-        start: θ_t.
-        clip_norm: S.
+    An adapter θ_c that is near enough comes back as it is, bit for bit. A number that its type
+    cannot hold goes to the neighbour towards θ_t, so that rounding makes no delta longer.
 
     Raises:
-        ValueError: When the delta is not finite; it must not leave the client as it is.
+        ValueError: The delta is not finite; it must not leave the client as it is.
     """
     norm = update_length(start, adapter)
     if not isfinite(norm):
@@ -164,20 +154,14 @@ def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
 
 
 def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: int) -> Update:
-    """Returns what of an update may leave its client.
+    """Returns what of an update may leave its client in this round.
 
     The adapter is clipped and, where clients do it, noised; of the metrics there remain those that
     ``cfg.statistics`` lets out and the number of local steps, which the configuration sets. The
     shard's size stays at home too: all count 1.
 
-    Args:
-        update: With the round's figures of the solves, lists of one entry per solve.
-        start: θ_t.
-        cfg: The limits.
-        round_number: The round.
-
     Raises:
-        ValueError: When the delta is not finite.
+        ValueError: The delta is not finite.
     """
     norm = update_length(start, update.adapter)
     adapter = clipped(update.adapter, start, cfg.clip_norm)
@@ -221,13 +205,13 @@ def breach(update: Update, start: Adapter, cfg: PrivacyConfig | None) -> str | N
 def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
     """Lets an error out of a client by its type alone, where there is privacy.
 
-    Its text may quote the client's data. In the client's own process it is the cause.
+    Its text may quote the client's data; it stays the cause in the client's own process.
     """
     try:
         yield
     except ProcessLost:
         raise
-    except Exception as error:
+    except Exception as error:  # any of them may quote data
         if cfg is None:
             raise
         raise RuntimeError(
@@ -238,24 +222,17 @@ def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
 
 def server_noised(
     adapter: Adapter,
-    cfg: PrivacyConfig | None,
+    cfg: PrivacyConfig,
     *,
     num_updates: int,
     learning_rate: float,
     round_number: int,
 ) -> Adapter:
-    """Returns the server's next adapter with its noise, where the server adds it.
+    """Returns the server's next adapter θ_t + η/n Σ Δ_c with its noise, where the server adds it.
 
-    The sum of the clipped deltas gets N(0, (zS)²) in each coordinate; the step is η/n of the sum.
-
-    Args:
-        adapter: θ_t + η/n Σ Δ_c.
-        cfg: The limits.
-        num_updates: n.
-        learning_rate: η.
-        round_number: The round.
+    The sum of the n clipped deltas gets N(0, (zS)²) in each coordinate; the step is η/n of the sum.
     """
-    if cfg is None or cfg.at == "client":
+    if cfg.at == "client":
         return adapter
     std = learning_rate * cfg.noise_multiplier * cfg.clip_norm / num_updates
     return noised(adapter, std, noise_source(cfg.noise_seed, "server", round_number))

@@ -1,7 +1,7 @@
 """Named random streams: complete generator states that take the place of the global ones.
 
-torch, numpy and TRL draw from global generators. A stream keeps its own state of all of them and
-lends it to a ``with`` block, so that what one client or stage draws never shifts another's numbers.
+torch, numpy and TRL draw from global generators. What one client or stage draws from a stream of
+its own never shifts another's numbers.
 """
 
 import copy
@@ -18,11 +18,7 @@ from firm.federation.client import State
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """Returns a seed in [0, 2^63) that belongs to these names.
-
-    Args:
-        seed: The run's one seed.
-        names: Path of what draws, for example ``("client", "client_0")``; the order matters.
+    """Returns a seed in [0, 2^63) that belongs to the run's seed and these names in their order.
 
     >>> derive_seed(0, "sampling", 1) == derive_seed(0, "sampling", 1)
     True

@@ -1,7 +1,6 @@
 """Robust aggregation: means that a few attacking clients cannot move at will.
 
-The rules take the updates of N clients, f of whom may send anything finite. Each says what it
-tolerates; none needs to know who attacks. Arithmetic is in float64.
+The rules take the updates of N clients, f of whom may send anything finite, and compute in float64.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from firm.federation.aggregation import moved, update_length
+from firm.federation.aggregation import by_client, moved, update_lengths
 from firm.federation.client import Adapter, State
 from firm.federation.messages import Update
 
@@ -65,7 +64,7 @@ class RobustConfig:
 
     @property
     def min_updates(self) -> int:
-        """Returns the fewest updates that the rule needs with all attackers among them."""
+        """The fewest updates that the rule needs with all attackers among them."""
         return self.updates_needed(self.num_attackers)
 
     def updates_needed(self, num_attackers: int) -> int:
@@ -80,9 +79,8 @@ class RobustConfig:
     def attackers_left(self, num_refused: int) -> int:
         """Returns how many attackers can be among the updates that were accepted.
 
-        Whoever sends an answer that is refused is one of the f clients that were assumed to send
-        anything, so that f less as many are left. A client that fails or is silent is not counted:
-        an honest one may.
+        Every refused answer is that of one of the f assumed attackers. A client that fails or is
+        silent is not counted: an honest one may.
         """
         return max(0, self.num_attackers - num_refused)
 
@@ -90,27 +88,24 @@ class RobustConfig:
 def robust_updates(
     start: Adapter, updates: Sequence[Update], cfg: RobustConfig, *, num_refused: int = 0
 ) -> tuple[list[Update], State]:
-    """Returns what the server takes the plain mean of in place of the updates, and what was done.
+    """Returns the updates whose plain mean the server takes, and an entry of the round's row.
 
-    Coordinates, lengths and distances are those of the adapter's parameters as they are: of LoRA's
-    A and B, not of their products.
+    Coordinates, lengths and distances are those of LoRA's A and B, not of their products.
 
     Args:
         start: θ_t.
-        updates: As many as the rule needs with the attackers that are left, all finite and with
-            the start's names and shapes.
+        updates: As many as the rule needs with the attackers that are left, all finite and with the
+            start's names and shapes.
         cfg: The rule.
-        num_refused: Clients whose answers were refused; they count as attackers, who are not among
-            the updates.
+        num_refused: Clients whose answers were refused; they count as attackers.
 
     Returns:
-        The updates that count, and an entry of the round's row, JSON-able: "robust" with "rule" and
-        who was "chosen", or "clipped", or how far from the result each was. Without a rule the
-        updates themselves and no entry; equal updates come back bit for bit, unless they are longer
-        than a ``clip_norm`` that was given.
+        The updates, and {"robust": ...} with "rule" and who was "chosen", or "clipped", or how far
+        from the result each was. Without a rule the updates themselves and no entry; equal updates
+        come back bit for bit, unless they are longer than a given ``clip_norm``.
 
     Raises:
-        ValueError: When there are fewer updates than the rule needs.
+        ValueError: There are fewer updates than the rule needs.
     """
     if cfg.rule == "none":
         return list(updates), {}
@@ -126,17 +121,12 @@ def robust_updates(
 
 
 def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the median of each coordinate, between the two middle values where N is even.
+    """Returns the median of each coordinate, [N, ...] to float64 [...].
 
-    Yin et al. (2018), "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
-    arXiv:1803.01498, Definition 1. With f < N/2 attackers every coordinate stays within the range
-    of the honest ones. It is the same for any order of the rows, bit for bit.
-
-    Args:
-        rows: Updates or adapters, shape [N, ...], finite. Never changed.
-
-    Returns:
-        float64 [...].
+    It lies between the two middle values where N is even. Yin et al. (2018), "Byzantine-Robust
+    Distributed Learning: Towards Optimal Statistical Rates", arXiv:1803.01498, Definition 1: with f
+    < N/2 attackers every coordinate stays within the range of the honest ones. It is the same for
+    any order of the rows, bit for bit.
     """
     ordered = rows.double().sort(dim=0).values
     return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
@@ -145,9 +135,9 @@ def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
 def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:
     """Returns the mean of each coordinate without its smallest and its largest values.
 
-    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values off each side. With
-    f ≤ b attackers every coordinate stays within the range of the honest ones. Values are summed
-    from the smallest up: any order of the rows gives the same, bit for bit.
+    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values off each side. With f ≤ b
+    attackers every coordinate stays within the range of the honest ones. Values are summed from the
+    smallest up: any order of the rows gives the same, bit for bit.
 
     Args:
         rows: Updates or adapters, shape [N, ...], finite. Never changed.
@@ -155,11 +145,12 @@ def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:
 
     Returns:
         float64 [...].
-
-    Raises:
-        ValueError: When nothing would be left, or b is negative.
     """
-    _check_trimmed(len(rows), num_trimmed)
+    if not 0 <= 2 * num_trimmed < len(rows):
+        raise ValueError(
+            f"num_trimmed must be at least 0 and less than half of the {len(rows)} rows, got "
+            f"{num_trimmed}."
+        )
     ordered = rows.double().sort(dim=0).values
     return _mean(ordered[num_trimmed : len(rows) - num_trimmed])
 
@@ -167,8 +158,7 @@ def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:
     """Returns the squared distances of all pairs of rows, [N, ...] to float64 [N, N].
 
-    Of differences, not of inner products, whose own difference has no digits left where rows are
-    close; takes N(N - 1)/2 passes over a row.
+    They are of differences, not of inner products, which lose all digits where rows are close.
     """
     squares = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for i, row in enumerate(rows):
@@ -182,18 +172,15 @@ def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
     """Returns each update's score: the sum of its squared distances to its nearest others.
 
     Blanchard et al. (2017), "Machine Learning with Adversaries: Byzantine Tolerant Gradient
-    Descent", NIPS 2017 (preprint arXiv:1703.02757): the N - f - 2 nearest others, so that an
-    update that looks honest has honest ones near. It tolerates f attackers where N ≥ 2f + 3.
+    Descent", NIPS 2017 (preprint arXiv:1703.02757): the N - f - 2 nearest others, so that an update
+    that looks honest has honest ones near. It tolerates f attackers where N ≥ 2f + 3.
 
     Args:
         squares: Squared distances of all pairs, shape [N, N].
-        num_attackers: f.
+        num_attackers: f, from 0 to (N - 3)/2.
 
     Returns:
         float64 [N], non-negative.
-
-    Raises:
-        ValueError: When N < 2f + 3, or f is negative.
     """
     count = len(squares)
     if num_attackers < 0 or count < 2 * num_attackers + 3:
@@ -208,17 +195,14 @@ def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
 def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> list[int]:
     """Returns which updates Krum chooses: those of the smallest scores, in the given order.
 
-    ``num_chosen`` 1 is Krum, more is Multi-Krum; of equal scores the first counts. Krum gives one
-    of the updates as it is, and the noise of one client with it.
+    ``num_chosen`` 1 is Krum, which gives one update and its client's noise as they are; more is
+    Multi-Krum. Of equal scores the first counts.
 
     Args:
         squares: As for ``krum_scores``.
-        num_attackers: f; N ≥ 2f + 3.
-        num_chosen: m, from 1 to N. Multi-Krum's authors leave it open; ``robust_updates`` takes
-            N - f, as many as are honest.
-
-    Raises:
-        ValueError: When N < 2f + 3, or as many cannot be chosen.
+        num_attackers: As for ``krum_scores``.
+        num_chosen: m, from 1 to N. Multi-Krum's authors leave it open; ``robust_updates`` takes N -
+            f, as many as are honest.
     """
     scores = krum_scores(squares, num_attackers)
     if not 1 <= num_chosen <= len(scores):
@@ -229,11 +213,10 @@ def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> l
 def clip_factors(lengths: torch.Tensor, clip_norm: float | None = None) -> torch.Tensor:
     """Returns what each update is multiplied by so that none is longer than a limit.
 
-    Norm clipping as Sun et al. (2019), "Can You Really Backdoor Federated Learning?",
-    arXiv:1911.07963, have it. An attacker turns the mean by no more than limit / N, but
-    f of them in one direction by f times that. The median of the lengths as the limit, which is not
-    in that paper, follows the honest updates as they grow shorter; it is one that lies between
-    honest lengths where N ≥ 2f + 1.
+    Norm clipping as in Sun et al. (2019), "Can You Really Backdoor Federated Learning?",
+    arXiv:1911.07963. An attacker turns the mean by no more than limit / N. The median of the
+    lengths as the limit, which is not in that paper, follows the honest updates as they grow
+    shorter; it lies between honest lengths where N ≥ 2f + 1.
 
     Args:
         lengths: ‖u_c‖, shape [N], non-negative.
@@ -252,8 +235,7 @@ def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:
 
     FedMGDA+'s normalisation (Hu et al. 2022, arXiv:2006.11489, Algorithm 1), by which a client
     counts by its direction alone. The common length is an addition: unit updates would ask for
-    another server learning rate, and would not shrink where training converges. An attacker turns
-    the mean by no more than an honest client does, and a short honest update is stretched.
+    another server learning rate, and would not shrink where training converges.
 
     Args:
         lengths: ‖u_c‖, shape [N], non-negative.
@@ -270,8 +252,8 @@ def _median(
     start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     merged = {name: coordinate_median(rows) for name, rows in _stacks(start, updates)}
-    distances = [update_length(merged, update.adapter) for update in updates]
-    return [_as_update(merged, start)], {"distances": _by_client(updates, distances)}
+    distances = update_lengths(merged, updates)
+    return [_as_update(merged, start)], {"distances": by_client(updates, distances)}
 
 
 def _trimmed_mean(
@@ -285,7 +267,7 @@ def _trimmed_mean(
         trimmed += outer.flatten().bincount(minlength=len(updates))
     size = sum(parameter.numel() for parameter in start.values())
     return [_as_update(merged, start)], {
-        "trimmed": _by_client(updates, trimmed.tolist()),
+        "trimmed": by_client(updates, trimmed.tolist()),
         "num_coordinates": size,
     }
 
@@ -303,31 +285,31 @@ def _krum(
     chosen = [updates[i] for i in krum(squares, num_attackers, num_chosen=num_chosen)]
     return chosen, {
         "chosen": [update.client for update in chosen],
-        "scores": _by_client(updates, krum_scores(squares, num_attackers).tolist()),
+        "scores": by_client(updates, krum_scores(squares, num_attackers).tolist()),
     }
 
 
 def _clip(
     start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
-    lengths = _lengths(start, updates)
+    lengths = torch.tensor(update_lengths(start, updates), dtype=torch.float64)
     factors = clip_factors(lengths, cfg.clip_norm)
     limit = coordinate_median(lengths).item() if cfg.clip_norm is None else cfg.clip_norm
     clipped = [update.client for update, f in zip(updates, factors, strict=True) if f < 1]
     return _scaled(start, updates, factors), {
         "clip_norm": limit,
         "clipped": clipped,
-        "lengths": _by_client(updates, lengths.tolist()),
+        "lengths": by_client(updates, lengths.tolist()),
     }
 
 
 def _normalize(
     start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
-    lengths = _lengths(start, updates)
+    lengths = torch.tensor(update_lengths(start, updates), dtype=torch.float64)
     return _scaled(start, updates, normalization_factors(lengths)), {
         "length": coordinate_median(lengths).item(),
-        "lengths": _by_client(updates, lengths.tolist()),
+        "lengths": by_client(updates, lengths.tolist()),
     }
 
 
@@ -342,18 +324,9 @@ _RULES: dict[str, Callable[..., tuple[list[Update], State]]] = {
 
 
 def _stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each parameter of all adapters, float64 [N, ...]: one at a time, as all would not fit.
-
-    A rule that moves with its input is the same for θ_c as for θ_c - θ_t, with one rounding less.
-    """
+    """Yields each parameter of all adapters, float64 [N, ...], one at a time to save memory."""
     for name in start:
         yield name, torch.stack([update.adapter[name].double() for update in updates])
-
-
-def _lengths(start: Adapter, updates: Sequence[Update]) -> torch.Tensor:
-    """Returns the lengths ‖θ_c - θ_t‖, float64 [N]."""
-    lengths = [update_length(start, update.adapter) for update in updates]
-    return torch.tensor(lengths, dtype=torch.float64)
 
 
 def _scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
@@ -365,13 +338,8 @@ def _scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) ->
 
 
 def _as_update(merged: Adapter, start: Adapter) -> Update:
-    """Returns one update in place of all, in the start's dtypes."""
     adapter = {name: merged[name].to(parameter.dtype) for name, parameter in start.items()}
     return Update("merged", adapter, 1, {})
-
-
-def _by_client(updates: Sequence[Update], values: Sequence[float]) -> dict[str, float]:
-    return {update.client: value for update, value in zip(updates, values, strict=True)}
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:
@@ -380,11 +348,3 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
     for row in rows:
         total += row
     return total / len(rows)
-
-
-def _check_trimmed(count: int, num_trimmed: int) -> None:
-    if not 0 <= 2 * num_trimmed < count:
-        raise ValueError(
-            f"num_trimmed must be at least 0 and less than half of the {count} rows, got "
-            f"{num_trimmed}."
-        )

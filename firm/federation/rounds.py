@@ -59,12 +59,7 @@ class Round:
         return derive_seed(self._state.seed, purpose, self.number)
 
     def request(self, kind: type[RequestType], fields: Mapping[str, Any]) -> RequestType:
-        """Returns a request of this round: what a task reads, with θ_t and the accepted rounds.
-
-        Args:
-            kind: Type of the request.
-            fields: What the task reads beside.
-        """
+        """Returns a request of this round with these fields, θ_t and the accepted rounds."""
         state = self._state
         return kind(
             round=self.number,
@@ -87,11 +82,11 @@ class Round:
         Args:
             request: What they are asked.
             clients: Whom to ask.
-            check: What the strategy checks in an answer.
-            common: What all answers must have in common; see ``accept``.
+            check: As of ``accept``.
+            common: As of ``accept``.
 
         Raises:
-            RoundFailed: When fewer than the quorum replied.
+            RoundFailed: Fewer than the quorum replied.
         """
         replies, failures = self._engine.map(request, clients)
         for item in [*replies, *failures]:
@@ -113,18 +108,21 @@ class Round:
         fields: Mapping[str, Any],
         *,
         clients: Sequence[str] | None = None,
-        check: Check | None = None,
     ) -> list[Reply]:
-        """Returns the valid replies of "local_training"; see ``ask``.
+        """Returns the valid replies of "local_training", from the sampled clients by default.
 
         Args:
             fields: Those of ``LocalTraining`` that ``StrategyConfig.training`` gave, and what the
-                server decided in this round.
-            clients: Whom to ask; the sampled ones by default.
-            check: As in ``ask``.
+                server decided in this round. Losses that are shared must not be negative.
+            clients: Whom to ask.
         """
-        asked = self.sampled if clients is None else clients
-        return self.ask(self.request(LocalTraining, fields), asked, check=check)
+        request = self.request(LocalTraining, fields)
+
+        def check(update: Update) -> str | None:
+            losses = update.metrics.get("start_losses")
+            return losses_problem(losses, request.objectives) if request.share_losses else None
+
+        return self.ask(request, self.sampled if clients is None else clients, check=check)
 
     def aggregate(
         self,
@@ -136,14 +134,7 @@ class Round:
     ) -> tuple[ServerState, dict[str, Any]]:
         """Takes the server's step that the configuration composes, and finishes the round.
 
-        Args:
-            replies: The accepted replies; their contents are updates.
-            memory: As in ``finish``.
-            also: As in ``finish``.
-            entries: What else the round's row holds; the step's own follow.
-
-        Returns:
-            What ``finish`` returns.
+        Arguments and result are those of ``finish``; the step adds its own entries.
         """
         step = ServerStep(
             start=self._state.adapter,
@@ -205,12 +196,7 @@ class Round:
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:
-    """Returns why these cannot be a client's losses at θ_t; None if they can.
-
-    Args:
-        losses: What it sent, shape [M].
-        objectives: Their names.
-    """
+    """Returns why these cannot be a client's losses [M] at θ_t; None if they can."""
     if losses is None:
         return f"its answer has no loss for each of {', '.join(objectives)}"
     for name, loss in zip(objectives, losses, strict=True):
@@ -219,18 +205,8 @@ def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) ->
     return None
 
 
-def update_losses_problem(update: Update, objectives: Sequence[str]) -> str | None:
-    """Returns why an update's losses at θ_t cannot be used; None if they can."""
-    return losses_problem(update.metrics.get("start_losses"), objectives)
-
-
 def losses_of(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
-    """Returns each client's weighted sum of its objectives' losses at θ_t.
-
-    Args:
-        updates: With "start_losses" among their metrics.
-        weights: Of the objectives, scaled to sum 1; None weighs them alike.
-    """
+    """Returns each client's weighted sum of its losses at θ_t; without weights all count alike."""
     rows = [update.metrics["start_losses"] for update in updates]
     losses = torch.tensor(rows, dtype=torch.float64)
     scaled = fixed_weights(torch.eye(losses.size(1), dtype=torch.float64), weights=weights)

@@ -8,8 +8,10 @@ suite.
 
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import (
+    Annotated,
     Any,
     Literal,
     Protocol,
@@ -61,12 +63,7 @@ class Schema(Protocol):
     """Reads one value."""
 
     def read(self, value: Any, path: str, reading: Reading) -> Any:
-        """Returns the value as the program uses it.
-
-        Args:
-            value: What came; anything.
-            path: The field's path, for messages.
-            reading: What the message is read against.
+        """Returns the value, whatever it is, as the program uses it; ``path`` names it in messages.
 
         Raises:
             Invalid: The value is something else.
@@ -307,10 +304,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Record:
-    """A frozen dataclass of plain values, or a mapping of its fields.
-
-    Their types are those of the annotations; the dataclass checks their ranges itself.
-    """
+    """A frozen dataclass, which checks its ranges itself, or a mapping of its fields."""
 
     kind: type
 
@@ -318,25 +312,40 @@ class Record:
         """Returns the dataclass."""
         if isinstance(value, self.kind):
             return value
-        hints = get_type_hints(self.kind)
-        schemas = {each.name: _of_type(hints[each.name]) for each in fields(self.kind)}
-        required = [each.name for each in fields(self.kind) if each.default is MISSING]
-        read = Fields(schemas, tuple(required)).read(value, path, reading)
         try:
-            return self.kind(**read)
+            return self.kind(**fields_of(self.kind).read(value, path, reading))
+        except Invalid:
+            raise
         except ValueError as error:
             raise Invalid(f"{path}: {error}") from error
 
 
-def _of_type(kind: Any) -> Schema:
-    """Returns the schema of a plain annotation, such as float, int | None or a Literal."""
-    if type(None) in get_args(kind):
-        (inner,) = (each for each in get_args(kind) if each is not type(None))
+@cache
+def fields_of(kind: type) -> Fields:
+    """Returns the schemas of a dataclass' fields, by their annotations."""
+    hints = get_type_hints(kind, include_extras=True)
+    required = (
+        each.name
+        for each in fields(kind)
+        if each.default is MISSING and each.default_factory is MISSING
+    )
+    schemas = {each.name: _of_type(hints[each.name]) for each in fields(kind)}
+    return Fields(schemas, tuple(required))
+
+
+def _of_type(hint: Any) -> Schema:
+    """Returns the schema inside of ``Annotated``, or that of a plain type."""
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__[0]
+    if type(None) in get_args(hint):
+        (inner,) = (each for each in get_args(hint) if each is not type(None))
         return Optional(_of_type(inner))
-    if get_origin(kind) is Literal:
-        return Text(get_args(kind))
+    if get_origin(hint) is Literal:
+        return Text(get_args(hint))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return Record(hint)
     plain = {bool: Flag(), int: Number(-(2**63), 2**64, is_integer=True), float: Number()}
-    return plain[kind]
+    return plain[hint]
 
 
 @dataclass(frozen=True)
@@ -366,11 +375,7 @@ RESERVED = (
 
 
 def register_metrics(**metrics: Schema | Metric) -> None:
-    """Registers metrics of clients; the server drops and counts what is not registered.
-
-    Args:
-        metrics: What each one may be, by name; a schema alone is that of a metric that may leave a
-            site.
+    """Registers the schemas of clients' metrics; those of others are dropped and counted.
 
     Raises:
         ValueError: A name is the server's own, or is taken by another metric.
@@ -410,7 +415,7 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}, {value.dtype}"
     try:
         return printable(reprlib.repr(value), max_length=80)
-    except Exception:
+    except Exception:  # a stranger's object may raise anything when it is shown
         return f"a {type(value).__name__}"
 
 

@@ -74,22 +74,16 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns a record's fields with lists for tuples, which schemas read alike."""
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor], *, only_text_keys: bool = False) -> Any:
-    """Returns what `encode` was given, bit for bit.
+    """Returns what `encode` was given, bit for bit; records come back as dictionaries.
 
-    Records come back as dictionaries, with lists in place of tuples.
-
-    Args:
-        value: What `encode` returned.
-        tensors: What it added its tensors to.
-        only_text_keys: Whether dictionaries with integer keys are refused. Integers that collide
-            as keys make reading quadratic, and whoever chooses them can make them collide.
+    With `only_text_keys` dictionaries with integer keys are refused: whoever chooses those can make
+    them collide, which makes reading quadratic.
     """
 
     def read(value: Any) -> Any:
@@ -129,7 +123,7 @@ def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:
 
     Whatever the bytes are, this ends in a message or in one error, in a time that grows with their
     number. A tensor takes the bytes that came for it and no more: safetensors checks names, types,
-    shapes and offsets against the length of what is there before it makes any of them.
+    shapes and offsets before it makes any of them.
 
     Args:
         packed: What came.

@@ -26,7 +26,7 @@ from firm.federation.strategy import StrategyConfig
 
 @dataclass(frozen=True)
 class ServerState:
-    """All that the server carries from round to round."""
+    """What the server carries from round to round."""
 
     adapter: Adapter
     """Parameters of the global model's adapter, θ_t."""
@@ -83,11 +83,10 @@ def accept(
     check: Check | None = None,
     common: Callable[[Any], int] | None = None,
 ) -> tuple[list[Reply], list[Failure]]:
-    """Returns the replies that are valid, and all failures, with the others among them.
+    """Returns the replies that are valid in this round, and all failures.
 
-    The engine has read every answer by its schema. Here it is held against the round: an update
-    must be within the norm limit when there is one, and clipped, where privacy asks clients for
-    that alone; a strategy checks what else it needs.
+    The engine has read every answer by its schema. Here an update must be within the norm limit
+    when there is one, and clipped where privacy asks clients for that alone.
 
     Args:
         request: What was asked.
@@ -99,8 +98,7 @@ def accept(
             those that differ from the most frequent value are refused.
 
     Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` are left, or than the robust rule needs; with
-            every reason.
+        RoundFailed: Fewer are left than ``cfg.quorum``, or than the robust rule needs.
     """
     problems = [_problem(reply.content, request, cfg, check) for reply in replies]
     if common is not None:
@@ -154,7 +152,6 @@ def num_refused(failures: Sequence[Failure]) -> int:
 def _problem(
     content: Any, request: Request, cfg: StrategyConfig, check: Check | None
 ) -> str | None:
-    """Returns why an answer cannot be used in this round; None if it can."""
     if not isinstance(content, request.answer):
         return f"its answer is no {request.answer.__name__} but {type(content).__name__}"
     try:
@@ -186,7 +183,7 @@ def round_metrics(
     *,
     seconds: float,
 ) -> dict[str, Any]:
-    """Returns a round's rows for the log: one of the round, and one of each accepted client.
+    """Returns a round's rows for the log, {"round": row, "clients": [row, ...]}, JSON-able.
 
     Args:
         before: The server's state that the round began with.
@@ -194,9 +191,6 @@ def round_metrics(
         replies: The accepted replies, in client order; their contents are updates.
         failures: Of everybody else who was asked.
         seconds: The round's wall-clock time.
-
-    Returns:
-        {"round": row, "clients": [row, ...]}, JSON-able.
     """
     updates = [reply.content for reply in replies]
     norms = [row for update in updates for row in update.metrics.get("gradient_norms", ())]
@@ -234,7 +228,6 @@ def round_metrics(
 
 
 def _dropped(replies: Sequence[Reply]) -> dict[str, dict[str, int]]:
-    """Returns the number of unknown fields that were left out of each answer that had any."""
     counts = {reply.client: reply.dropped for reply in replies if reply.dropped}
     return {"dropped_fields": counts} if counts else {}
 

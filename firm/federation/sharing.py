@@ -1,7 +1,7 @@
 """Sharing of gradients: Jacobians, losses, and which objectives a client serves.
 
 The tasks are the clients' part of ApproxGramJacobian, Algorithms 3, 6 and 9 of Askin et al. (2024),
-FedCMOO; the mathematics is that of ``firm.gradients``.
+FedCMOO.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,10 @@ from firm.federation.client import Adapter, Batch, Client
 from firm.federation.messages import Answer, Request, Sizes
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import (
-    Flag,
     Invalid,
     Items,
     Matrix,
     Number,
-    Optional,
     PerObjective,
     Reading,
     Text,
@@ -34,8 +32,7 @@ from firm.gradients import (
     two_way_reply,
 )
 
-SEED = Number(0, 2**64, is_integer=True)
-"""Of a random stream."""
+SkippedBatches = Annotated[int, Number(0, 100, is_integer=True)]
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,15 @@ class JacobianShare(Answer):
 
     served: Annotated[list[int], Items(Number(0, 99, is_integer=True), 1, 100)]
     """Indices of the objectives that the client serves."""
-    jacobian: Annotated[torch.Tensor | None, Optional(Matrix("d"))] = None
+    jacobian: Annotated[torch.Tensor, Matrix("d")] | None = None
     """float32 [M, d] over the shared parameters; None where it is compressed."""
-    message: Annotated[dict[str, Any] | None, Optional(_Compressed())] = None
+    message: Annotated[dict[str, Any], _Compressed()] | None = None
     """The compressed Jacobian (``message_to_dict``); None where it is whole."""
-    start_losses: Annotated[list[float] | None, Optional(PerObjective(Number()))] = None
+    start_losses: Annotated[list[float], PerObjective(Number())] | None = None
     """Losses at θ_t, shape [M]; None where they were not asked for."""
 
     def check(self, reading: Reading) -> None:
-        """Checks that the objectives exist, and that there is one Jacobian."""
+        """Raises ``Invalid`` on objectives that do not exist, and unless there is one Jacobian."""
         count = len(reading.objectives)
         if len(set(self.served)) < len(self.served) or max(self.served) >= count:
             raise Invalid(f"served must be some of the {count} objectives, got {self.served}")
@@ -90,15 +87,15 @@ class JacobianRequest(Request):
     task: ClassVar[str] = "share_jacobian"
     answer: ClassVar[type[Answer]] = JacobianShare
 
-    compressor: Annotated[str | None, Optional(Text(tuple(COMPRESSORS)))] = None
+    compressor: Annotated[str, Text(tuple(COMPRESSORS))] | None = None
     """How it is compressed; None sends it whole."""
     budget: Annotated[float, Number(0, 1e6)] = 1.0
     """Numbers of the upload, in multiples of the number of shared parameters."""
-    seed: Annotated[int, SEED] = 0
+    seed: Annotated[int, Number(0, 2**64, is_integer=True)] = 0
     """Of the round."""
-    skipped_batches: Annotated[int, Number(0, 100, is_integer=True)] = 0
+    skipped_batches: SkippedBatches = 0
     """Batches that are drawn and left before the one that is used."""
-    share_losses: Annotated[bool, Flag()] = False
+    share_losses: bool = False
     """Whether the losses at θ_t are sent along."""
 
     @property
@@ -203,13 +200,7 @@ def start_losses(client: Client) -> list[float]:
 
 
 def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
-    """Yields some batches, after others that are drawn and not used.
-
-    Args:
-        client: Whose batches.
-        count: How many are used.
-        skipped: How many are drawn before them.
-    """
+    """Yields ``count`` batches of a client, after others that are drawn and not used."""
     for index, batch in enumerate(client.batches(skipped + count)):
         if index >= skipped:
             yield batch

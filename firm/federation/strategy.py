@@ -116,10 +116,7 @@ class StrategyConfig:
         self.server()  # or its transformations do not go together
 
     def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
-        """Returns the server's step from the clients' updates, as it is composed.
-
-        Args:
-            num_rounds: Rounds finished.
+        """Returns the server's step, composed, after so many finished rounds.
 
         Raises:
             ValueError: Options of the step do not go together.
@@ -137,41 +134,22 @@ class StrategyConfig:
         return [_CONFIGS[name] for name in sorted(STRATEGIES) if issubclass(_CONFIGS[name], cls)]
 
     def check(self, objectives: Sequence[str]) -> None:
-        """Checks the options that depend on the objectives; by default none does.
-
-        Args:
-            objectives: Names of the M objectives, in order.
-
-        Raises:
-            ValueError: An option does not fit these objectives.
-        """
+        """Raises ``ValueError`` on options that do not fit these objectives; by default all do."""
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
         """Returns the fields of every request of a round beside ``ENVELOPE``, by its type.
 
-        A field that is not among them has its default, and one whose value is
-        ``DECIDED_BY_SERVER`` is the server's to decide in each round. A site agrees to these
-        requests and to no others.
-
-        Args:
-            objectives: Names of the M objectives, in order.
+        A field that is not among them has its default, and one whose value is ``DECIDED_BY_SERVER``
+        is the server's to decide in each round. A site agrees to these requests and to no others.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns alarms to show after a round, each text once; by default none.
-
-        Args:
-            rows: Rows of the log so far, those of the round that just ended included.
-        """
+        """Returns alarms to show after a round, each text once, from the log's rows so far."""
         return []
 
     def check_clients(self, kind: type[Client]) -> None:
-        """Raises ``ValueError`` naming a capability that the strategy needs and clients lack.
-
-        Args:
-            kind: The clients' class.
-        """
+        """Raises ``ValueError`` on a class of clients that lacks a needed capability."""
         needs: dict[Capability, bool] = {
             "losses": self.reads_losses,
             "epochs": self.num_local_epochs is not None,

@@ -24,10 +24,10 @@ TASKS: dict[str, Task] = {}
 
 
 def task(request: type[Request]) -> Callable[[Function], Function]:
-    """Returns a decorator that registers a task under the name of its request, once.
+    """Returns a decorator that registers a task under the name of its request.
 
     Raises:
-        ValueError: When the name is taken.
+        ValueError: The name is taken.
     """
 
     def register(function: Function) -> Function:

@@ -17,20 +17,21 @@ from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
 from firm.federation.messages import (
-    COUNT,
     MAX_CLIENTS,
-    MAX_EXAMPLES,
     MAX_ROUND,
     Answer,
+    Count,
+    Examples,
+    MetricsByName,
     Request,
     Sizes,
+    Steps,
     Update,
 )
 from firm.federation.privacy import PrivacyConfig, errors_kept_back, protected
 from firm.federation.schema import (
     ByObjective,
     Fields,
-    Flag,
     Gram,
     Invalid,
     Items,
@@ -42,12 +43,12 @@ from firm.federation.schema import (
     Parameters,
     PerObjective,
     Reading,
-    Record,
     Schema,
     Text,
     register_metrics,
 )
 from firm.federation.sharing import (
+    SkippedBatches,
     drawn_batches,
     served_objectives,
     shared_columns,
@@ -69,11 +70,7 @@ def weighting(name: str, **options: Schema) -> Callable[[WeightingFunction], Wei
     """Returns a decorator that registers how a local training finds its weights.
 
     The function takes a Gram matrix [M, M], the indices of the objectives that the client serves
-    and the options by keyword, and returns weights [M].
-
-    Args:
-        name: The name that travels.
-        options: What each option may be; the function checks what concerns several.
+    and, by keyword, options with the schemas that are given here. It returns weights [M].
 
     Raises:
         ValueError: The name is taken, or an option has another schema elsewhere.
@@ -95,14 +92,7 @@ def weighting(name: str, **options: Schema) -> Callable[[WeightingFunction], Wei
 def _fixed(
     gram: torch.Tensor, served: Sequence[int], *, weights: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """Returns weights that are known before."""
     return fixed_weights(gram, weights=weights)
-
-
-NUM_STEPS = Number(1, MAX_ROUND, is_integer=True)
-"""K."""
-NUM_EPOCHS = Optional(Number(1, MAX_ROUND, is_integer=True))
-"""E, in place of K; None counts in steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +102,9 @@ class LocalTraining(Request):
     task: ClassVar[str] = "local_training"
     answer: ClassVar[type[Answer]] = Update
 
-    num_local_steps: Annotated[int, NUM_STEPS]
+    num_local_steps: Steps
     """Local steps K."""
-    num_local_epochs: Annotated[int | None, NUM_EPOCHS] = None
+    num_local_epochs: Steps | None = None
     """Local epochs E in place of K."""
     weighting: Annotated[str, Text(WEIGHTINGS)]
     """How weights are found, a name in ``WEIGHTINGS``."""
@@ -124,20 +114,20 @@ class LocalTraining(Request):
         default_factory=dict
     )
     """Arguments of clients that have their own."""
-    solve_per: Annotated[Literal["minibatch", "batch"], Text(("minibatch", "batch"))] = "minibatch"
+    solve_per: Literal["minibatch", "batch"] = "minibatch"
     """Whether each minibatch has its own weights; or the whole batch's gradients give them once,
     and they hold for all its minibatches."""
-    share_gram: Annotated[bool, Flag()] = False
+    share_gram: bool = False
     """Whether the first solve's Gram matrix is sent along, as "gram": that of θ_t itself."""
-    share_losses: Annotated[bool, Flag()] = False
+    share_losses: bool = False
     """Whether the losses at θ_t are sent along, as "start_losses"."""
     proximal: Annotated[float, Number(0)] = 0.0
     """μ, for a local loss with + μ/2 ‖θ - θ_t‖²."""
-    skipped_batches: Annotated[int, Number(0, 100, is_integer=True)] = 0
+    skipped_batches: SkippedBatches = 0
     """Batches that are drawn and left before the first one that is used."""
-    factors: Annotated[list[float] | None, Optional(PerObjective(Number(0)))] = None
+    factors: Annotated[list[float], PerObjective(Number(0))] | None = None
     """What each objective's fixed weight is multiplied by, shape [M]."""
-    privacy: Annotated[PrivacyConfig | None, Optional(Record(PrivacyConfig))] = None
+    privacy: PrivacyConfig | None = None
     """What may leave the client."""
 
     @property
@@ -155,7 +145,6 @@ class LocalTraining(Request):
         return 0 if self.weighting == "fixed" else self._num_weights(num_passes)
 
     def _num_weights(self, num_passes: int) -> int:
-        """Returns how many weights a training logs."""
         return self.num_local_steps if self.solve_per == "batch" else num_passes
 
     def example(self, client: str, sizes: Sizes) -> Answer:
@@ -194,15 +183,15 @@ class ObjectiveUpdates(Answer):
 
     updates: Annotated[dict[str, Adapter], ByObjective(Parameters())]
     """θ_{s,c} by objective; at least one."""
-    num_examples: Annotated[int, Number(1, MAX_EXAMPLES, is_integer=True)]
+    num_examples: Examples
     """Size of the client's shard."""
-    num_shared: Annotated[int, COUNT]
+    num_shared: Count
     """How many parameters, the first ones, all objectives share."""
-    metrics: Annotated[dict[str, Any], Metrics()]
+    metrics: MetricsByName
     """Those of each training under "by_objective"."""
 
     def check(self, reading: Reading) -> None:
-        """Checks that there are updates, and not more shared parameters than there are."""
+        """Raises ``Invalid`` without updates, or with more shared parameters than there are."""
         size = sum(parameter.numel() for parameter in reading.adapter.values())
         if not self.updates:
             raise Invalid(f"updates are of none of {', '.join(reading.objectives)}")
@@ -217,9 +206,9 @@ class ObjectiveTraining(Request):
     task: ClassVar[str] = "objective_training"
     answer: ClassVar[type[Answer]] = ObjectiveUpdates
 
-    num_local_steps: Annotated[int, NUM_STEPS]
+    num_local_steps: Steps
     """Local steps K of each training."""
-    num_local_epochs: Annotated[int | None, NUM_EPOCHS] = None
+    num_local_epochs: Steps | None = None
     """Local epochs E of each training, in place of K."""
 
     @property
@@ -363,7 +352,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
 
 
 def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
-    """Returns the metrics of K steps on a weighted sum of the objectives that is known before."""
+    """Returns the metrics of K steps on a sum of the objectives with known weights."""
     count = len(client.objectives)
     weights = fixed_weights(
         torch.eye(count, dtype=torch.float64), weights=request.weighting_options["weights"]
@@ -388,7 +377,6 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
 
 
 def _batches(client: Client, request: LocalTraining) -> Iterator[Batch]:
-    """Yields the batches of the local steps."""
     return drawn_batches(client, _num_steps(client, request), skipped=request.skipped_batches)
 
 

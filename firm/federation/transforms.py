@@ -1,7 +1,7 @@
 """What a server does with a round's updates: transformations that are composed, as in optax.
 
-Each one turns the server's step into another: some change which updates count and for how much, one
-takes their mean, others change the mean. Each checks for itself what it can follow.
+Some change which updates count and for how much, one takes their mean, others change the mean. Each
+checks for itself what it can follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,13 @@ from functools import reduce
 from typing import Protocol
 
 from firm.federation.accounting import spend
-from firm.federation.aggregation import Aggregation, server_step, shares, update_lengths
+from firm.federation.aggregation import (
+    Aggregation,
+    by_client,
+    server_step,
+    shares,
+    update_lengths,
+)
 from firm.federation.client import Adapter, State
 from firm.federation.lora import LoraMean
 from firm.federation.messages import Update
@@ -54,14 +60,7 @@ class Transform(Protocol):
     """One transformation of a server's step."""
 
     def check(self, before: Sequence["Transform"]) -> None:
-        """Checks that it can follow others.
-
-        Args:
-            before: The transformations that come before it, in order.
-
-        Raises:
-            ValueError: It cannot follow one of them; names the keys of the configuration.
-        """
+        """Raises ``ValueError`` where it cannot follow one of those before it; names the keys."""
         ...
 
     def __call__(self, step: ServerStep) -> ServerStep:
@@ -71,9 +70,6 @@ class Transform(Protocol):
 
 def chain(*transforms: Transform) -> Callable[[ServerStep], ServerStep]:
     """Returns the composition of transformations, from left to right.
-
-    Args:
-        transforms: What is done, in order.
 
     Raises:
         ValueError: One of them cannot follow those before it.
@@ -262,11 +258,11 @@ def zero_updates(
 ) -> dict[str, list[str]]:
     """Returns an entry of the round's row that names the clients whose updates have no direction.
 
-    It is empty where all have one, or where it does not matter.
+    It is empty where all have one, and where there are no lengths because they do not matter.
     """
     if lengths is None:
         return {}
-    names = [update.client for update, length in zip(updates, lengths, strict=True) if length == 0]
+    names = [name for name, length in by_client(updates, lengths).items() if length == 0]
     return {"zero_updates": names} if names else {}
 
 

@@ -277,7 +277,7 @@ def _run_row(
         "alarms": alarms_at_start(cfg),
         "calibration": as_figures(calibrations),
         "num_trainable": sum(p.numel() for p in parameters),
-        "processes": [processes.hosted_by(rank, names) for rank in range(processes.size)],
+        "processes": [processes.hosted(names, rank) for rank in range(processes.size)],
         "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
 

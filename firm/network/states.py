@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from firm.federation.client import State
-from firm.federation.engines.states import missing_state
+from firm.federation.engines.states import StateMissing
 from firm.federation.outside import check_name
 from firm.run.checkpoint import load_state, save_state
 
@@ -28,7 +28,7 @@ class DiskStates:
     def read(self, client: str, round: int) -> State:
         """Returns a client's state after a round."""
         if round not in self._rounds(client):
-            raise missing_state(client, round, self._rounds(client))
+            raise StateMissing(client, round, self._rounds(client))
         return load_state(self._path(client, round))
 
     def write(self, client: str, round: int, state: State) -> None:

@@ -185,7 +185,7 @@ def _place(
         if accelerator is not None and torch.accelerator.is_available():
             own = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
     return Place(
-        clients=processes.hosted_by(rank, clients),
+        clients=processes.hosted(clients, rank),
         policy=own,
         rewards={
             name: own if reward.device in ("auto", own.partition(":")[0]) else reward.device

@@ -1,9 +1,8 @@
 """What a site has agreed to do for a server, whatever the server asks.
 
-A site has the configuration of the run itself. From it follows every field of every request that a
-server of that run can send, but those that the algorithm has the server decide. So a request is not
-an order: it is held against the agreement, a difference refuses it, and what is carried out has the
-site's own values.
+A site has the run's configuration, from which every field of every request follows, but those that
+the algorithm has the server decide. A request that differs is refused, and what is carried out has
+the site's own values.
 """
 
 import json
@@ -62,11 +61,7 @@ class Agreement:
         return tuple(self._fields)
 
     def request(self, task: str, content: Any) -> Request:
-        """Returns the request as the site carries it out.
-
-        Args:
-            task: Name of the task that was asked for.
-            content: The request's fields as they arrived; anything.
+        """Returns the request as the site carries it out, from fields as they arrived.
 
         Raises:
             Refused: It asks for what was not agreed.
@@ -150,12 +145,8 @@ class Budget:
 class Ledger:
     """A site's own record of its answers and refusals, and of the ε that the answers have spent.
 
-    It is written before an answer leaves. A file of JSON lines keeps it over restarts.
-
-    Args:
-        agreement: What the site does.
-        budget: Where it stops.
-        path: The file; None keeps the record in memory.
+    It is written before an answer leaves. A file of JSON lines, where a path is given, keeps it
+    over restarts.
     """
 
     def __init__(self, agreement: Agreement, budget: Budget, path: Path | None = None) -> None:
@@ -175,23 +166,14 @@ class Ledger:
         self._max_epsilon = inf if limit is None else limit
 
     def epsilon(self, client: str, *, more: int = 0) -> float:
-        """Returns what a client's answers have spent, against whoever reads its messages.
-
-        Args:
-            client: Its name.
-            more: Answers that are to come.
-        """
+        """Returns what a client's answers so far, and as many more, spend."""
         if self._privacy is None:
             return inf
         count = sum(n for (name, _), n in self.answers.items() if name == client)
         return message_epsilon(self._privacy, count + more)
 
     def check(self, clients: Sequence[str], task: str) -> None:
-        """Checks that one more answer of these clients is within the budget.
-
-        Raises:
-            Refused: It is not.
-        """
+        """Raises ``Refused`` unless one more answer of these clients is within the budget."""
         most = self._budget.max_answers
         for client in clients:
             if most is not None and self.answers[client, task] >= most:
@@ -238,7 +220,6 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns a row of the record; None where a line is none."""
     try:
         row = json.loads(line)
     except ValueError:

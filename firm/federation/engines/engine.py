@@ -2,10 +2,10 @@
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from firm.federation.client import Client, Failure, Reply, State, total_seconds
+from firm.federation.client import Client, Failure, Reply, State
 from firm.federation.messages import Request
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid
@@ -25,12 +25,8 @@ class Engine(Protocol):
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies of the clients that finished, in the given order, and the failures.
 
-        Every answer has been read by its schema (``checked_reply``) before anything else sees it.
-
-        Args:
-            request: Names the registered task that carries it out. To each client goes only what
-                concerns it.
-            clients: Names of the clients that are asked.
+        Every answer has been read by its schema (``checked_reply``). To each client goes only what
+        concerns it.
         """
         ...
 
@@ -43,12 +39,12 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what the engine started; it is not used afterwards."""
+        """Ends what the engine started."""
         ...
 
 
 class EngineFactory(Protocol):
-    """Builds an engine in this process; `LocalEngine` says what the arguments mean."""
+    """Builds an engine in this process, with arguments as of `LocalEngine`."""
 
     def __call__(
         self,
@@ -70,7 +66,7 @@ Factory = TypeVar("Factory", bound=EngineFactory)
 
 
 def engine(name: str) -> Callable[[Factory], Factory]:
-    """Registers an engine, or a function that builds one, under a name.
+    """Returns a decorator that registers an engine, or a function that builds one, under a name.
 
     Raises:
         ValueError: The name is taken.
@@ -94,15 +90,7 @@ def check_engine(name: str) -> None:
 def checked_reply(
     request: Request, client: str, content: Any, bytes_down: int, bytes_up: int
 ) -> Reply | Failure:
-    """Returns the reply of a client whose answer is as its schema says; a failure if it is not.
-
-    Args:
-        request: What was asked.
-        client: Who answered.
-        content: What came; anything.
-        bytes_down: Size of the request.
-        bytes_up: Size of the answer.
-    """
+    """Returns the reply of a client whose answer is as its schema says; a failure if it is not."""
     reading = request.reading()
     try:
         answer = request.answer.read(content, reading)
@@ -115,12 +103,24 @@ def checked_reply(
     return Reply(client, answer, bytes_down, bytes_up, dropped=len(reading.dropped))
 
 
-class RequestSizes:
-    """Sizes of a request as it goes to single clients, without packing it for each of them.
+def divided(outcomes: Iterable[Reply | Failure]) -> tuple[list[Reply], list[Failure]]:
+    """Returns the replies and the failures among clients' outcomes, each in their order."""
+    outcomes = list(outcomes)
+    replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
+    return replies, [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
-    Args:
-        request: The request to all.
-    """
+
+def check_states(states: State, clients: Collection[str]) -> None:
+    """Raises ``ValueError`` unless a checkpoint has the states of exactly these clients."""
+    if states.keys() != set(clients):
+        raise ValueError(
+            f"The checkpoint has the clients {sorted(states)}, this run has {sorted(clients)}; "
+            "resume with the configuration that wrote it."
+        )
+
+
+class RequestSizes:
+    """Sizes of a request as it goes to single clients, without packing it for each of them."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -133,15 +133,14 @@ class RequestSizes:
 
 
 def _text_bytes(request: Request) -> int:
-    """Returns the bytes of the fields that differ from client to client."""
     fields = {**vars(request), "adapter": None}
     return len(pack({name: value for name, value in fields.items() if isinstance(value, dict)}))
 
 
 def error_kind(error: BaseException) -> str:
-    """Returns the kind of an error and the machine's number for it, without its text.
+    """Returns the kind of an error and the machine's number for it.
 
-    The text may quote a prompt: so does that of an ``OSError`` by a file that is named by one.
+    Its text may quote a prompt: so does that of an ``OSError`` by a file that is named by one.
     """
     kind = type(error).__name__
     number = getattr(error, "errno", None)
@@ -157,13 +156,9 @@ def tell_finished(
     *,
     seconds: float | None = None,
 ) -> None:
-    """Tells ``on_event`` that a client has finished, and how.
+    """Tells ``on_event`` that a client has finished, how, and in how many seconds.
 
-    Args:
-        on_event: As of ``LocalEngine``.
-        outcome: What became of the client.
-        round_number: The round t.
-        seconds: That the client took; by default those of its metrics.
+    By default these are those of its metrics.
     """
     failed = isinstance(outcome, Failure)
     metrics = {} if failed else getattr(outcome.content, "metrics", {})
@@ -171,7 +166,14 @@ def tell_finished(
         "client_finished",
         client=outcome.client,
         round=round_number,
-        seconds=total_seconds(metrics) if seconds is None else seconds,
+        seconds=_total_seconds(metrics) if seconds is None else seconds,
         reason=outcome.reason if failed else None,
         metrics=metrics,
     )
+
+
+def _total_seconds(metrics: Mapping[str, Any]) -> float:
+    """Returns the total of a client's stage times; 0 where its metrics have none."""
+    seconds = metrics.get("seconds")
+    stages = seconds.values() if isinstance(seconds, dict) else ()
+    return sum(value for value in stages if isinstance(value, int | float))

@@ -14,7 +14,9 @@ import torch
 from firm.federation.client import Client, Failure, ProcessLost, Reply, State, TeamLost
 from firm.federation.engines.engine import (
     RequestSizes,
+    check_states,
     checked_reply,
+    divided,
     engine,
     error_kind,
     tell_finished,
@@ -106,7 +108,7 @@ class LocalEngine:
 
         Any exception of a client is its failure; the traceback goes to the log at level DEBUG.
         Unless the machine is to blame (no memory, a full disk), the batches that the client had
-        drawn are left out of its state from then on, so that it does not meet them again.
+        drawn are left out of its state from then on.
 
         Raises:
             RuntimeError: There is a time limit, and this is not the program's main thread.
@@ -114,9 +116,7 @@ class LocalEngine:
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the program's main thread can keep a time limit.")
         run = partial(self._run_and_tell, request, RequestSizes(request))
-        outcomes = list(self._pool.map(run, clients) if self._pool else map(run, clients))
-        replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
-        return replies, [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        return divided(self._pool.map(run, clients) if self._pool else map(run, clients))
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns {client: {"round": last accepted round, "state": its state then}}."""
@@ -126,16 +126,8 @@ class LocalEngine:
         }
 
     def restore_client_states(self, states: State) -> None:
-        """Continues from what ``client_states`` returned.
-
-        Raises:
-            ValueError: When the clients are not the ones that were saved.
-        """
-        if states.keys() != self._clients.keys():
-            raise ValueError(
-                f"The checkpoint has the clients {sorted(states)}, this run has "
-                f"{sorted(self._clients)}; resume with the configuration that wrote it."
-            )
+        """Continues from what ``client_states`` returned; ``ValueError`` for other clients."""
+        check_states(states, self._clients)
         for name, saved in states.items():
             self._states.write(name, saved["round"], saved["state"])
             self._states.forget(name, saved["round"])
@@ -179,7 +171,7 @@ class LocalEngine:
             raise TeamLost(f"{name}: {error}") from error
         except ProcessLost:
             raise
-        except Exception as error:
+        except Exception as error:  # a client may run anything; its failure is its own
             logger.debug("%s failed in round %d", name, request.round, exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
             reason, kind = f"{type(error).__name__}: {error}", error_kind(error)
@@ -195,5 +187,5 @@ class LocalEngine:
             client.restore(state)
             client.skip_failed_batches()
             self._states.write(client.name, round, client.state())
-        except Exception:
+        except Exception:  # what fails here failed before, and was reported
             logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)

@@ -2,7 +2,7 @@
 
 `torchrun --nproc_per_node N` or `accelerate launch --num_processes N` start the same program N
 times. The first process is the server: it alone runs the strategy, writes and shows. The others
-serve it: they host clients, or work as one with the process that does.
+host clients, or work as one with the process that does.
 """
 
 import os
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from firm.federation.client import Failure, ProcessLost, Reply, State, TeamLost
-from firm.federation.engines.engine import checked_reply, tell_finished
+from firm.federation.engines.engine import check_states, checked_reply, divided, tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
 from firm.federation.messages import Request
@@ -90,16 +90,13 @@ class Processes:
         """Whether this process runs the strategy, writes and shows."""
         return self.rank == 0
 
-    def hosted(self, clients: Sequence[str]) -> list[str]:
-        """Returns the clients that this process works on, dealt out in turn."""
-        return self.hosted_by(self.rank, clients)
-
-    def hosted_by(self, rank: int, clients: Sequence[str]) -> list[str]:
-        """Returns the clients that the process of this rank works on."""
+    def hosted(self, clients: Sequence[str], rank: int | None = None) -> list[str]:
+        """Returns the clients that a process, by default this one, works on, dealt out in turn."""
+        rank = self.rank if rank is None else rank
         return list(clients[rank // self.per_client :: self.size // self.per_client])
 
     def leads(self, rank: int) -> bool:
-        """Whether the process of this rank answers for the clients that it works on."""
+        """Returns whether the process of this rank answers for the clients that it works on."""
         return rank % self.per_client == 0
 
     def team(self) -> "Team":
@@ -126,21 +123,14 @@ class Processes:
             raise self._lost(rank) from error
 
     def receive(self, rank: int) -> Any:
-        """Returns the next message of another process, however long it takes.
-
-        Raises:
-            ProcessLost: It is gone.
-        """
+        """Returns the next message of another process; raises ``ProcessLost`` when it is gone."""
         return self.expect(rank).result()
 
     def expect(self, rank: int) -> Future[Any]:
-        """Begins to wait for the next message of another process, beside whatever comes after.
+        """Returns the next message of another process to be, or ``ProcessLost`` once that is gone.
 
         A thread that waits inside a collective lets no signal through, and a process whose peer has
         died would have to be killed without a word; one that waits for the result does.
-
-        Returns:
-            The message to be, or ``ProcessLost`` as soon as the other process is gone.
         """
         expected: Future[Any] = Future()
 
@@ -151,14 +141,14 @@ class Processes:
                 lost = self._lost(rank)
                 lost.__cause__ = error
                 expected.set_exception(lost)
-            except BaseException as error:
+            except BaseException as error:  # whoever waits for the result raises it
                 expected.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
         return expected
 
     def _lost(self, rank: int) -> ProcessLost:
-        hosted = self.hosted_by(rank, self.clients)
+        hosted = self.hosted(self.clients, rank)
         work = f", which worked on {', '.join(hosted)}," if hosted else ""
         return ProcessLost(
             f"process {rank} of the run's {self.size}{work} is gone; unless it was killed, its own "
@@ -166,7 +156,7 @@ class Processes:
         )
 
     def _stopped(self, signum: int, frame: FrameType | None) -> NoReturn:
-        """The launcher ends all processes when one has ended, and the server looks which it was."""
+        """Ends this process: the launcher ends all when one has ended, and the server names it."""
         if self.is_server:
             others = [self.expect(rank) for rank in range(1, self.size)]
             for other in wait(others, timeout=_MOMENT, return_when=FIRST_EXCEPTION).done:
@@ -253,7 +243,7 @@ class Team:
             result = work()
         except ProcessLost:
             raise
-        except Exception as own:
+        except Exception as own:  # raised below, once the other members know of it
             error = own
         reasons = self.gather(f"{type(error).__name__}: {error}" if error else None)
         if error:
@@ -335,9 +325,7 @@ class ProcessesEngine:
             ):
                 outcomes[outcome.client] = outcome
                 tell_finished(self._on_event, outcome, request.round)
-        ordered = [outcomes[name] for name in clients]
-        replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
-        return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
+        return divided(outcomes[name] for name in clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns all clients' states after their last accepted rounds; see ``Engine``."""
@@ -350,16 +338,8 @@ class ProcessesEngine:
         return {name: states[name] for name in self._clients}
 
     def restore_client_states(self, states: State) -> None:
-        """Continues from what ``client_states`` returned, on any number of processes.
-
-        Raises:
-            ValueError: When the clients are not the ones that were saved.
-        """
-        if states.keys() != set(self._clients):
-            raise ValueError(
-                f"The checkpoint has the clients {sorted(states)}, this run has "
-                f"{sorted(self._clients)}; resume with the configuration that wrote it."
-            )
+        """Continues from what ``client_states`` returned, on any number of processes."""
+        check_states(states, self._clients)
         for rank in range(self._processes.size):
             hosted = {name: states[name] for name in self._hosted(rank, self._clients)}
             if rank == 0:
@@ -386,7 +366,7 @@ class ProcessesEngine:
             ) from error
 
     def _hosted(self, rank: int, clients: Sequence[str]) -> list[str]:
-        hosted = self._processes.hosted_by(rank, self._clients)
+        hosted = self._processes.hosted(self._clients, rank)
         return [name for name in clients if name in hosted]
 
     def _others(self, asked: Mapping[int, Sequence[str]]) -> list[int]:

@@ -102,7 +102,7 @@ class Site:
             answer = self._answer(message)
         except ProcessLost:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a message causes, an answer goes back
             is_own = isinstance(error, Refused | Invalid | StateMissing)  # which quote no data
             reason = printable(error) if is_own else error_kind(error)
             logger.error("refused: %s", printable(f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""The server's side of a network: which site has which client, and what may come back from it."""
+"""The server's side of a network: which site has which client, and what comes back from it."""
 
 import itertools
 import logging
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from firm.federation.client import Failure, Reply, State
-from firm.federation.engines.engine import RequestSizes, checked_reply, tell_finished
+from firm.federation.engines.engine import (
+    RequestSizes,
+    check_states,
+    checked_reply,
+    divided,
+    tell_finished,
+)
 from firm.federation.messages import Request
 from firm.federation.outside import printable
 from firm.federation.schema import shown
@@ -30,12 +36,7 @@ class Channel(Protocol):
     """Carries messages to sites, and their answers back."""
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
-        """Returns what each site answered, or why it did not, for every site that was asked.
-
-        Args:
-            messages: By site; all are asked at the same time.
-            timeout: Seconds after which a site that has not answered is lost.
-        """
+        """Returns what each site answered within ``timeout`` seconds, or why it did not."""
         ...
 
     def returned(self) -> list[str]:
@@ -55,13 +56,12 @@ class SitesEngine:
     """Runs clients at their sites; implements ``Engine``.
 
     Client states stay at their sites, which keep those of the last rounds on their own disks: what
-    a checkpoint of the server holds of them is the round alone. Nothing that a site sends is
-    trusted: an answer must be a message, the one that was asked for, and about the site's own
-    clients; the strategy then checks what it says, as with any engine.
+    a checkpoint of the server holds of them is the round alone. An answer must be a message, the
+    one that was asked for, and about the site's own clients; the strategy then checks what it says.
 
     A site that was silent once is met again before anything else is asked of it, with a short
-    patience, so that one that is away for long costs little time, and one whose process was started
-    again learns what it has to know.
+    patience: one that is away for long costs little time, and one whose process was started again
+    learns what it has to know.
 
     Args:
         channel: Carries the messages.
@@ -104,8 +104,7 @@ class SitesEngine:
         """Returns why the sites cannot begin: who is away, or differs, and in what; [] if they can.
 
         Args:
-            fingerprint: What must be the same everywhere (program, configuration, models), by a
-                name that a person understands.
+            fingerprint: What must be the same everywhere (program, configuration, models), by name.
             setup: What the sites build their clients from, beside what they have themselves.
         """
         self._introduction = {"do": "meet", "fingerprint": dict(fingerprint), "setup": setup}
@@ -155,25 +154,15 @@ class SitesEngine:
             outcomes.update(_outcomes(site, names, answers[site], request, sizes))
         for name in clients:
             tell_finished(self._on_event, outcomes[name], request.round)
-        ordered = [outcomes[name] for name in clients]
-        replies = [outcome for outcome in ordered if isinstance(outcome, Reply)]
-        return replies, [outcome for outcome in ordered if isinstance(outcome, Failure)]
+        return divided(outcomes[name] for name in clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns {client: {"round": last accepted round}}; the states stay at their sites."""
         return {name: {"round": accepted.get(name, 0)} for name in self._clients}
 
     def restore_client_states(self, states: State) -> None:
-        """Makes sure that the clients are the ones that were saved; their sites have the states.
-
-        Raises:
-            ValueError: When they are not.
-        """
-        if states.keys() != set(self._clients):
-            raise ValueError(
-                f"The checkpoint has the clients {sorted(states)}, this run has "
-                f"{sorted(self._clients)}; resume with the configuration that wrote it."
-            )
+        """Raises ``ValueError`` unless the saved clients are these; their sites have the states."""
+        check_states(states, self._clients)
 
     def close(self) -> None:
         """Lets the sites go."""
@@ -274,11 +263,8 @@ def _outcomes(
             elif key == "failures":
                 outcomes[name] = Failure(name, printable(fields.get("reason")), sizes.of(name))
             else:
-                outcomes[name] = _reply(request, name, fields.get("content"), sizes.of(name))
+                content = fields.get("content")  # whose bytes the server counts itself
+                sizes_of = sizes.of(name), len(pack(content))
+                outcomes[name] = checked_reply(request, name, content, *sizes_of)
     silent = f"{site} said nothing of it"
     return {name: outcomes.get(name) or Failure(name, silent) for name in names}
-
-
-def _reply(request: Request, name: str, content: Any, bytes_down: int) -> Reply | Failure:
-    """Returns a reply, whose bytes the server counts itself."""
-    return checked_reply(request, name, content, bytes_down, len(pack(content)))

@@ -13,7 +13,7 @@ import torch
 
 from firm.federation.aggregation import moved, server_step
 from firm.federation.engines.engine import Engine
-from firm.federation.rounds import Round, losses_of, update_losses_problem
+from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
@@ -55,26 +55,19 @@ def afl(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of AFL, and the round's rows for the log.
 
-    θ_{t+1} = θ_t + γ_w Σ λ_k (θ_k - θ_t) and λ ← proj(λ + γ_λ F) onto the simplex over all
-    clients, where F are the losses at θ_t of those who took part and 0 for the others. λ starts
-    uniform and stays in the server's memory. Three departures: θ_k comes of local training; in a
-    round of some of the clients their λ are scaled to sum 1 (where all are 0 they count alike); and
-    the model is the last iterate unless ``cfg.average_iterates``, with which the state's adapter is
-    (θ_1 + ... + θ_t) / t, and θ_t is in the memory.
+    θ_{t+1} = θ_t + γ_w Σ λ_k (θ_k - θ_t) and λ ← proj(λ + γ_λ F) onto the simplex over all clients,
+    where F are the losses at θ_t of those who took part and 0 for the others. λ starts uniform and
+    stays in the server's memory. Three departures: θ_k comes of local training; in a round of some
+    of the clients their λ are scaled to sum 1 (where all are 0 they count alike); and the model is
+    the last iterate unless ``cfg.average_iterates``, with which the state's adapter is (θ_1 + ... +
+    θ_t) / t, and θ_t is in the memory.
 
     The row's "weights" are the λ that the step was taken with, by client of the round.
-
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or sent a loss that
-            is finite and not negative.
     """
     model = state.adapter
     state = replace(state, adapter=state.memory.get("iterate", model))
     this_round = Round(state, clients, engine, cfg)
-    replies = this_round.train(
-        cfg.local_training(), check=lambda update: update_losses_problem(update, state.objectives)
-    )
+    replies = this_round.train(cfg.local_training())
     updates = [reply.content for reply in replies]
     names = [reply.client for reply in replies]
 

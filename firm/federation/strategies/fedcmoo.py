@@ -104,10 +104,6 @@ def fedcmoo(
 
     UPGrad's weights sum to 1 or more, and the local loss is Σ wⱼfⱼ with them as they are: after one
     local step of SGD the server has moved by the local learning rate times UPGrad's direction.
-
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase.
     """
     this_round = Round(state, clients, engine, cfg)
 
@@ -150,7 +146,7 @@ def _next_weights(
 
 
 def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) -> list[float]:
-    """Solves for the weights of a matrix [A, A] by Algorithm 2, Eq. 3 or UPGrad."""
+    """Returns the weights of a matrix [A, A] by Algorithm 2, Eq. 3 or UPGrad."""
     if cfg.solver == "exact":
         return firm_weights(gram, beta=cfg.beta, normalize=cfg.normalize_gram).tolist()
     if cfg.solver == "upgrad":

@@ -82,13 +82,7 @@ def fedcmoo_pref(
     """Returns the server's state after one round of FedCMOO-Pref, and the rows for the log.
 
     As ``fedcmoo``, but the weights depend on the losses at θ_t too, which clients send with their
-    Jacobians: the means over those that serve an objective, in the row's "start_losses". The
-    programme is the printed one, from which the authors' released code departs: ``cfg.variant``.
-
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished a phase, or sent losses that
-            are finite and not negative.
+    Jacobians: the means over those that serve an objective, in the row's "start_losses".
     """
     this_round = Round(state, clients, engine, cfg)
     estimate = estimate_gram(this_round, state, cfg)

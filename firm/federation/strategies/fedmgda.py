@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from firm.federation.aggregation import server_step, shares, update_lengths, update_matrix
+from firm.federation.aggregation import (
+    by_client,
+    per_length,
+    server_step,
+    shares,
+    update_lengths,
+    update_matrix,
+)
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
@@ -48,13 +55,9 @@ def fedmgda(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedMGDA+, and the round's rows for the log.
 
-    A client whose update is zero has no direction: it stays a zero update, as one that has reached
-    its own minimum, and is named in the row's "zero_updates". Where its weight is free the server
-    then stands still, for zero is the shortest combination: nothing moves without making that
-    client worse.
-
-    The row's "weights" are λ by client.
-
+    A client whose update is zero has reached its own minimum; it is named in the row's
+    "zero_updates". Where its weight is free the server then stands still, for zero is the shortest
+    combination. The row's "weights" are λ by client.
     """
     this_round = Round(state, clients, engine, cfg)
 
@@ -71,9 +74,8 @@ def fedmgda(
         step_weights: Sequence[float] = counts  # FedAvg's own sum, to the last bit
     else:
         gram = gram_matrix(update_matrix(state.adapter, adapters))
-        if lengths is not None:
-            scale = torch.tensor([1 / length if length > 0 else 0.0 for length in lengths]).double()
-            gram = scale[:, None] * gram * scale
+        scale = torch.tensor(per_length([1.0] * len(updates), lengths)).double()
+        gram = scale[:, None] * gram * scale
         weights = min_norm_weights(gram, center=weights, radius=cfg.epsilon).tolist()
         step_weights = weights
 
@@ -85,12 +87,5 @@ def fedmgda(
         learning_rate=cfg.learning_rate(state.round),
         lengths=lengths,
     )
-    names = [reply.client for reply in replies]
-    return this_round.finish(
-        adapter,
-        replies,
-        entries={
-            "weights": dict(zip(names, weights, strict=True)),
-            **zero_updates(updates, lengths),
-        },
-    )
+    entries = {"weights": by_client(updates, weights), **zero_updates(updates, lengths)}
+    return this_round.finish(adapter, replies, entries=entries)

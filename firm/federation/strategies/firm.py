@@ -142,11 +142,7 @@ def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) ->
     """Returns FIRM's weights of the served objectives' own problem, 0 for the others, shape [M].
 
     A zero gradient is the shortest of all: left in, its objective would get all the weight.
-
-    Args:
-        gram: Gram matrix of all objectives' gradients, shape [M, M].
-        served: Indices of the objectives that the client has losses for.
-        options: Arguments of ``firm_weights``.
+    ``options`` are those of ``firm_weights``.
     """
     rows = list(served)
     if len(rows) == len(gram):

@@ -64,7 +64,6 @@ def fsmgda(
 
     An objective that none of the round's clients serves has weight 0. The row's "weights" are λ by
     objective; its "drift" is that of each client's updates under these weights.
-
     """
     this_round = Round(state, clients, engine, cfg)
 

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Literal
 
-from firm.federation.aggregation import moved, update_lengths
+from firm.federation.aggregation import by_client, moved, per_length, update_lengths
 from firm.federation.engines.engine import Engine
-from firm.federation.rounds import (
-    Round,
-    losses_of,
-    update_losses_problem,
-)
+from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
@@ -72,21 +68,14 @@ def qfedavg(
 
         θ_{t+1} = θ_t - η Σ F_k^q Δw_k / Σ h_k,  h_k = q F_k^(q-1) ‖Δw_k‖² + L F_k^q.
 
-    Numerator and denominator are divided by the largest F_k^q, which changes nothing but keeps
-    losses of 1e4 at q = 10 finite. η, decay and normalisation are additions; η = 1 is the paper's.
+    Numerator and denominator are divided by the largest F_k^q, which keeps losses of 1e4 at q = 10
+    finite. η, decay and normalisation are additions; η = 1 is the paper's.
 
     The row's "weights" are F_k^q L / Σ h_k by client: what each update is multiplied by. They sum
     to 1 at q = 0, and to less otherwise.
-
-
-    Raises:
-        RoundFailed: When fewer than ``cfg.quorum`` clients finished the round, or sent a loss that
-            is finite and not negative.
     """
     this_round = Round(state, clients, engine, cfg)
-    replies = this_round.train(
-        cfg.local_training(), check=lambda update: update_losses_problem(update, state.objectives)
-    )
+    replies = this_round.train(cfg.local_training())
     updates = [reply.content for reply in replies]
     sizes = [1 if cfg.losses == "mean" else update.num_examples for update in updates]
     means = losses_of(updates, cfg.weights)
@@ -103,17 +92,7 @@ def qfedavg(
     )
     weights = [power * cfg.lipschitz / total for power in powers]
     factors = [cfg.learning_rate(state.round) * weight for weight in weights]
-    if lengths is not None:
-        pairs = zip(factors, lengths, strict=True)
-        factors = [factor / length if length > 0 else 0.0 for factor, length in pairs]
-    adapter = moved(state.adapter, [update.adapter for update in updates], factors)
-
-    names = [reply.client for reply in replies]
-    return this_round.finish(
-        adapter,
-        replies,
-        entries={
-            "weights": dict(zip(names, weights, strict=True)),
-            **zero_updates(updates, lengths),
-        },
-    )
+    adapters = [update.adapter for update in updates]
+    adapter = moved(state.adapter, adapters, per_length(factors, lengths))
+    entries = {"weights": by_client(updates, weights), **zero_updates(updates, lengths)}
+    return this_round.finish(adapter, replies, entries=entries)
