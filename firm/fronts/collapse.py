@@ -35,9 +35,6 @@ def collapse_reason(
             is a grammar.
         base_parse_rate: The same of the base model, whose own failures are no collapse.
 
-    Raises:
-        ValueError: A share or rate is out of range, or one parse rate is given without the other.
-
     >>> collapse_reason(commonest_share=0.75, empty_share=0.0, mean_kl=2.5)
     'one reply to 75 % of the prompts'
     """

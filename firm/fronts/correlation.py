@@ -51,14 +51,8 @@ def monotone_violations(front: Front, *, tolerance: float = 0.0) -> list[Violati
 
     The mean at a share is over the seeds of each preference, and with three objectives or more
     over the preferences that give the objective this share, however they divide the rest. Only
-    neighbouring shares are compared.
-
-    Args:
-        front: Points without a preference are left out.
-        tolerance: Fall up to which nothing is said, such as the rewards' standard error.
-
-    Raises:
-        ValueError: The tolerance is negative.
+    neighbouring shares are compared. Points without a preference are left out, and falls up to the
+    tolerance, such as the rewards' standard error.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be non-negative, got {tolerance}.")

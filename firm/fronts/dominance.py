@@ -5,11 +5,7 @@ from numpy.typing import ArrayLike
 
 
 def as_points(points: ArrayLike) -> np.ndarray:
-    """Returns N points as finite float64, shape [N, M].
-
-    Raises:
-        ValueError: On another shape, no points, no objectives, NaN or infinities.
-    """
+    """Returns N points as finite float64, shape [N, M], or raises ``ValueError``."""
     points = np.asarray(points, dtype=np.float64)
     if points.ndim != 2 or points.size == 0:
         raise ValueError(
@@ -26,16 +22,9 @@ def as_points(points: ArrayLike) -> np.ndarray:
 
 
 def dominators(points: ArrayLike) -> list[list[int]]:
-    """Returns, for every point, the indices of the points that dominate it.
+    """Returns, for every point of [N, M], the indices of the points that dominate it.
 
-    A point dominates another if it is at least as good in every objective and better in one. Equal
-    points do not dominate each other.
-
-    Args:
-        points: Shape [N, M].
-
-    Raises:
-        ValueError: On another shape or points that are not finite.
+    A point dominates another if it is at least as good in every objective and better in one.
 
     >>> dominators([[0.5, 0.5], [0.6, 0.5], [0.2, 0.9]])
     [[1], [], []]
@@ -44,13 +33,7 @@ def dominators(points: ArrayLike) -> list[list[int]]:
 
 
 def non_dominated(points: ArrayLike) -> np.ndarray:
-    """Returns which points no other point dominates, bool [N]; at least one is true.
-
-    Args:
-        points: Shape [N, M].
-
-    Raises:
-        ValueError: On another shape or points that are not finite.
+    """Returns which of N points [N, M] no other point dominates, bool [N].
 
     >>> non_dominated([[0.5, 0.5], [0.6, 0.5], [0.2, 0.9]]).tolist()
     [False, True, True]

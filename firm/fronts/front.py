@@ -146,22 +146,13 @@ class Front:
 
     @property
     def non_dominated(self) -> np.ndarray:
-        """Which points no other point dominates, bool [N].
-
-        Raises:
-            ValueError: The front has fewer than two points.
-        """
+        """Which points no other point dominates, bool [N], of at least two."""
         self._check_several()
         return non_dominated(self.rewards())
 
     @property
     def hypervolume(self) -> float:
-        """The hypervolume of all points above the reference point.
-
-        Raises:
-            ValueError: The front has fewer than two points, or one that is not above the reference
-                point in every objective.
-        """
+        """The hypervolume of all points, at least two, each above the reference point."""
         self._check_several()
         return hypervolume(
             self.rewards(),
@@ -178,15 +169,9 @@ class Front:
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes the front as JSON, as a whole or not at all.
+        """Writes the front as JSON, as a whole or not at all, in place of an existing file.
 
         What is not finite in `kl` and `scores` becomes null, and NaN when it is read.
-
-        Args:
-            path: File to be, replaced if it exists; its folder must exist.
-
-        Raises:
-            OSError: It cannot be written; what was there stays.
         """
         write_record(path, self, version=_FORMAT)
 
@@ -196,7 +181,6 @@ class Front:
 
         Raises:
             ValueError: The file holds no front; the message says where.
-            OSError: It cannot be read.
         """
         return read_record(path, cls, version=_FORMAT)
 
@@ -208,10 +192,7 @@ def _check_shown(what: str, text: str) -> None:
 
 
 def by_preference(front: Front) -> dict[tuple[float, ...], tuple[Point, ...]]:
-    """Returns the points of each preference, by rising seed.
-
-    Preferences are scaled to sum 1 and stand in rising order; points without one are left out.
-    """
+    """Returns the points of each preference, scaled to sum 1, in rising order and by seed."""
     groups: dict[tuple[float, ...], list[Point]] = {}
     for point, shares in zip(front.points, front.preferences(), strict=True):
         if point.preference is not None:

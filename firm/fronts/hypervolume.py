@@ -20,8 +20,7 @@ def hypervolume(
 ) -> float:
     """Returns the volume of all that lies above the reference point and below some point.
 
-    More is better in every objective. Dominated and equal points add nothing. With one objective
-    it is a length, with two an area.
+    More is better in every objective. Dominated and equal points add nothing.
 
     Args:
         points: Shape [N, M].
@@ -30,8 +29,8 @@ def hypervolume(
         objectives: M names of the objectives for the messages; their indices by default.
 
     Raises:
-        ValueError: On another shape, points that are not finite, a reference that some point does
-            not strictly exceed in every objective, or more than 3 objectives without moocore.
+        ValueError: On another shape, points that are not finite, a point that is not above the
+            reference, or more than 3 objectives without moocore.
 
     >>> hypervolume([[3.0, 1.0], [1.0, 2.0]], [0.0, 0.0])
     4.0
@@ -50,11 +49,7 @@ def hypervolume(
 
 
 def as_reference(reference: ArrayLike, num_objectives: int) -> np.ndarray:
-    """Returns a reference point as finite float64, shape [M].
-
-    Raises:
-        ValueError: On another shape, NaN or infinities.
-    """
+    """Returns a reference point as finite float64, shape [M], or raises ``ValueError``."""
     corner = np.asarray(reference, dtype=np.float64)
     if corner.shape != (num_objectives,) or not np.isfinite(corner).all():
         raise ValueError(
@@ -65,13 +60,9 @@ def as_reference(reference: ArrayLike, num_objectives: int) -> np.ndarray:
 
 
 def volumes(gains: np.ndarray) -> np.ndarray:
-    """Returns the hypervolumes of many sets of points, measured from the origin, shape [...].
+    """Returns the hypervolumes of many sets of points [..., N, M], measured from the origin.
 
-    Args:
-        gains: Points, shape [..., N, M]. What lies below 0 in an objective adds nothing.
-
-    Raises:
-        ValueError: More than 3 objectives without moocore.
+    What lies below 0 in an objective adds nothing.
     """
     gains = np.maximum(gains, 0.0)
     num_objectives = gains.shape[-1]
@@ -121,5 +112,5 @@ def _by_moocore(gains: np.ndarray) -> np.ndarray:
         ) from None
     sets = gains.reshape(-1, *gains.shape[-2:])
     origin = np.zeros(gains.shape[-1])
-    found = [moocore.hypervolume(-points, ref=origin) for points in sets]  # it minimises
-    return np.array(found).reshape(gains.shape[:-2])
+    volumes = [moocore.hypervolume(-points, ref=origin) for points in sets]  # it minimises
+    return np.array(volumes).reshape(gains.shape[:-2])

@@ -13,17 +13,10 @@ RecordT = TypeVar("RecordT")
 
 
 def write_record(path: str | Path, record: Any, *, version: int) -> None:
-    """Writes a dataclass as JSON to the file `path`, replaced if it exists.
+    """Writes a dataclass of the types that `read_record` knows as JSON, replacing the file `path`.
 
-    Numbers that are not finite, which JSON does not know, become null and are read as NaN.
-
-    Args:
-        path: File to be; its folder must exist.
-        record: Dataclass of the types that `read_record` knows.
-        version: Number of the format, asked for when the file is read.
-
-    Raises:
-        OSError: It cannot be written; what was there stays.
+    Numbers that are not finite, which JSON does not know, become null and are read as NaN. Where it
+    cannot be written, what was there stays.
     """
     path = Path(path)
     content = _with_null({"format": version, **asdict(record)})
@@ -49,7 +42,6 @@ def read_record(path: str | Path, kind: type[RecordT], *, version: int) -> Recor
 
     Raises:
         ValueError: The file is malformed, or the record refuses its values; one line says where.
-        OSError: It cannot be read.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -73,7 +65,7 @@ def _with_null(value: Any) -> Any:
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:
-    """The value of type `kind` that plain data stand for; `where` is its key path."""
+    """Returns the value of type `kind` that plain data stand for; `where` is its key path."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _parse_dataclass(kind, value, where)

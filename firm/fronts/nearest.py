@@ -15,18 +15,14 @@ _SAME = 1e-9
 
 
 def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> Point:
-    """Returns the model whose preference is nearest to the wanted one.
+    """Returns the model whose preference is nearest to the wanted one, [M].
 
     Both are scaled to sum 1 and their distance is Euclidean. Among equally near models, such as
     the seeds of one preference, the one whose rewards have the best mean under `want` is taken.
-
-    Args:
-        front: Models without a preference are left out.
-        want: Wanted preference, shape [M], scaled to sum 1.
-        any_point: Whether dominated and collapsed models count too.
+    With `any_point` dominated and collapsed models count too.
 
     Raises:
-        ValueError: The wanted preference is no preference, or no model is left.
+        ValueError: The wanted preference is no preference, or no model with one is left.
     """
     target = _as_want(front, want)
     candidates = _with_preference(front) if any_point else _sound(front)
@@ -47,19 +43,14 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
     triangle around `want`, and fewer models where fewer do. Of all mixtures that give `want` the
     one of the smallest spread ``Σ share · |preference - want|²`` is taken, a simplex of the
     Delaunay triangulation; of equal ones that with the best expected reward under `want`.
-    Collapsed models and those dominated within their seed are left out. A preference that no seed
-    encloses falls back to the nearest model.
-
-    Args:
-        front: Models without a preference are left out.
-        want: Wanted preference, shape [M], scaled to sum 1.
+    Collapsed models and those dominated within their seed or without a preference are left out. A
+    preference that no seed encloses falls back to the nearest model.
 
     Returns:
-        At most M models of one seed, which may be merged, with positive shares that sum to 1. The
-        shares times the models' preferences sum to `want`, unless it fell back.
+        At most M models of one seed, which may be merged, with positive shares that sum to 1.
 
     Raises:
-        ValueError: The wanted preference is no preference, or no model is left.
+        ValueError: The wanted preference [M] is no preference, or no model is left.
     """
     target = _as_want(front, want)
     mixtures = [
@@ -82,17 +73,11 @@ class Expectation:
 
 
 def expected_rewards(shares: Sequence[tuple[Point, float]]) -> Expectation:
-    """Returns the rewards that lie between models by their shares, by objective.
+    """Returns the rewards that lie between models by their shares, which sum to 1, by objective.
 
     This is an expectation, not a measurement: merged parameters need not earn what lies between.
     The errors are Σ share · error, which holds however the points' errors are correlated; the
     points answered the same prompts, so adding squares would promise too much.
-
-    Args:
-        shares: Models with shares that sum to 1, as `neighbours` gives.
-
-    Raises:
-        ValueError: Without models, or with shares that do not sum to 1.
     """
     total = sum(share for _, share in shares)
     if not abs(total - 1) <= 1e-6 or min(share for _, share in shares) < 0:

@@ -1,26 +1,17 @@
 """Curves of a training made readable, and how restless they are."""
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 
 def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
     """Returns the running average in which a value counts half after every `half_life` steps.
 
-    That is y_t = Σ_i d^i x_{t-i} / Σ_i d^i over i = 0 to t, with d = 2^(-1 / half_life): pandas'
-    ``ewm(halflife=half_life, adjust=True).mean()``. Dividing by the weights that are there makes
-    the first average the first value, without a pull towards zero. The figures of the FIRM paper
-    are smoothed with half-life 20; how its averages begin it does not say.
-
-    Args:
-        values: One value or array per step, shape [T, ...].
-        half_life: In steps, positive.
-
-    Returns:
-        Averages, float64, shape [T, ...].
-
-    Raises:
-        ValueError: On no steps, values that are not finite, or a half-life that is not positive.
+    That is y_t = Σ_i d^i x_{t-i} / Σ_i d^i over i = 0 to t, with d = 2^(-1 / half_life). Dividing
+    by the weights that are there makes the first average the first value, without a pull towards
+    zero. The figures of the FIRM paper are smoothed with half-life 20; how its averages begin it
+    does not say. Values are one number or array per step, [T, ...].
 
     >>> exponential_average([0.0, 3.0], half_life=1).tolist()
     [0.0, 2.0]
@@ -28,26 +19,15 @@ def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
     if not 0 < half_life < np.inf:
         raise ValueError(f"half_life must be positive and finite, got {half_life}.")
     steps = _as_steps(values)
-    decay = 0.5 ** (1 / half_life)
-    averages = np.empty_like(steps)
-    total, weight = np.zeros(steps.shape[1:]), 0.0
-    for index, value in enumerate(steps):
-        total, weight = decay * total + value, decay * weight + 1
-        averages[index] = total / weight
-    return averages
+    columns = pd.DataFrame(steps.reshape(len(steps), -1))
+    return columns.ewm(halflife=half_life).mean().to_numpy().reshape(steps.shape)
 
 
 def total_variation(values: ArrayLike) -> np.ndarray:
-    """Returns the sum of all changes from step to step, ``Σ_t |x_t - x_{t-1}|``, shape [...].
+    """Returns the sum of all changes from step to step, ``Σ_t |x_t - x_{t-1}|``, [T, ...] to [...].
 
     Of the weights λ [T, M] of a training it says how much they oscillate, by objective; of one
     step it is 0.
-
-    Args:
-        values: One value or array per step, shape [T, ...].
-
-    Raises:
-        ValueError: On no steps or values that are not finite.
 
     >>> total_variation([[0.5, 0.5], [0.75, 0.25], [0.5, 0.5]]).tolist()
     [0.5, 0.5]

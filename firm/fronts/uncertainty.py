@@ -14,7 +14,7 @@ def bootstrap_hypervolume(
     num_resamples: int = 1000,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Returns the percentile interval of a hypervolume over prompts.
+    """Returns the percentile interval of a hypervolume over prompts, its lower and upper end.
 
     The prompts are drawn anew with replacement, the same ones for all points, because the points
     were measured on the same prompts. It says how much the figure owes to the choice of prompts,
@@ -22,19 +22,11 @@ def bootstrap_hypervolume(
     means, which are a little too good, in the figure and in its resamples alike.
 
     Args:
-        points: Reward of each of N points on each of P prompts, shape [N, P, M].
+        points: Reward of each of N points on each of P ≥ 2 prompts, shape [N, P, M].
         reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
         generator: Draws the prompts.
         num_resamples: How often.
         level: Share of the resamples that lie inside, in (0, 1).
-
-    Returns:
-        Lower and upper end.
-
-    Raises:
-        ValueError: On points with other prompts or objectives than the rest, fewer than two
-            prompts, points that are not finite, numbers out of range, or more than 3 objectives
-            without moocore.
     """
     if num_resamples < 1 or not 0 < level < 1:
         raise ValueError(
