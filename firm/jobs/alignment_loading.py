@@ -43,7 +43,12 @@ from firm.federation import (
 )
 from firm.federation.aggregation import weighted_mean
 from firm.federation.engines import ENGINES
-from firm.jobs.alignment_config import AlignmentConfig, client_names, reward_configs
+from firm.jobs.alignment_config import (
+    AlignmentConfig,
+    PartitionConfig,
+    client_names,
+    reward_configs,
+)
 from firm.run import Run, UserError
 from firm.run.shipped import with_shipped_paths
 from reward_models import load_reward_model
@@ -146,12 +151,14 @@ def build_clients(
     """Builds the clients of these names, on their shards of the training prompts or on others."""
     loaded.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
     own_judges, attacks = _own_judges(cfg, loaded.reward_fns, calibrations), _attacks(cfg)
-    shards = prompts or dict(zip(client_names(cfg), _partition(loaded.prompts, cfg), strict=True))
+    if prompts is None:
+        shards = partition(loaded.prompts, cfg, cfg.partition, cfg.num_clients)
+        prompts = dict(zip(client_names(cfg), shards, strict=True))
     return [
         as_attacker(
             AlignmentClient(
                 name,
-                shards[name],
+                prompts[name],
                 loaded.trainer,
                 seed=cfg.seed,
                 judges=own_judges.get(name),
@@ -193,18 +200,17 @@ def _texts(
     return [prompt.text for prompt in prompts]
 
 
-def _partition(prompts: list[Prompt], cfg: AlignmentConfig) -> list[list[Prompt]]:
+def partition(
+    prompts: list[Prompt], cfg: AlignmentConfig, how: PartitionConfig, num_clients: int
+) -> list[list[Prompt]]:
     """Returns the clients' shards, each large enough for a batch of different prompts."""
     size = cfg.estimator.num_prompts
-    if cfg.partition.kind == "iid":
-        shards = iid_partition(len(prompts), cfg.num_clients, seed=cfg.seed, min_examples=size)
+    if how.kind == "iid":
+        shards = iid_partition(len(prompts), num_clients, seed=cfg.seed, min_examples=size)
     else:
+        kinds = [prompt.kind for prompt in prompts]
         shards = dirichlet_partition(
-            [prompt.kind for prompt in prompts],
-            cfg.num_clients,
-            alpha=cfg.partition.alpha,
-            seed=cfg.seed,
-            min_examples=size,
+            kinds, num_clients, alpha=how.alpha, seed=cfg.seed, min_examples=size
         )
     return [[prompts[index] for index in shard] for shard in shards]
 

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, iid_partition
+from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine
 from firm.federation.engines import Agreement, Ledger, Site, SitesEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
-from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_config import AlignmentConfig, PartitionConfig, client_names
 from firm.jobs.alignment_loading import (
     LoadedRun,
     as_calibrations,
@@ -27,6 +27,7 @@ from firm.jobs.alignment_loading import (
     build_clients,
     common_calibrations,
     load,
+    partition,
 )
 from firm.jobs.network_config import (
     ServerConfig,
@@ -122,28 +123,19 @@ def site_process(kit: Path) -> None:
     """Loads everything once, waits for a job, and answers its messages until it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     own = compose(SiteConfig, [kit / "site.yaml"], [])
-    federation, site = federation_of(kit), site_name(kit)
+    names = clients_by_site(federation_of(kit))[site_name(kit)]
     cfg = kit_config(kit, own.overrides)
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
-    names = clients_by_site(federation)[site]
-    told = fingerprint(cfg, loaded)
-    states = kit / "states" / _digest(sorted(told.items())) / f"process_{processes.rank}"
+    shared = fingerprint(cfg, loaded)
+    states = kit / "states" / _digest(sorted(shared.items())) / f"process_{processes.rank}"
+    prompts = None
+    if own.own_prompts:
+        shards = partition(loaded.prompts, cfg, PartitionConfig(), len(names))
+        prompts = dict(zip(names, shards, strict=True))
 
     def build(setup: Mapping[str, Any]) -> Engine:
         calibrations = as_calibrations(setup["calibrations"])
-        prompts = None
-        if own.own_prompts:
-            shards = iid_partition(
-                len(loaded.prompts),
-                len(names),
-                seed=cfg.seed,
-                min_examples=cfg.estimator.num_prompts,
-            )
-            prompts = {
-                name: [loaded.prompts[index] for index in shard]
-                for name, shard in zip(names, shards, strict=True)
-            }
         hosted = processes.hosted(names)
         clients = build_clients(loaded, cfg, calibrations, hosted, prompts=prompts)
         local = LocalEngine(
@@ -159,6 +151,7 @@ def site_process(kit: Path) -> None:
         assert isinstance(engine, ProcessesEngine)
         engine.serve()
         return
+
     engines: list[Engine] = []
 
     def build_all(setup: Mapping[str, Any]) -> Engine:
@@ -170,15 +163,15 @@ def site_process(kit: Path) -> None:
     agreement = Agreement(
         cfg.strategy, objectives=list(cfg.rewards), num_rounds=cfg.rounds, clients=names
     )
-    answers = Site(
+    site = Site(
         build_all,
         names,
-        fingerprint=told,
+        fingerprint=shared,
         agreement=agreement,
         policy=own.policy,
         ledger=Ledger(agreement, own.policy.budget, kit / LEDGER),
     )
-    link.serve(kit / "local/attach_profile.json", answers.answer)
+    link.serve(kit / "local/attach_profile.json", site.answer)
     for engine in engines:
         engine.close()
 

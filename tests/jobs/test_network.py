@@ -19,12 +19,14 @@ from safetensors.torch import load_file
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 import recipes.network
-from firm.cli import align, network
+from firm.cli import align
+from firm.cli.network import cli
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
 from firm.federation.engines import Agreement, Site, SitePolicy, SitesEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import network as jobs_network
+from firm.jobs import network_parties as network
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import as_calibrations, build_clients, common_calibrations, load
 from firm.jobs.network_config import federation_of, kit_config
@@ -202,7 +204,7 @@ def test_a_sites_own_key_that_does_not_exist_is_told_at_its_start(kits):
 
 def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
     with pytest.raises(SystemExit) as ended:
-        network.cli(["sumbit"], description=recipes.network.__doc__ or "")
+        cli(["sumbit"], description=recipes.network.__doc__ or "")
     assert ended.value.code == 2
     assert "recipes/network.py submit" in capsys.readouterr().out
 

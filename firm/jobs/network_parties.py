@@ -1,0 +1,310 @@
+"""Parties of a federation over a network: makes kits, starts them, submits and follows runs."""
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nvflare.fuel.flare_api.api_spec import NoConnection, SessionClosed
+
+from firm.federation.outside import printable
+from firm.jobs.network import CONTROLLER, HOME_VARIABLE
+from firm.jobs.network_config import (
+    OUTPUT,
+    AdminConfig,
+    FederationConfig,
+    ServerConfig,
+    SiteConfig,
+    federation_of,
+    kit_config,
+    run_config,
+    server_address,
+    site_name,
+)
+from firm.network import certificates, console, kits
+from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
+from firm.network.jobs import NAME
+from firm.run import UserError, print_table, to_yaml
+from firm.run.lock import check_not_held
+
+SITE_PROCESS = ["firm.cli.network", "site-process"]
+"""The module that a site's own process runs, and the command that it is given."""
+
+
+def provision(cfg: FederationConfig) -> None:
+    """Makes the kits."""
+    run = run_config(cfg.run, cfg.overrides)
+    clients = sum(map(len, cfg.sites.values()))
+    if run.num_clients != clients:
+        raise UserError(
+            f"the run has {run.num_clients} clients, the sites {clients}; make num_clients and "
+            "sites agree."
+        )
+    if cfg.out.exists():
+        raise UserError(
+            f"{cfg.out} exists already; kits are made once, with keys of their own. Choose another "
+            "folder, or remove it."
+        )
+    made = kits.provision(
+        cfg.out,
+        name=cfg.name,
+        host=cfg.host,
+        port=cfg.port,
+        sites=list(cfg.sites),
+        valid_days=cfg.valid_days,
+    )
+    for kit in made.values():
+        (kit / "federation.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+        (kit / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
+    commands = {"server": "start-server", "admin": "submit"}
+    print_table(
+        f"{cfg.name}: a folder for each party; hand each its own, and nobody `authority`",
+        ["party", "folder", "starts"],
+        [
+            [party, str(kit), f"firm network {commands.get(party, 'start-site')} --kit {kit}"]
+            for party, kit in sorted(made.items(), key=lambda item: item[0] != "server")
+        ],
+    )
+
+
+def start_server(cfg: ServerConfig) -> None:
+    """Runs the server until it is stopped."""
+    host, port = server_address(cfg.kit)
+    daemons = _server(cfg)
+    print(f"server {host}:{port}, log {cfg.kit / OUTPUT}", flush=True)
+    _keep_running(daemons)
+
+
+def start_site(cfg: SiteConfig) -> None:
+    """Runs a site until it is stopped: its connection to the server, and its own process."""
+    host, port = server_address(cfg.kit)
+    daemons = _site(cfg)
+    _wait_for_server(cfg.kit)
+    print(f"{site_name(cfg.kit)}: server {host}:{port}, log {cfg.kit / OUTPUT}", flush=True)
+    _keep_running(daemons)
+
+
+def submit(cfg: AdminConfig) -> None:
+    """Starts a run, or takes it up, and waits for its end.
+
+    While it waits it starts the run again, from its last checkpoint, when the server was lost and
+    is back, or a site is.
+    """
+    federation = federation_of(cfg.kit)
+    _check_server(cfg.kit)
+    while _one_job(cfg, federation):
+        _wait_for_server(cfg.kit)
+
+
+def status(cfg: AdminConfig) -> None:
+    """Prints who is connected and what runs."""
+    federation = federation_of(cfg.kit)
+    host, port = server_address(cfg.kit)
+    _check_server(cfg.kit)
+    with console.session(cfg.kit) as opened:
+        connected = console.connected(opened)
+        rows = [[s, "connected" if s in connected else "away"] for s in federation.sites]
+        print_table(f"{federation.name}: server {host}:{port}", ["site", ""], rows)
+        print_table("runs", ["name", "status", "submitted"], console.jobs(opened))
+
+
+def stop(cfg: AdminConfig) -> None:
+    """Stops what runs; its last checkpoint stays, and `submit` goes on from it."""
+    _check_server(cfg.kit)
+    with console.session(cfg.kit) as opened:
+        jobs = console.unfinished(opened)
+        for job, name in jobs.items():
+            opened.abort_job(job)
+            print(f"{name} stops")
+        if not jobs:
+            print("nothing runs")
+
+
+def demo(cfg: FederationConfig) -> None:
+    """Does all of it on this machine: kits, a server, its sites, and a run to its end."""
+    cfg = replace(cfg, host="localhost", port=free_port())
+    provision(cfg)
+    with ExitStack() as stack:
+        stack.enter_context(_server(ServerConfig(cfg.out / "server")))
+        wait_for_port(cfg.port)
+        for site in cfg.sites:
+            stack.enter_context(_site(SiteConfig(cfg.out / site)))
+        submit(AdminConfig(cfg.out / "admin"))
+    print(f"report   {cfg.out / 'server/runs/run/report.html'}")
+
+
+def _server(cfg: ServerConfig) -> Daemons:
+    """Makes a server ready to start."""
+    _, port = server_address(cfg.kit)
+    check_not_held(cfg.kit)
+    _check_port(port)
+    _keep_own_part(cfg, "server.yaml")
+    kits.prepare_server(cfg.kit, controller=CONTROLLER, arguments={"name": NAME})
+    return _daemons(cfg.kit, {"server": flare_command("server", cfg.kit)})
+
+
+def _site(cfg: SiteConfig) -> Daemons:
+    """Makes a site ready to start."""
+    server_address(cfg.kit)
+    check_not_held(cfg.kit)
+    site = site_name(cfg.kit)
+    _keep_own_part(cfg, "site.yaml")
+    kits.prepare_site(cfg.kit, site=site)
+    launcher = [sys.executable, "-m"]
+    if cfg.processes > 1:
+        launcher += ["torch.distributed.run", "--standalone"]
+        launcher += ["--nproc_per_node", str(cfg.processes), "-m"]
+    process = [*launcher, *SITE_PROCESS, str(cfg.kit.resolve())]
+    connection = flare_command("client", cfg.kit, site)
+    return _daemons(cfg.kit, {"connection": connection, "process": process})
+
+
+def _keep_own_part(cfg: ServerConfig | SiteConfig, name: str) -> None:
+    """Checks a party's own part and writes it into its kit, where the party's process reads it."""
+    kit_config(cfg.kit, cfg.overrides)
+    own = replace(cfg, kit=cfg.kit.resolve())
+    (cfg.kit / name).write_text(to_yaml(own), encoding="utf-8")
+
+
+def _daemons(kit: Path, commands: Mapping[str, list[str]]) -> Daemons:
+    """Returns the processes of a kit; relative paths of the run start from the present folder."""
+    environment = {**search_path(Path(__file__).parents[2]), HOME_VARIABLE: str(Path.cwd())}
+    return Daemons(commands, output=kit / OUTPUT, environment=environment)
+
+
+def _keep_running(daemons: Daemons) -> None:
+    """Watches over processes until this one is stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with daemons:
+            while True:
+                daemons.watch()
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} is in use ({error.strerror}); stop what listens there, or provision "
+                "with another port."
+            ) from error
+
+
+def _reach(kit: Path) -> str | None:
+    """Returns why the server of a site's or an administrator's kit is out of reach, or None.
+
+    Raises:
+        UserError: It can, and server and kit do not accept each other.
+    """
+    host, port = server_address(kit)
+    try:
+        problem = certificates.refusal(kit, host, port)
+    except OSError as error:
+        return error.strerror or str(error)
+    if problem:
+        raise UserError(f"{host}:{port}: {problem}; take the kit that was made with the server's.")
+    return None
+
+
+def _wait_for_server(kit: Path) -> None:
+    """Waits for the server, and says so."""
+    host, port = server_address(kit)
+    told = None
+    while problem := _reach(kit):
+        if problem != told:
+            print(f"{host}:{port} cannot be reached ({problem}); trying again", flush=True)
+            told = problem
+        time.sleep(2)
+
+
+def _check_server(kit: Path) -> None:
+    """Raises `UserError` where the server cannot be reached."""
+    host, port = server_address(kit)
+    if problem := _reach(kit):
+        raise UserError(
+            f"{host}:{port} cannot be reached ({problem}); start the server with firm network "
+            "start-server, or correct the way to it."
+        )
+
+
+def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
+    """Submits a run and follows it; whether it is to be submitted again.
+
+    Raises:
+        UserError: It ended otherwise than well.
+    """
+    job = None
+    try:
+        with console.session(cfg.kit) as opened:
+            jobs = console.unfinished(opened)
+            job = next((job for job, name in jobs.items() if name == cfg.name), None)
+            known = "runs already" if job else "submitted"
+            job = job or console.submit(
+                opened,
+                name=cfg.name,
+                sites=list(federation.sites),
+                controller=CONTROLLER,
+                arguments={"name": cfg.name},
+                heartbeat_interval=federation.heartbeat_interval,
+                heartbeat_timeout=federation.heartbeat_timeout,
+            )
+            print(f"run {cfg.name} {known}, job {printable(job)}", flush=True)
+            return cfg.follow and _follow(opened, job, list(federation.sites))
+    except (SessionClosed, ConnectionError, NoConnection) as error:
+        if job is None and not _reach(cfg.kit):
+            raise UserError(f"the server does not take the run: {printable(error)}") from error
+        print("the server is lost; the run goes on when it is back", flush=True)
+        return True
+
+
+def _follow(opened: Any, job: str, sites: list[str]) -> bool:
+    """Tells how a job fares until it ends; whether the run is to be started again.
+
+    Raises:
+        UserError: It ended otherwise than well.
+    """
+    told, looks, num_lines, idle = "", 0, 0, set[str]()
+    while True:
+        state = console.status(opened, job)
+        if state == "SUBMITTED":
+            connected = console.connected(opened)
+            away = [site for site in sites if site not in connected]
+            state = f"waits for {', '.join(away)}" if away else "waits"
+        if state.startswith("FINISHED"):
+            break
+        if state != told:
+            print(state.lower(), flush=True)
+            told = state
+        if state == "RUNNING":
+            lines = console.said(opened, job, num_lines)
+            print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
+            num_lines += len(lines)
+        looks += 1
+        if state == "RUNNING" and looks % 5 == 0:
+            # Seen twice: right after its start a job may not have reached a site yet.
+            idle, before = set(console.without_part(opened)), idle
+            if back := sorted(idle & before):
+                console.tell_returned(opened, job, back)
+        time.sleep(1)
+    if "COMPLETED" in state:
+        print("finished", flush=True)
+        return False
+    reason, again = console.reason(opened, job)
+    if again:
+        print(reason, flush=True)
+        return True
+    raise UserError(
+        f"the run has ended with {state.lower().removeprefix('finished:')}: "
+        f"{reason or f'the reason stands in the log of the server, {OUTPUT}'}"
+    )
