@@ -16,14 +16,9 @@ CHECKPOINTS = ("policy", "helpful", "harmless", "helpful_other")
 
 
 def checkpoint_path(name: str) -> Path:
-    """Returns the folder of a shipped checkpoint.
+    """Returns the folder of a shipped checkpoint, one of `CHECKPOINTS`.
 
-    Args:
-        name: "policy", the objective of a reward model, "helpful" or "harmless", or
-            "helpful_other", an encoder that judges helpfulness.
-
-    Raises:
-        ValueError: The name is not one of `CHECKPOINTS`.
+    "helpful" and "harmless" are reward models, "helpful_other" an encoder that judges helpfulness.
     """
     if name not in CHECKPOINTS:
         raise ValueError(f"no shipped checkpoint {name!r}; choose one of {', '.join(CHECKPOINTS)}.")

@@ -28,10 +28,7 @@ class Accuracy:
 
 
 def pair_accuracy(margins: Sequence[float] | np.ndarray) -> Accuracy:
-    """Returns the share of positive margins.
-
-    Args:
-        margins: Score of the chosen minus score of the rejected reply, shape [n], n > 0.
+    """Returns the share of positive margins [n], chosen minus rejected reply, n > 0.
 
     >>> pair_accuracy([1.0, 0.5, -2.0, 0.0])
     Accuracy(accuracy=0.625, standard_error=0.24206145913796356, num_pairs=4)

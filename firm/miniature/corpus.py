@@ -22,22 +22,22 @@ class Corpus:
 def generated_corpus(
     world: World, *, num_texts: int, num_pairs: int, num_held_out: int, noise: float, seed: int
 ) -> Corpus:
-    """Returns demonstrations and pairs of a generated world.
+    """Returns demonstrations and pairs of a generated world. Equal seeds give equal corpora.
 
     Args:
         world: Where they come from.
         num_texts: Number of training demonstrations.
         num_pairs: Number of training pairs per objective.
-        num_held_out: Number of pairs per objective and held-out split, and of held-out texts (of
-            which those are left out that were told in training).
+        num_held_out: Number of pairs per objective and held-out split, and of held-out texts, of
+            which those that are also training texts are left out.
         noise: Temperature of the training labels; held-out labels have none.
-        seed: Equal seeds give equal corpora.
+        seed: Draws all.
     """
     rows = world.sft_texts(num_texts, seed) + world.sft_texts(num_held_out, seed + 1)
     documents = [row["prompt"] + row["completion"] for row in rows]
     train = documents[:num_texts]
-    told = set(train)
-    held_out = [text for text in documents[num_texts:] if text not in told]
+    known = set(train)
+    held_out = [text for text in documents[num_texts:] if text not in known]
 
     def pairs(kind: Objective, split: Split) -> list[Preference]:
         num, temperature = (num_pairs, noise) if split == "train" else (num_held_out, 0.0)

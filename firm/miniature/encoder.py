@@ -78,7 +78,7 @@ def train_encoder(
 
     Args:
         texts: Training documents, prompt and reply as one text.
-        tokenizer: The encoder's tokenizer, which frames every text and says how long one may be
+        tokenizer: The encoder's, which frames every text and has its greatest length
             (`reward_tokenizer`).
         cfg: Size and length of the training.
         seed: Seed of the initial parameters, of the order of the texts and of the replacements.
@@ -104,9 +104,7 @@ def train_encoder(
             args=TrainingArguments(
                 max_steps=cfg.num_steps,
                 per_device_train_batch_size=cfg.batch_size,
-                **training_arguments(
-                    folder, learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2, seed=seed
-                ),
+                **training_arguments(folder, cfg, seed=seed),
             ),
             train_dataset=Dataset.from_dict(
                 {"input_ids": tokenizer(list(texts), truncation=True)["input_ids"]}
@@ -140,19 +138,14 @@ def _new_encoder(tokenizer: PreTrainedTokenizerFast, cfg: EncoderTraining) -> El
 
 
 def replace_tokens(ids: torch.Tensor, *, share: float, generator: torch.Generator) -> torch.Tensor:
-    """Returns the texts with some tokens replaced by random ones of the batch.
+    """Returns padded texts [B, T] with a share of their tokens drawn anew from the batch.
 
     Special tokens stay and never stand in for another. A token may be drawn in its own place.
-
-    Args:
-        ids: Padded texts, shape [B, T].
-        share: Share of the tokens that are drawn anew.
-        generator: Source of randomness.
     """
     ordinary = ids > max(PAD_ID, BOS_ID, EOS_ID)
-    told = ids[ordinary]  # as often as the batch says them
-    if not len(told):
+    known = ids[ordinary]  # as often as the batch says them
+    if not len(known):
         return ids.clone()
-    drawn = told[torch.randint(len(told), ids.shape, generator=generator)]
+    drawn = known[torch.randint(len(known), ids.shape, generator=generator)]
     chosen = (torch.rand(ids.shape, generator=generator) < share) & ordinary
     return torch.where(chosen, drawn, ids)

@@ -34,11 +34,7 @@ class Preference:
 
 
 def load_preferences(path: str | Path) -> list[Preference]:
-    """Returns the pairs of a JSON-lines file, which may be compressed by gzip.
-
-    Args:
-        path: File with one object per line and the fields `prompt`, `chosen`, `rejected` and
-            `kind`, all of them non-empty strings; further fields are ignored.
+    """Returns the pairs of a JSON-lines file, plain or compressed by gzip; ignores further fields.
 
     Raises:
         ValueError: The file is missing, holds no pair, or a line of it is malformed; the message
@@ -127,12 +123,7 @@ def truncate_prompt(prompt: str, *, max_tokens: int, num_tokens: Callable[[str],
     """Returns the longest end of a dialogue that opens with a human turn and fits.
 
     Whole turns go first. Only when the last human turn is too long by itself is its own beginning
-    cut, so that the final `"\\n\\nAssistant:"` always stays.
-
-    Args:
-        prompt: Dialogue, or a text without turns, which is cut like a single one.
-        max_tokens: Most tokens that the returned text may have.
-        num_tokens: Number of tokens of a text.
+    cut, so that the final `"\\n\\nAssistant:"` always stays. A text without turns counts as one.
 
     Raises:
         ValueError: `max_tokens` has no room for the markers of one turn.

@@ -115,11 +115,8 @@ def check_positive(config: Any) -> None:
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer, which covers any text without an unknown token.
 
-    It prepends BOS and never appends EOS, pads and truncates on the left: a policy's tokenizer.
-
-    Args:
-        texts: Training texts; nothing held out may be among them.
-        vocab_size: At least 259: 256 bytes and three special tokens.
+    It prepends BOS and never appends EOS, pads and truncates on the left: a policy's tokenizer. No
+    text that is held out may be among its training texts.
     """
     smallest = 256 + 3  # every byte, and the special tokens
     if vocab_size < smallest:
@@ -183,11 +180,7 @@ def train_policy(
 ) -> LlamaForCausalLM:
     """Returns a language model trained from scratch by TRL's SFTTrainer, every text ended by EOS.
 
-    Args:
-        texts: Training documents, prompt and reply as one text.
-        tokenizer: The policy's tokenizer; it prepends BOS.
-        cfg: Size and length of the training.
-        seed: Seed of the initial parameters and of the order of the windows.
+    Each text is a prompt with its reply; the tokenizer prepends BOS.
     """
     transformers.set_seed(seed)
     model = LlamaForCausalLM(
@@ -216,9 +209,7 @@ def train_policy(
                 max_length=cfg.context_length,
                 shuffle_dataset=True,
                 loss_type="nll",
-                **training_arguments(
-                    folder, learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2, seed=seed
-                ),
+                **training_arguments(folder, cfg, seed=seed),
             ),
             train_dataset=Dataset.from_dict({"input_ids": _documents(texts, tokenizer)}),
             processing_class=tokenizer,
@@ -302,9 +293,7 @@ def train_reward_model(
                 max_length=cfg.max_length,
                 train_sampling_strategy="group_by_length",
                 remove_unused_columns=False,  # the sampler reads `length`
-                **training_arguments(
-                    folder, learning_rate=cfg.learning_rate, adam_beta2=cfg.adam_beta2, seed=seed
-                ),
+                **training_arguments(folder, cfg, seed=seed),
             ),
             train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
@@ -327,11 +316,7 @@ def fit_pairs(
 ) -> list[Preference]:
     """Returns the pairs cut to what a reward model reads: the prompt's end, the replies' start.
 
-    Args:
-        pairs: Any pairs.
-        cfg: What is scored, and its greatest length.
-        shorten: Cuts a prompt to its greatest length.
-        num_tokens: Number of tokens of a text, special tokens apart.
+    ``shorten`` cuts a prompt to its greatest length; ``num_tokens`` counts without special tokens.
     """
     fitted = []
     for pair in pairs:
@@ -397,14 +382,12 @@ def save_checkpoint(
     tokenizer.save_pretrained(folder)
 
 
-def training_arguments(
-    folder: str, *, learning_rate: float, adam_beta2: float, seed: int
-) -> dict[str, Any]:
-    """Returns what all trainers are told: on the CPU, in float32, without files or reports."""
+def training_arguments(folder: str, cfg: Any, *, seed: int) -> dict[str, Any]:
+    """Returns the arguments of all trainers: on the CPU, in float32, without files or reports."""
     return {
         "output_dir": folder,
-        "learning_rate": learning_rate,
-        "adam_beta2": adam_beta2,
+        "learning_rate": cfg.learning_rate,
+        "adam_beta2": cfg.adam_beta2,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.05,  # below 1: a share of the steps
         "seed": seed,

@@ -99,13 +99,9 @@ class World:
     def prompts(self, split: Split) -> list[Prompt]:
         """Returns the prompts of a split, in a fixed shuffled order.
 
-        Args:
-            split: "train"; "validation" (the training acts in phrasings of its own, for tuning);
-                "test" (the training acts in phrasings that nothing else uses); "test_acts" (acts
-                that no other split asks for, in the phrasings of "test").
-
-        Raises:
-            ValueError: The split is unknown.
+        "validation" has the training acts in phrasings of its own, for tuning; "test" in phrasings
+        that nothing else uses; "test_acts" has acts that no other split asks for, in the phrasings
+        of "test".
         """
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}.")
@@ -156,10 +152,6 @@ class World:
             split: Whose prompts to take.
             replies: Prompt -> replies sampled from a policy; each half of a pair is one of them
                 with probability 1/2. Prompts without an entry are then left out.
-
-        Raises:
-            ValueError: `kind` or `split` is unknown, `noise` is negative, or `replies` answers no
-                prompt of the split.
         """
         if kind not in OBJECTIVES:
             raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(OBJECTIVES)}.")
@@ -212,18 +204,14 @@ class World:
         ]
 
     def act_of(self, prompt: str) -> Act:
-        """Returns the act that a prompt's last request asks for.
-
-        Raises:
-            ValueError: The prompt asks for no act of this world.
-        """
-        found = self._act_pattern.findall(prompt)
-        if not found:
+        """Returns the act that a prompt's last request asks for; raises ``ValueError`` without."""
+        asked = self._act_pattern.findall(prompt)
+        if not asked:
             raise ValueError(
                 f"the prompt asks for no act of this world, got {prompt!r}; "
                 "take prompts from World.prompts or leave out the true scores."
             )
-        return self._act_by_text[found[-1]]
+        return self._act_by_text[asked[-1]]
 
     def roles(self, prompt: str, completion: str) -> list[str]:
         """Returns the role of each sentence of a reply: the keys of `grammar.CREDITS`."""
@@ -270,7 +258,6 @@ class World:
     # Replies
 
     def _sentence(self, rng: random.Random, prompt: Prompt, role: str) -> str:
-        """Returns a random sentence of a role for a request."""
         act = self._act_by_text[prompt.act]
         if role == "step":
             return rng.choice(act.steps)
@@ -371,18 +358,15 @@ def _split(completion: str) -> list[str]:
 
 
 def _join(sentences: list[str]) -> str:
-    """Returns the reply that consists of `sentences`."""
     return "".join(f" {sentence}" for sentence in sentences)
 
 
 def _truncate(rng: random.Random, reply: str) -> str:
-    """Returns a reply cut off inside its last words."""
     words = reply.split()
     return _join(words[: rng.randint(max(len(words) - 4, 0), max(len(words) - 1, 0))])
 
 
 def _drop_word(rng: random.Random, reply: str) -> str:
-    """Returns a reply without one of its words."""
     words = reply.split()
     if words:
         del words[rng.randrange(len(words))]
@@ -390,7 +374,6 @@ def _drop_word(rng: random.Random, reply: str) -> str:
 
 
 def _double_word(rng: random.Random, reply: str) -> str:
-    """Returns a reply that says one of its words twice."""
     words = reply.split()
     if words:
         i = rng.randrange(len(words))
@@ -399,14 +382,12 @@ def _double_word(rng: random.Random, reply: str) -> str:
 
 
 def _shuffle_words(rng: random.Random, reply: str) -> str:
-    """Returns a reply whose words are in random order."""
     words = reply.split()
     rng.shuffle(words)
     return _join(words)
 
 
 def _repeat_sentences(rng: random.Random, reply: str) -> str:
-    """Returns a reply that says one of its sentences up to three times more."""
     sentences = _split(reply)
     if sentences:
         sentences += [rng.choice(sentences)] * rng.randint(1, 3)
@@ -414,7 +395,6 @@ def _repeat_sentences(rng: random.Random, reply: str) -> str:
 
 
 def _empty(rng: random.Random, reply: str) -> str:
-    """Returns no reply."""
     return ""
 
 

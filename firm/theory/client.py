@@ -12,8 +12,8 @@ from firm.federation import Adapter, Client, Gradients, State, derive_seed
 from firm.federation.schema import Items, Metric, Number, PerObjective, register_metrics
 from firm.gradients import combine
 from firm.solvers import smoothed_weights
-from firm.theory.critic import CRITICS, CriticConfig, Transitions, sample_chain, td_errors
-from firm.theory.exact import policy
+from firm.theory.critic import CriticConfig, Transitions, sample_chain, td_critic, td_errors
+from firm.theory.exact import policy, td_fixed_point
 from firm.theory.mdp import Mdp
 
 PARAMETER = "theta"
@@ -66,13 +66,8 @@ class TabularClient(Client):
     Not in the paper, after Xu et al. (2020), arXiv:2004.12956, whose lemmas it takes: the actor's
     chain moves by γP + (1 - γ)ρ₀, whose stationary distribution is the discounted visitation that
     the policy gradient theorem asks for, while δ uses s' ~ P(. | s, a). Both chains go on from step
-    to step and from round to round, starting from ρ₀.
-
-    Args:
-        name: Unique in the federation.
-        mdp: The same for all clients, as in the paper's analysis.
-        cfg: Batch and step sizes.
-        seed: The run's; the client's own stream is derived from it and its name.
+    to step and from round to round, starting from ρ₀. The client's own random stream is derived
+    from the run's seed and its name.
     """
 
     def __init__(self, name: str, mdp: Mdp, cfg: ActorCriticConfig, *, seed: int) -> None:
@@ -98,15 +93,17 @@ class TabularClient(Client):
         for _ in range(num_steps):
             theta = self._theta.numpy()
             probabilities = policy(self._mdp, theta)
-            self._critic, self._critic_state = CRITICS[self._cfg.critic.name](
-                self._mdp,
-                theta,
-                probabilities,
-                self._critic,
-                self._critic_state,
-                cfg=self._cfg.critic,
-                generator=self._generator,
-            )
+            if self._cfg.critic.name == "exact":
+                self._critic = td_fixed_point(self._mdp, theta)
+            else:
+                self._critic, self._critic_state = td_critic(
+                    self._mdp,
+                    probabilities,
+                    self._critic,
+                    self._critic_state,
+                    cfg=self._cfg.critic,
+                    generator=self._generator,
+                )
             batch = sample_chain(
                 self._mdp,
                 probabilities,
@@ -171,14 +168,7 @@ class TabularClient(Client):
 def policy_gradients(
     mdp: Mdp, theta: np.ndarray, transitions: Transitions, errors: np.ndarray
 ) -> np.ndarray:
-    """Returns g^j = (1/B) Σ_l δ_l^j ψ(s_l, a_l) of Eq. 10, shape [M, d].
-
-    Args:
-        mdp: The process.
-        theta: Logits, shape [d].
-        transitions: B of them.
-        errors: δ, shape [M, B].
-    """
+    """Returns g^j = (1/B) Σ_l δ_l^j ψ(s_l, a_l) of Eq. 10, from errors δ [M, B], shape [M, d]."""
     num_objectives, num_transitions = errors.shape
     cells = transitions.states * mdp.num_actions + transitions.actions
     sums = np.stack([np.bincount(cells, row, mdp.num_parameters) for row in errors])

@@ -1,13 +1,12 @@
 """Sampling of chains, and the M linear critics of Algorithm 3 of FIRM (Nourzad et al.)."""
 
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from firm.theory.exact import critic_radius, td_fixed_point
+from firm.theory.exact import critic_radius
 from firm.theory.mdp import Mdp
 
 
@@ -89,13 +88,7 @@ def sample_chain(
 
 
 def td_errors(mdp: Mdp, critic: np.ndarray, transitions: Transitions) -> np.ndarray:
-    """Returns δ^j = r^j + γ φ(s')ᵀw^j - φ(s)ᵀw^j of Eq. 10, shape [M, B].
-
-    Args:
-        mdp: The process.
-        critic: w, shape [M, d2].
-        transitions: B of them.
-    """
+    """Returns δ^j = r^j + γ φ(s')ᵀw^j - φ(s)ᵀw^j of Eq. 10, with w [M, d2], shape [M, B]."""
     values = critic @ mdp.features.T  # [M, S]
     rewards = mdp.rewards[:, transitions.states, transitions.actions]
     return rewards + mdp.gamma * values[:, transitions.next_states] - values[:, transitions.states]
@@ -109,7 +102,6 @@ def project_to_ball(critic: np.ndarray, radius: float) -> np.ndarray:
 
 def td_critic(
     mdp: Mdp,
-    theta: np.ndarray,
     probabilities: np.ndarray,
     critic: np.ndarray,
     state: int,
@@ -117,24 +109,13 @@ def td_critic(
     cfg: CriticConfig,
     generator: np.random.Generator,
 ) -> tuple[np.ndarray, int]:
-    """Returns the critics after Algorithm 3, and where their chain stands.
+    """Returns the critics w [M, d2] after Algorithm 3, and where their chain stands.
 
     Corrected: line 12's step size is α' (it prints β); line 13's projection divides by the norm of
     w; line 3's first state is the given one. Not in the paper: a mini-batch starts at the state
     after the last one's last transition, so that none is counted twice (line 3 starts at s_{k-1,D}
-    again), and the chain is the critics' own, as the actor's restarts.
-
-    Args:
-        mdp: The process.
-        theta: The policy's logits, shape [d]; unused, its probabilities are given.
-        probabilities: π(a | s), shape [S, A].
-        critic: w before, shape [M, d2]; never changed.
-        state: Where the chain stands.
-        cfg: N, D and α'.
-        generator: Drawn from.
-
-    Returns:
-        w, shape [M, d2], every row within the ball of radius R_w; and the chain's state.
+    again), and the chain is the critics' own, as the actor's restarts. The policy is given by its
+    probabilities π(a | s), [S, A].
     """
     radius = critic_radius(mdp)
     steps = cfg.num_iterations * cfg.batch_size
@@ -144,21 +125,3 @@ def td_critic(
         update = td_errors(mdp, critic, batch) @ mdp.features[batch.states]  # [M, d2]
         critic = project_to_ball(critic + cfg.step_size / cfg.batch_size * update, radius)
     return critic, chain.last
-
-
-def exact_critic(
-    mdp: Mdp,
-    theta: np.ndarray,
-    probabilities: np.ndarray,
-    critic: np.ndarray,
-    state: int,
-    *,
-    cfg: CriticConfig,
-    generator: np.random.Generator,
-) -> tuple[np.ndarray, int]:
-    """Returns the TD fixed point w*, [M, d2], and the chain's state as it was."""
-    return td_fixed_point(mdp, theta), state
-
-
-CRITICS: dict[str, Callable[..., tuple[np.ndarray, int]]] = {"td": td_critic, "exact": exact_critic}
-"""Every critic by its configuration's ``name``."""

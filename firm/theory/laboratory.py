@@ -59,10 +59,8 @@ class ExperimentConfig:
 def run_experiment(cfg: ExperimentConfig, *, seed: int) -> tuple[Mdp, Trace]:
     """Returns the MDP that a seed draws, and what the clients did on it. Equal seeds, equal runs.
 
-    Args:
-        cfg: The experiment.
-        seed: Draws the MDP and every client's stream. The MDP depends on it and on ``cfg.mdp``
-            alone, so that other settings are compared on the same one.
+    The seed draws the MDP and every client's stream. The MDP depends on it and on ``cfg.mdp``
+    alone, so that other settings are compared on the same one.
 
     Raises:
         RoundFailed: A client failed; with its reason.
@@ -85,11 +83,7 @@ def run_experiment(cfg: ExperimentConfig, *, seed: int) -> tuple[Mdp, Trace]:
 
 
 def trace_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> Trace:
-    """Returns the trace of rounds from their client rows, as the strategy returns them.
-
-    Args:
-        rounds: For each round one row per client, all clients in the same order.
-    """
+    """Returns the trace of rounds from their rows, one per client, in the same order."""
 
     def joined(key: str) -> np.ndarray:
         # [rounds, C, K, ...] to [T, C, ...]
@@ -105,16 +99,7 @@ def trace_of(rounds: Sequence[Sequence[dict[str, Any]]]) -> Trace:
 
 
 def summarise(mdp: Mdp, trace: Trace, *, beta: float) -> dict[str, float]:
-    """Returns the means over the local steps of all terms, and how Lemma 1 fared.
-
-    Args:
-        mdp: What the clients trained on.
-        trace: What they did.
-        beta: β of Eq. 11.
-
-    Returns:
-        The fields of ``Terms`` and, where Lemma 1 applies, ``lemma_1_figures``.
-    """
+    """Returns the means over the local steps of all ``Terms``, and ``lemma_1_figures``."""
     figures = {k: float(v.mean()) for k, v in vars(measure_terms(mdp, trace, beta=beta)).items()}
     is_applicable = beta > 0 and trace.solved.shape[1] > 1
     return figures | (lemma_1_figures(mdp, trace, beta=beta) if is_applicable else {})

@@ -23,12 +23,7 @@ class Slope:
 def fit_slope(xs: Sequence[float] | np.ndarray, ys: np.ndarray) -> Slope:
     """Returns the mean slope of log y in log x, least squares within each seed.
 
-    Args:
-        xs: At least two different positive numbers, shape [N].
-        ys: One row per seed, positive, shape [S, N] with S >= 2.
-
-    Raises:
-        ValueError: There are too few points or seeds, or one is not positive.
+    At least two different positive xs [N], and positive ys [S, N] of at least two seeds.
 
     >>> fit_slope([1, 10, 100], np.array([[3, 30, 300], [5, 50, 500]]))
     Slope(mean=1.0, se=0.0)
@@ -77,13 +72,6 @@ def verdict(slope: Slope, exponent: float) -> str:
 
 
 def geometric_mean(ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the geometric mean over seeds and the standard error of its logarithm.
-
-    Args:
-        ys: One row per seed, positive, shape [S, N] with S >= 2.
-
-    Returns:
-        Both of shape [N].
-    """
+    """Returns the geometric mean over seeds [S, N] and the standard error of its logarithm."""
     logs = np.log(ys)
     return np.exp(logs.mean(axis=0)), logs.std(axis=0, ddof=1) / len(logs) ** 0.5

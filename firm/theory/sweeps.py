@@ -217,9 +217,7 @@ def measure_convergence(cfg: SweepsConfig) -> Values:
 def sample_pairs(cfg: SweepsConfig, *, num_shown: int) -> list[dict[str, float]]:
     """Returns "beta" and both sides of Lemma 1, "left" and "right", of pairs of clients.
 
-    Args:
-        cfg: Its β are run with the first seed.
-        num_shown: Pairs of each of them, evenly over its local steps.
+    Of every β so many pairs, evenly over the local steps of the first seed's run.
     """
     pairs = []
     for beta in cfg.betas:

@@ -86,13 +86,7 @@ class Lemma1:
 
 
 def measure_terms(mdp: Mdp, trace: Trace, *, beta: float) -> Terms:
-    """Returns the proof's terms of every local step, with exact gradients of J.
-
-    Args:
-        mdp: What the clients trained on.
-        trace: What they did.
-        beta: β of Eq. 11, for the weights of the exact gradients.
-    """
+    """Returns the proof's terms of every local step, with exact gradients of J."""
     mean_theta, mean_weights = trace.thetas.mean(axis=1), trace.weights.mean(axis=1)
     at_mean = return_gradients(mdp, mean_theta)  # [T, M, d]
     at_clients = return_gradients(mdp, trace.thetas)  # [T, C, M, d]
@@ -123,15 +117,10 @@ def measure_terms(mdp: Mdp, trace: Trace, *, beta: float) -> Terms:
 
 
 def measure_lemma_1(mdp: Mdp, trace: Trace, *, beta: float) -> Lemma1:
-    """Returns both sides of Lemma 1.
-
-    Args:
-        mdp: What the clients trained on; its constants give Lemma 7's R.
-        trace: What they did.
-        beta: β of Eq. 11, positive.
+    """Returns both sides of Lemma 1, with Lemma 7's R of the MDP's constants.
 
     Raises:
-        ValueError: With a single client, or without regularisation.
+        ValueError: With a single client, or without regularisation, β > 0.
     """
     num_clients = trace.solved.shape[1]
     if num_clients < 2:
@@ -168,7 +157,7 @@ def _spread(weights: np.ndarray) -> np.ndarray:
 
 
 def _drifts(gradients: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Eq. 7's second part in every local step, [T, C, M, d] and [T, C, M] to [T]."""
+    """Returns Eq. 7's second part in every local step, [T, C, M, d] and [T, C, M] to [T]."""
     steps = zip(torch.from_numpy(gradients), torch.from_numpy(weights), strict=True)
     return np.array([disagreement_drift(list(g), list(w)) for g, w in steps])
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from firm.theory import CriticConfig, exact
+from firm.theory import ActorCriticConfig, CriticConfig, TabularClient, exact
 from firm.theory.critic import (
-    exact_critic,
     project_to_ball,
     sample_chain,
     td_critic,
@@ -68,7 +67,6 @@ def test_td_learning_converges_to_its_fixed_point(new_mdp, theta, features):
     fixed_point = exact.td_fixed_point(mdp, theta)
     critic, _ = td_critic(
         mdp,
-        theta,
         exact.policy(mdp, theta),
         np.zeros_like(fixed_point),
         0,
@@ -83,7 +81,7 @@ def test_critics_leave_their_chain_where_its_last_transition_ended(mdp, theta):
     ends = []
     for seed in range(5):
         cfg, generator = CriticConfig(num_iterations=3, batch_size=4), np.random.default_rng(seed)
-        critic, end = td_critic(mdp, theta, probabilities, start, 0, cfg=cfg, generator=generator)
+        critic, end = td_critic(mdp, probabilities, start, 0, cfg=cfg, generator=generator)
         generator = np.random.default_rng(seed)
         assert end == sample_chain(mdp, probabilities, 0, 12, generator=generator).last
         assert critic.any()
@@ -102,7 +100,6 @@ def test_a_critic_that_diverges_stays_in_its_ball(mdp, theta):
     cfg = CriticConfig(num_iterations=50, batch_size=2, step_size=1e4)
     critic, _ = td_critic(
         mdp,
-        theta,
         exact.policy(mdp, theta),
         np.zeros((2, 4)),
         0,
@@ -113,26 +110,12 @@ def test_a_critic_that_diverges_stays_in_its_ball(mdp, theta):
     assert np.linalg.norm(critic, axis=1).max() == pytest.approx(radius)
 
 
-def test_the_exact_critic_is_the_fixed_point_and_moves_no_chain(mdp, theta):
-    generator = np.random.default_rng(10)
-    before = generator.bit_generator.state
-    critic, state = exact_critic(
-        mdp,
-        theta,
-        exact.policy(mdp, theta),
-        np.zeros((2, 4)),
-        3,
-        cfg=CriticConfig(name="exact"),
-        generator=generator,
-    )
-    np.testing.assert_array_equal(critic, exact.td_fixed_point(mdp, theta))
-    assert state == 3
-    assert generator.bit_generator.state == before
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("num_iterations", 0), ("batch_size", 0), ("step_size", 0.0)]
-)
-def test_configurations_name_the_key_at_fault(key, value):
-    with pytest.raises(ValueError, match=key):
-        CriticConfig(**{key: value})
+def test_exact_critics_are_at_their_fixed_point_and_move_no_chain(mdp):
+    cfg = ActorCriticConfig(critic=CriticConfig(name="exact"))
+    client = TabularClient("client", mdp, cfg, seed=10)
+    before = client.state()
+    next(client.batches(1))
+    after = client.state()
+    fixed_point = exact.td_fixed_point(mdp, np.zeros(mdp.num_parameters))
+    np.testing.assert_array_equal(after["critic"], fixed_point)
+    assert after["critic_state"] == before["critic_state"]
