@@ -33,14 +33,7 @@ from firm.alignment.policy import (
     take_device,
 )
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
-from firm.alignment.rewards import (
-    Calibration,
-    Judges,
-    RewardFn,
-    calibrate,
-    check_same,
-    score,
-)
+from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import MultiObjectivePPOTrainer

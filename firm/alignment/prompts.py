@@ -298,10 +298,7 @@ def format_prompt(
     if prompt_format.system_prompt:
         messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
     formatted = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tokenize=False,
-        date_string=prompt_format.date_string,
+        messages, add_generation_prompt=True, tokenize=False, date_string=prompt_format.date_string
     )
     assert isinstance(formatted, str)
     return formatted

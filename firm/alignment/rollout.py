@@ -10,17 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate, pad_right
-from firm.alignment.prompts import (
-    PromptFormat,
-    encode_prompts,
-    format_prompt,
-    truncate_by_turns,
-)
+from firm.alignment.prompts import PromptFormat, encode_prompts, format_prompt, truncate_by_turns
 from firm.alignment.rows import ALONE, by_chunks
 from firm.alignment.sequences import (
     INVALID_LOGPROB,

@@ -38,11 +38,7 @@ from firm.alignment.estimators import EstimatorConfig, Experience, MinibatchGrad
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
-from firm.alignment.policy import (
-    adapter_parameters,
-    set_adapter_dropout,
-    without_needless_warnings,
-)
+from firm.alignment.policy import adapter_parameters, set_adapter_dropout, without_needless_warnings
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, Judges, RewardFn
 from firm.alignment.rollout import encode_dialogues, rollout

@@ -3,13 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firm.alignment.advantages import (
-    gae,
-    masked_mean,
-    shaped_rewards,
-    whiten,
-    whiten_together,
-)
+from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
 from firm.alignment.kl import kl_penalty
 
 seeds = st.integers(0, 2**32)
@@ -125,10 +119,7 @@ def test_shaped_rewards_by_hand():
     kl = torch.tensor([[0.5, 1.0, 0.0], [0.1, 0.2, 0.3]])
     rewards = shaped_rewards(scores, kl, kl_coefficient=0.2, score_index=torch.tensor([1, 2]))
     expected = torch.tensor(
-        [
-            [[-0.1, 0.8, 0.0], [-0.02, -0.04, 1.94]],
-            [[-0.1, 9.8, 0.0], [-0.02, -0.04, 19.94]],
-        ]
+        [[[-0.1, 0.8, 0.0], [-0.02, -0.04, 1.94]], [[-0.1, 9.8, 0.0], [-0.02, -0.04, 19.94]]]
     )
     torch.testing.assert_close(rewards, expected)
 

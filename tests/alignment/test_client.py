@@ -370,11 +370,7 @@ def test_the_order_of_the_objectives_does_not_matter(
     cfg, ends = exact_config(name, num_local_steps=2 if name == "fsmgda" else 1), []
     for objectives in ("abc", "cab"):
         rewards = {name: letter_count(name) for name in objectives}
-        trainer = make_trainer(
-            rewards=rewards,
-            dropout=0.1,
-            kl=KLConfig(horizon=100),
-        )
+        trainer = make_trainer(rewards=rewards, dropout=0.1, kl=KLConfig(horizon=100))
         ends.append(run(trainer, 2, cfg, strategy=STRATEGIES[name], rounds=3)[0])
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-5)

@@ -325,9 +325,7 @@ def test_adapter_dropout_is_active_in_updates_and_off_in_rollouts(make_trainer, 
 
 def test_the_critic_does_not_move_the_adapter_and_steps_at_its_own_rate(make_trainer, letter_count):
     trainer = make_trainer(
-        rewards={"a": letter_count("a")},
-        critic_learning_rate=0.5,
-        actor_learning_rate=1e-12,
+        rewards={"a": letter_count("a")}, critic_learning_rate=0.5, actor_learning_rate=1e-12
     )
     before = copy.deepcopy(trainer.policy_model.state_dict())
     np.random.seed(0)

@@ -159,10 +159,7 @@ class PPO:
         with policy.timed("advantages"):
             kl = self.kl.per_token(rollouts)
             per_token = shaped_rewards(
-                rewards,
-                kl,
-                kl_coefficient=self.kl.coefficient,
-                score_index=rollouts.score_index,
+                rewards, kl, kl_coefficient=self.kl.coefficient, score_index=rollouts.score_index
             )  # [M, B, T]
             if config.whiten_rewards:
                 mask = rollouts.value_mask

@@ -16,10 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from firm.alignment.estimators import EstimatorConfig, Policy
 from firm.alignment.generation import RolloutConfig

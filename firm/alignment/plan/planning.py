@@ -5,11 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
 
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.plan.memory import policy_without_storage, process_memory

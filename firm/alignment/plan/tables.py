@@ -56,10 +56,7 @@ def _work_table(plan: Plan) -> Table:
         ("optimizer steps per client and round", f"{work.optimizer_steps:,}"),
         ("optimizer steps per round", f"{visits * work.optimizer_steps:,}"),
         ("optimizer steps in all", f"{work.rounds * visits * work.optimizer_steps:,}"),
-        (
-            "weights solved in all",
-            f"{work.rounds * (visits * work.solves + work.server_solves):,}",
-        ),
+        ("weights solved in all", f"{work.rounds * (visits * work.solves + work.server_solves):,}"),
         ("replies sampled in training", f"{work.training_replies:,}"),
         ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
         ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
@@ -119,13 +116,7 @@ def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
         "Given by the paper",
         ("key", "value", "paper", "where", "equal"),
         [
-            (
-                h.path,
-                _text(h.value),
-                _text(h.paper_value),
-                h.source,
-                "yes" if h.is_papers else "no",
-            )
+            (h.path, _text(h.value), _text(h.paper_value), h.source, "yes" if h.is_papers else "no")
             for h in papers
         ],
     )
