@@ -42,12 +42,12 @@ from firm.alignment import (
     RolloutConfig,
     load_policy,
     load_tokenizer,
-    make_plan,
 )
 from firm.alignment.sequences import Queries
 from firm.federation import Processes, RandomStream
 from firm.gradients import gram_matrix
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan import make_plan
 from firm.run import print_table
 from firm.solvers import firm_weights
 from reward_models import RewardModelConfig, load_reward_model

@@ -19,7 +19,6 @@ from firm.alignment.evaluation import (
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
 from firm.alignment.model_card import write_model_card
-from firm.alignment.plan import Plan, make_plan, plan_tables
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
@@ -49,7 +48,6 @@ __all__ = [
     "LoraSettings",
     "MultiObjectivePPOTrainer",
     "PPOConfig",
-    "Plan",
     "PolicyConfig",
     "Prompt",
     "PromptFormat",
@@ -74,9 +72,7 @@ __all__ = [
     "load_prompts",
     "load_tokenizer",
     "logprobs_from",
-    "make_plan",
     "mismatch_alarm",
-    "plan_tables",
     "sample_replies",
     "score",
     "select_adapter",

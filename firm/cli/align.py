@@ -4,11 +4,11 @@ import os
 from functools import partial
 from pathlib import Path
 
-from firm.alignment import make_plan, plan_tables
 from firm.federation import Processes
 from firm.federation.outside import printable
 from firm.jobs.alignment import alarms_at_start, align
 from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.plan import make_plan, plan_tables
 from firm.report import alarms
 from firm.run import print_table, run_cli
 from firm.run.shipped import CONFIGS, with_shipped_paths

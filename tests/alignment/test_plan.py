@@ -20,16 +20,15 @@ from firm.alignment import (
     Prompt,
     evaluate,
     load_policy,
-    make_plan,
-    plan_tables,
 )
 from firm.alignment.hyperparameters import departures, field_docstrings, hyperparameters
-from firm.alignment.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.sequences import Queries
 from firm.cli.align import main
 from firm.federation import Processes, RandomStream
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan import make_plan, plan_tables
+from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.run import parse, print_table
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +60,7 @@ def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
 def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
     """A plan but for its memory, whose estimate takes a second and more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firm.alignment.plan.planning.process_memory", lambda *_: None)
+        patch.setattr("firm.jobs.plan.planning.process_memory", lambda *_: None)
         return plan_of(cfg, num_processes)
 
 
@@ -136,7 +135,7 @@ def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(shallow):
 def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor, monkeypatch):
     cfg = config("--strategy.name", "fedcmoo", "--strategy.compressor", compressor)
     whole = plan_without_memory(cfg).policy
-    monkeypatch.setattr("firm.alignment.plan.traffic.SAMPLED_PARAMETERS", whole.num_trainable // 3)
+    monkeypatch.setattr("firm.jobs.plan.traffic.SAMPLED_PARAMETERS", whole.num_trainable // 3)
     part = plan_without_memory(cfg).policy
     assert part.bytes_up == pytest.approx(whole.bytes_up, rel=0.02)
     assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)

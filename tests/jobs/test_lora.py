@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from firm.alignment import make_plan
 from firm.cli.align import main
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan import make_plan
 from firm.run import parse
 
 SMOKE = Path(__file__).parents[2] / "configs/smoke.yaml"

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from firm.alignment import make_plan
 from firm.cli import align
 from firm.cli.sweep import main as sweep_main
 from firm.federation import Processes
 from firm.jobs import sweep
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan import make_plan
 from firm.run import parse
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_work_is_that_of_the_setting():
 
 
 def test_fedcmoo_a_is_firm_s_baseline_without_compression_and_without_beta(monkeypatch):
-    takes_seconds = "firm.alignment.plan.planning.process_memory"
+    takes_seconds = "firm.jobs.plan.planning.process_memory"
     monkeypatch.setattr(takes_seconds, lambda *_: None)
     cfg, local = config("fedcmoo_a"), ("--policy.path", "firm/miniature/checkpoints/policy")
     assert (cfg.strategy.name, cfg.strategy.beta) == ("fedcmoo", 0.0)

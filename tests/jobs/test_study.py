@@ -49,7 +49,7 @@ def test_names_that_lead_elsewhere_or_to_one_place_are_refused(arguments, messag
 
 
 def test_a_setting_has_a_folder_of_its_own_below_the_study(capsys, monkeypatch):
-    takes_seconds = "firm.alignment.plan.planning.process_memory"
+    takes_seconds = "firm.jobs.plan.planning.process_memory"
     monkeypatch.setattr(takes_seconds, lambda *_: None)
     settings = "{'../../β = 0.5': {}}"
     base = str(ROOT / "configs/smoke.yaml")

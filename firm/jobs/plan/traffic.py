@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from firm.alignment.plan.settings import RunSettings
 from firm.federation import Failure, Reply, RoundFailed, ServerState, State
 from firm.federation.messages import Message, Request, Sizes
 from firm.federation.serialization import pack
 from firm.federation.strategies import STRATEGIES
+from firm.jobs.alignment_config import AlignmentConfig
 
 SAMPLED_PARAMETERS = 1_000_000
 """Columns of the Jacobian that a planned client compresses; the others' bytes follow by proportion,
@@ -22,13 +22,9 @@ class Traffic:
 
     Their messages hold adapters without entries and Jacobians of few columns. What these lack of
     the real ones is added to the counts.
-
-    Args:
-        cfg: The run's configuration.
-        adapter: The adapter's parameters, of which sizes alone count.
     """
 
-    def __init__(self, cfg: RunSettings, adapter: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, cfg: AlignmentConfig, adapter: Mapping[str, torch.Tensor]) -> None:
         self._cfg = cfg
         self.adapter = {name: torch.empty(0) for name in adapter}
         self._adapter_bytes = sum(parameter.nbytes for parameter in adapter.values())
@@ -65,7 +61,7 @@ class Traffic:
         return round((self._scale - 1) * sum(map(_tensor_bytes, columns)))
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
-        """Returns nothing, since there are no clients."""
+        """Returns an empty state."""
         return {}
 
     def restore_client_states(self, states: State) -> None:
@@ -83,7 +79,7 @@ def _tensor_bytes(content: Any) -> int:
 
 
 def round_traffic(
-    cfg: RunSettings, clients: Sequence[str], adapter: Mapping[str, torch.Tensor] | None = None
+    cfg: AlignmentConfig, clients: Sequence[str], adapter: Mapping[str, torch.Tensor] | None = None
 ) -> Traffic:
     """Returns what a strategy's round asks of clients and has them send."""
     traffic = Traffic(cfg, adapter or {})
@@ -94,7 +90,7 @@ def round_traffic(
     return traffic
 
 
-def num_passes(cfg: RunSettings) -> int:
+def num_passes(cfg: AlignmentConfig) -> int:
     """Returns the optimizer steps of one local training."""
     num_minibatches = cfg.estimator.batch_size // cfg.estimator.minibatch_size
     return cfg.strategy.num_local_steps * cfg.estimator.num_epochs * num_minibatches

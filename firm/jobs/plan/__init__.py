@@ -5,8 +5,7 @@ round of the strategy without content, and memory on passes without content. It 
 `LEFT_OUT` says of what.
 """
 
-from firm.alignment.plan.planning import LEFT_OUT, make_plan
-from firm.alignment.plan.record import Plan
-from firm.alignment.plan.tables import plan_tables
+from firm.jobs.plan.planning import LEFT_OUT, make_plan
+from firm.jobs.plan.tables import plan_tables
 
-__all__ = ["LEFT_OUT", "Plan", "make_plan", "plan_tables"]
+__all__ = ["LEFT_OUT", "make_plan", "plan_tables"]

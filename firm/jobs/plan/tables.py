@@ -4,47 +4,36 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from firm.alignment.plan.record import Plan, PolicyFigures, Table
+from firm.jobs.plan.record import Plan, Table
 
 
 def plan_tables(plan: Plan) -> list[Table]:
     """Returns all of a plan but its notes."""
-    return [
-        _model_table(plan),
-        _work_table(plan),
-        _placement_table(plan),
-        *_memory_tables(plan),
-        *_hyperparameter_tables(plan),
-    ]
+    tables = [_model_table(plan), _work_table(plan), _placement_table(plan)]
+    return [*tables, *_memory_tables(plan), *_hyperparameter_tables(plan)]
 
 
 def _model_table(plan: Plan) -> Table:
     rows = [("policy", plan.policy_path)]
     if figures := plan.policy:
-        num_all = figures.num_parameters + figures.num_trainable
+        share = figures.num_trainable / (figures.num_parameters + figures.num_trainable)
+        visits = plan.work.rounds * plan.work.clients_per_round
+        both = visits * (figures.bytes_down + figures.bytes_up)
+        trainable = f"{figures.num_trainable:,} in float32, {100 * share:.2g} % of all"
         rows += [
             ("parameters", f"{figures.num_parameters:,} in {plan.dtype}"),
-            (
-                "trainable",
-                f"{figures.num_trainable:,} in float32, "
-                f"{100 * figures.num_trainable / num_all:.2g} % of all",
-            ),
+            ("trainable", trainable),
             *((f"  {name}", f"{count:,}") for name, count in figures.trainable_by_module.items()),
             ("adapter", f"{_size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
             ("down, per client and round", _size(figures.bytes_down)),
             ("up, per client and round", _size(figures.bytes_up)),
-            ("both, in all", _size(_traffic(plan, figures))),
+            ("both, in all", _size(both)),
         ]
     for name, reward in plan.rewards.items():
         count = reward.num_parameters
         size = "" if count is None else f", {count:,} parameters, {_size(reward.num_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
     return Table("What would run", ("", ""), rows)
-
-
-def _traffic(plan: Plan, figures: PolicyFigures) -> int:
-    num_visits = plan.work.rounds * plan.work.clients_per_round
-    return num_visits * (figures.bytes_down + figures.bytes_up)
 
 
 def _work_table(plan: Plan) -> Table:
@@ -67,15 +56,10 @@ def _work_table(plan: Plan) -> Table:
 
 def _placement_table(plan: Plan) -> Table:
     names = [name for name, reward in plan.rewards.items() if reward.device]
-    rows = [
-        (
-            str(rank),
-            " ".join(place.clients) or "-",
-            place.policy,
-            *(place.rewards[name] for name in names),
-        )
-        for rank, place in enumerate(plan.places)
-    ]
+    rows = []
+    for rank, place in enumerate(plan.places):
+        devices = [place.policy, *(place.rewards[name] for name in names)]
+        rows.append((str(rank), " ".join(place.clients) or "-", *devices))
     header = ("process", "clients", "policy", *(f"reward {name}" for name in names))
     return Table(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
 
@@ -83,21 +67,18 @@ def _placement_table(plan: Plan) -> Table:
 def _memory_tables(plan: Plan) -> Iterator[Table]:
     if plan.policy and (memory := plan.memory):
         used = {plan.gradient_checkpointing: ", as configured"}
+        sizes = plan.policy.bytes_by_dtype.items()
         rows = [
-            *(
-                (f"policy, {dtype}", _size(size))
-                for dtype, size in plan.policy.bytes_by_dtype.items()
-            ),
+            *((f"policy, {dtype}", _size(size)) for dtype, size in sizes),
             ("adapter", _size(plan.policy.adapter_bytes)),
             ("per client: critic, moments, saved states", _size(memory.learner)),
             ("Jacobian [M, d]", _size(memory.jacobian)),
         ]
         for is_on, peak in memory.update.items():
             how = f"{'with' if is_on else 'without'} gradient checkpointing"
-            saved = _size(memory.saved[is_on])
             rows += [
                 (f"update {how}{used.get(is_on, '')}", _size(peak)),
-                ("  of which kept for the backward pass", saved),
+                ("  of which kept for the backward pass", _size(memory.saved[is_on])),
             ]
         rows += [
             ("rollout: keys and values", _size(memory.cache)),
@@ -111,20 +92,14 @@ def _memory_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
-    papers = [h for h in plan.hyperparameters if h.source]
-    yield Table(
-        "Given by the paper",
-        ("key", "value", "paper", "where", "equal"),
-        [
-            (h.path, _text(h.value), _text(h.paper_value), h.source, "yes" if h.is_papers else "no")
-            for h in papers
-        ],
-    )
-    yield Table(
-        "Not in the paper",
-        ("key", "value"),
-        [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.source],
-    )
+    rows = [
+        (h.path, _text(h.value), _text(h.paper_value), h.source, "yes" if h.is_papers else "no")
+        for h in plan.hyperparameters
+        if h.source
+    ]
+    yield Table("Given by the paper", ("key", "value", "paper", "where", "equal"), rows)
+    rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.source]
+    yield Table("Not in the paper", ("key", "value"), rows)
 
 
 def _size(num_bytes: int) -> str:

@@ -8,12 +8,13 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
 
 from firm.alignment.hyperparameters import hyperparameters
-from firm.alignment.plan.memory import policy_without_storage, process_memory
-from firm.alignment.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
-from firm.alignment.plan.settings import RewardSettings, RunSettings
-from firm.alignment.plan.traffic import Traffic, num_passes, round_traffic
 from firm.alignment.policy import adapter_parameters
 from firm.federation import Processes
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan.memory import policy_without_storage, process_memory
+from firm.jobs.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
+from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
+from reward_models import RewardModelConfig
 
 LEFT_OUT = (
     "Memory is an estimate, for prompts and replies of full length. Left out: the reward models' "
@@ -22,11 +23,11 @@ LEFT_OUT = (
 )
 
 
-def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) -> Plan:
-    """Returns what a run of this configuration would do; no weight and no data are read.
+def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes) -> Plan:
+    """Returns what a run of this configuration would do.
 
     Args:
-        cfg: The run's configuration, a dataclass.
+        cfg: The run's configuration.
         clients: Names of all clients.
         processes: Those that the run would have; they need not be connected.
 
@@ -43,13 +44,13 @@ def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) ->
         try:
             memory = process_memory(architecture, policy, cfg, traffic, processes.per_client)
         except (RuntimeError, AttributeError) as error:  # what depends on the tensors' content
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             notes.append(
-                f"{cfg.policy.path}: no estimate of its memory without weights ({reason})."
+                f"{cfg.policy.path}: no estimate of its memory without weights "
+                f"({_first_line(error)})."
             )
     rewards = {
         name: _reward_figures(reward, f"--{key}.path", notes)
-        for key, (name, reward) in _reward_models(cfg).items()
+        for key, name, reward in _reward_models(cfg)
     }
     if cfg.strategy.num_local_epochs is not None:
         notes.append(
@@ -73,36 +74,35 @@ def make_plan(cfg: RunSettings, clients: Sequence[str], processes: Processes) ->
     )
 
 
-def _reward_models(cfg: RunSettings) -> dict[str, tuple[str, RewardSettings]]:
-    """Names and settings of all reward models, by their key in the configuration."""
-    return {
-        **{f"rewards.{name}": (name, reward) for name, reward in cfg.rewards.items()},
-        **{
-            f"evaluation.metrics.{name}": (name, reward)
-            for name, reward in cfg.evaluation.metrics.items()
-        },
-        **{
-            f"groups.{group}.rewards.{name}": (f"{group}/{name}", reward)
-            for group, others in cfg.groups.items()
-            for name, reward in others.rewards.items()
-        },
-    }
+def _reward_models(cfg: AlignmentConfig) -> list[tuple[str, str, RewardModelConfig]]:
+    """Returns key in the configuration, name and settings of all reward models."""
+    places = {"rewards": cfg.rewards, "evaluation.metrics": cfg.evaluation.metrics}
+    models = [(f"{key}.{n}", n, reward) for key, own in places.items() for n, reward in own.items()]
+    return models + [
+        (f"groups.{group}.rewards.{name}", f"{group}/{name}", reward)
+        for group, others in cfg.groups.items()
+        for name, reward in others.rewards.items()
+    ]
 
 
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
-    """A model's configuration; without one, a note that says what to do."""
+    """Returns a model's configuration; without one, notes what to do."""
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         notes.append(
             f"{path}: no config.json could be read, so what depends on this model is not shown "
-            f"({reason}). That file alone is needed: put it into a folder and give {key} FOLDER."
+            f"({_first_line(error)}). That file alone is needed: put it into a folder and give "
+            f"{key} FOLDER."
         )
         return None
 
 
-def _policy_figures(model: Any, traffic: "Traffic") -> PolicyFigures:
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
     trainable = adapter_parameters(model)
     by_module: Counter[str] = Counter()
     for name, parameter in trainable.items():
@@ -112,20 +112,19 @@ def _policy_figures(model: Any, traffic: "Traffic") -> PolicyFigures:
     for parameter in frozen:
         bytes_by_dtype[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
     bytes_by_dtype["buffers"] = sum(buffer.nbytes for buffer in model.buffers())
-    adapter_bytes = sum(parameter.nbytes for parameter in trainable.values())
     return PolicyFigures(
         num_parameters=sum(p.numel() for p in frozen),
         bytes_by_dtype=dict(bytes_by_dtype),
         num_trainable=sum(p.numel() for p in trainable.values()),
         trainable_by_module=dict(by_module),
-        adapter_bytes=adapter_bytes,
+        adapter_bytes=sum(p.nbytes for p in trainable.values()),
         bytes_down=traffic.bytes_down // traffic.num_clients,
         bytes_up=traffic.bytes_up // traffic.num_clients,
         uploads=traffic.uploads,
     )
 
 
-def _work(cfg: RunSettings, num_clients: int, traffic: Traffic) -> Work:
+def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic) -> Work:
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
     # the base model and the final one on both sets, every round's on the validation set
@@ -133,22 +132,25 @@ def _work(cfg: RunSettings, num_clients: int, traffic: Traffic) -> Work:
     prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
     # all trainings of a client start from one state, so that they have their first batch in common
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
+    training = cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
+    evaluated = prompts * evaluation.num_samples
+    judges = len(cfg.rewards) + sum(len(group.rewards) for group in cfg.groups.values())
     return Work(
         optimizer_steps=traffic.num_trainings * num_passes(cfg),
         solves=traffic.num_solves,
         server_solves=int(cfg.strategy.solves_on_server),
         clients_per_round=clients_per_round,
         rounds=cfg.rounds,
-        training_replies=cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size,
-        evaluation_replies=prompts * evaluation.num_samples,
+        training_replies=training,
+        evaluation_replies=evaluated,
         calibration_replies=evaluation.num_calibration_prompts,
-        num_objectives=len(cfg.rewards),
-        num_metrics=len(evaluation.metrics),
-        num_group_rewards=sum(len(group.rewards) for group in cfg.groups.values()),
+        scored_replies=len(cfg.rewards) * training
+        + judges * evaluation.num_calibration_prompts
+        + (len(cfg.rewards) + len(evaluation.metrics)) * evaluated,
     )
 
 
-def _reward_figures(reward: RewardSettings, key: str, notes: list[str]) -> RewardFigures:
+def _reward_figures(reward: RewardModelConfig, key: str, notes: list[str]) -> RewardFigures:
     if reward.name != "sequence_classifier":
         return RewardFigures(f"the function {reward.name}", None, 0, "")
     architecture = _architecture(reward.path, key, notes)
@@ -156,9 +158,10 @@ def _reward_figures(reward: RewardSettings, key: str, notes: list[str]) -> Rewar
         return RewardFigures(reward.path, None, 0, reward.device)
     if reward.output is None:
         architecture.num_labels = 1
-    dtype = getattr(torch, reward.dtype)
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(architecture, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_config(
+            architecture, dtype=getattr(torch, reward.dtype)
+        )
     return RewardFigures(
         reward.path,
         num_parameters=sum(p.numel() for p in model.parameters()),

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from firm.alignment.estimators import EstimatorConfig, Policy
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.plan.record import Memory, PolicyFigures
-from firm.alignment.plan.settings import RunSettings
-from firm.alignment.plan.traffic import Traffic
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.training import ObjectiveTraining
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan.record import Memory, PolicyFigures
+from firm.jobs.plan.traffic import Traffic
 
 EVALUATION_BATCH = 64
 """Replies that `firm.alignment.evaluate` samples at once."""
@@ -35,14 +35,9 @@ STATES_PER_CLIENT = 3
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and still live.
+    """Counts the bytes of live tensors that are made inside: ``now``, and at most, ``peak``.
 
-    Args:
-        model: Its parameters and buffers are not counted, nor are views of them.
-
-    Attributes:
-        now: Bytes that live at the moment.
-        peak: Most bytes that lived at once.
+    The model's parameters and buffers are not counted, nor are views of them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -100,15 +95,14 @@ def update_memory(
 ) -> tuple[int, int]:
     """Returns the bytes of a minibatch's part beyond parameters, critic and Jacobian.
 
+    They are what lives between forward and backward pass, and the peak of both.
+
     Args:
         model: The policy, with its adapter; real, or fake inside a fake mode.
         config: The estimator, which rehearses its update.
-        rollout: Says how long prompts and replies are at most.
+        rollout: Gives the lengths of prompts and replies.
         num_rows: Rows of the part.
         num_objectives: M.
-
-    Returns:
-        What lives between forward and backward pass, and the peak of both.
     """
     critic = config.new_critic(model, num_objectives)
     owners = torch.nn.ModuleList([model] if critic is None else [model, critic])
@@ -150,14 +144,11 @@ def with_fake_parameters(model: Any) -> Any:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    tensors[name] = (
-                        torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                        if is_parameter
-                        else fake
-                    )
+                if tensor is None:
+                    continue
+                tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                if isinstance(tensor, torch.nn.Parameter):
+                    tensors[name] = torch.nn.Parameter(tensors[name], tensor.requires_grad)
     return model
 
 
@@ -171,7 +162,7 @@ def policy_without_storage(architecture: PretrainedConfig, config: PolicyConfig)
 def process_memory(
     architecture: PretrainedConfig,
     policy: PolicyFigures,
-    cfg: RunSettings,
+    cfg: AlignmentConfig,
     traffic: Traffic,
     per_client: int,
 ) -> Memory:
@@ -212,7 +203,9 @@ def process_memory(
     )
 
 
-def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: RunSettings) -> int:
+def _learner_bytes(
+    architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
+) -> int:
     """Critics and optimizer moments of one client, once."""
     model = policy_without_storage(architecture, cfg.policy)
     with torch.device("meta"):
@@ -220,7 +213,6 @@ def _learner_bytes(architecture: PretrainedConfig, policy: PolicyFigures, cfg: R
     critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
     moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
     learner = 3 * critic + moments  # what is trained beside the adapter has Adam
-    requests = cfg.strategy.requests(tuple(cfg.rewards))
-    if ObjectiveTraining in requests:
+    if ObjectiveTraining in cfg.strategy.requests(tuple(cfg.rewards)):
         return len(cfg.rewards) * learner + critic  # of the common learner, which takes no step
     return learner

@@ -86,21 +86,8 @@ class Work:
     """The same, at most: the data may hold fewer prompts."""
     calibration_replies: int
     """The same, at most."""
-    num_objectives: int
-    num_metrics: int
-    num_group_rewards: int = 0
-    """Further reward models of groups of clients, calibrated beside the others."""
-
-    @property
-    def scored_replies(self) -> int:
-        """Replies times scores."""
-        others = self.num_objectives + self.num_metrics
-        judges = self.num_objectives + self.num_group_rewards
-        return (
-            self.num_objectives * self.training_replies
-            + judges * self.calibration_replies
-            + others * self.evaluation_replies
-        )
+    scored_replies: int
+    """Replies times scores, at most."""
 
 
 @dataclass(frozen=True)
