@@ -15,13 +15,7 @@ from firm.federation.client import (
     State,
 )
 from firm.federation.diagnostics import beta_alarm, failure_alarms
-from firm.federation.engines import (
-    Engine,
-    LocalEngine,
-    Processes,
-    ProcessesEngine,
-    Team,
-)
+from firm.federation.engines import Engine, LocalEngine, Processes, ProcessesEngine, Team
 from firm.federation.messages import Update
 from firm.federation.partition import dirichlet_partition, iid_partition
 from firm.federation.randomness import RandomStream, derive_seed

@@ -163,8 +163,7 @@ def _epsilon(
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
     accountant = rdp.RdpAccountant(
-        None if sample is None else _SAMPLED_ORDERS,
-        dp_accounting.NeighboringRelation.REPLACE_ONE,
+        None if sample is None else _SAMPLED_ORDERS, dp_accounting.NeighboringRelation.REPLACE_ONE
     )
     for multiplier, count in rounds:
         event: Any = dp_accounting.GaussianDpEvent(multiplier)

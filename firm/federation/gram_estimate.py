@@ -208,11 +208,7 @@ def estimate_two_sample_gram(
             count=count,
             always=cfg.always,
         )
-        fields = {
-            **cfg.jacobians(),
-            "seed": this_round.seed("jacobians"),
-            "skipped_batches": index,
-        }
+        fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians"), "skipped_batches": index}
         samples.append(sample)
         replies.append(_jacobians(this_round, sample, fields, state, cfg))
     if cfg.compressor == "none":

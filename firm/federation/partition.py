@@ -30,12 +30,7 @@ def iid_partition(
 
 
 def dirichlet_partition(
-    labels: Labels,
-    num_clients: int,
-    *,
-    alpha: float,
-    seed: int,
-    min_examples: int = 1,
+    labels: Labels, num_clients: int, *, alpha: float, seed: int, min_examples: int = 1
 ) -> list[list[int]]:
     """Returns each client's example indices: per label, shares drawn from a Dirichlet distribution.
 
@@ -152,11 +147,7 @@ def shard_partition(
 
 
 def natural_partition(
-    clients: Labels,
-    num_clients: int | None = None,
-    *,
-    seed: int,
-    min_examples: int = 1,
+    clients: Labels, num_clients: int | None = None, *, seed: int, min_examples: int = 1
 ) -> list[list[int]]:
     """Returns the example indices of natural clients: writers, roles, domains.
 

@@ -12,13 +12,7 @@ from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request, Update
 from firm.federation.randomness import derive_seed
 from firm.federation.sampling import sample_clients
-from firm.federation.server import (
-    Check,
-    ServerState,
-    accept,
-    num_refused,
-    round_metrics,
-)
+from firm.federation.server import Check, ServerState, accept, num_refused, round_metrics
 from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
 from firm.federation.transforms import ServerStep
@@ -104,10 +98,7 @@ class Round:
         return replies
 
     def train(
-        self,
-        fields: Mapping[str, Any],
-        *,
-        clients: Sequence[str] | None = None,
+        self, fields: Mapping[str, Any], *, clients: Sequence[str] | None = None
     ) -> list[Reply]:
         """Returns the valid replies of "local_training", from the sampled clients by default.
 

@@ -363,14 +363,7 @@ class Metric:
 METRICS: dict[str, Metric] = {}
 """Metrics of clients by name; whoever measures one registers it."""
 
-RESERVED = (
-    "kind",
-    "round",
-    "client",
-    "num_examples",
-    "bytes_down",
-    "bytes_up",
-)
+RESERVED = ("kind", "round", "client", "num_examples", "bytes_down", "bytes_up")
 """Keys of a client's row in the log that the server writes itself."""
 
 

@@ -24,13 +24,7 @@ from firm.federation.schema import (
     shown,
 )
 from firm.federation.tasks import task
-from firm.gradients import (
-    COMPRESSORS,
-    Message,
-    message_from_dict,
-    message_to_dict,
-    two_way_reply,
-)
+from firm.gradients import COMPRESSORS, Message, message_from_dict, message_to_dict, two_way_reply
 
 SkippedBatches = Annotated[int, Number(0, 100, is_integer=True)]
 

@@ -161,18 +161,11 @@ class StrategyConfig:
 
     def local_work(self) -> dict[str, Any]:
         """Returns the fields of a request that say how long local training is."""
-        return {
-            "num_local_steps": self.num_local_steps,
-            "num_local_epochs": self.num_local_epochs,
-        }
+        return {"num_local_steps": self.num_local_steps, "num_local_epochs": self.num_local_epochs}
 
     def training(self) -> dict[str, Any]:
         """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
-        return {
-            **self.local_work(),
-            "share_gram": self.share_gram,
-            "privacy": self.privacy,
-        }
+        return {**self.local_work(), "share_gram": self.share_gram, "privacy": self.privacy}
 
     def _check_averages(self) -> None:
         """Raises ``ValueError`` on options of a mean where none is taken, or of too few updates."""

@@ -369,11 +369,7 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
             num_passes += 1
             gradients = client.weighted_gradients(minibatch, weights * factors)
             client.step(_pulled_back(gradients, client, request), torch.ones(1))
-    return {
-        **client.metrics(),
-        "weights": [weights.tolist()] * num_passes,
-        "num_steps": num_steps,
-    }
+    return {**client.metrics(), "weights": [weights.tolist()] * num_passes, "num_steps": num_steps}
 
 
 def _batches(client: Client, request: LocalTraining) -> Iterator[Batch]:

@@ -10,13 +10,7 @@ from functools import reduce
 from typing import Protocol
 
 from firm.federation.accounting import spend
-from firm.federation.aggregation import (
-    Aggregation,
-    by_client,
-    server_step,
-    shares,
-    update_lengths,
-)
+from firm.federation.aggregation import Aggregation, by_client, server_step, shares, update_lengths
 from firm.federation.client import Adapter, State
 from firm.federation.lora import LoraMean
 from firm.federation.messages import Update

@@ -18,12 +18,7 @@ _ENDED = "the server does not take this kit's certificate (it ends the connectio
 
 
 def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
-    """Returns which certificate of a kit is not valid now; None if all are.
-
-    Args:
-        kit: Of a server, a site or an administrator.
-        now: The time; by default the present.
-    """
+    """Returns which certificate of a kit is not valid now; None if all are."""
     now = now or datetime.now(UTC)
     for path in sorted([*(kit / "startup").glob("*.crt"), kit / "startup/rootCA.pem"]):
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -36,22 +31,14 @@ def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
 
 
 def refusal(kit: Path, host: str, port: int) -> str | None:
-    """Returns why a server and a kit do not accept each other; None if they do.
-
-    Args:
-        kit: Of a site or an administrator.
-        host: Of the server, as its certificate has it.
-        port: Of the server.
+    """Returns why a server and the kit of another party do not accept each other; None if they do.
 
     Raises:
         OSError: The server cannot be reached.
     """
     problem = _refusal(kit, host, port)
-    if (
-        problem == _ENDED
-    ):  # FLARE says no more; but a server that is just being stopped does the same
-        problem = _refusal(kit, host, port)
-    return problem
+    # FLARE says no more; but a server that is just being stopped does the same
+    return _refusal(kit, host, port) if problem == _ENDED else problem
 
 
 def _refusal(kit: Path, host: str, port: int) -> str | None:

@@ -33,7 +33,7 @@ _ENDING = re.compile(
 
 @contextmanager
 def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
-    """Gives a session with the server, as the administrator whose kit this is."""
+    """Yields a session with the server, as the administrator whose kit this is."""
     with contextlib.redirect_stdout(io.StringIO()):
         opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
     opened.set_timeout(3.0)  # that the server waits for a site which is gone
@@ -122,8 +122,7 @@ def connected(opened: Session) -> set[str]:
 def without_part(opened: Session) -> list[str]:
     """Returns the sites that are connected and have no part in the job that runs.
 
-    FLARE gives a job to the sites that are there when it begins; one that was away and is back
-    takes part once the run is started again.
+    A site that was away when a job began takes part once the run is started again.
     """
     try:
         rows = opened.get_client_job_status() or []
@@ -145,7 +144,7 @@ def said(opened: Session, job: str, num_heard: int) -> list[str]:
 
 
 def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
-    """Tells a job of sites that are back, so that it ends before its next round."""
+    """Sends a job the names of sites that are back, so that it ends before its next round."""
     with contextlib.suppress(JobNotRunning, NoReply, InternalError):  # it has just ended
         opened.do_app_command(job, RETURNED, {"sites": sites})
 
@@ -153,8 +152,8 @@ def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
 def reason(opened: Session, job: str) -> tuple[str, bool]:
     """Returns why a run ended early, as the server's log says, and whether to start it again.
 
-    The reason is empty when nothing tells one. Of a job that was refused the log says nothing; what
-    the parties answered to it stands beside it.
+    The reason is empty when there is none. Of a job that was refused the log says nothing; what the
+    parties answered to it stands beside it.
     """
     logs = opened.get_job_logs(job, "server")["logs"]
     for line in reversed("\n".join(map(str, logs.values())).split("\n")):

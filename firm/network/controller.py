@@ -66,7 +66,7 @@ class SitesController(ModelController):
             reason = printable(error)
             logger.info("%s%s", RESTART, reason)
             self.panic(reason)
-        except Exception as error:
+        except Exception as error:  # FLARE would end the job without a word of it
             reason = printable(" ".join(str(error).split()), max_length=2000)
             logger.exception("what follows is where it happened")
             logger.error("%s%s", REASON, reason)  # last: a reader of the log starts at its end
@@ -74,11 +74,7 @@ class SitesController(ModelController):
 
 
 class Transcript(io.StringIO):
-    """A file that passes on what is written to it, and keeps it.
-
-    Args:
-        file: Where everything goes.
-    """
+    """A file that passes on what is written to it, and keeps it."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -86,7 +82,7 @@ class Transcript(io.StringIO):
 
     @property
     def lines(self) -> list[str]:
-        """The whole ones so far."""
+        """The whole lines so far."""
         return self.getvalue().split("\n")[:-1]
 
     def write(self, text: str, /) -> int:
@@ -101,9 +97,6 @@ class Transcript(io.StringIO):
 
 class FlareChannel:
     """Carries messages to the sites of a FLARE job; implements ``Channel``.
-
-    Args:
-        controller: The job's workflow.
 
     Attributes:
         transcript: A file for what whoever follows the job is to read.
@@ -183,7 +176,7 @@ class FlareChannel:
         return {"lines": self.transcript.lines[asked["num_heard"] :]}
 
     def _missing(self, sites: list[str]) -> set[str]:
-        """Those of these sites to which there is no way: the connection or their job has ended."""
+        """Returns the sites to which there is no way: the connection or their job has ended."""
         replies = self._engine.send_aux_request(
             targets=sites,
             topic="firm.there",
@@ -210,5 +203,5 @@ def _read(result: Any) -> bytes | Lost:
         return Lost(_PROBLEMS.get(code, f"FLARE says {printable(code)}"))
     try:
         return from_model(FLModelUtils.from_shareable(result))
-    except Exception as error:
+    except Exception as error:  # whatever reading a hostile answer may raise is its sender's
         return Lost(f"its answer cannot be read: {printable(error)}")

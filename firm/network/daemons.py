@@ -22,13 +22,7 @@ it is not started again."""
 
 
 def flare_command(role: Literal["server", "client"], kit: Path, site: str = "") -> list[str]:
-    """Returns the command that runs FLARE in a kit.
-
-    Args:
-        role: Whose kit it is.
-        kit: Its folder.
-        site: Name of the site, of a client.
-    """
+    """Returns the command that runs FLARE in the kit of a server, or of the client of a site."""
     return [
         sys.executable,
         "-u",
@@ -47,11 +41,7 @@ def flare_command(role: Literal["server", "client"], kit: Path, site: str = "") 
 
 
 def search_path(*folders: Path) -> dict[str, str]:
-    """Returns variables by which another Python finds what this one does, and what lies in folders.
-
-    Args:
-        folders: To be searched first.
-    """
+    """Returns variables by which another Python finds folders, and then what this one does."""
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *sys.path])}
 
 
@@ -99,11 +89,7 @@ class Daemons:
     """
 
     def __init__(
-        self,
-        commands: Mapping[str, Sequence[str]],
-        *,
-        output: Path,
-        environment: Mapping[str, str],
+        self, commands: Mapping[str, Sequence[str]], *, output: Path, environment: Mapping[str, str]
     ) -> None:
         self._commands, self._output = commands, output
         self._environment = {**os.environ, **environment}

@@ -79,10 +79,10 @@ class AppGate(AppValidator):
     """
 
     def __init__(self, controller: str = "", arguments: Arguments = ()) -> None:
-        self._allowed = _app(controller, arguments)
+        self._allowed = server_app(controller, dict(arguments)) if controller else site_app()
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
-        """Returns what is wrong with a folder, or an empty text, and nothing more of it."""
+        """Returns what is wrong with a folder, or an empty text, and no more details."""
         problem = problem_of_app(Path(app_folder), self._allowed)
         if problem:
             logger.error("%s", problem)
@@ -97,11 +97,7 @@ class _Gate(ProcessJobLauncher):
         self._allowed = allowed
 
     def launch_job(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> JobHandleSpec:
-        """Starts a job's process.
-
-        Raises:
-            RuntimeError: The job's metadata or its folder contain what they may not.
-        """
+        """Starts the process of a job; ``RuntimeError`` where the job contains what it may not."""
         workspace: Any = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         folder = Path(workspace.get_app_dir(job_meta["job_id"]))
         problem = problem_of_meta(job_meta) or problem_of_app(folder, self._allowed)
@@ -145,7 +141,7 @@ class SiteGate(_Gate, ClientProcessJobLauncher):
         _hear_only(("server", str(fl_ctx.get_identity_name())), connection.cell)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Closes the ears of a job's process to other sites, too."""
+        """Also closes the ears of a job's process to other sites."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.ABOUT_TO_START_RUN:
             engine: Any = fl_ctx.get_engine()
@@ -192,7 +188,7 @@ class CommandGate(CommandFilter):
 
 
 def _hear_only(parties: Sequence[str], cell: Any) -> None:
-    """Refuses a process's requests from others; the server vouches for the origin of a message."""
+    """Refuses a process's requests from others; the server vouches for a message's origin."""
     cell.core_cell.add_incoming_request_filter("*", "*", _refuse_strangers, parties)
 
 
@@ -202,7 +198,3 @@ def _refuse_strangers(message: Message, parties: Sequence[str]) -> Message | Non
         return None
     logger.error("a request from %s is refused", printable(origin, max_length=100))
     return make_reply(ReturnCode.UNAUTHENTICATED, error="a site hears its server alone")
-
-
-def _app(controller: str, arguments: Arguments) -> App:
-    return server_app(controller, dict(arguments)) if controller else site_app()

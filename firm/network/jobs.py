@@ -1,9 +1,8 @@
 """What a job may contain; everything else in it is refused, whoever signed it.
 
 A job is a folder for each party and the metadata that go with it. `site_app` and `server_app` say
-which files a folder holds and what stands in them, `META` says it of the metadata, and
-`problem_of_app` and `problem_of_meta` compare. A site and a server call them before anything of a
-job is built; FLARE's own checks come on top.
+which files a folder holds and what stands in them, `META` what the metadata are. A site and a
+server compare before anything of a job is built; FLARE's own checks come on top.
 """
 
 import json
@@ -64,16 +63,8 @@ HEARTBEAT_S = Between(0.1, 3600.0)
 
 
 def site_app(heartbeat_interval: Any = HEARTBEAT_S, heartbeat_timeout: Any = HEARTBEAT_S) -> App:
-    """Returns what a site's folder of a job contains.
-
-    Args:
-        heartbeat_interval: Seconds between two signs of life of the site's process, or the range.
-        heartbeat_timeout: Seconds without one after which it counts as dead, or the range.
-    """
-    arguments = {
-        "heartbeat_interval": heartbeat_interval,
-        "heartbeat_timeout": heartbeat_timeout,
-    }
+    """Returns what a site's folder of a job contains: two values in seconds, or their range."""
+    arguments = {"heartbeat_interval": heartbeat_interval, "heartbeat_timeout": heartbeat_timeout}
     return {
         "config/config_fed_client.json": {
             "format_version": 2,
@@ -133,12 +124,7 @@ META: dict[str, Any] = {
 
 
 def problem_of_app(folder: Path, allowed: App) -> str | None:
-    """Returns what a folder of a job contains that it may not, in one line; None if nothing.
-
-    Args:
-        folder: As FLARE has unpacked it.
-        allowed: From ``site_app`` or ``server_app``.
-    """
+    """Returns what an unpacked folder of a job contains that it may not; None if nothing."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     folders = {parent.as_posix() for name in allowed for parent in Path(name).parents}
     signed = {(Path(parent) / name).as_posix() for parent in folders for name in _SIGNATURE}
@@ -161,18 +147,13 @@ def problem_of_app(folder: Path, allowed: App) -> str | None:
 
 
 def problem_of_meta(meta: Mapping[str, Any]) -> str | None:
-    """Returns what a job's metadata contain that they may not, in one line; None if nothing."""
+    """Returns what a job's metadata contain that they may not; None if nothing."""
     present = {key: allowed for key, allowed in META.items() if key in meta}
     return _difference(dict(meta), present, "meta")
 
 
 def problem_of_component(component: Any, allowed: App) -> str | None:
-    """Returns why a class may not be built with its arguments, in one line; None if it may.
-
-    Args:
-        component: What stands in a job's configuration, or in an argument there.
-        allowed: From ``site_app`` or ``server_app``.
-    """
+    """Returns why a class of a job's configuration may not be built with its arguments, if so."""
     if not isinstance(component, dict):
         return _refused("a component", "is no mapping")
     path = component.get("path")
@@ -204,42 +185,38 @@ def _parse(content: bytes) -> Any:
 
 
 def _difference(found: Any, allowed: Any, where: str) -> str | None:
-    """What of a value is not allowed; by the kind of what allows it."""
-    if isinstance(allowed, Free):
-        return None
-    if isinstance(allowed, Between):
-        number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not number or not allowed.low <= found <= allowed.high:  # NaN is in no range
-            return _refused(where, f"must be from {allowed.low:g} to {allowed.high:g}", found)
-        return None
-    if isinstance(allowed, Names) or allowed == NAME:
-        names = found if isinstance(allowed, Names) else [found]
-        if not isinstance(names, list) or not all(map(_is_name, names)):
-            kind = "must be a list of names" if isinstance(allowed, Names) else "must be a name"
-            return _refused(where, kind, found)
-        return None
-    if isinstance(allowed, dict):
-        if not isinstance(found, dict):
-            return _refused(where, "must be a mapping", found)
-        if strange := sorted(map(str, found.keys() - allowed.keys())):
-            key = printable(strange[0], max_length=100)
-            return _refused(f"{where}.{key}", "may not be there")
-        for key, value in allowed.items():
-            if key not in found:
-                return _refused(f"{where}.{key}", "is missing")
-            if problem := _difference(found[key], value, f"{where}.{key}"):
-                return problem
-        return None
-    if isinstance(allowed, list):
-        if not isinstance(found, list) or len(found) != len(allowed):
-            return _refused(where, f"must have {len(allowed)} entries", found)
-        for index, (mine, value) in enumerate(zip(found, allowed, strict=True)):
-            if problem := _difference(mine, value, f"{where}[{index}]"):
-                return problem
-        return None
-    if type(found) is not type(allowed) or found != allowed:
-        return _refused(where, f"must be {allowed!r}", found)
-    return None
+    """Returns what of a value is not allowed, by the kind of what allows it; None if nothing."""
+    parts: list[tuple[Any, Any, str]] = []
+    match allowed:
+        case Free():
+            return None
+        case Between(low, high):
+            number = isinstance(found, int | float) and not isinstance(found, bool)
+            if not number or not low <= found <= high:  # NaN is in no range
+                return _refused(where, f"must be from {low:g} to {high:g}", found)
+        case Names():
+            if not isinstance(found, list) or not all(map(_is_name, found)):
+                return _refused(where, "must be a list of names", found)
+        case str() if allowed == NAME:
+            if not _is_name(found):
+                return _refused(where, "must be a name", found)
+        case dict():
+            if not isinstance(found, dict):
+                return _refused(where, "must be a mapping", found)
+            if strange := sorted(map(str, found.keys() - allowed.keys())):
+                key = printable(strange[0], max_length=100)
+                return _refused(f"{where}.{key}", "may not be there")
+            if missing := [key for key in allowed if key not in found]:
+                return _refused(f"{where}.{missing[0]}", "is missing")
+            parts = [(found[key], value, f"{where}.{key}") for key, value in allowed.items()]
+        case list():
+            if not isinstance(found, list) or len(found) != len(allowed):
+                return _refused(where, f"must have {len(allowed)} entries", found)
+            pairs = enumerate(zip(found, allowed, strict=True))
+            parts = [(mine, value, f"{where}[{index}]") for index, (mine, value) in pairs]
+        case _ if type(found) is not type(allowed) or found != allowed:
+            return _refused(where, f"must be {allowed!r}", found)
+    return next(filter(None, (_difference(*part) for part in parts)), None)
 
 
 def _is_name(found: Any) -> bool:

@@ -1,7 +1,7 @@
 """What each party of a network installs: keys, addresses, and what it allows.
 
-Kits are made by FLARE's own provisioning; what stands here is what our job needs of them and, above
-all, what it does not: no kit runs code that comes with a job, and no component but ours.
+Kits are made by FLARE's own provisioning; here stands what our job needs of them and, above all,
+what it does not: no kit runs code that comes with a job, and no component but ours.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ def provision(
 
 
 def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) -> None:
-    """Makes a server's kit ready where it lies: its storage, and the one workflow that may run.
+    """Prepares a server's kit where it lies: its storage, and the one workflow that may run.
 
     Args:
         kit: The server's kit.
@@ -114,12 +114,7 @@ def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) 
 
 
 def prepare_site(kit: Path, *, site: str) -> Path:
-    """Makes a site's kit ready where it lies, and returns the profile that its process attaches by.
-
-    Args:
-        kit: The site's kit.
-        site: Its name.
-    """
+    """Prepares a site's kit where it lies; returns the profile that its process attaches by."""
     resources = _resources(kit, builds=EXECUTOR, gate="SiteGate", arguments={})
     resources["allow_log_streaming"] = False  # logs may quote prompts
     resources["components"] = [
@@ -156,10 +151,8 @@ def server_address(kit: Path) -> tuple[str, int]:
         )
     content = json.loads(path.read_text(encoding="utf-8"))
     if name == "fed_admin.json":
-        security, target = (
-            content["admin"],
-            f"{content['admin']['host']}:{content['admin']['port']}",
-        )
+        security = content["admin"]
+        target = f"{security['host']}:{security['port']}"
     else:
         server = content["servers"][0]
         target = server["service"]["target"]
@@ -174,7 +167,7 @@ def server_address(kit: Path) -> tuple[str, int]:
 
 
 def _resources(kit: Path, *, builds: str, gate: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What FLARE builds when it starts in a kit, with a gate before every job."""
+    """Returns what FLARE builds when it starts in a kit, with a gate before every job."""
     path = kit / "local/resources.json.default"
     resources = json.loads(path.read_text(encoding="utf-8"))
     resources["class_allow_list"] = [builds]

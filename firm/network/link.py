@@ -17,12 +17,9 @@ ATTACH_ID = "firm"
 
 
 def write_profile(path: Path, *, site: str, meeting_place: Path) -> None:
-    """Writes what the Client API needs to find the site's job.
+    """Writes the JSON file by which the Client API finds the site's job.
 
-    Args:
-        path: JSON file to be.
-        site: Name of the site.
-        meeting_place: Folder that belongs to this user alone, as the site's FLARE knows it.
+    The meeting place is a folder of this user alone, as the site's FLARE knows it.
     """
     profile = {
         "schema_version": 1,
@@ -36,13 +33,9 @@ def write_profile(path: Path, *, site: str, meeting_place: Path) -> None:
 
 
 def serve(profile: Path, answer: Callable[[bytes], bytes]) -> None:
-    """Waits for a job, answers its messages, and returns when it ends.
+    """Waits for a job, answers its packed messages, and returns when it ends.
 
     A process can do this once: FLARE keeps the name of its connection for as long as it lives.
-
-    Args:
-        profile: What ``write_profile`` wrote.
-        answer: From a packed message to a packed answer.
     """
     api: Any = APIContext(rank="0", config_file=str(profile)).api
     logger.info("a job has begun")

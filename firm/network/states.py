@@ -18,8 +18,8 @@ class DiskStates:
 
     Args:
         folder: Of one run.
-        num_kept: Accepted states that are kept of each client, the newest first, so that a server
-            that falls back to an older checkpoint finds those that it needs.
+        num_kept: Accepted states that are kept of each client, so that a server that falls back to
+            an older checkpoint finds those that it needs.
     """
 
     def __init__(self, folder: Path, *, num_kept: int = 3) -> None:

@@ -17,11 +17,7 @@ def to_model(message: bytes) -> FLModel:
 
 
 def from_model(model: Any) -> bytes:
-    """Returns the packed message that came.
-
-    Raises:
-        ValueError: There is none in it.
-    """
+    """Returns the packed message that came; ``ValueError`` where there is none."""
     content = (getattr(model, "params", None) or {}).get(_KEY)
     if not isinstance(content, np.ndarray) or content.dtype != np.uint8:
         raise ValueError(f"FLARE brought {type(content).__name__} instead of a message.")

@@ -35,14 +35,12 @@ def save_state(path: str | Path, state: State) -> None:
     """Writes a state to the folder `path`, as a whole or not at all.
 
     A folder that exists is replaced; between two renames it is absent for a moment, so whoever
-    needs a state at every moment gives each its own folder. The remains of an interrupted attempt
-    on the same folder are removed.
+    needs a state at every moment gives each its own folder.
 
     Args:
         path: Folder to be; its parent is made when absent.
         state: Nested dictionaries (keys: strings or integers), lists and tuples of dense tensors,
-            numbers, strings, bools and None. Tensors come back on the CPU, detached; subclasses of
-            dictionaries and tuples come back as plain ones.
+            numbers, strings, bools and None. Tensors come back on the CPU, detached.
 
     Raises:
         ValueError: The state holds something else; the message says where.

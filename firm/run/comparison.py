@@ -37,7 +37,7 @@ class Line:
     aligned: Measure | None
     change: Measure | None
     is_score: bool = True
-    """Whether it is a reward or another score of the replies."""
+    """Whether it is a score of the replies."""
 
     @property
     def label(self) -> str:
@@ -60,8 +60,8 @@ def score_label(name: str) -> str:
 def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     """Returns base against aligned model, all scores first, from their rows of one split.
 
-    The change of a score is the one that the evaluation paired by prompt; its standard error is
-    smaller than that of two independent means.
+    The change of a score is paired by prompt, so that its standard error is smaller than that of
+    two independent means.
     """
     lines = [
         Line(

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Key path in dots and value of everything in nested mappings and lists."""
+    """Yields key path in dots and value of everything in nested mappings and lists."""
     if isinstance(value, Mapping):
         entries: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | tuple):

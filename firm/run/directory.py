@@ -8,9 +8,9 @@
     .lock            the process that writes to it
 
 The process may be killed at any moment. A checkpoint therefore notes how long the two logs were
-when it was written; a resumed run cuts them to that length and goes on as if nothing had followed.
-While a process writes to a run, no other one may: see `firm.run.lock`. The directory is its owner's
-alone, since checkpoints hold what clients keep to themselves.
+when it was written, and a resumed run cuts them to that length. While a process writes to a run, no
+other one may: see `firm.run.lock`. The directory is its owner's alone, since checkpoints hold what
+clients keep to themselves.
 """
 
 import json
@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -85,9 +85,8 @@ def check_free(path: str | Path) -> None:
 class Run:
     """The directory of one run, open for writing after `create`, `resume` or `open`.
 
-    Whoever opened it keeps other processes out until `close` or the end of the process. As a
-    context manager it closes itself and notes how the run ended, with the traceback in `error.txt`
-    if it failed.
+    It keeps other processes out until `close` or the end of this one. As a context manager it
+    closes itself and notes how the run ended, with the traceback in `error.txt` if it failed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -104,10 +103,7 @@ class Run:
         resume: bool,
         ignore: Collection[str] = (),
     ) -> None:
-        """Raises the `UserError` that `open` would raise, before minutes of loading.
-
-        What is at `path` stays as it is.
-        """
+        """Raises the `UserError` that `open` would raise; changes nothing."""
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
             if resume and (run.path / _CONFIG).exists():
@@ -121,11 +117,7 @@ class Run:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> Self:
-        """Makes the directory of a new run.
-
-        Args:
-            path: Directory to be; it may exist if it is empty.
-            config: The resolved configuration as plain data.
+        """Returns a new run in a directory that is absent or empty.
 
         Raises:
             UserError: There is something at `path` already, or it cannot be written to.
@@ -138,17 +130,16 @@ class Run:
             draft = place.with_name(f".{place.name}.draft")
             make_private_folder(draft)
             run._lock = hold(draft, shown=run.path)
-            try:
+            with ExitStack() as on_error:
+                on_error.callback(run.close)
+                on_error.callback(shutil.rmtree, draft, ignore_errors=True)
                 for remains in draft.iterdir():
                     if remains.name != LOCK_NAME:
                         remains.unlink()
                 replace_text(draft / _CONFIG, to_yaml(config))
                 replace_text(draft / _RUN, json.dumps({"status": "running", **session()}, indent=2))
                 draft.rename(place)
-            except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
-                run.close()
-                raise
+                on_error.pop_all()
             sync(place.parent)
         return run
 
@@ -156,7 +147,7 @@ class Run:
     def resume(
         cls, path: str | Path, config: Mapping[str, Any], *, ignore: Collection[str] = ()
     ) -> Self:
-        """Takes up a run where its latest checkpoint is, or at its start without one.
+        """Returns the run at its latest checkpoint, or at its start without one.
 
         What was logged after that checkpoint is cut off.
 
@@ -176,11 +167,10 @@ class Run:
         with file_errors(f"the run directory {run.path}"):
             run._check_resumable(config, ignore)
             run._lock = hold(run.path)
-            try:
+            with ExitStack() as on_error:
+                on_error.callback(run.close)
                 run._take_up()
-            except BaseException:
-                run.close()
-                raise
+                on_error.pop_all()
         return run
 
     def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
@@ -260,20 +250,12 @@ class Run:
         replace_text(self.path / _RUN, json.dumps(record, indent=2))
 
     def record(self) -> Row:
-        """Returns what run.json holds.
-
-        Raises:
-            UserError: It holds no JSON object.
-        """
+        """Returns what run.json holds."""
         path = self.path / _RUN
         return parse_object(read_text(path, remedy=_RESTORE), where=str(path), remedy=_RESTORE)
 
     def settings(self) -> Any:
-        """Returns what config.yaml holds, as plain data.
-
-        Raises:
-            UserError: It is no UTF-8 text, or malformed.
-        """
+        """Returns what config.yaml holds, as plain data."""
         path = self.path / _CONFIG
         return translated_settings(read_yaml(read_text(path, remedy=_RESTORE), str(path)))
 
@@ -292,9 +274,7 @@ class Run:
         self._append(_SAMPLES, rows)
 
     def rows(self) -> list[Row]:
-        """Returns the rows of metrics.jsonl, without a last line that is still being written.
-
-        What is not valid in them is left out.
+        """Returns the valid rows of metrics.jsonl, without a last line that is still being written.
 
         Raises:
             UserError: A line holds no JSON object; the message names file and line.
@@ -313,17 +293,15 @@ class Run:
     def save_checkpoint(
         self, round: int, state: State, *, keep_last: int = 3, quality: float | None = None
     ) -> Path:
-        """Writes the state after a round; of all checkpoints the last ones and the best one stay.
+        """Writes the state after a round, and returns the checkpoint's folder.
+
+        Of all checkpoints the last ones stay, and the first one with the highest quality.
 
         Args:
             round: Rounds that are complete.
             state: All that is needed to go on.
             keep_last: How many checkpoints stay, at least 1.
-            quality: How good the model is, larger is better; None when it is not measured. The
-                first checkpoint with the highest quality stays beside the last ones.
-
-        Returns:
-            The checkpoint's folder.
+            quality: How good the model is, larger is better; None when it is not measured.
 
         Raises:
             ValueError: The quality is not finite.
@@ -366,7 +344,7 @@ class Run:
                 _remove(remains)
 
     def latest_checkpoint(self) -> tuple[int, State] | None:
-        """Returns round and state of the newest checkpoint that is whole, None before the first.
+        """Returns round and state of the newest whole checkpoint, None before the first.
 
         It warns of newer ones that are damaged.
 
@@ -398,7 +376,6 @@ class Run:
         return None
 
     def _qualities_on_disk(self, envelope: State | None) -> dict[int, float]:
-        """Qualities by round, of the checkpoints that are still there."""
         qualities = envelope.get("scores", {}) if envelope else {}
         numbers = [number for number, _ in self._checkpoints()]
         return {number: quality for number, quality in qualities.items() if number in numbers}
@@ -407,7 +384,7 @@ class Run:
         return self.path / "checkpoints" / f"round_{round:04d}"
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
-        """Round and folder of all checkpoints, whole or not, by rising round."""
+        """Returns round and folder of all checkpoints, whole or not, by rising round."""
         folders = (self.path / "checkpoints").glob("round_*")
         numbers = ((path.name.removeprefix("round_"), path) for path in folders)
         return sorted((int(number), path) for number, path in numbers if number.isdecimal())
@@ -437,5 +414,5 @@ def _remove(folder: Path) -> None:
 
 
 def _log_lengths(envelope: State | None) -> dict[str, int]:
-    """Bytes that each log had when a checkpoint was written; none without one."""
+    """Returns the bytes that each log had when a checkpoint was written; none without one."""
     return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}

@@ -27,8 +27,8 @@ class Terminated(KeyboardInterrupt):
 def interrupted_by_sigterm() -> Iterator[None]:
     """Raises `Terminated` inside, in the main thread, where SIGTERM comes.
 
-    A run then notes how it ended before the process goes. Further ones wait for that. Where the
-    signal has a handler already, or is given one inside, that one counts.
+    A run then notes how it ended before the process goes. A handler that the signal has already, or
+    is given inside, counts instead.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -58,8 +58,7 @@ def exit_on_user_error() -> Iterator[None]:
 
     Bad values, files and rewards raise ValueError or OSError, or make every client fail. A defect
     may do so too, so whatever is not a plain `UserError` says how to see its traceback. All other
-    exceptions are defects and keep theirs. What messages quote from files and other machines is
-    shown without anything that a terminal would obey. Ctrl-C ends it with 130, SIGTERM with 143.
+    exceptions keep theirs. Ctrl-C ends the program with 130, SIGTERM with 143.
     """
     try:
         with interrupted_by_sigterm():

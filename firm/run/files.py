@@ -16,17 +16,16 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_text(path: Path, *, remedy: str) -> str:
-    """Returns the text of a UTF-8 file.
-
-    Args:
-        path: The file.
-        remedy: What to do where it is no such text, for the message.
+    """Returns the text of a UTF-8 file; messages end with what to do, the remedy.
 
     Raises:
         UserError: A byte of it is not UTF-8; the message names file and line.
         OSError: It cannot be read.
     """
-    content = path.read_bytes()
+    return _decoded(path.read_bytes(), path, remedy)
+
+
+def _decoded(content: bytes, path: Path, remedy: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -41,12 +40,7 @@ class TooDeep(UserError):
 
 
 def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
-    """Returns the JSON object in a text.
-
-    Args:
-        text: The whole text.
-        where: File, and line if there are several objects in it.
-        remedy: What to do where it is none, for the message.
+    """Returns the JSON object in a text; messages name where it is and the remedy.
 
     Raises:
         UserError: It is no JSON object; ``TooDeep`` where nothing can read it.
@@ -143,27 +137,17 @@ def read_rows(path: Path, *, remedy: str) -> list[Any]:
     A last line that is still being written is left out. One that is nested too deeply is None:
     earlier versions took such from a site, and `valid_rows` leaves it out.
 
-    Args:
-        path: The file.
-        remedy: What to do about a damaged line, for the message.
-
     Raises:
         UserError: A line is not UTF-8, or holds no JSON object; the message names file and line.
     """
     if not path.exists():
         return []
     whole = path.read_bytes().rpartition(b"\n")[0]  # what follows the last line end is torn
+    lines = _decoded(whole, path, remedy).split("\n") if whole else []
     rows: list[Any] = []
-    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
-        where = f"{path}, line {number}"
+    for number, line in enumerate(lines, start=1):
         try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{where}: the byte 0x{line[error.start]:02x} is not UTF-8; {remedy}"
-            ) from None
-        try:
-            rows.append(parse_object(text, where=where, remedy=remedy))
+            rows.append(parse_object(line, where=f"{path}, line {number}", remedy=remedy))
         except TooDeep:
             rows.append(None)  # what an older version took from a site; `valid_rows` leaves it out
     return rows

@@ -1,4 +1,4 @@
-"""What only shows a run never ends it: a page, a figure, a table or W&B that fails is a warning."""
+"""What only shows a run never ends it: a page, figure, table or W&B that fails is a warning."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -15,14 +15,8 @@ T = TypeVar("T")
 def drawn(what: str, draw: Callable[[], T], instead: Callable[[str], T]) -> T:
     """Returns what `draw` returns or, where it fails, what `instead` makes of a note on that.
 
-    The note, one line that names what failed and the error, is logged as a warning as well, and the
-    traceback with the level of debugging. Our own tests fail on such a warning, so that a defect
-    that turns into a note is not overlooked.
-
-    Args:
-        what: Opens the note: the section, page or table.
-        draw: May raise anything.
-        instead: Takes the note.
+    The note, one line that names what failed and the error, is logged as a warning, and the
+    traceback at level DEBUG. Our own tests fail on such a warning.
 
     >>> drawn("The answer", lambda: f"{42:.1f}", instead=str)
     '42.0'
@@ -35,14 +29,10 @@ def drawn(what: str, draw: Callable[[], T], instead: Callable[[str], T]) -> T:
 
 @contextmanager
 def drawing(what: str) -> Iterator[None]:
-    """Turns whatever fails below into the warning of `drawn`.
-
-    Args:
-        what: Opens the warning.
-    """
+    """Turns whatever fails inside into the warning of `drawn`."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # as in `drawn`
         _warn(what, error)
 
 

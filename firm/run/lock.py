@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from firm.run.errors import UserError
@@ -24,23 +25,19 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def hold(folder: Path, *, shown: Path | None = None) -> int:
     """Returns a descriptor that keeps other writers out until it is closed or the process ends.
 
-    Child processes that are not forked from this one do not inherit it.
-
-    Args:
-        folder: Directory that exists.
-        shown: What messages call it, where that is not `folder`.
+    Child processes that are not forked from this one do not inherit it. Messages call the folder
+    `shown`, where that is given.
 
     Raises:
         UserError: Somebody else holds the directory.
         OSError: It cannot be written to.
     """
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(os.close, descriptor)
         _lock(descriptor, fcntl.LOCK_EX, shown or folder)
         name_holders(descriptor, [os.getpid()])
-    except BaseException:
-        os.close(descriptor)
-        raise
+        on_error.pop_all()
     return descriptor
 
 

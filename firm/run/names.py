@@ -26,11 +26,9 @@ def slug(name: str) -> str:
 
 
 def check_slugs(names: Collection[str], what: str) -> None:
-    """Checks that names differ as files and that none of them is hidden or too long.
+    """Checks that several names differ as files and that none of them is hidden or too long.
 
-    Args:
-        names: Any texts.
-        what: What is named, several of them, for the message: "settings".
+    ``what`` says in messages what is named, such as "settings".
 
     Raises:
         ValueError: A name is not fit, or two become the same file.
@@ -58,9 +56,8 @@ def check_slugs(names: Collection[str], what: str) -> None:
 def check_folder_name(name: str, what: str) -> str:
     """Returns a name that becomes a folder just as it is.
 
-    Args:
-        name: One printable path component that begins with no dot or space and ends with neither.
-        what: What is named, for the message: "an algorithm's name".
+    It is one printable path component that begins with no dot or space and ends with neither;
+    ``what`` says in messages what is named, such as "an algorithm's name".
 
     Raises:
         ValueError: The name is something else, such as '../run', or too long.

@@ -10,10 +10,7 @@ from firm.run.errors import UserError
 
 
 def import_plugin(name: str) -> None:
-    """Imports a module, once, so that what it registers can be configured.
-
-    Args:
-        name: The module's name, or the path of a Python file, which ends in ".py".
+    """Imports a module, by its name or a Python file's path, so that what it registers is there.
 
     Raises:
         UserError: There is no such module or file, or it cannot be imported.
@@ -29,11 +26,10 @@ def import_plugin(name: str) -> None:
 
 
 def import_file(file: Path) -> None:
-    """Runs a Python file as a module, once in this process, whoever names it.
+    """Runs a Python file as a module, once in this process; it may raise anything.
 
     Raises:
         ImportError: There is no such file, or it is no Python file.
-        BaseException: Whatever the file raises; it is not imported then.
     """
     path = file.expanduser().resolve()
     name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
@@ -45,6 +41,6 @@ def import_file(file: Path) -> None:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever it was, the module is not imported
         del sys.modules[name]
         raise

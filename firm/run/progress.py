@@ -36,7 +36,7 @@ class Progress:
     """Shows how a run proceeds. Use it as a context manager and tell it what happens.
 
     Names, stages and reasons may come from elsewhere: line ends and what a terminal would obey are
-    shown as escapes, so that nobody writes a line of their own.
+    shown as escapes.
 
     Events and what they take:
 
@@ -44,17 +44,10 @@ class Progress:
     - "resumed": round, the last one that earlier sessions completed; 0 for a new run
     - "client_started": round, client
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
-      train at a time
+    train at a time
     - "client_finished": metrics (of them "weights", "rewards" and "kl" are shown), and client
-    - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts);
-      a row of round 0 shows the base model
-
-    Args:
-        num_rounds: Rounds of the whole run.
-        clients: Names of the clients.
-        objectives: Names of the M objectives.
-        clients_per_round: Clients sampled each round; all of them when None.
-        console: Where to write; standard output when None.
+    - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts); a
+    row of round 0 shows the base model
     """
 
     def __init__(
@@ -88,11 +81,7 @@ class Progress:
         self._live.stop()
 
     def event(self, name: str, **info: Any) -> None:
-        """Takes notice of what the class's description lists.
-
-        Raises:
-            ValueError: There is no such event.
-        """
+        """Takes notice of one of the events that the class lists; ``ValueError`` on another."""
         match name:
             case "started":
                 self._print(*(f"note: {alarm}" for alarm in info["alarms"]))
@@ -150,13 +139,13 @@ class Progress:
             self._console.print(shown, markup=False, soft_wrap=True)
 
     def _share_done(self) -> float:
-        """Share of this session's rounds that is done, from 0 to 1."""
+        """Returns the share of this session's rounds that is done, from 0 to 1."""
         running = sum(view.share_done for view in list(self._views.values())) / self._num_clients
         num_rounds = max(self._num_rounds - self._first, 1)
         return min((self._num_done - self._first + running) / num_rounds, 1.0)
 
     def _time_left(self) -> str:
-        """Time to the end at the speed so far; empty before a first step is done and at the end."""
+        """Returns the time to the end at the speed so far; empty before a first step."""
         share = self._share_done()
         if not 0 < share < 1:
             return ""

@@ -1,14 +1,15 @@
 """The quantities that runs log: what pages, figures, tables and W&B call and draw them.
 
-Whoever logs a number of its own adds one entry by `register`: it then stands on the page of a run,
-on that of a study, among the figures with their data and in W&B, and its values are checked when a
-log is read. Numbers without an entry reach W&B all the same. What a client measures leaves its site
-once it is registered with `firm.federation.schema.register_metrics`, too.
+A number that is added by `register` stands on the page of a run, on that of a study, among the
+figures with their data and in W&B, and its values are checked when a log is read. Numbers without
+an entry reach W&B all the same. What a client measures leaves its site once it is registered with
+`firm.federation.schema.register_metrics`, too.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from statistics import fmean
 from typing import Any, Literal
@@ -85,13 +86,10 @@ def shown(section: str) -> list[Quantity]:
 def entries(
     row: Mapping[str, Any], objectives: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], float | None]]:
-    """Yields the numbers of a row with their path, such as ("weights", "helpful").
+    """Yields the numbers of a valid row with their path, such as ("weights", "helpful").
 
-    Lists over solves become their means; what is no number is left out. Derived quantities follow.
-
-    Args:
-        row: A valid row.
-        objectives: Names of the M objectives, which name the columns of lists of lists.
+    Lists over solves become their means, columns of lists of lists are named by the objectives, and
+    what is no number is left out. Derived quantities follow.
     """
     pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
     columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
@@ -125,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _norm_ratio(row: Mapping[str, Any]) -> float | None:
-    """Geometric mean of a round's norm ratios: first over second, or largest over smallest."""
+    """Returns the geometric mean of norm ratios: first over second, or largest over smallest."""
     ratios = []
     for norms in row.get("gradient_norms") or ():
         if len(norms) < 2 or not all(norms):
@@ -138,6 +136,11 @@ def _norm_ratio(row: Mapping[str, Any]) -> float | None:
 SIDES = {"range": [-1.05, 1.05]}
 PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
 
+_diagnostic = partial(Quantity, section="diagnostics", lines="means")
+_gradient = partial(Quantity, section="gradients", lines="clients and mean")
+_training = partial(Quantity, section="training")
+_evaluation = partial(Quantity, kind="evaluation", section="")
+
 for _quantity in (
     Quantity(
         "scores",
@@ -148,47 +151,39 @@ for _quantity in (
         evaluated="scores",
         axis={},
     ),
-    Quantity(
+    _diagnostic(
         "scores_std",
         "Spread of the scores",
         "SD of raw score",
         "Replies with nearly equal scores teach little.",
-        section="diagnostics",
         by="objective",
-        lines="means",
         shape=ByName(AMOUNT),
     ),
-    Quantity(
+    _diagnostic(
         "score_correlation",
         "Score against score",
         "correlation",
-        section="diagnostics",
         by="pair",
-        lines="means",
         reference=0.0,
         axis=SIDES,
         shape=ByName(CORRELATION),
     ),
-    Quantity(
+    _diagnostic(
         "score_length_correlation",
         "Score against reply length",
         "correlation",
         "A score that follows the length of the reply invites padding.",
-        section="diagnostics",
         by="objective",
-        lines="means",
         reference=0.0,
         axis=SIDES,
         shape=ByName(CORRELATION),
     ),
-    Quantity(
+    _diagnostic(
         "truncated_share",
         "Texts cut short",
         "share",
         "A text that was cut short was not judged whole.",
-        section="diagnostics",
         by="objective",
-        lines="means",
         axis=PERCENT,
         shape=ByName(SHARE),
     ),
@@ -217,36 +212,30 @@ for _quantity in (
         is_share=True,
         shape=ByName(AMOUNT),
     ),
-    Quantity(
+    _gradient(
         "cosines",
         "Cosine, {}",
         "cosine",
         "Below a cosine of zero, what serves one objective hurts the other.",
-        section="gradients",
         by="pair",
-        lines="clients and mean",
         reference=0.0,
         axis=SIDES,
         shape=Several(Several(CORRELATION, "pairs")),
     ),
-    Quantity(
+    _gradient(
         "norm_ratio",
         "Norm, {}",
         "norm ratio",
-        section="gradients",
-        lines="clients and mean",
         reference=1.0,
         axis={"type": "log", "tickformat": "~g", "nticks": 6},
         of=_norm_ratio,
     ),
-    Quantity(
+    _gradient(
         "beta_effect",
         "β-effect",
         "share of the way",
         "The β-effect is the share of the way to uniform weights that regularisation takes λ; "
         "below 5 % (dashed) β does nothing.",
-        section="gradients",
-        lines="clients and mean",
         reference=0.05,
         axis=PERCENT,
         shape=Several(Number(low=0, may_lack=False)),
@@ -283,71 +272,32 @@ for _quantity in (
         axis={"tickformat": "~%"},
         shape=SHARE,
     ),
-    Quantity(
+    _training(
         "kl",
         "KL from the base model",
         "nats per reply",
         "A KL that runs away, an entropy that collapses or replies that grow without end are signs "
         "of over-optimisation.",
-        section="training",
         evaluated="kl",
     ),
-    Quantity("kl_coefficient", "KL coefficient", "coefficient", section="training"),
-    Quantity(
-        "entropy",
-        "Entropy of the policy",
-        "nats per token",
-        section="training",
+    _training("kl_coefficient", "KL coefficient", "coefficient"),
+    _training("entropy", "Entropy of the policy", "nats per token"),
+    _training("response_length", "Reply length", "tokens", evaluated="length", shape=AMOUNT),
+    _training(
+        "end_share", "Replies that end by themselves", "share", evaluated="end_share", shape=SHARE
     ),
-    Quantity(
-        "response_length",
-        "Reply length",
-        "tokens",
-        section="training",
-        evaluated="length",
-        shape=AMOUNT,
-    ),
-    Quantity(
-        "end_share",
-        "Replies that end by themselves",
-        "share",
-        section="training",
-        evaluated="end_share",
-        shape=SHARE,
-    ),
-    Quantity("clip_fraction", "Clip fraction", "share of tokens", section="training", shape=SHARE),
-    Quantity(
-        "value_loss",
-        "Value loss, {}",
-        "loss",
-        section="training",
-        by="objective",
-    ),
-    *(
-        Quantity(name, title, unit, kind="evaluation", section="", shape=shape)
-        for name, title, unit, shape in (
-            ("kl", "KL from the base model", "nats per reply", NUMBER),
-            ("length", "Reply length", "tokens", AMOUNT),
-            ("distinct_1", "Distinct words", "share", SHARE),
-            ("distinct_2", "Distinct word pairs", "share", SHARE),
-            ("end_share", "Replies that end by themselves", "share", SHARE),
-        )
-    ),
-    Quantity(
-        "losses",
-        "loss",
-        "loss",
-        kind="evaluation",
-        section="",
-        by="objective",
-        axis={},
-    ),
-    Quantity(
+    _training("clip_fraction", "Clip fraction", "share of tokens", shape=SHARE),
+    _training("value_loss", "Value loss, {}", "loss", by="objective"),
+    _evaluation("kl", "KL from the base model", "nats per reply"),
+    _evaluation("length", "Reply length", "tokens", shape=AMOUNT),
+    _evaluation("distinct_1", "Distinct words", "share", shape=SHARE),
+    _evaluation("distinct_2", "Distinct word pairs", "share", shape=SHARE),
+    _evaluation("end_share", "Replies that end by themselves", "share", shape=SHARE),
+    _evaluation("losses", "loss", "loss", by="objective", axis={}),
+    _evaluation(
         "accuracies",
         "accuracy",
         "accuracy",
-        kind="evaluation",
-        section="",
         by="objective",
         axis={"tickformat": "~%"},
         shape=ByName(SHARE),

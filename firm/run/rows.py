@@ -167,7 +167,7 @@ KEYS = {
 def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Row], list[str]]:
     """Returns rows without what is not valid in them, and what was left out, a text for each.
 
-    The first row of kind "run" tells the objectives and the rounds; there is no second.
+    The first row of kind "run" has the objectives and the rounds; there is no second.
 
     Args:
         rows: A log's lines as JSON reads them.
@@ -211,7 +211,7 @@ def valid_row(
         last_round: Of the run, where it is known.
 
     Returns:
-        None in place of a row that does not tell what it is about.
+        None in place of a row that does not say what it is about.
     """
     kind = row.get("kind", kind) if isinstance(row, Mapping) else None
     if not isinstance(row, Mapping) or not isinstance(kind, str | None):
@@ -229,7 +229,7 @@ def valid_row(
     except _Invalid:
         return None, []
     place = _place(found)
-    return found, [f"{path} of {place}: {told}" for path, told in check.left_out]
+    return found, [f"{path} of {place}: {value}" for path, value in check.left_out]
 
 
 class _Invalid(Exception):
@@ -247,34 +247,32 @@ class _Check:
     def valid(self, value: Any, shape: Shape, path: str) -> Any:
         """Returns the value without what is not valid in it, or raises ``_Invalid``."""
         match shape:
-            case Number():
-                is_valid = _is_number(value, shape)
-            case Text():
-                is_valid = isinstance(value, str)
-            case Plain():
-                is_valid = _is_plain(value, DEPTH)
-            case Several(entry, length):
-                if not isinstance(value, list):
-                    raise _Invalid
-                if len(value) != self._lengths.get(length, len(value)):
-                    raise _Invalid
-                return [self.valid(item, entry, path) for item in value]
-            case Items(entry):
-                if not isinstance(value, list):
-                    raise _Invalid
-                found = [self._or_left_out(item, entry, path) for item in value]
-                return [item for item in found if item is not _LEFT_OUT]
-            case ByName(entry):
-                return self._named(value, entry, path)
-            case Fields():
+            case Number() if _is_number(value, shape):
+                return value
+            case Text() if isinstance(value, str):
+                return value
+            case Plain() if _is_plain(value, DEPTH):
+                return value
+            case Several(entry, length) if isinstance(value, list):
+                if len(value) == self._lengths.get(length, len(value)):
+                    return [self.valid(item, entry, path) for item in value]
+            case Items(entry) if isinstance(value, list):
+                items = [self._or_left_out(item, entry, path) for item in value]
+                return [item for item in items if item is not _LEFT_OUT]
+            case ByName(entry) if isinstance(value, Mapping):
+                items = {
+                    name: self._or_left_out(item, entry, f"{path}.{name}")
+                    for name, item in value.items()
+                }
+                if isinstance(entry, Number):
+                    return {n: None if item is _LEFT_OUT else item for n, item in items.items()}
+                return {name: item for name, item in items.items() if item is not _LEFT_OUT}
+            case Fields() if isinstance(value, Mapping):
                 return self.fields(value, shape, path)
-        if not is_valid:
-            raise _Invalid
-        return value
+        raise _Invalid
 
-    def fields(self, value: Any, shape: Fields, path: str) -> Row:
-        if not isinstance(value, Mapping):
-            raise _Invalid
+    def fields(self, value: Mapping[str, Any], shape: Fields, path: str) -> Row:
+        """Returns the valid fields, or raises ``_Invalid`` where a required one is missing."""
         found = {}
         for key, item in value.items():
             own = shape.shapes.get(key, Plain())
@@ -285,18 +283,6 @@ class _Check:
                 found[key] = item
         if not all(key in found for key in shape.required):
             raise _Invalid
-        return found
-
-    def _named(self, value: Any, entry: Shape, path: str) -> Row:
-        if not isinstance(value, Mapping):
-            raise _Invalid
-        found = {}
-        for name, item in value.items():
-            item = self._or_left_out(item, entry, f"{path}.{name}")
-            if item is not _LEFT_OUT:
-                found[name] = item
-            elif isinstance(entry, Number):
-                found[name] = None
         return found
 
     def _or_left_out(self, item: Any, shape: Shape, path: str) -> Any:
@@ -320,10 +306,9 @@ def _is_number(value: Any, shape: Number) -> bool:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    if isinstance(value, list | tuple):
-        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
-    if isinstance(value, Mapping):
-        return depth > 0 and all(_is_plain(item, depth - 1) for item in value.values())
+    if isinstance(value, list | tuple | Mapping):
+        items = value.values() if isinstance(value, Mapping) else value
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
     return isinstance(value, str | bool) or _is_number(value, NUMBER)
 
 

@@ -14,7 +14,7 @@ _PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate",
 
 
 def session() -> Row:
-    """Who runs what: the surroundings of one start of the program."""
+    """Returns the surroundings of one start of the program."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -30,7 +30,7 @@ def session() -> Row:
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree, with "-dirty" when it was changed; None outside a repository."""
+    """Returns the source tree's commit, with "-dirty" after changes; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(

@@ -20,9 +20,7 @@ Value = TypeVar("Value")
 def find_config(name: str | Path) -> Path:
     """Returns a configuration file: one that is there, or else the shipped one of this name.
 
-    Args:
-        name: A path, or a shipped file's name such as `smoke`, `fmoo/adult.yaml` or
-            `configs/smoke.yaml`.
+    A shipped file's name is such as `smoke`, `fmoo/adult.yaml` or `configs/smoke.yaml`.
 
     Raises:
         UserError: There is neither; names the nearest.
@@ -41,13 +39,10 @@ def find_config(name: str | Path) -> Path:
 
 
 def with_shipped_paths(value: Value) -> Value:
-    """Returns a configuration whose paths into the package work from any working directory.
+    """Returns a dataclass, or what one holds, with paths that work from any working directory.
 
     Texts and paths that begin with `firm/`, and that lead nowhere from here, are made absolute
     where the package has such a file or folder.
-
-    Args:
-        value: A dataclass, or what one holds.
     """
     found: Any = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

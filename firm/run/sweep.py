@@ -45,11 +45,7 @@ class Outcome:
 
 
 class Sweep:
-    """A folder of runs.
-
-    Args:
-        path: The folder, which has a manifest.
-    """
+    """A folder of runs, which has a manifest."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -69,7 +65,7 @@ class Sweep:
         Args:
             path: The folder; absent or empty for a new sweep.
             config: The resolved configuration as plain data.
-            points: What tells each point from the others, plain data by the point's name.
+            points: What distinguishes each point, plain data by the point's name.
             resume: Whether a sweep that is there is taken up.
 
         Raises:
@@ -105,7 +101,7 @@ class Sweep:
 
     @property
     def id(self) -> str:
-        """What tells this sweep from others with the same name."""
+        """What distinguishes this sweep from others with the same name."""
         return self.manifest["id"]
 
     def run_path(self, name: str) -> Path:
@@ -134,7 +130,7 @@ class Sweep:
         that process, and not yielded.
 
         Args:
-            run: Called with the path of a point's run and its settings, in another process: a
+            run: Called in another process with the path of a point's run and its settings: a
                 function of a module. It takes up the run that is there, if any.
             settings: Plain data by point; the others are left alone.
             num_workers: Processes that work at once.
@@ -188,7 +184,7 @@ def _run_point(
     settings: dict[str, Any],
     log: str,
 ) -> Outcome | None:
-    """One point in a worker; None where another process is at it."""
+    """Runs one point in a worker; returns None where another process is at it."""
     start, problem = time.perf_counter(), None
     if _is_held(place):
         return None
@@ -199,7 +195,7 @@ def _run_point(
         if _is_held(place):  # both came at once, and the other one was faster
             return None
         problem = str(error)
-    except Exception as error:
+    except Exception as error:  # a point that fails leaves the others to go on
         problem = f"{type(error).__name__}: {error}"
         with open(log, "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
@@ -207,7 +203,6 @@ def _run_point(
 
 
 def _is_held(place: str) -> bool:
-    """Whether some process writes to the run."""
     try:
         check_not_held(Path(place))
     except UserError:
@@ -217,7 +212,6 @@ def _is_held(place: str) -> bool:
 
 @contextmanager
 def _printed_to(log: str) -> Iterator[None]:
-    """What is printed inside goes to a file."""
     with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         yield
 

@@ -89,7 +89,7 @@ class Tracker:
         self._run = None
         self._evaluations: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
-        self._told: set[tuple[type, str]] = set()
+        self._reported: set[tuple[type, str]] = set()
         if config.mode != "disabled":
             path = Path(run_path)
             name, group = name or path.resolve().name, config.group or group
@@ -102,12 +102,11 @@ class Tracker:
         self.finish(succeeded=kind is None)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Forwards one row of metrics.jsonl.
+        """Forwards one row of metrics.jsonl, without what is not valid in it.
 
         Its numbers become series over the rounds, the run's own facts part of the configuration.
         Evaluations with scores are drawn in the trade-off plane, too, and the last one on the test
-        split is compared with the base model's, in a table and in the summary. What is not valid in
-        a row is left out.
+        split is compared with the base model's, in a table and in the summary.
         """
         if not self._run:
             return
@@ -121,11 +120,7 @@ class Tracker:
                 self._run.log({"round": valid["round"], **series, **self._charts(valid)})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Shows replies to the same prompt, before and after, side by side in a table.
-
-        Args:
-            rows: Rows of samples.jsonl; without any, no text leaves the run directory.
-        """
+        """Shows rows of samples.jsonl side by side: replies to a prompt before and after."""
         valid, _ = valid_rows(list(rows), kind="sample")
         self._samples += [row for row in valid if {"prompt", "completion"} <= row.keys()]
         with self._drawing("the samples"):
@@ -164,17 +159,16 @@ class Tracker:
 
     @contextmanager
     def _drawing(self, what: str) -> Iterator[None]:
-        """Keeps from the run what fails below, and tells of each failure once."""
+        """Keeps from the run what fails inside, and warns of each failure once."""
         try:
             yield
-        except Exception as error:
-            if (told := (type(error), str(error))) not in self._told:
-                self._told.add(told)
+        except Exception as error:  # the run is worth more than its picture in W&B
+            if (failure := (type(error), str(error))) not in self._reported:
+                self._reported.add(failure)
                 with drawing(f"W&B: {what}"):
                     raise
 
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What an evaluation adds to the series."""
         if not self._run or row["kind"] != "evaluation" or "scores" not in row:
             return {}
         self._evaluations.append(row)
@@ -193,10 +187,9 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
     Lists over solves become their means, and derived quantities are added. Rows without a round
     (the run's own) have no series.
 
-    Example:
-        >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.25, 0.75], [1, 0]]}
-        >>> flatten(row, ["helpful", "harmless"])
-        {'weights/helpful/a': 0.625, 'weights/harmless/a': 0.375}
+    >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.25, 0.75], [1, 0]]}
+    >>> flatten(row, ["helpful", "harmless"])
+    {'weights/helpful/a': 0.625, 'weights/harmless/a': 0.375}
     """
     if "round" not in row:
         return {}
@@ -211,7 +204,7 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
 
 
 def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, Any]:
-    """The global model after each round, a chart per pair of objectives.
+    """Returns charts of the global model after each round, one per pair of objectives.
 
     A single objective is drawn against the KL.
     """
@@ -234,7 +227,7 @@ def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dic
 def _comparison(
     base: Mapping[str, Any], aligned: Mapping[str, Any]
 ) -> tuple[Any, dict[str, float | None]]:
-    """Base against aligned model on the test split: a table, and its means by name."""
+    """Returns base against aligned model on the test split: a table, and its means by name."""
     lines: list[list[Any]] = []
     for line in compare(base, aligned):
         measures = [line.base, line.aligned, line.change]
@@ -251,7 +244,7 @@ def _comparison(
 
 
 def _sample_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A line per reply of the base model, with the latest reply to the same prompt beside it."""
+    """Returns a line per reply of the base model, with the latest reply to the same prompt."""
     last_round = max(row["round"] for row in rows)
     scores = list(dict.fromkeys(name for row in rows for name in row.get("scores") or ()))
     replies: dict[str, list[Mapping[str, Any]]] = {}
@@ -295,7 +288,7 @@ def _start(
     name: str,
     group: str | None,
 ) -> Any:
-    """A W&B run, online if that is wanted and possible."""
+    """Starts a W&B run, online if that is wanted and possible."""
     import wandb  # a second of imports that only tracked runs pay
 
     # A silent W&B asks for no key: without one, `init` raises at once, on a terminal too.

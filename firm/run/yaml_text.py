@@ -14,11 +14,8 @@ def read_yaml(text: str, source: str = "") -> Any:
     """Returns the plain data in a YAML text, in which a key stands once.
 
     PyYAML keeps the last of two equal keys without a word, and a few lines of aliases can stand for
-    more values than fit into memory: both are refused before anything is built.
-
-    Args:
-        text: The text.
-        source: File or key that it comes from, for messages.
+    more values than fit into memory: both are refused before anything is built. Messages name the
+    source, a file or key.
 
     Raises:
         UserError: It is malformed, has a key twice or half a surrogate pair, or is too deep or too

@@ -93,10 +93,7 @@ def afl(
     if cfg.average_iterates:
         memory["iterate"] = adapter
     finished, rows = this_round.finish(
-        adapter,
-        replies,
-        memory=memory,
-        entries={"weights": dict(zip(names, weights, strict=True))},
+        adapter, replies, memory=memory, entries={"weights": dict(zip(names, weights, strict=True))}
     )
     if cfg.average_iterates:  # 1/t of the new iterate, and the rest of the mean so far
         finished = replace(finished, adapter=moved(model, [adapter], [1 / finished.round]))

@@ -156,9 +156,5 @@ def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) ->
             last = project_to_simplex(last - cfg.step_size * gram @ last)
         return last.tolist()
     return fedcmoo_weights(
-        last,
-        gram,
-        step_size=cfg.step_size,
-        num_steps=cfg.num_steps,
-        normalize=cfg.normalize_gram,
+        last, gram, step_size=cfg.step_size, num_steps=cfg.num_steps, normalize=cfg.normalize_gram
     ).tolist()
