@@ -22,6 +22,7 @@ import torch
 from hypothesis import settings
 
 from firm.federation.strategies import STRATEGIES
+from tests.plugins import plugins_forgotten
 
 settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
 settings.load_profile("unhurried")
@@ -67,6 +68,13 @@ def exact_config() -> Callable[..., Any]:
         return kind(**{key: value for key, value in exact.items() if key in fields}, **options)
 
     return build
+
+
+@pytest.fixture
+def new_plugins() -> Iterator[None]:
+    """Lets a test register what it likes; it is forgotten at the end."""
+    with plugins_forgotten():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The main job on accelerators: a step at the paper's shape, and two processes on two devices."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.runs import read_rows
 
 ROOT = Path(__file__).parents[2]
 STAGES = (
@@ -86,5 +87,4 @@ def test_two_processes_work_as_one_by_nccl(tmp_path):
     python(*launcher, tmp_path / "team.py")
     run = ("recipes/firm_hh.py", "--config", "configs/smoke.yaml", "--rounds", 1)
     python(*launcher, *run, "--processes_per_client", 2, "--out", tmp_path / "run")
-    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    assert next(rows)["processes"] == [["client_0", "client_1"]] * 2
+    assert read_rows(tmp_path / "run")[0]["processes"] == [["client_0", "client_1"]] * 2

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan, plan_tables
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.run import parse, print_table
+from tests.runs import read_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,14 +71,12 @@ def test_sizes_and_messages_are_those_of_the_run(tmp_path):
     cfg = config("--out", tmp_path / "run", "--strategy.share_gram", "true", *FEW_REPLIES)
     plan = plan_without_memory(cfg)
     main(cfg)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    (about,) = [row for row in rows if row["kind"] == "run"]
+    (about,) = read_rows(cfg.out, "run")
     assert plan.policy.num_trainable == about["num_trainable"]
     assert sum(plan.policy.trainable_by_module.values()) == about["num_trainable"]
     assert plan.policy.adapter_bytes == about["adapter_bytes"]
     assert [place.clients for place in plan.places] == about["processes"]
-    clients = [row for row in rows if row["kind"] == "client"]
+    clients = read_rows(cfg.out, "client")
     assert len(clients) == plan.work.rounds * plan.work.clients_per_round
     for row in clients:
         assert plan.policy.bytes_down == pytest.approx(row["bytes_down"], rel=0.02)
@@ -101,8 +99,7 @@ def test_messages_of_strategies_with_more_of_them_are_those_of_the_run(strategy,
     cfg = config("--out", tmp_path / "run", "--rounds", 1, *strategy, *FEW_REPLIES)
     plan = plan_without_memory(cfg)
     main(cfg)
-    rows = list(map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()))
-    for row in (row for row in rows if row["kind"] == "client"):
+    for row in read_rows(cfg.out, "client"):
         assert plan.policy.bytes_down == pytest.approx(row["bytes_down"], rel=0.02)
         assert plan.policy.bytes_up == pytest.approx(row["bytes_up"], rel=0.02)
         passes = row.get("by_objective", {"the sum": row}).values()

@@ -1,7 +1,6 @@
 """What another package adds with one file each: everything new takes part in a study."""
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.runs import read_rows
 
 FOLDER = Path(__file__).parent
 PLUGINS = ["momentum", "reinforce", "vowels", "counting_engine", "reply_loss"]
@@ -23,6 +24,7 @@ OVERRIDES = {
     },
     "tracking.mode": "offline",
 }
+MOMENTUM = Path("points/momentum-seed_0")
 SETTINGS = {"momentum": {}, "none": {"overrides": {"strategy.momentum": 0.0}}}
 
 
@@ -46,21 +48,16 @@ def study(tmp_path_factory) -> tuple[Path, str]:
     return folder / "study", ended.stdout
 
 
-def rows(study: Path, setting: str) -> list[dict]:
-    file = study / "points" / f"{setting}-seed_0/metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_every_extension_takes_part(study):
     folder, printed = study
     assert "vowels" in printed
-    (run, *_) = rows(folder, "momentum")
+    (run,) = read_rows(folder / MOMENTUM, "run")
     assert run["objectives"] == ["brevity", "vowels"]
     assert "counting engine: 2 calls" in (folder / "logs/momentum-seed_0.txt").read_text()
-    settings = yaml.safe_load((folder / "points/momentum-seed_0/config.yaml").read_text())
+    settings = yaml.safe_load((folder / MOMENTUM / "config.yaml").read_text())
     assert settings["strategy"]["momentum"] == 0.9
     assert settings["estimator"]["group_size"] == 4
-    clients = [row for row in rows(folder, "momentum") if row["kind"] == "client"]
+    clients = read_rows(folder / MOMENTUM, "client")
     assert len(clients) == 4
     assert all(row["reply_loss"] > 0 for row in clients)
 
@@ -74,15 +71,11 @@ def test_the_strategy_of_another_package_decides_what_the_server_does(study):
 
 def test_the_quantity_stands_on_both_pages_in_the_figures_data_and_in_wandb(study):
     folder, _ = study
-    for page in (folder, folder / "points/momentum-seed_0"):
+    for page in (folder, folder / MOMENTUM):
         assert "Loss of a reply" in (page / "report.html").read_text()
-    logged = [
-        row["reply_loss"]
-        for row in rows(folder, "momentum")
-        if row["kind"] == "client" and row["round"] == 2
-    ]
+    logged = [row["reply_loss"] for row in read_rows(folder / MOMENTUM, "client", round=2)]
     with (folder / "figures/reply_loss.csv").open(newline="") as file:
         drawn = [row for row in csv.DictReader(file) if row["setting"] == "momentum"]
     assert float(drawn[-1]["mean"]) == pytest.approx(sum(logged) / len(logged))
-    (wandb,) = (folder / "points/momentum-seed_0").glob("wandb/offline-run-*/run-*.wandb")
+    (wandb,) = (folder / MOMENTUM).glob("wandb/offline-run-*/run-*.wandb")
     assert b"reply_loss" in wandb.read_bytes()

@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient
@@ -32,7 +29,8 @@ from firm.report.tables import tidy
 from firm.run import parse
 from firm.run.checkpoint import load_state, save_state
 from firm.run.earlier import FIGURES
-from reward_models import REWARD_MODELS
+from tests.plugins import plugins_forgotten
+from tests.runs import read_adapter, read_rows
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
@@ -71,24 +69,6 @@ def recipe(*arguments: object) -> subprocess.CompletedProcess:
     )
 
 
-@contextmanager
-def new_rewards() -> Iterator[None]:
-    """Reads files of reward functions as a new process does, and forgets them at the end."""
-    names = set(REWARD_MODELS)
-    try:
-        yield
-    finally:
-        for name in REWARD_MODELS.keys() - names:
-            del REWARD_MODELS[name]
-        for module in [name for name in sys.modules if name.startswith("firm_plugin_")]:
-            del sys.modules[module]
-
-
-def rows_of(folder: Path, kind: str) -> list[dict]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
@@ -105,19 +85,19 @@ def test_a_run_leaves_everything_that_it_promises(finished):
         "round_0001",
         "round_0002",
     }
-    assert len(rows_of(finished, "client")) == 2 * 2  # rounds, clients
-    assert len(rows_of(finished, "round")) == 2
-    splits = [(row["split"], row["round"]) for row in rows_of(finished, "evaluation")]
+    assert len(read_rows(finished, "client")) == 2 * 2  # rounds, clients
+    assert len(read_rows(finished, "round")) == 2
+    splits = [(row["split"], row["round"]) for row in read_rows(finished, "evaluation")]
     assert sorted(splits) == [
         ("test", 0), ("test", 2), ("validation", 0), ("validation", 1), ("validation", 2),
     ]  # fmt: skip
-    base = rows_of(finished, "evaluation")[0]
+    base = read_rows(finished, "evaluation")[0]
     assert base["kl"] == pytest.approx(0, abs=1e-4)  # the adapter changes nothing yet
     assert all(0 < score["mean"] < 1 for score in base["rewards"].values())
 
 
 def test_every_step_is_logged_with_its_weights(finished):
-    for row in rows_of(finished, "client"):
+    for row in read_rows(finished, "client"):
         assert row["num_steps"] == 2
         assert len(row["weights"]) == 2 * 2 * 2  # local steps, epochs, minibatches
         for weights in row["weights"]:
@@ -154,16 +134,16 @@ def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(finished, 
     )  # fmt: skip
     killed = recipe(*mortal)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(rows_of(out, "round")) == 1
+    assert len(read_rows(out, "round")) == 1
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["rewards"]["brevity"]["options"] == {"dies_at": 10}
-    with new_rewards():
+    with plugins_forgotten():
         run(*mortal, "--resume", "true")
-    adapters = [load_file(p / "adapter/adapter_model.safetensors") for p in (finished, out)]
+    adapters = [read_adapter(path) for path in (finished, out)]
     assert adapters[0].keys() == adapters[1].keys()
     for name in adapters[0]:
         assert torch.equal(adapters[0][name], adapters[1][name]), name
-    assert [len(rows_of(path, "client")) for path in (finished, out)] == [4, 4]
+    assert [len(read_rows(path, "client")) for path in (finished, out)] == [4, 4]
 
 
 def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, tmp_path):
@@ -178,13 +158,13 @@ def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, 
         poison = value.ljust(len(text))  # the checkpoint knows how long the log was
         lines[at] = lines[at].replace(f'"{field}": {text}', f'"{field}": {poison}')
     path.write_text("".join(lines))
-    assert not math.isfinite(rows_of(out, "client")[0]["kl"])
+    assert not math.isfinite(read_rows(out, "client")[0]["kl"])
     assert run("--out", out, "--resume", "true", "--tracking.mode", "offline") == out
     html = (out / "report.html").read_text()
     assert "3 entries in the log of poisoned are not valid and left out: " in html
     for text in ("kl of client_0 in round 1: nan", "entropy of", ": -inf", "beta_effect of", ": 5"):
         assert text in html
-    adapters = [load_file(p / "adapter/adapter_model.safetensors") for p in (out, finished)]
+    adapters = [read_adapter(path) for path in (out, finished)]
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[1])
 
 
@@ -213,7 +193,7 @@ def test_a_run_that_an_earlier_version_began_goes_on_in_unbroken_curves(finished
     save_state(out / "checkpoints/round_0001", checkpoint)
 
     assert run("--out", out, "--resume", "true") == out
-    before, after = (row for row in rows_of(out, "client") if row["client"] == "client_0")
+    before, after = (row for row in read_rows(out, "client") if row["client"] == "client_0")
     assert {"reward", "reward_raw"} <= before.keys()
     assert {"scores", "rewards"} <= after.keys()
     tables = [
@@ -234,13 +214,13 @@ def test_three_objectives_run_whole(tmp_path):
         )
     )
     objectives = ["helpful", "harmless", "brevity"]
-    for row in rows_of(out, "client"):
+    for row in read_rows(out, "client"):
         assert {len(weights) for weights in row["weights"]} == {3}
         assert list(row["rewards"]) == objectives
         assert list(row["score_correlation"]) == [
             "helpful-harmless", "helpful-brevity", "harmless-brevity",
         ]  # fmt: skip
-    final = rows_of(out, "evaluation")[-1]
+    final = read_rows(out, "evaluation")[-1]
     assert list(final["rewards"]) == objectives
     assert "brevity" in (out / "report.html").read_text()
 
@@ -257,13 +237,13 @@ def test_a_run_does_not_resume_under_another_reward(tmp_path):
     arguments = ["--rewards.brevity.name", "words", "--rewards.brevity.file", rewards]
     arguments += ["--out", out, *SHORT]
     rewards.write_text(source.format("words", 1.0))
-    with new_rewards():
+    with plugins_forgotten():
         run(*arguments)
     files = [out / "metrics.jsonl", out / "samples.jsonl", out / "report.html"]
     before = [path.read_bytes() for path in files]
     rewards.write_text(source.format("words", 2.0))
     message = "the rewards of 'brevity' would not be comparable"
-    with new_rewards(), pytest.raises(ValueError, match=message):
+    with plugins_forgotten(), pytest.raises(ValueError, match=message):
         run(*arguments, "--resume", "true")
     assert [path.read_bytes() for path in files] == before
 
@@ -272,7 +252,7 @@ def test_a_calibration_that_was_fixed_beforehand_is_the_one_that_counts(tmp_path
     fixed = {"method": "sigmoid", "mean": 0.25, "scale": 2.0, "num_samples": 7}
     calibrations = json.dumps({"brevity": fixed})
     out = run("--evaluation.calibrations", calibrations, "--out", tmp_path / "run", *SHORT)
-    (first,) = rows_of(out, "run")
+    (first,) = read_rows(out, "run")
     assert first["calibration"]["brevity"] == fixed
     assert first["calibration"]["positivity"]["num_samples"] == 32
 
@@ -317,7 +297,7 @@ def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_
             ],
         )
     )  # fmt: skip
-    base = rows_of(out, "evaluation")[0]
+    base = read_rows(out, "evaluation")[0]
     assert base["end_share"] > 0.5  # replies end at the newline token
     assert base["length"] < 64
 
@@ -327,7 +307,7 @@ def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(tm
         *("--out", tmp_path / "run", "--rounds", 1, "--policy.dtype", "bfloat16"),
         *("--evaluation.num_validation_prompts", 0, "--evaluation.num_test_prompts", 8),
     )
-    base, _ = rows_of(out, "evaluation")
+    base, _ = read_rows(out, "evaluation")
     assert (base["kl"], base["kl_se"]) == (0.0, 0.0)
     page = (out / "report.html").read_text()
     assert re.search(r"Log-probability mismatch</dt><dd>0.0\d+ nats per token, 0.\d", page)
@@ -350,7 +330,12 @@ def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_e
         *(part for key, value in sizes.items() for part in (f"--evaluation.{key}", value)),
     )
     alarm = "client_1 has failed in 3 rounds in a row, from round 1 to 3: ValueError: a bad prompt"
-    assert [alarm in row["alarms"] for row in rows_of(out, "round")] == [False, False, True, False]
+    assert [alarm in row["alarms"] for row in read_rows(out, "round")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     told = capsys.readouterr().out
     assert f"\nnote: {alarm}\n" in told
     assert f"\nnote: Round 3: {alarm}\n" in told.partition("held-out prompts")[2]  # at the end
@@ -365,7 +350,7 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
         *("--out", tmp_path / "run", "--rounds", 1),
         *(part for key, value in sizes.items() for part in (f"--evaluation.{key}", value)),
     )
-    (about,) = rows_of(out, "run")
+    (about,) = read_rows(out, "run")
     (alarm,) = about["alarms"]
     assert "estimator.kl.horizon" in alarm
     before, _, after = capsys.readouterr().out.partition("round 1/1")

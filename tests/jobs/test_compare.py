@@ -16,6 +16,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.compare import CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
+from tests.runs import read_rows, write_rows
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
@@ -88,17 +89,15 @@ def edit_adapter(folder: Path, change) -> None:
 
 
 def with_other_calibration(run: Path) -> Path:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    header = json.loads(lines[0])
-    header["calibration"]["brevity"]["mean"] = 0.25
-    (run / "metrics.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    rows = read_rows(run)
+    rows[0]["calibration"]["brevity"]["mean"] = 0.25
+    write_rows(run, rows)
     return run
 
 
 def test_a_run_s_own_held_out_figures_are_repeated_exactly(run, tmp_path):
     table = figures(evaluate("--runs", f"[{run}]", "--out", tmp_path / "out"))
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    tests = [r for r in rows if r["kind"] == "evaluation" and r["split"] == "test"]
+    tests = read_rows(run, "evaluation", split="test")
     for model, row in zip(("base", "aligned"), tests, strict=True):
         for name in ("brevity", "positivity"):
             assert table[model][name]["mean"] == row["scores"][name]["mean"]

@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +23,7 @@ from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report.tables import Setting
 from firm.run import Run, parse
 from firm.run.shipped import CONFIGS
+from tests.runs import edit_rows, read_rows
 
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",
@@ -47,27 +47,20 @@ def study(tmp_path_factory) -> Path:
     return main(_config(tmp_path_factory.mktemp("fmoo") / "study"))
 
 
-def _rows(path: Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
-def _evaluations(path: Path) -> list[dict]:
-    return _rows(path, "evaluation")
-
-
 def test_every_algorithm_and_seed_has_a_run_and_the_study_a_page_and_a_table(study):
     for name in SMALL:
         for seed in (0, 1):
             run = study / name / f"seed_{seed}"
-            assert [row["round"] for row in _evaluations(run)] == [0, 2, 4]
+            assert [row["round"] for row in read_rows(run, "evaluation")] == [0, 2, 4]
             assert json.loads((run / "run.json").read_text())["status"] == "finished"
     with (study / "summary.csv").open() as file:
         header, *lines = csv.reader(file)
     assert header == ["algorithm", "left", "right", "mean", "worst", "MB up"]
     assert [line[0] for line in lines] == list(SMALL)
-    ends = [_evaluations(study / "firm" / f"seed_{s}")[-1]["accuracies"]["left"] for s in (0, 1)]
-    assert float(lines[1][1]) == pytest.approx(sum(ends) / 2, abs=6e-4)
+    last = [read_rows(study / f"firm/seed_{seed}", "evaluation")[-1] for seed in (0, 1)]
+    assert float(lines[1][1]) == pytest.approx(
+        fmean(row["accuracies"]["left"] for row in last), abs=6e-4
+    )
     assert "FedCMOO".lower() in (study / "comparison.html").read_text()
 
 
@@ -76,13 +69,13 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkey
     monkeypatch.setitem(STRATEGIES, "firm", _stops_in_round_3(strategy))
     with pytest.raises(KeyboardInterrupt):
         main(_config(out))
-    assert len(_evaluations(out / "firm/seed_0")) == 2  # rounds 0 and 2
+    assert len(read_rows(out / "firm/seed_0", "evaluation")) == 2  # rounds 0 and 2
     monkeypatch.setitem(STRATEGIES, "firm", strategy)
     main(_config(out, "--resume", "true"))
     for name in SMALL:
         for seed in (0, 1):
             path = f"{name}/seed_{seed}"
-            assert _evaluations(out / path) == _evaluations(study / path)
+            assert read_rows(out / path, "evaluation") == read_rows(study / path, "evaluation")
     assert (out / "summary.csv").read_text() == (study / "summary.csv").read_text()
 
 
@@ -107,7 +100,7 @@ def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
         )
     )
     assert {path: path.read_bytes() for path in before} == before
-    assert len(_evaluations(study / "scalarized/seed_1")) == 3
+    assert len(read_rows(study / "scalarized/seed_1", "evaluation")) == 3
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "balanced", "shards"])
@@ -124,7 +117,8 @@ def test_every_partition_gives_all_clients_samples(kind):
 def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):
     out = main(_config(tmp_path / "study", "--num_workers", "3", "--seeds", "[1]"))
     for name in SMALL:
-        assert _evaluations(out / name / "seed_1") == _evaluations(study / name / "seed_1")
+        path = f"{name}/seed_1"
+        assert read_rows(out / path, "evaluation") == read_rows(study / path, "evaluation")
 
 
 def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp_path):
@@ -138,7 +132,7 @@ def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp
         assert not own & kept
         assert len(kept) == round(0.25 * len(shard))
     out = main(replace(cfg, rounds=2, seeds=(0,)))
-    users = _evaluations(out / "firm/seed_0")[-1]["users"]
+    users = read_rows(out / "firm/seed_0", "evaluation")[-1]["users"]
     assert list(users) == list(shards)
     with (out / "summary.csv").open() as file:
         line = list(csv.DictReader(file))[1]
@@ -184,7 +178,7 @@ def test_a_run_ends_at_the_target_loss_and_the_table_tells_the_round(tmp_path):
     with (out / "summary.csv").open() as file:
         lines = {line["algorithm"]: line for line in csv.DictReader(file)}
     for name in SMALL:
-        rows = _evaluations(out / name / "seed_0")
+        rows = read_rows(out / name / "seed_0", "evaluation")
         below = [row["round"] for row in rows if max(row["losses"].values()) <= target]
         assert below == [rows[-1]["round"]]
         assert 0 < below[0] < 40
@@ -227,7 +221,7 @@ def test_an_algorithm_may_be_centralised_and_have_its_own_clients_and_rounds(tmp
             FMGDA=f"{{strategy: {{name: fsmgda}}, {local}, num_clients: 3}}",
         )
     )  # fmt: skip
-    last = {name: _rows(out / name / "seed_0", "round")[-1] for name in ("MGD", "FMGDA")}
+    last = {name: read_rows(out / name / "seed_0", "round")[-1] for name in ("MGD", "FMGDA")}
     assert last["MGD"]["clients"] == ["everyone"]
     assert last["MGD"]["round"] == 2
     assert last["FMGDA"]["clients"] == ["client_0", "client_1", "client_2"]
@@ -239,7 +233,7 @@ def test_attackers_take_part_in_every_round(tmp_path):
     attack = ["--attack.kind", "scaling", "--attack.clients", "[client_3]", "--attack.amount", "2"]
     strategy = f"{{strategy: {{name: fedavg, {few}}}, local: {{lr: 0.1, batch_size: 16}}}}"
     out = main(_config(tmp_path / "study", *attack, "--seeds", "[0]", FedAvg=strategy))
-    rounds = _rows(out / "FedAvg/seed_0", "round")
+    rounds = read_rows(out / "FedAvg/seed_0", "round")
     assert [len(row["clients"]) for row in rounds] == [2] * 4
     assert all("client_3" in row["clients"] for row in rounds)
 
@@ -256,7 +250,7 @@ def test_an_algorithm_may_have_an_attack_of_its_own_amount():
 
 def test_the_share_of_improved_clients_is_told_where_it_is_evaluated(tmp_path):
     out = main(_config(tmp_path / "study", "--improved_share", "true", "--seeds", "[0]"))
-    shares = {row["round"]: row.get("improved") for row in _rows(out / "firm/seed_0", "round")}
+    shares = {row["round"]: row.get("improved") for row in read_rows(out / "firm/seed_0", "round")}
     assert [shares[number] is None for number in (1, 2, 3, 4)] == [True, False, True, False]
     assert all(shares[number] in (0, 0.25, 0.5, 0.75, 1) for number in (2, 4))
 
@@ -264,14 +258,14 @@ def test_the_share_of_improved_clients_is_told_where_it_is_evaluated(tmp_path):
 def test_local_trainings_are_compared_from_the_same_global_models(study, tmp_path):
     cfg = _config(tmp_path / "study", "--seeds", "[0]", "--progress_from", "fedcmoo")
     looked, plain = main(cfg) / "fedcmoo/seed_0", study / "fedcmoo/seed_0"
-    rows = _evaluations(looked)
+    rows = read_rows(looked, "evaluation")
     assert [row.pop("progress", None) is None for row in rows] == [True, False, False]
-    assert rows == _evaluations(plain)  # looking changes nothing
-    falls = _evaluations(looked)[1]["progress"]
+    assert rows == read_rows(plain, "evaluation")  # looking changes nothing
+    falls = read_rows(looked, "evaluation")[1]["progress"]
     assert list(falls) == list(SMALL)
     assert all(list(fall) == ["left", "right"] for fall in falls.values())
     assert falls["fedcmoo"] != falls["firm"]
-    assert all("progress" not in row for row in _evaluations(cfg.out / "firm/seed_0"))
+    assert all("progress" not in row for row in read_rows(cfg.out / "firm/seed_0", "evaluation"))
 
 
 def test_preferences_and_objectives_alone_make_a_plane_and_a_column(tmp_path):
@@ -286,7 +280,8 @@ def test_preferences_and_objectives_alone_make_a_plane_and_a_column(tmp_path):
     page = (out / "comparison.html").read_text()
     assert 'id="preferences"' in page
     assert "rank correlation" in page
-    ends = {name: _evaluations(out / name / "seed_0")[-1]["accuracies"] for name in algorithms}
+    last = {name: read_rows(out / name / "seed_0", "evaluation")[-1] for name in algorithms}
+    ends = {name: row["accuracies"] for name, row in last.items()}
     wanted = delta_m(
         [ends["one"]["left"], ends["one"]["right"]],
         [ends["left"]["left"], ends["right"]["right"]],
@@ -390,13 +385,8 @@ def test_rounds_have_no_figures_that_the_page_would_take_for_evaluations(tmp_pat
     }
     out = main(_config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", **algorithms))
     for name in algorithms:
-        (row,) = _rows(out / name / "seed_0", "round")
+        (row,) = read_rows(out / name / "seed_0", "round")
         assert not row.keys() & {"losses", "accuracies", "users"}
-
-
-def _edit_rows(run: Path, change: Callable[[dict], dict]) -> None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
 
 
 def test_all_alarms_of_all_runs_stand_on_the_page(study, tmp_path):
@@ -409,7 +399,7 @@ def test_all_alarms_of_all_runs_stand_on_the_page(study, tmp_path):
             return row
         return {**row, "alarms": [alarm.format(row["round"]), "the same"]}
 
-    _edit_rows(out / "firm/seed_1", with_alarm)
+    edit_rows(out / "firm/seed_1", with_alarm)
     main(_config(out, "--resume", "true"))
     html = (out / "comparison.html").read_text()
     head = html[: html.index("<main>")]
@@ -430,7 +420,7 @@ def test_a_poisoned_run_hides_no_other_of_the_study(study, tmp_path, value):
     out = tmp_path / "study"
     shutil.copytree(study, out)
     keys = {"kind", "round", "split"}
-    _edit_rows(out / "firm/seed_1", lambda row: row | dict.fromkeys(row.keys() - keys, value))
+    edit_rows(out / "firm/seed_1", lambda row: row | dict.fromkeys(row.keys() - keys, value))
     cfg, splits = _config(out, "--resume", "true"), load_data(DataConfig())
     runs = []
     for color, name in enumerate(SMALL):
@@ -443,10 +433,10 @@ def test_a_poisoned_run_hides_no_other_of_the_study(study, tmp_path, value):
     assert ("in the logs of firm are not valid and left out" in html) == (value is not None)
     with (out / "summary.csv").open() as file:
         _, fedcmoo, firm = csv.reader(file)
-    whole = [_evaluations(out / f"fedcmoo/seed_{seed}")[-1]["accuracies"] for seed in (0, 1)]
-    own = _evaluations(out / "firm/seed_0")[-1]["accuracies"]
+    whole = [read_rows(out / f"fedcmoo/seed_{seed}", "evaluation")[-1] for seed in (0, 1)]
+    own = read_rows(out / "firm/seed_0", "evaluation")[-1]
     for told, finals in ((fedcmoo, whole), (firm, [own])):
-        means = [fmean(final[name] for final in finals) for name in ("left", "right")]
+        means = [fmean(row["accuracies"][name] for row in finals) for name in ("left", "right")]
         assert [float(cell) for cell in told[1:3]] == pytest.approx(means, abs=6e-4)
 
 

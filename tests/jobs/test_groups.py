@@ -1,6 +1,5 @@
 """Clients that differ, and runs that start from adapters."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from firm.cli.align import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import UserError, parse
+from tests.runs import read_adapter, read_rows
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1"]
@@ -22,20 +22,15 @@ def run(*arguments: object) -> Path:
     return out
 
 
-def rows_of(folder: Path, kind: str) -> list[dict]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind]
-
-
 def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
     groups = (
         "{other: {clients: [1], rewards: {positivity: {name: brevity}}},"
         " partial: {clients: [2], objectives: [brevity]}}"
     )
     out = run("--out", tmp_path / "run", "--num_clients", 3, "--groups", groups)
-    (header,) = rows_of(out, "run")
+    (header,) = read_rows(out, "run")
     assert set(header["calibration"]) == {"brevity", "positivity", "other/positivity"}
-    usual, other, partial = rows_of(out, "client")
+    usual, other, partial = read_rows(out, "client")
     # judged as short by one model and counted by the other
     assert other["scores"]["positivity"] == pytest.approx(other["scores"]["brevity"])
     assert usual["scores"]["positivity"] != pytest.approx(usual["scores"]["brevity"])
@@ -53,11 +48,11 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
     robust = "{rule: norm_clipping, num_attackers: 1}"
     arguments = ["--num_clients", 3, "--groups", groups, "--strategy.robust", robust]
     out = run("--out", tmp_path / "run", *arguments)
-    honest, liar, far = rows_of(out, "client")
+    honest, liar, far = read_rows(out, "client")
     for name, is_attacked in (("brevity", True), ("positivity", False)):
         assert (liar["scores"][name] - honest["scores"][name] > 900) == is_attacked
     assert abs(far["scores"]["brevity"] - honest["scores"]["brevity"]) < 100
-    (row,) = rows_of(out, "round")
+    (row,) = read_rows(out, "round")
     told = row["robust"]
     assert told["clipped"] == ["client_2"]
     assert told["lengths"]["client_2"] > 20 * told["clip_norm"]
@@ -95,9 +90,9 @@ def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
     start = f"{{{folders[0]}: 1, {folders[1]}: 3}}"
     out = run("--out", tmp_path / "mean", "--rounds", 0, "--start", start)
     first = load_file(folders[0] / "adapter_model.safetensors")
-    for name, parameter in load_file(out / "adapter/adapter_model.safetensors").items():
+    for name, parameter in read_adapter(out).items():
         assert torch.allclose(parameter, first[name] + 0.075, atol=1e-6)
-    base, final = rows_of(out, "evaluation")
+    base, final = read_rows(out, "evaluation")
     assert (base["round"], final["round"]) == (0, 0)
     assert base["kl"] == pytest.approx(0, abs=1e-4)  # the base model, not the start
     assert abs(final["kl"]) > 1e-3

@@ -1,17 +1,16 @@
 """LoRA's options in whole runs: A frozen, and products averaged."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from firm.cli.align import main
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan
 from firm.run import parse
+from tests.runs import read_adapter, read_rows
 
 SMOKE = Path(__file__).parents[2] / "configs/smoke.yaml"
 
@@ -21,27 +20,18 @@ def config(*arguments: object) -> AlignmentConfig:
     return parse(AlignmentConfig, ["--config", str(SMOKE), *short, *map(str, arguments)])
 
 
-def rows_of(folder: Path, kind: str) -> list[dict]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind]
-
-
-def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter/adapter_model.safetensors")
-
-
 def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tmp_path):
     options = ("--policy.lora.freeze_a", "true")
     cfg = config(*options, "--out", tmp_path / "whole")
     whole = main(cfg)
-    (about,) = rows_of(whole, "run")
+    (about,) = read_rows(whole, "run")
     plan = make_plan(cfg, about["clients"], Processes(0, 1, 1))
     assert plan.policy is not None
     assert plan.policy.adapter_bytes == about["adapter_bytes"]
-    for row in rows_of(whole, "client"):
+    for row in read_rows(whole, "client"):
         assert abs(row["bytes_up"] - plan.policy.bytes_up) < 0.03 * row["bytes_up"]
 
-    adapter = adapter_of(whole)
+    adapter = read_adapter(whole)
     sizes = {c: sum(t.nbytes for n, t in adapter.items() if f"lora_{c}" in n) for c in "AB"}
     assert sizes["B"] == about["adapter_bytes"]
     assert sizes["A"] > 0
@@ -51,14 +41,14 @@ def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tm
     shutil.rmtree(stopped / "checkpoints/round_0002")
     shutil.rmtree(stopped / "adapter")
     main(config(*options, "--out", stopped, "--resume", "true"))
-    assert len(rows_of(stopped, "round")) == 2
-    for name, tensor in adapter_of(stopped).items():
+    assert len(read_rows(stopped, "round")) == 2
+    for name, tensor in read_adapter(stopped).items():
         assert torch.equal(tensor, adapter[name]), name
 
 
 def test_a_run_can_average_products(tmp_path):
     options = ("--strategy.lora_mean", "products", "--rounds", 1)
-    products = adapter_of(main(config(*options, "--out", tmp_path / "products")))
-    factors = adapter_of(main(config(*options[2:], "--out", tmp_path / "factors")))
+    products = read_adapter(main(config(*options, "--out", tmp_path / "products")))
+    factors = read_adapter(main(config(*options[2:], "--out", tmp_path / "factors")))
     distances = [(products[n] - t).norm() / t.norm() for n, t in factors.items()]
     assert 0 < max(distances) < 0.5

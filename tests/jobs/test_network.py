@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from tests.runs import read_adapter
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
@@ -506,7 +507,7 @@ def _with_clients(rounds: list[list[str]], tmp_path) -> list[torch.Tensor]:
 
 
 def _same(run: Path, expected: list[torch.Tensor]) -> bool:
-    saved = load_file(run / "adapter/adapter_model.safetensors")
+    saved = read_adapter(run)
     pairs = zip([tensor for _, tensor in sorted(saved.items())], expected, strict=True)
     return all(torch.equal(mine, other) for mine, other in pairs)
 

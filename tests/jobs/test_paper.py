@@ -143,27 +143,32 @@ def departures_of(**overrides: Any) -> dict[str, list[str]]:
     return {key.strip("`"): cells for key, *cells in lines}
 
 
-def test_every_departure_from_the_papers_values_is_listed_with_its_settings():
-    found = departures_of()
-    assert found["estimator.actor_learning_rate"] == ["6e-05", "A.1", "0.003 (50 times)"]
-    assert found["estimator.critic_learning_rate"] == ["0.0001", "A.1", "0.03 (300 times)"]
-    assert found["estimator.num_epochs"] == ["3", "A.1", "2"]
-    assert found["estimator.kl.controller"] == ["adaptive", "A.1", "fixed"]
-    assert found["policy.path"][-1] == "firm/miniature/checkpoints/policy"
-    assert found["partition.kind"] == ["iid", "A.1", "dirichlet: `Dirichlet 0.3`"]
-    assert found["estimator.batch_size"] == ["16", "A.1", "128: `centralised`"]
-    assert "0.5 (50 times): `β = 0.5, C = 2`, `β = 0.5, C = 8`" in found["strategy.beta"][-1]
-    assert "; 16: `16 clients`" in found["num_clients"][-1]
+@pytest.fixture(scope="module")
+def departures() -> dict[str, list[str]]:
+    """Those of the study of the figures as it is."""
+    return departures_of()
+
+
+def test_every_departure_from_the_papers_values_is_listed_with_its_settings(departures):
+    assert departures["estimator.actor_learning_rate"] == ["6e-05", "A.1", "0.003 (50 times)"]
+    assert departures["estimator.critic_learning_rate"] == ["0.0001", "A.1", "0.03 (300 times)"]
+    assert departures["estimator.num_epochs"] == ["3", "A.1", "2"]
+    assert departures["estimator.kl.controller"] == ["adaptive", "A.1", "fixed"]
+    assert departures["policy.path"][-1] == "firm/miniature/checkpoints/policy"
+    assert departures["partition.kind"] == ["iid", "A.1", "dirichlet: `Dirichlet 0.3`"]
+    assert departures["estimator.batch_size"] == ["16", "A.1", "128: `centralised`"]
+    assert "0.5 (50 times): `β = 0.5, C = 2`, `β = 0.5, C = 8`" in departures["strategy.beta"][-1]
+    assert "; 16: `16 clients`" in departures["num_clients"][-1]
     others = "all but `aligned: FIRM`, `aligned: FedCMOO-A`"
-    assert f"firm/miniature/checkpoints/harmless: {others}" in found["rewards.harmless.path"][-1]
-    assert not {"policy.lora.r", "rounds"} & found.keys()
-    assert not any(key.startswith("evaluation.") for key in found)
+    path = departures["rewards.harmless.path"][-1]
+    assert f"firm/miniature/checkpoints/harmless: {others}" in path
+    assert not {"policy.lora.r", "rounds"} & departures.keys()
+    assert not any(key.startswith("evaluation.") for key in departures)
 
 
-def test_a_changed_value_adds_its_line_and_the_papers_own_takes_it_away():
-    before = departures_of()
+def test_a_changed_value_adds_its_line_and_the_papers_own_takes_it_away(departures):
     changed = {"policy.lora.r": 8, "rounds": 2, "estimator.num_epochs": 3}
     after = departures_of(**changed)
-    assert after.keys() ^ before.keys() == changed.keys()
+    assert after.keys() ^ departures.keys() == changed.keys()
     assert after["policy.lora.r"] == ["16", "section 5", "8"]
     assert after["rounds"] == ["16", "A.1", "2"]

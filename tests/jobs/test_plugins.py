@@ -1,16 +1,13 @@
 """A strategy of another package: one file, named by `plugins`, and nothing else touched."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from firm.cli.align import main
-from firm.federation.strategies import STRATEGIES
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import UserError, parse
-from firm.run.quantities import QUANTITIES
-from firm.run.rows import SHAPES
+from tests.runs import read_rows
 
 SMOKE = Path(__file__).parents[2] / "configs/smoke.yaml"
 PLUGIN = '''
@@ -66,13 +63,10 @@ def shrunk(state, clients, engine, cfg: ShrunkConfig) -> tuple[Any, dict[str, An
 
 
 @pytest.fixture
-def plugin(tmp_path):
+def plugin(tmp_path, new_plugins):
     path = tmp_path / "shrunk.py"
     path.write_text(PLUGIN)
-    yield path
-    STRATEGIES.pop("shrunk", None)
-    QUANTITIES.pop(("round", "shrinkage"), None)
-    SHAPES["round"].pop("shrinkage", None)
+    return path
 
 
 def _config(*arguments: object) -> AlignmentConfig:
@@ -83,8 +77,7 @@ def _config(*arguments: object) -> AlignmentConfig:
 def test_a_strategy_of_another_package_aligns_a_model_and_stands_on_its_page(plugin, tmp_path):
     options = ("--plugins", f"[{plugin}]", "--strategy.name", "shrunk", "--strategy.share", 0.25)
     folder = main(_config(*options, "--out", tmp_path / "run"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (row,) = [row for row in rows if row["kind"] == "round"]
+    (row,) = read_rows(folder, "round")
     assert row["shrinkage"] == 0.25
     assert "Shrinkage of the mean" in (folder / "report.html").read_text()
     with pytest.raises(UserError, match=r"unknown key strategy\.beta"):

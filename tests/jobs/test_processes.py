@@ -1,22 +1,19 @@
 """The main recipe on several processes: the same run, and an end in good order when one dies."""
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from firm.cli.align import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, run_cli
-from reward_models import REWARD_MODELS
-
-ROOT = Path(__file__).parents[2]
+from tests.nursery import ROOT, two_processes
+from tests.plugins import plugins_forgotten
+from tests.runs import read_adapter, read_rows
 
 REWARD = """
 import os
@@ -32,33 +29,13 @@ def words(completions, *, log="", dies="", **kwargs):
     return [float(len(text.split())) for text in completions]
 """
 
-# Imports once, then forks two processes for every line on stdin. They end as processes do, with all
-# that Python and torch have to say at their end.
-NURSERY = """
-import json, os, sys
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # imports may print
-import firm.cli.align, firm.jobs.alignment_config
+PROGRAM = """
+import sys
+from firm.cli.align import main
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import run_cli
-
-for line in sys.stdin:
-    argv, port, errors = json.loads(line)
-    stderr = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    pids = []
-    for rank in range(2):
-        pids.append(os.fork())
-        if not pids[-1]:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.dup2(stderr, 2)
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
-            os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-            run_cli(firm.cli.align.main, firm.jobs.alignment_config.AlignmentConfig, argv)
-            sys.exit()
-    os.close(stderr)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    print(json.dumps(statuses), file=answers, flush=True)
+run_cli(main, AlignmentConfig, sys.argv[1:])
 """
-
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -88,30 +65,14 @@ def command_line(runs):
 @pytest.fixture(scope="module")
 def fork_two(runs, command_line):
     """Runs the recipe in two processes of torchrun's environment, without a start for each run."""
-    with subprocess.Popen(
-        [sys.executable, "-c", NURSERY],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    ) as nursery:
-        assert nursery.stdin
-        assert nursery.stdout
-        ask, answers = nursery.stdin, nursery.stdout
+    imports = "import firm.cli.align, firm.jobs.alignment_config"
+    with two_processes(runs, imports, ACCELERATE_USE_CPU="true") as run_program:
 
         def run(name: str, *arguments: str) -> None:
-            errors = runs / f"{name}.stderr"
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = free.getsockname()[1]
-            asked = [command_line(name, *arguments), port, str(errors)]
-            print(json.dumps(asked), file=ask, flush=True)
-            assert json.loads(answers.readline()) == [0, 0], errors.read_text()
+            ends = run_program(PROGRAM, *command_line(name, *arguments))
+            assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
 
         yield run
-        ask.close()
-        assert nursery.wait(timeout=30) == 0
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +80,9 @@ def one(runs, command_line) -> Path:
     """A run in one process, this one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        try:
+        with plugins_forgotten():
             main(parse(AlignmentConfig, command_line("one")))
-        finally:
-            REWARD_MODELS.pop("words", None)
     return runs / "one"
-
-
-def adapter(folder: Path) -> dict:
-    return load_file(folder / "adapter/adapter_model.safetensors")
 
 
 def distance(first: dict, second: dict) -> float:
@@ -135,25 +90,18 @@ def distance(first: dict, second: dict) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-def run_row(folder: Path) -> dict:
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-
-
-def client_rows(folder: Path) -> list[dict]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == "client"]
-
-
 def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, runs, one):
     fork_two("two")
-    assert distance(adapter(one), adapter(runs / "two")) == 0
-    for row, expected in zip(client_rows(runs / "two"), client_rows(one), strict=True):
+    assert distance(read_adapter(one), read_adapter(runs / "two")) == 0
+    for row, expected in zip(
+        read_rows(runs / "two", "client"), read_rows(one, "client"), strict=True
+    ):
         measured = ("seconds", "bytes_up")  # the update tells its seconds, in as many digits
         assert {key: value for key, value in row.items() if key not in measured} == {
             key: value for key, value in expected.items() if key not in measured
         }
-    assert run_row(one)["processes"] == [["client_0", "client_1"]]
-    assert run_row(runs / "two")["processes"] == [["client_0"], ["client_1"]]
+    assert read_rows(one)[0]["processes"] == [["client_0", "client_1"]]
+    assert read_rows(runs / "two")[0]["processes"] == [["client_0"], ["client_1"]]
     asked = [(runs / f"{name}.log").read_text().split() for name in ("one", "two")]
     assert set(asked[0]) == {"0"}
     assert asked[1].count("1") == 2 * 2  # rounds, local steps of the other process's one client
@@ -176,12 +124,12 @@ def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
     assert "process 1 of the run's 2, which worked on client_1, is gone" in died.stderr
     assert "]: Traceback" not in died.stderr  # how torchrun's processes would show theirs
     fork_two("dying", *options, "--resume", "true")
-    assert distance(adapter(runs / "dying"), adapter(one)) == 0
+    assert distance(read_adapter(runs / "dying"), read_adapter(one)) == 0
 
 
 def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
     fork_two("team", "--processes_per_client", "2")
-    rows = list(zip(client_rows(runs / "team"), client_rows(one), strict=True))
+    rows = list(zip(read_rows(runs / "team", "client"), read_rows(one, "client"), strict=True))
     for mine, theirs in rows[:2]:  # of round 1, the first solve: Adam then amplifies rounding
         # float32 sums over half batches: they differ by less than 1e-6 on one processor, by 3e-6 on
         # another
@@ -189,7 +137,9 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
         assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
     for mine, theirs in rows:
         assert mine["scores"] == pytest.approx(theirs["scores"], rel=1e-6)
-    assert distance(adapter(one), adapter(runs / "team")) < 5e-5  # 1.3e-5 on one processor
+    assert (
+        distance(read_adapter(one), read_adapter(runs / "team")) < 5e-5
+    )  # 1.3e-5 on one processor
     asked = (runs / "team.log").read_text().split()
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch
 

@@ -4,23 +4,22 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from tests.nursery import ROOT, nursery
+from tests.runs import read_adapter, read_rows
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
 
-# Imports once, then forks a run for every line on stdin. A `death` is a stage, which of its calls,
-# and after how many of Python's calls and returns in there the run kills itself (at the latest when
-# the stage is over); or, with `room` in bytes, the size that files can have from then on.
+# A `death` is a stage, which of its calls, and after how many of Python's calls and returns in
+# there the run kills itself (at the latest when the stage is over); or, with `room` in bytes, the
+# size that files can have from then on.
 NURSERY = """
 import json, os, resource, signal, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
@@ -98,26 +97,17 @@ NUM_CALLS = {"start": 1, "rollout": 8, "update": 32, "aggregation": 2, "checkpoi
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., int]]:
     """Takes up or starts the run in a folder and returns its exit code, -9 if it was killed."""
-    with subprocess.Popen(
-        [sys.executable, "-c", NURSERY],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as nursery:
-        assert nursery.stdin
-        assert nursery.stdout
-        ask, answers = nursery.stdin, nursery.stdout
+    with nursery(NURSERY) as (ask, answer):
 
         def run(path: Path, **death: object) -> int:
-            argv = ["--config", str(SMOKE), "--out", str(path), "--resume", "true"]
-            print(json.dumps([argv, f"{path}.log", death]), file=ask, flush=True)
-            return int(answers.readline())
+            ask(
+                ["--config", str(SMOKE), "--out", str(path), "--resume", "true"],
+                f"{path}.log",
+                death,
+            )
+            return answer()
 
         yield run
-        ask.close()
-        assert nursery.wait(timeout=30) == 0
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +119,11 @@ def whole(start, tmp_path_factory) -> Path:
 
 
 def assert_same(path: Path, whole: Path) -> None:
-    ours, theirs = (load_file(p / "adapter/adapter_model.safetensors") for p in (path, whole))
+    ours, theirs = (read_adapter(p) for p in (path, whole))
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
-    kinds = [
-        [json.loads(line)["kind"] for line in (p / "metrics.jsonl").read_text().splitlines()]
-        for p in (path, whole)
-    ]
+    kinds = [[row["kind"] for row in read_rows(p)] for p in (path, whole)]
     assert kinds[0] == kinds[1]
     assert any(tensor.any() for name, tensor in ours.items() if "lora_B" in name)
 

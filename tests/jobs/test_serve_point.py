@@ -17,6 +17,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.jobs.serve_point import ServeConfig, parse_want
 from firm.run import parse, run_cli
+from tests.runs import read_adapter
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = ("brevity", "positivity")
@@ -113,7 +114,7 @@ def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, t
     assert {path.name for path in out.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "README.md",
     }  # fmt: skip
-    once = load_file(run / "adapter/adapter_model.safetensors")
+    once = read_adapter(run)
     for name, tensor in load_file(out / "adapter_model.safetensors").items():
         torch.testing.assert_close(tensor, (0.6 * 2 + 0.4 * 3) * once[name])
     card = (out / "README.md").read_text()
@@ -143,7 +144,7 @@ def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, t
 
 def test_a_wish_that_a_model_was_trained_for_is_that_model(front, tmp_path, capsys):
     out = serve(front, "brevity=1,positivity=1", "--merge", "--out", tmp_path / "merged")
-    whole = load_file(front.parent / "points/middle/adapter/adapter_model.safetensors")
+    whole = read_adapter(front.parent / "points/middle")
     merged = load_file(out / "adapter_model.safetensors")
     assert all(torch.equal(merged[name], tensor) for name, tensor in whole.items())
     assert "Measured on 8 held-out prompts" in capsys.readouterr().out

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from firm.cli.sweep import main
 from firm.fronts import Front
 from firm.jobs.sweep import MethodConfig, SweepConfig, grid, prompt_rewards
 from firm.run import Sweep, UserError, parse
+from tests.runs import read_adapter
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -72,7 +72,7 @@ def tracked(folder: Path) -> tuple[Path, bytes]:
 
 
 def adapter(sweep: Path, name: str) -> dict[str, torch.Tensor]:
-    return load_file(sweep / "points" / name / "adapter/adapter_model.safetensors")
+    return read_adapter(sweep / "points" / name)
 
 
 def test_every_point_is_a_finished_run_of_its_preference(swept):

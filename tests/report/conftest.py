@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.runs import write_rows
+
 
 @dataclass(frozen=True)
 class FakeRun:
@@ -56,8 +58,7 @@ def write_run(path: Path, fake: FakeRun) -> Path:
         "versions": {"torch": "2.13.0", "trl": "1.12.0"},
     }
     (path / "run.json").write_text(json.dumps(run))
-    rows = list(_rows(fake, np.random.default_rng(fake.seed)))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, _rows(fake, np.random.default_rng(fake.seed)))
     if fake.has_samples:
         samples = list(_samples(fake))
         (path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))

@@ -1,19 +1,13 @@
 """The page as a browser shows it: Chromium, driven over its debugging pipe, opens the real file."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
 from firm.report import write_report
-
-
-def rows_of(run_path: Path, **fields: Any) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
+from tests.runs import read_rows
 
 
 @pytest.fixture
@@ -57,19 +51,19 @@ def test_every_marker_stands_where_metrics_jsonl_says(page, make_run) -> None:
         return [(row["round"], y) for row in rows if (y := value(row)) is not None]
 
     def per_client(value):
-        return {name: over_rounds(rows_of(run_path, client=name), value) for name in clients}
+        return {name: over_rounds(read_rows(run_path, client=name), value) for name in clients}
 
     def client_means(value):
         means = []
         for round_number in range(1, 5):
-            values = [value(row) for row in rows_of(run_path, kind="client", round=round_number)]
+            values = [value(row) for row in read_rows(run_path, "client", round=round_number)]
             known = [y for y in values if y is not None]
             means += [(round_number, fmean(known))] if known else []
         return means
 
-    rounds = rows_of(run_path, kind="round")
-    validation = rows_of(run_path, kind="evaluation", split="validation")
-    test = rows_of(run_path, kind="evaluation", split="test")
+    rounds = read_rows(run_path, "round")
+    validation = read_rows(run_path, "evaluation", split="validation")
+    test = read_rows(run_path, "evaluation", split="test")
     plane = [
         [(e["scores"]["helpful"]["mean"], e["scores"]["harmless"]["mean"]) for e in rows]
         for rows in (validation, test)

@@ -1,10 +1,9 @@
 """A classic study's figures at given rounds, and their differences by seed."""
 
-import json
-
 import pytest
 
 from firm.report.__main__ import main
+from tests.runs import write_rows
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def study(tmp_path):
                 | {"losses": {"left": 1.0}, "accuracies": {"left": value}}
                 for place, value in enumerate(accuracies)
             ]
-            (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            write_rows(folder, rows)
     return tmp_path
 
 

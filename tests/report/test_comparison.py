@@ -1,15 +1,9 @@
-import json
-
 import pytest
 
 from firm.report import read_record
 from firm.report.comparison import best_comparison, comparison_of
 from firm.run.comparison import Measure
-
-
-def rows_of(run_path, **fields):
-    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
+from tests.runs import read_rows, write_rows
 
 
 def test_the_test_split_is_preferred_once_the_aligned_model_was_tested(make_run):
@@ -25,14 +19,14 @@ def test_there_is_no_comparison_before_both_models_were_evaluated(make_run):
     run_path = make_run(num_done=0, is_over=False)
     assert best_comparison(read_record(run_path)) is None
     run_path = make_run("aligned only", num_done=2)
-    kept = [row for row in rows_of(run_path) if row.get("round") != 0]
-    (run_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    kept = [row for row in read_rows(run_path) if row.get("round") != 0]
+    write_rows(run_path, kept)
     assert comparison_of(read_record(run_path), "validation") is None
 
 
 def test_the_change_is_the_paired_one_of_the_evaluation(make_run):
     run_path = make_run(num_done=4)
-    (row,) = rows_of(run_path, kind="evaluation", split="test", round=4)
+    (row,) = read_rows(run_path, "evaluation", split="test", round=4)
     comparison = best_comparison(read_record(run_path))
     assert comparison is not None
     for name in ("helpful", "harmless", "true_helpful", "true_harmless", "parse"):

@@ -1,7 +1,5 @@
 """The page of a sweep: its figures are the fronts', and bad fronts write nothing."""
 
-import json
-import re
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -28,6 +26,7 @@ from firm.report.front_tables import BOOTSTRAP_SEED, volumes_by_round
 from firm.report.ledger import total_bytes
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
+from tests.runs import figures_in
 
 OBJECTIVES = ("helpful", "harmless", "humorous")
 PREFERENCES = {
@@ -102,11 +101,6 @@ def table_of(study, title):
         )
         for row in table.rows
     }
-
-
-def figures_in(path):
-    text = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def traces(figure):

@@ -1,8 +1,6 @@
 """A number that a run logs of its own, registered by one call, stands wherever numbers stand."""
 
 import csv
-import json
-import re
 
 import pytest
 
@@ -10,42 +8,34 @@ from firm.report import read_record, write_report
 from firm.report.settings_page import study_figures, write_study_page
 from firm.report.static import save_figure
 from firm.run import Quantity, register
-from firm.run.quantities import QUANTITIES
-from firm.run.rows import SHAPES, Number
+from firm.run.rows import Number
 from firm.run.tracking import flatten
+from tests.runs import edit_rows, figures_in, read_rows
 
 
 @pytest.fixture
-def surprise():
-    """A quantity of the clients by objective, and one of the round, forgotten after the test."""
-    before, shapes = dict(QUANTITIES), {kind: dict(own) for kind, own in SHAPES.items()}
+def surprise(new_plugins):
+    """A quantity of the clients by objective, and one of the round."""
     register(Quantity("surprise", "Surprise at {}", "bits", "How new replies are.", by="objective"))
     register(Quantity("calm", "Calm of the server", "beats", kind="round", shape=Number(low=0)))
     register(
         Quantity("excess", "Length over 30", "tokens", of=lambda row: row["response_length"] - 30)
     )
-    yield
-    for registry, old in ((QUANTITIES, before), *((SHAPES[kind], shapes[kind]) for kind in SHAPES)):
-        registry.clear()
-        registry.update(old)
 
 
 @pytest.fixture
 def run_path(make_run, surprise):
     path = make_run(num_clients=2, num_rounds=3, num_done=3)
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
+
+    def with_numbers(row):
         if row["kind"] == "client":
             row["surprise"] = {"helpful": 0.25 * row["round"], "harmless": 1.0}
         if row["kind"] == "round":
             row["calm"] = 2.0 if row["round"] < 3 else -1.0
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return row
+
+    edit_rows(path, with_numbers)
     return path
-
-
-def figures_in(path):
-    text = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def test_it_stands_on_the_page_of_the_run_with_its_title_unit_and_help(run_path):
@@ -75,8 +65,7 @@ def test_it_stands_in_the_study_and_in_the_data_of_its_figures(run_path, tmp_pat
 
 
 def test_it_reaches_wandb_under_its_name_derived_or_not(run_path):
-    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    row = next(row for row in rows if row.get("client") == "client_1" and row["round"] == 2)
+    (row,) = read_rows(run_path, client="client_1", round=2)
     series = flatten(row, ["helpful", "harmless"])
     assert series["surprise/helpful/client_1"] == 0.5
     assert series["excess/client_1"] == row["response_length"] - 30

@@ -4,8 +4,8 @@ import copy
 import json
 import math
 import random
-import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from firm.report import page, read_record, run_page, update_report, write_report
 from firm.report.__main__ import main
 from firm.report.front_page import write_front_page
 from firm.report.settings_page import study_figures, write_study_page
+from tests.runs import figures_in, read_rows, write_rows
 
 Place = tuple[str | int, ...]
 
@@ -56,16 +57,6 @@ NUM_VALUES = 3
 """So many of them are tried in each place, drawn by a fixed seed."""
 
 
-def read(run_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-
-
-def write(run_path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replaces a log; what is no JSON number is written as Python writes it, NaN or Infinity."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (run_path / "metrics.jsonl").write_text(text)
-
-
 def last(rows: list[dict[str, Any]], kind: str) -> int:
     return max(place for place, row in enumerate(rows) if row["kind"] == kind)
 
@@ -93,12 +84,6 @@ def html_of(run_path: Path) -> str:
     return page.render(run_page.run_page(read_record(run_path)), inline=False)
 
 
-def figures_in(html: str) -> dict[str, Any]:
-    found = re.search(r'id="figures">(.*?)</script>', html, re.DOTALL)
-    assert found
-    return json.loads(found[1])
-
-
 def values_of(html: str, panel: str, client: str) -> list[float]:
     """What a client's line shows in a panel of the page."""
     lines = figures_in(html)[panel]["figure"]["data"]
@@ -116,7 +101,7 @@ def run_path(make_run) -> Path:
         failures={1: ("client_0", "late")},
         alarms={2: "β does nothing"},
     )
-    rows = read(path)
+    rows = read_rows(path)
     for row in rows:
         if row["kind"] == "client":
             row["gram"] = [[1.0, 0.5], [0.5, 1.0]]
@@ -132,24 +117,29 @@ def run_path(make_run) -> Path:
     rows.append({**of_client, "client": "client_9", "by_objective": by_objective})
     for key in own:
         del rows[-1][key]
-    write(path, rows)
+    write_rows(path, rows)
     return path
 
 
 @pytest.mark.parametrize("kind", ["client", "round", "evaluation"])
 def test_whatever_stands_in_a_field_the_page_is_drawn_and_shows_the_rest(run_path, kind):
-    rows, rng = read(run_path), random.Random(kind)
+    rows, rng = read_rows(run_path), random.Random(kind)
     at = last(rows, kind)
     other = html_of(run_path)
     expected = values_of(other, "entropy", "client_0")
-    tried = set()
+    tried, drawn = set(), []  # what is left out is drawn once: the rest of such logs is the same
     for place in places(rows[at]):
         for name in rng.sample(sorted(VALUES), NUM_VALUES):
             tried.add(name)
             changed = poisoned(rows[at], place, VALUES[name])
-            write(run_path, [*rows[:at], changed, *rows[at + 1 :]])
+            write_rows(run_path, [*rows[:at], changed, *rows[at + 1 :]])
             record = read_record(run_path)
-            html = page.render(run_page.run_page(record), inline=False)
+            rest = replace(record, left_out=())
+            if rest not in [other for other, _ in drawn]:
+                drawn.append((rest, run_page.run_page(record)))
+            own = next(own for other, own in drawn if other == rest)
+            note = page.left_out_note(f"the log of {record.name}", record.left_out)
+            html = page.render(replace(own, notices=[note, *own.notices]), inline=False)
             assert values_of(html, "entropy", "client_0") == expected, (place, name)
             for text in record.left_out:
                 assert escape(text, quote=True).replace("&#x27;", "&#39;") in html, (place, name)
@@ -158,12 +148,12 @@ def test_whatever_stands_in_a_field_the_page_is_drawn_and_shows_the_rest(run_pat
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_row_of_which_nothing_is_valid_hides_no_other(run_path, name):
-    rows = read(run_path)
+    rows = read_rows(run_path)
     for kind in ("client", "round", "evaluation"):
         row = rows[last(rows, kind)]
         row |= dict.fromkeys(row.keys() - {"kind", "round", "client", "split"}, VALUES[name])
     before = values_of(html_of(run_path), "entropy", "client_0")
-    write(run_path, rows)
+    write_rows(run_path, rows)
     html = html_of(run_path)
     assert values_of(html, "entropy", "client_0") == before
     assert "scores-helpful" in figures_in(html)
@@ -189,9 +179,9 @@ def test_the_page_names_what_is_not_valid_and_keeps_it_out_of_the_figures(
     make_run, field, value, told
 ):
     run_path = make_run(num_clients=2, num_rounds=2, num_done=2)
-    rows = read(run_path)
+    rows = read_rows(run_path)
     rows[last(rows, "client")][field] = value
-    write(run_path, rows)
+    write_rows(run_path, rows)
     html = html_of(run_path)
     assert f"1 entry in the log of demo is not valid and left out: {told}" in html
     if field in ("kl", "entropy"):
@@ -201,9 +191,9 @@ def test_the_page_names_what_is_not_valid_and_keeps_it_out_of_the_figures(
 
 def test_a_ratio_of_valid_norms_past_all_floats_is_left_out_of_its_line(make_run):
     run_path = make_run(num_clients=2, num_rounds=2, num_done=2)
-    rows = read(run_path)
+    rows = read_rows(run_path)
     rows[last(rows, "client")]["gradient_norms"] = [[1e30, 1e-300]]
-    write(run_path, rows)
+    write_rows(run_path, rows)
     html = html_of(run_path)
     assert len(values_of(html, "norm_ratio", "client_0")) == 2
     assert len(values_of(html, "norm_ratio", "client_1")) == 1
@@ -211,11 +201,11 @@ def test_a_ratio_of_valid_norms_past_all_floats_is_left_out_of_its_line(make_run
 
 def test_of_many_entries_that_are_not_valid_the_first_are_named(make_run):
     run_path = make_run(num_clients=2, num_rounds=8)
-    rows = read(run_path)
+    rows = read_rows(run_path)
     for row in rows:
         if row["kind"] == "client":
             row["kl"] = math.nan
-    write(run_path, rows)
+    write_rows(run_path, rows)
     html = html_of(run_path)
     assert "16 entries in the log of demo are not valid and left out: kl of client_0 in" in html
     assert html.count("kl of client_") == page.NUM_LEFT_OUT
@@ -224,9 +214,9 @@ def test_of_many_entries_that_are_not_valid_the_first_are_named(make_run):
 
 
 def test_a_row_that_a_client_passes_off_as_the_runs_own_does_not_become_it(run_path):
-    rows = read(run_path)
+    rows = read_rows(run_path)
     evil = {"kind": "run", "objectives": [], "clients": [], "rounds": 0}
-    write(run_path, [*rows, evil])
+    write_rows(run_path, [*rows, evil])
     record = read_record(run_path)
     assert record.objectives == ("helpful", "harmless")
     assert len(record.left_out) == 1
@@ -245,10 +235,10 @@ def test_samples_of_any_shape_are_shown_as_far_as_they_are_valid(make_run):
 
 
 def test_the_command_draws_a_poisoned_run(run_path, capsys):
-    rows = read(run_path)
+    rows = read_rows(run_path)
     rows[last(rows, "client")] |= {"kl": math.nan, "client\ud800": "\udfff", "bytes_up": 10**400}
     rows[last(rows, "round")]["alarms"] = ["half a character: \ud800"]
-    write(run_path, rows)
+    write_rows(run_path, rows)
     main([str(run_path)])
     assert capsys.readouterr().out.strip() == str(run_path / "report.html")
     html = (run_path / "report.html").read_text(encoding="utf-8")
@@ -323,10 +313,10 @@ def test_training_goes_on_where_the_page_cannot_be_written(make_run, monkeypatch
 
 def ruin(run_path: Path, value: Any) -> None:
     """Replaces every figure of every row but the run's own."""
-    rows = read(run_path)
+    rows = read_rows(run_path)
     for row in rows[1:]:
         row |= dict.fromkeys(row.keys() - {"kind", "round", "client", "split"}, value)
-    write(run_path, rows)
+    write_rows(run_path, rows)
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -1,14 +1,8 @@
-import json
-
 import pytest
 
 from firm.report import read_record
 from firm.run.errors import UserError
-
-
-def append(run_path, *rows):
-    with (run_path / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+from tests.runs import read_rows, write_rows
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path):
@@ -25,7 +19,7 @@ def test_a_line_that_is_still_being_written_is_left_out(make_run):
 
 def test_the_last_row_on_a_round_counts(make_run):
     run_path = make_run(num_done=2)
-    append(run_path, {"kind": "round", "round": 2, "seconds": 123.0})
+    write_rows(run_path, [*read_rows(run_path), {"kind": "round", "round": 2, "seconds": 123.0}])
     record = read_record(run_path)
     assert [row["round"] for row in record.rounds] == [1, 2]
     assert record.rounds[-1]["seconds"] == 123.0
@@ -33,8 +27,8 @@ def test_the_last_row_on_a_round_counts(make_run):
 
 def test_rows_come_by_rising_round_whatever_their_order_in_the_file(make_run):
     run_path = make_run(num_done=2)
-    lines = (run_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run_path / "metrics.jsonl").write_text("".join(lines[:1] + lines[:0:-1]))
+    rows = read_rows(run_path)
+    write_rows(run_path, rows[:1] + rows[:0:-1])
     record = read_record(run_path)
     assert [row["round"] for row in record.evaluations["validation"]] == [0, 1, 2]
     assert all([row["round"] for row in rows] == [1, 2] for rows in record.trainings.values())
@@ -51,7 +45,9 @@ def test_a_run_that_has_written_no_metrics_is_empty(make_run):
 
 def test_a_client_that_joins_later_stands_after_the_known_ones(make_run):
     run_path = make_run(num_clients=2, num_done=1)
-    append(run_path, {"kind": "client", "round": 2, "client": "newcomer"})
+    write_rows(
+        run_path, [*read_rows(run_path), {"kind": "client", "round": 2, "client": "newcomer"}]
+    )
     assert read_record(run_path).clients == ("client_0", "client_1", "newcomer")
 
 
@@ -77,10 +73,8 @@ def test_trainings_by_objective_read_like_one(make_run):
             "weights": [[0.0, 1.0]],
         },
     }
-    append(
-        run_path,
-        {"kind": "client", "round": 1, "client": "client_0", "by_objective": own, "bytes_up": 9},
-    )
+    row = {"kind": "client", "round": 1, "client": "client_0", "by_objective": own, "bytes_up": 9}
+    write_rows(run_path, [*read_rows(run_path), row])
     (row,) = read_record(run_path).trainings["client_0"]
     assert row == {
         "kind": "client",

@@ -13,14 +13,10 @@ from firm.report import run_figures as figures
 from firm.report.formats import number
 from firm.report.run_figures import trade_off_planes
 from firm.report.tables import Setting
+from tests.runs import edit_rows, read_rows
 
 SECTIONS = ("scores", "diagnostics", "weights", "gradients", "training", "further")
 STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
-
-
-def rows_of(run_path, **fields):
-    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
 
 
 def traces(panels, name):
@@ -48,13 +44,6 @@ def every_figure(record):
     ]
 
 
-def edit_rows(run_path, change):
-    """Applies `change` to every row of metrics.jsonl; a row for which it gives None goes."""
-    rows = [change(row) for row in rows_of(run_path)]
-    lines = [json.dumps(row) + "\n" for row in rows if row is not None]
-    (run_path / "metrics.jsonl").write_text("".join(lines))
-
-
 def test_score_curves_hold_the_logged_values(make_run):
     run_path = make_run()
     panels = quantities(read_record(run_path), "scores")
@@ -62,12 +51,12 @@ def test_score_curves_hold_the_logged_values(make_run):
         drawn = traces(panels, f"scores-{objective}")
         assert drawn.pop("global model, validation") == {
             row["round"]: row["scores"][objective]["mean"]
-            for row in rows_of(run_path, kind="evaluation", split="validation")
+            for row in read_rows(run_path, "evaluation", split="validation")
         }
         assert drawn == {
             client: {
                 row["round"]: row["scores"][objective]
-                for row in rows_of(run_path, kind="client", client=client)
+                for row in read_rows(run_path, "client", client=client)
             }
             for client in ("client_0", "client_1", "client_2", "client_3")
         }
@@ -82,7 +71,7 @@ def test_reward_curves_carry_the_standard_error_of_their_own_round(make_run):
     edit_rows(run_path, forget_round_1)
     (panel, _) = quantities(read_record(run_path), "scores")
     curve = panel.figure["data"][-1]
-    rows = rows_of(run_path, kind="evaluation", split="validation")
+    rows = read_rows(run_path, "evaluation", split="validation")
     assert curve["x"] == [0, 2, 3]
     assert curve["error_y"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
 
@@ -92,7 +81,7 @@ def test_the_plane_holds_base_model_rounds_and_test(make_run):
     (panel,) = trade_off_planes(read_record(run_path))
     path, test = panel.figure["data"]
     for trace, split in ((path, "validation"), (test, "test")):
-        rows = rows_of(run_path, kind="evaluation", split=split)
+        rows = read_rows(run_path, "evaluation", split=split)
         assert trace["x"] == [row["scores"]["helpful"]["mean"] for row in rows]
         assert trace["y"] == [row["scores"]["harmless"]["mean"] for row in rows]
         assert [text.split("<br>")[:2] for text in trace["customdata"]] == [
@@ -114,7 +103,7 @@ def test_the_plane_shows_no_test_before_the_aligned_model_was_tested(make_run):
 def test_with_one_objective_the_plane_is_reward_against_kl(make_run):
     run_path = make_run(objectives=("helpful",))
     (panel,) = trade_off_planes(read_record(run_path))
-    rows = rows_of(run_path, kind="evaluation", split="validation")
+    rows = read_rows(run_path, "evaluation", split="validation")
     assert panel.figure["data"][0]["x"] == [row["kl"] for row in rows]
     assert panel.figure["data"][0]["y"] == [row["scores"]["helpful"]["mean"] for row in rows]
 
@@ -125,14 +114,14 @@ def test_weights_are_means_over_the_solves_of_a_round(make_run):
     for index, objective in enumerate("abc"):
         drawn = traces(panels, f"weights-{objective}")
         for client in ("client_0", "client_1"):
-            for row in rows_of(run_path, kind="client", client=client):
+            for row in read_rows(run_path, "client", client=client):
                 mean = fmean(weights[index] for weights in row["weights"])
                 assert drawn[client][row["round"]] == pytest.approx(mean, abs=1e-15)
         for round_number, mean in drawn["mean over clients"].items():
             of_clients = [drawn[client][round_number] for client in ("client_0", "client_1")]
             assert mean == pytest.approx(fmean(of_clients), abs=1e-15)
     spread = traces(panels, "weights_spread")
-    for row in rows_of(run_path, kind="round"):
+    for row in read_rows(run_path, "round"):
         drawn = {name: points[row["round"]] for name, points in spread.items()}
         assert drawn == row["weights_spread"]
 
@@ -232,11 +221,11 @@ def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(ma
 def test_training_curves_hold_the_logged_values(make_run):
     run_path = make_run()
     panels = quantities(read_record(run_path), "training")
-    (row,) = rows_of(run_path, kind="client", client="client_2", round=5)
+    (row,) = read_rows(run_path, "client", client="client_2", round=5)
     for name in ("kl", "kl_coefficient", "entropy", "response_length", "clip_fraction"):
         assert traces(panels, name)["client_2"][5] == row[name]
     assert traces(panels, "value_loss-harmless")["client_2"][5] == row["value_loss"]["harmless"]
-    (row,) = rows_of(run_path, kind="evaluation", split="validation", round=5)
+    (row,) = read_rows(run_path, "evaluation", split="validation", round=5)
     assert traces(panels, "kl")["global model, validation"][5] == row["kl"]
     assert traces(panels, "response_length")["global model, validation"][5] == row["length"]
 
@@ -244,12 +233,12 @@ def test_training_curves_hold_the_logged_values(make_run):
 def test_bytes_add_up_and_seconds_are_summed_over_clients(make_run):
     run_path = make_run(num_done=3)
     panels = figures.cost_curves(setting(read_record(run_path)))
-    rounds = rows_of(run_path, kind="round")
+    rounds = read_rows(run_path, "round")
     bytes_drawn = traces(panels, "bytes")
     assert bytes_drawn["clients to server"][3] == sum(row["bytes_up"] for row in rounds)
     assert bytes_drawn["server to clients"][2] == sum(row["bytes_down"] for row in rounds[:2])
     seconds = traces(panels, "seconds")
-    clients = rows_of(run_path, kind="client", round=2)
+    clients = read_rows(run_path, "client", round=2)
     for stage in figures.STAGES:
         expected = sum(row["seconds"][stage] for row in clients)
         assert seconds[stage][2] == pytest.approx(expected)
@@ -260,7 +249,7 @@ def test_a_client_has_points_only_in_the_rounds_it_was_sampled_in(make_run):
     run_path = make_run(num_clients=6, clients_per_round=2)
     drawn = traces(quantities(read_record(run_path), "training"), "entropy")
     for client, points in drawn.items():
-        rows = rows_of(run_path, kind="client", client=client)
+        rows = read_rows(run_path, "client", client=client)
         assert list(points) == [row["round"] for row in rows]
 
 
@@ -360,7 +349,7 @@ def test_the_plane_tells_preference_seed_adapter_and_kl(make_run):
     (panel,) = trade_off_planes(read_record(run_path))
     path, test = panel.figure["data"]
     assert all("preference: none<br>seed: 7" in text for text in path["customdata"])
-    rows = rows_of(run_path, kind="evaluation", split="test")
+    rows = read_rows(run_path, "evaluation", split="test")
     assert [text.split("<br>")[-2:] for text in test["customdata"]] == [
         [f"KL: {number(row['kl'])}", f"adapter: {adapter}"]
         for row, adapter in zip(rows, ["none, the base model", "demo/adapter"], strict=True)

@@ -9,6 +9,7 @@ import pytest
 from firm.report import read_record, write_report
 from firm.report import run_figures as figures
 from firm.report.__main__ import main
+from tests.runs import edit_rows, figures_in, read_rows, write_rows
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -43,11 +44,6 @@ class Tags(HTMLParser):
 
     def of(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
-
-
-def figures_in(html: str):
-    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', html)
-    return json.loads(data)
 
 
 def write(run_path: Path, *, final: bool = False) -> str:
@@ -93,10 +89,10 @@ def test_every_stage_of_a_run_has_a_page(make_run, stage):
 @pytest.mark.parametrize("missing", ["validation", "client", "round", "run"])
 def test_the_page_does_without_rows_of_any_kind(make_run, missing):
     run_path = make_run(num_done=3)
-    lines = (run_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if f'"{missing}"' not in line]
-    assert len(kept) < len(lines)
-    (run_path / "metrics.jsonl").write_text("".join(kept))
+    rows = read_rows(run_path)
+    kept = [row for row in rows if missing not in row.values()]
+    assert len(kept) < len(rows)
+    write_rows(run_path, kept)
     assert "FIRM run report" in write(run_path)
 
 
@@ -109,9 +105,7 @@ def test_the_page_of_a_run_that_has_just_been_created_says_so(make_run):
 
 def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run):
     def page_without_validation(run_path):
-        lines = (run_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-        kept = [line for line in lines if '"validation"' not in line]
-        (run_path / "metrics.jsonl").write_text("".join(kept))
+        edit_rows(run_path, lambda row: None if row.get("split") == "validation" else row)
         return Tags(write(run_path)).text
 
     running = page_without_validation(make_run("running", num_done=3, is_over=False))
@@ -132,8 +126,7 @@ def test_the_page_carries_the_figures_as_they_were_drawn(make_run):
 
 def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
     run_path = make_run()
-    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    change = rows[-1]["change"]["helpful"]
+    change = read_rows(run_path)[-1]["change"]["helpful"]
     text = Tags(write(run_path)).text.replace("\N{NO-BREAK SPACE}", " ")
     assert f"helpful rose (+{change['mean']:.3f} ± {change['se']:.3f})" in text
     assert "on 256 test prompts" in text
@@ -145,10 +138,9 @@ def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
 )
 def test_the_summary_claims_no_more_than_the_standard_error_allows(make_run, mean, verdict):
     run_path = make_run()
-    lines = (run_path / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    last["change"]["helpful"] = {"mean": mean, "se": 0.1}
-    (run_path / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    rows = read_rows(run_path)
+    rows[-1]["change"]["helpful"] = {"mean": mean, "se": 0.1}
+    write_rows(run_path, rows)
     assert f"helpful {verdict}" in Tags(write(run_path)).text
 
 
@@ -215,8 +207,7 @@ def test_texts_are_shown_and_never_run(make_run):
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_comes_from_a_site_is_shown_and_never_run(make_run, text):
     run_path = make_run(num_clients=2, num_rounds=2, num_done=2)
-    path = run_path / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(run_path)
     for row in rows:
         if row["kind"] == "client" and row["client"] == "client_1":
             row |= {"client": text, "seconds": {text: 1.0}, "kl": text, text: math.inf}
@@ -226,7 +217,7 @@ def test_what_comes_from_a_site_is_shown_and_never_run(make_run, text):
                 "alarms": [text, f"again {text}"],
             }
             row["dropped_fields"] = {text: 2}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run_path, rows)
     html = write(run_path)
     tags = Tags(html)
     assert len(tags.of("script")) == 3
@@ -304,10 +295,9 @@ def test_what_the_run_warned_of_stands_above_the_figures(make_run):
 
 def test_what_the_run_warned_of_at_its_start_stands_first(make_run):
     run_path = make_run(alarms={3: "β does nothing"})
-    path = run_path / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(run_path)
     rows[0]["alarms"] = ["the KL controller is inert"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run_path, rows)
     head = write(run_path).partition("<main>")[0]
     first = head.index("<b>Before round 1:</b> the KL controller is inert</p>")
     assert first < head.index("<b>Round 3:</b> β does nothing</p>")
@@ -315,12 +305,11 @@ def test_what_the_run_warned_of_at_its_start_stands_first(make_run):
 
 def test_all_alarms_of_all_rounds_stand_above_the_figures_and_equal_ones_together(make_run):
     run_path = make_run(num_done=4)
-    path = run_path / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(run_path)
     for row in (row for row in rows if row["kind"] == "round"):
         row["alarms"] = ["β does nothing", f"client_1 has failed {row['round']} times in a row"]
         row["dropped_fields"] = {"client_2": 1, "client_3": 0}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run_path, rows)
     head = write(run_path).partition("<main>")[0]
     assert head.count('<p class="notice"><b>Round') == 5
     assert "<b>Rounds 1, 2, 3, 4:</b> β does nothing</p>" in head
@@ -344,8 +333,7 @@ TOLD = ("kind", "round", "client", "num_examples", "num_steps", "bytes_up", "byt
 
 
 def _make_private(run_path: Path, **views: float | None) -> None:
-    path = run_path / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(run_path)
     for row in rows:
         if row["kind"] == "client":
             for key in row.keys() - set(TOLD):
@@ -354,7 +342,7 @@ def _make_private(run_path: Path, **views: float | None) -> None:
             del row["drift"], row["weights_spread"]
             spent = {key: v and v * row["round"] ** 0.5 for key, v in views.items()}
             row["privacy"] = {**spent, "delta": 1e-5}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run_path, rows)
 
 
 def test_a_run_with_privacy_tells_epsilon_and_lacks_what_clients_kept(make_run):

@@ -1,6 +1,5 @@
 """The page of a study: curves, tables and plane are those of its runs, over the seeds."""
 
-import json
 import re
 from statistics import fmean, stdev
 
@@ -17,6 +16,7 @@ from firm.report.settings_sections import shared_samples, stage_seconds
 from firm.report.tables import Setting, scales, settings_of
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
+from tests.runs import edit_rows, figures_in
 
 
 @pytest.fixture
@@ -39,11 +39,9 @@ def make_study(make_run):
     return make
 
 
-def edit_rows(record, change):
+def edited(record, change):
     """Rewrites a run's rows by `change(row)`, None to drop one, and reads it again."""
-    path = record.path / "metrics.jsonl"
-    rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row))
+    edit_rows(record.path, change)
     return read_record(record.path)
 
 
@@ -56,11 +54,6 @@ def as_fsmgda(row):
         row.pop("weights_spread")
         row["weights"] = {"helpful": 0.25, "harmless": 0.75}
     return row
-
-
-def figures_in(path):
-    text = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def line(figures, panel, name):
@@ -127,7 +120,7 @@ def test_without_validation_rewards_are_those_of_the_training(make_study, tmp_pa
     def forget(row):
         return None if row.get("split") == "validation" else row
 
-    runs["FIRM"] = [edit_rows(record, forget) for record in runs["FIRM"]]
+    runs["FIRM"] = [edited(record, forget) for record in runs["FIRM"]]
     path = write_study_page(tmp_path / "report.html", runs)
     curve = line(figures_in(path), "rewards-helpful", "FIRM")
     assert (curve["x"], curve["y"]) == ([1, 2, 3], pytest.approx([0.6] * 3))
@@ -138,7 +131,7 @@ def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
     make_study, tmp_path
 ):
     runs = make_study("FIRM", "FSMGDA", seeds=(0,))
-    runs["FSMGDA"] = [edit_rows(record, as_fsmgda) for record in runs["FSMGDA"]]
+    runs["FSMGDA"] = [edited(record, as_fsmgda) for record in runs["FSMGDA"]]
     shown = figures_in(write_study_page(tmp_path / "report.html", runs))
     assert line(shown, "weights-helpful", "FSMGDA")["y"] == [0.25] * 3
     first, second = settings_of(runs)
@@ -207,7 +200,7 @@ def rescaled(row):
 def test_settings_whose_rewards_mean_different_things_are_kept_apart(make_study, tmp_path):
     runs = make_study("aligned: FIRM", "FIRM", "aligned: fixed", seeds=(0,))
     for name in ("aligned: FIRM", "aligned: fixed"):
-        runs[name] = [edit_rows(record, rescaled) for record in runs[name]]
+        runs[name] = [edited(record, rescaled) for record in runs[name]]
     groups = scales(settings_of(runs))
     assert [[s.name for s in group] for group in groups] == [
         ["aligned: FIRM", "aligned: fixed"],
@@ -227,7 +220,7 @@ def test_settings_whose_rewards_mean_different_things_are_kept_apart(make_study,
 
 def test_seeds_whose_rewards_mean_different_things_write_nothing(make_study, tmp_path):
     runs = make_study("FIRM")
-    runs["FIRM"][1] = edit_rows(runs["FIRM"][1], rescaled)
+    runs["FIRM"][1] = edited(runs["FIRM"][1], rescaled)
     place = tmp_path / "page"
     place.mkdir()
     with pytest.raises(UserError, match="'FIRM' mean different things"):

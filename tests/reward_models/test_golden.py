@@ -7,7 +7,6 @@ from tokenizers.processors import TemplateProcessing
 
 from firm.run import parse, to_dict
 from reward_models import (
-    REWARD_MODELS,
     GoldenScore,
     RewardModelConfig,
     SequenceClassifierReward,
@@ -22,12 +21,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
 REPLIES = [" Home.", " Further on, as far as the road goes."]
 
 
-@pytest.fixture(autouse=True)
-def untouched_registry():
-    before = dict(REWARD_MODELS)
-    yield
-    REWARD_MODELS.clear()
-    REWARD_MODELS.update(before)
+pytestmark = pytest.mark.usefixtures("new_plugins")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from reward_models import (
-    REWARD_MODELS,
     RewardModelConfig,
     SequenceClassifierReward,
     load_reward_model,
@@ -28,12 +27,7 @@ async def wait(prompts, completions):
 """
 
 
-@pytest.fixture(autouse=True)
-def untouched_registry():
-    before = dict(REWARD_MODELS)
-    yield
-    REWARD_MODELS.clear()
-    REWARD_MODELS.update(before)
+pytestmark = pytest.mark.usefixtures("new_plugins")
 
 
 def test_shipped_functions_are_found_by_name():

@@ -1,18 +1,17 @@
 """Processes that are killed while they write."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
 
-# Imports once, then forks a child for every line on stdin: a kill costs no import of torch. With a
-# `step` the child kills itself before that file operation, as Python's audit events count them.
+from tests.nursery import nursery
+
+# With a `step` the child kills itself before that file operation, as Python's audit events count
+# them.
 NURSERY = """
 import json, os, signal, sys
 import torch
@@ -47,28 +46,17 @@ for line in sys.stdin:
 @pytest.fixture(scope="session")
 def start_and_wait() -> Iterator[Callable[..., int]]:
     """A function that runs code in a process, may kill it after `seconds`, and gives its status."""
-    with subprocess.Popen(
-        [sys.executable, "-c", NURSERY],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as nursery:
-        assert nursery.stdin
-        assert nursery.stdout
-        ask, answers = nursery.stdin, nursery.stdout
+    with nursery(NURSERY) as (ask, answer):
 
         def run(code: str, argument: str, *, step: int = 0, seconds: float | None = None) -> int:
-            print(json.dumps([code, argument, step]), file=ask, flush=True)
-            pid = int(answers.readline())
+            ask(code, argument, step)
+            pid = answer()
             if seconds is not None:
                 time.sleep(seconds)
                 os.kill(pid, signal.SIGKILL)
-            return int(answers.readline())
+            return answer()
 
         yield run
-        ask.close()
-        assert nursery.wait(timeout=30) == 0
 
 
 @pytest.fixture

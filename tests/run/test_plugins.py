@@ -2,7 +2,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from firm.federation.strategies import STRATEGIES, StrategyConfig
+from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.run.config import compose, parse, to_yaml
 from firm.run.errors import UserError
@@ -41,11 +41,10 @@ class Config:
 
 
 @pytest.fixture
-def plugin(tmp_path):
+def plugin(tmp_path, new_plugins):
     path = tmp_path / "newcomer.py"
     path.write_text(PLUGIN)
-    yield path
-    STRATEGIES.pop("newcomer", None)
+    return path
 
 
 def test_a_file_registers_a_strategy_before_other_keys_are_read(plugin, tmp_path, capsys):

@@ -13,15 +13,16 @@ from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.run.plugins import import_plugin
+from tests.plugins import plugins_forgotten
 
 PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
-    import_plugin(str(Path(__file__).parents[2] / "extensions/reinforce.py"))
-    yield
-    ESTIMATORS.pop("reinforce", None)
+    with plugins_forgotten():
+        import_plugin(str(Path(__file__).parents[2] / "extensions/reinforce.py"))
+        yield
 
 
 @pytest.fixture

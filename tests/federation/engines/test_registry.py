@@ -5,13 +5,7 @@ import pytest
 from firm.federation import LocalEngine
 from firm.federation.engines import ENGINES, check_engine, engine
 
-
-@pytest.fixture(autouse=True)
-def untouched():
-    before = dict(ENGINES)
-    yield
-    ENGINES.clear()
-    ENGINES.update(before)
+pytestmark = pytest.mark.usefixtures("new_plugins")
 
 
 def test_an_engine_of_another_package_is_found_by_its_name():
