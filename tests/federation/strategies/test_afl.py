@@ -3,29 +3,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation import ServerState
-from firm.federation.serialization import pack, unpack
-from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.afl import AflConfig, afl
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 
 
-def _two(new_plain_client, **attack):
-    return [
-        new_plain_client("a", [[4.0, 0.0, 0.0]] * 2),
-        new_plain_client("b", [[0.0, 2.0, 0.0]] * 2, **attack),
-    ]
-
-
-def test_two_rounds_of_two_clients_by_hand(new_plain_client, origin, run_rounds, point):
+def test_two_rounds_of_two_clients_by_hand(two_clients, origin, run_rounds, point):
     cfg = AflConfig(weights_learning_rate=0.05, server_learning_rate=0.5)
-    state, rows = run_rounds(afl, _two(new_plain_client), origin, cfg)
+    state, rows = run_rounds(afl, two_clients(), origin, cfg)
     # λ = (1/2, 1/2) takes updates (2, 0, 0) and (0, 1, 0); then losses 8 and 2 raise it to
     # (0.9, 0.6), which projects to (0.65, 0.35)
     assert rows[0]["round"]["weights"] == {"a": 0.5, "b": 0.5}
     assert point(state).tolist() == pytest.approx([0.5, 0.25, 0.0])
     assert state.memory["client_weights"] == pytest.approx({"a": 0.65, "b": 0.35})
-    engine_clients = _two(new_plain_client)
+    engine_clients = two_clients()
     state, rows = run_rounds(afl, engine_clients, replace(state, accepted={}), cfg)
     assert rows[0]["round"]["weights"] == pytest.approx({"a": 0.65, "b": 0.35})
     # updates (1.75, -0.125, 0) and (-0.25, 0.875, 0)
@@ -59,8 +49,8 @@ def test_the_worst_loss_ends_lower_than_with_fedavg(new_plain_client, origin, ru
     assert worst(afl, AflConfig(weights_learning_rate=0.02)) < 2.5  # the best is 2
 
 
-def test_a_bias_draws_all_weight_to_the_attacker(new_plain_client, origin, run_rounds):
-    clients = _two(new_plain_client, bias=100.0)
+def test_a_bias_draws_all_weight_to_the_attacker(two_clients, origin, run_rounds):
+    clients = two_clients(bias=100.0)
     state, _ = run_rounds(afl, clients, origin, AflConfig())
     assert state.memory["client_weights"] == {"a": 0.0, "b": 1.0}
 
@@ -77,46 +67,26 @@ def test_weights_of_absent_clients_are_kept_but_do_not_climb(new_plain_client, o
     assert list(weights.values()) == pytest.approx([1 / 3 - 0.16 / 3] * 2)
 
 
-def test_clients_without_any_weight_count_alike(new_plain_client, origin, run_rounds):
+def test_clients_without_any_weight_count_alike(two_clients, new_plain_client, origin, run_rounds):
     memory = {"client_weights": {"a": 0.0, "b": 0.0, "gone": 1.0}}
     state = replace(origin, memory=memory)
-    clients = [*_two(new_plain_client), new_plain_client("gone", [[0.0] * 3] * 2, fails_in=(1,))]
+    clients = [*two_clients(), new_plain_client("gone", [[0.0] * 3] * 2, fails_in=(1,))]
     _, rows = run_rounds(afl, clients, state, AflConfig())
     assert rows[0]["round"]["weights"] == {"a": 0.5, "b": 0.5}
 
 
-def test_the_weights_survive_a_checkpoint(new_plain_client, origin, run_rounds, same):
-    cfg = AflConfig(weights_learning_rate=0.01)
-    whole, _ = run_rounds(afl, _two(new_plain_client), origin, cfg, num_rounds=3)
-    state, _ = run_rounds(afl, _two(new_plain_client), origin, cfg, num_rounds=2)
-    resumed = replace(ServerState.from_state(state.to_state()), accepted={})
-    resumed, _ = run_rounds(afl, _two(new_plain_client), resumed, cfg)
-    assert same(resumed.adapter, whole.adapter)
-    assert resumed.memory == whole.memory
-
-
 def test_the_mean_of_the_iterates_is_the_model_and_training_goes_on_from_the_last(
-    new_plain_client, origin, run_rounds, same, point
+    two_clients, origin, run_rounds, same, point
 ):
     cfg = AflConfig(weights_learning_rate=0.01, num_local_steps=2)
     averaging, iterates, start = replace(cfg, average_iterates=True), [], replace(origin, seed=5)
     for count in (1, 2, 3):
-        last, _ = run_rounds(afl, _two(new_plain_client), start, cfg, num_rounds=count)
-        mean, _ = run_rounds(afl, _two(new_plain_client), start, averaging, num_rounds=count)
+        last, _ = run_rounds(afl, two_clients(), start, cfg, num_rounds=count)
+        mean, _ = run_rounds(afl, two_clients(), start, averaging, num_rounds=count)
         iterates.append(point(last))
         assert same(mean.memory["iterate"], last.adapter)
         assert mean.memory["client_weights"] == last.memory["client_weights"]
         torch.testing.assert_close(point(mean), torch.stack(iterates).mean(dim=0))
-
-
-def test_the_mean_survives_a_checkpoint(new_plain_client, origin, run_rounds, same):
-    cfg = AflConfig(weights_learning_rate=0.01, average_iterates=True)
-    whole, _ = run_rounds(afl, _two(new_plain_client), origin, cfg, num_rounds=3)
-    state, _ = run_rounds(afl, _two(new_plain_client), origin, cfg, num_rounds=2)
-    resumed = ServerState.from_state(unpack(pack(state.to_state())))
-    resumed, _ = run_rounds(afl, _two(new_plain_client), replace(resumed, accepted={}), cfg)
-    assert same(vars(resumed)["adapter"], whole.adapter)
-    assert same(resumed.memory, whole.memory)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +99,3 @@ def test_the_mean_survives_a_checkpoint(new_plain_client, origin, run_rounds, sa
 def test_configurations_that_cannot_run_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AflConfig(**options)
-
-
-def test_the_strategy_is_found_by_its_configurations_name():
-    assert STRATEGIES[AflConfig().name] is afl

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 
 
@@ -61,10 +60,6 @@ def test_clients_are_sampled_and_failures_told(new_client, start):
     assert metrics["round"]["failures"][0]["client"] == "b"
     _, metrics = fedavg(state, ["a", "b", "c"], engine, FedAvgConfig(clients_per_round=1))
     assert len(metrics["round"]["clients"]) == 1
-
-
-def test_the_strategy_is_found_by_its_configurations_name():
-    assert STRATEGIES[FedAvgConfig().name] is fedavg
 
 
 @pytest.mark.parametrize(

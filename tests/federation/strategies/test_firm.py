@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies import STRATEGIES
+from firm.federation import LocalEngine
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
@@ -230,26 +229,6 @@ def test_the_server_learning_rate_stretches_the_step(new_client, start, point):
     torch.testing.assert_close(end(server_learning_rate=1.5), expected)
 
 
-def test_a_resumed_run_ends_like_one_that_was_not_stopped(new_client, start, same):
-    cfg = FirmConfig(num_local_steps=2, clients_per_round=2)
-    names = ["a", "b", "c"]
-
-    def engine():
-        return LocalEngine([new_client(name) for name in names])
-
-    whole, _ = _run([new_client(name) for name in names], start, cfg, num_rounds=5)
-    first, state = engine(), start
-    for _ in range(2):
-        state, _ = firm_round(state, names, first, cfg)
-    saved_server, saved_clients = state.to_state(), first.client_states(state.accepted)
-
-    second, state = engine(), ServerState.from_state(saved_server)
-    second.restore_client_states(saved_clients)
-    for _ in range(3):
-        state, _ = firm_round(state, names, second, cfg)
-    assert same(vars(state), vars(whole))
-
-
 def test_aggregation_by_examples_weighs_the_clients(new_client, start):
     options = {"noise": 0.0, "num_minibatches": 1, "optimizer": torch.optim.SGD, "lr": 1.0}
     near, far = torch.zeros(2, 3), torch.full((2, 3), 8.0)  # one step lands on the target
@@ -281,10 +260,6 @@ def test_the_given_state_stays_as_it_was(new_client, start):
     _run([new_client()], start, FirmConfig(num_local_steps=2))
     assert all(torch.equal(start.adapter[name], value) for name, value in before.items())
     assert start.round == 0
-
-
-def test_the_strategy_is_found_by_its_configurations_name():
-    assert STRATEGIES[FirmConfig().name] is firm_round
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation import LocalEngine, RoundFailed, ServerState
-from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
 from firm.solvers import min_norm_weights
@@ -91,19 +89,6 @@ def test_zero_and_identical_updates_have_equal_weights(
     assert point(state).tolist() == [target / 2 for target in targets[0]]
 
 
-def test_a_client_without_objectives_is_a_failure_with_its_reason(
-    new_plain_client, origin, run_rounds
-):
-    idle = new_plain_client("idle", [LEFT, RIGHT], served=())
-    clients = [new_plain_client("a", [LEFT, RIGHT]), idle]
-    state, rows = run_rounds(fsmgda, clients, origin, FsmgdaConfig())
-    assert state.accepted == {"a": 1}
-    (failure,) = rows[0]["round"]["failures"]
-    assert "idle must serve some of the objectives 0 to 1, got ()" in failure["reason"]
-    with pytest.raises(RoundFailed, match="idle must serve some of the objectives"):
-        run_rounds(fsmgda, [idle], origin, FsmgdaConfig())
-
-
 def test_objectives_are_averaged_over_the_clients_that_serve_them(
     new_plain_client, origin, run_rounds, point
 ):
@@ -162,21 +147,6 @@ def test_a_failing_client_is_as_if_not_sampled(new_client, start, run_rounds, sa
     assert failures["d"] == "its answer is refused: updates.right.second is not finite"
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(new_client, start, run_rounds, same):
-    cfg = FsmgdaConfig(num_local_steps=2, clients_per_round=2)
-    names = ["a", "b", "c"]
-    whole, _ = run_rounds(fsmgda, [new_client(name) for name in names], start, cfg, num_rounds=4)
-    engine, state = LocalEngine([new_client(name) for name in names]), start
-    for _ in range(2):
-        state, _ = fsmgda(state, names, engine, cfg)
-    saved, clients = state.to_state(), engine.client_states(state.accepted)
-    engine, state = LocalEngine([new_client(name) for name in names]), ServerState.from_state(saved)
-    engine.restore_client_states(clients)
-    for _ in range(2):
-        state, _ = fsmgda(state, names, engine, cfg)
-    assert same(vars(state), vars(whole))
-
-
 BROKEN = {
     "no dictionary": (lambda content: 3, "the message must be of type ObjectiveUpdates, got 3"),
     "no updates": (lambda content: {}, "the message lacks the field 'updates'"),
@@ -215,7 +185,3 @@ def test_a_broken_reply_is_a_failure_with_its_reason(new_client, start, meddled_
 def test_configurations_that_cannot_run_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         FsmgdaConfig(**options)
-
-
-def test_the_strategy_is_found_by_its_configurations_name():
-    assert STRATEGIES[FsmgdaConfig().name] is fsmgda

@@ -2,21 +2,13 @@ import pytest
 import torch
 
 from firm.federation import RoundFailed
-from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.qfedavg import QFedAvgConfig, qfedavg
 
 
-def _two(new_plain_client, **attack):
-    return [
-        new_plain_client("a", [[4.0, 0.0, 0.0]] * 2),
-        new_plain_client("b", [[0.0, 2.0, 0.0]] * 2, **attack),
-    ]
-
-
-def test_one_round_of_two_clients_by_hand(new_plain_client, origin, run_rounds, point):
+def test_one_round_of_two_clients_by_hand(two_clients, origin, run_rounds, point):
     cfg = QFedAvgConfig(q=2.0, lipschitz=3.0)
-    state, rows = run_rounds(qfedavg, _two(new_plain_client), origin, cfg)
+    state, rows = run_rounds(qfedavg, two_clients(), origin, cfg)
     # losses 8 and 2, updates (2, 0, 0) and (0, 1, 0), Δw 6 and 3 long:
     # h = 2 * 8 * 36 + 3 * 64 = 768 and 2 * 2 * 9 + 3 * 4 = 48
     assert point(state).tolist() == pytest.approx([64 * 6 / 816, 4 * 3 / 816, 0.0])
@@ -49,10 +41,10 @@ def test_q_zero_is_fedavg(new_client, start, run_rounds, point, lipschitz):
     torch.testing.assert_close(point(state), point(expected))
 
 
-def test_a_bias_draws_the_model_to_the_attacker(new_plain_client, origin, run_rounds):
+def test_a_bias_draws_the_model_to_the_attacker(two_clients, origin, run_rounds):
     shares = []
     for bias in (0.0, 1e4):
-        clients = _two(new_plain_client, bias=bias)
+        clients = two_clients(bias=bias)
         _, rows = run_rounds(qfedavg, clients, origin, QFedAvgConfig(q=5.0))
         weights = rows[0]["round"]["weights"]
         shares.append(weights["b"] / sum(weights.values()))
@@ -60,14 +52,16 @@ def test_a_bias_draws_the_model_to_the_attacker(new_plain_client, origin, run_ro
     assert shares[1] > 0.999
 
 
-def test_huge_powers_of_huge_losses_stay_finite(new_plain_client, origin, run_rounds, point):
-    clients = _two(new_plain_client, bias=1e30)
+def test_huge_powers_of_huge_losses_stay_finite(two_clients, origin, run_rounds, point):
+    clients = two_clients(bias=1e30)
     state, _ = run_rounds(qfedavg, clients, origin, QFedAvgConfig(q=20.0))
     assert point(state)[1] == pytest.approx(1.0)
 
 
-def test_normalised_updates_have_length_one(new_plain_client, origin, run_rounds, point):
-    clients = [*_two(new_plain_client), new_plain_client("still", [[0.0, 0.0, 0.0]] * 2)]
+def test_normalised_updates_have_length_one(
+    two_clients, new_plain_client, origin, run_rounds, point
+):
+    clients = [*two_clients(), new_plain_client("still", [[0.0, 0.0, 0.0]] * 2)]
     cfg = QFedAvgConfig(q=1.0, normalize_updates=True)
     state, rows = run_rounds(qfedavg, clients, origin, cfg)
     # losses 8, 2 and 0 (1e-10): h = 1 + 8, 1 + 2 and 1e-10
@@ -86,18 +80,14 @@ def test_the_loss_is_the_weighted_sum_of_the_objectives(new_plain_client, origin
 
 
 @pytest.mark.parametrize("bias", [-100.0, float("nan"), float("inf")])
-def test_a_client_with_an_unusable_loss_is_left_out(
-    new_plain_client, origin, run_rounds, point, bias
-):
-    state, rows = run_rounds(
-        qfedavg, _two(new_plain_client, bias=bias), origin, QFedAvgConfig(q=0.0)
-    )
+def test_a_client_with_an_unusable_loss_is_left_out(two_clients, origin, run_rounds, point, bias):
+    state, rows = run_rounds(qfedavg, two_clients(bias=bias), origin, QFedAvgConfig(q=0.0))
     (failure,) = rows[0]["round"]["failures"]
     assert failure["client"] == "b"
     assert "loss of left is" in failure["reason"] or "not finite" in failure["reason"]
     assert point(state).tolist() == [2.0, 0.0, 0.0]
     with pytest.raises(RoundFailed, match=r"loss of left is|not finite"):
-        run_rounds(qfedavg, _two(new_plain_client, bias=bias)[1:], origin, QFedAvgConfig())
+        run_rounds(qfedavg, two_clients(bias=bias)[1:], origin, QFedAvgConfig())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +101,3 @@ def test_a_client_with_an_unusable_loss_is_left_out(
 def test_configurations_that_cannot_run_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         QFedAvgConfig(**options)
-
-
-def test_the_strategy_is_found_by_its_configurations_name():
-    assert STRATEGIES[QFedAvgConfig().name] is qfedavg
