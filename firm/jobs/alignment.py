@@ -43,7 +43,7 @@ from firm.jobs.alignment_loading import (
 )
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report import read_record, update_report
-from firm.report.tables import Frame, rows_of, tidy
+from firm.report.tables import Frame, Setting
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
 from firm.run.earlier import translated_figures
 from firm.run.guard import drawn
@@ -87,7 +87,7 @@ class Result:
         Its columns are `firm.report.tables.COLUMNS`.
         """
         record = read_record(self.path)
-        return tidy(rows_of(record), record.objectives, setting=self.path.name)
+        return Setting.of(self.path.name, 0, [record]).table
 
 
 def align(cfg: AlignmentConfig) -> Result | None:

@@ -152,7 +152,7 @@ def summary(cfg: "ClassicConfig", settings: Sequence[Setting]) -> tuple[list[str
 
 
 def _main_field(settings: Sequence[Setting]) -> str:
-    return "losses" if settings[0].values("accuracies").empty else "accuracies"
+    return "accuracies" if settings[0].objectives_with("accuracies") else "losses"
 
 
 def _columns(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
@@ -193,7 +193,7 @@ def _users(settings: Sequence[Setting]) -> Columns:
     """The users' final accuracies in per cent, one by one or, where they are many, their spread."""
     accuracies: dict[str, list[dict[str, float]]] = {}
     for setting in settings:
-        names = list(dict.fromkeys(setting.values("users")["objective"]))
+        names = setting.objectives_with("users")
         finals = setting.finals("users", names)  # [S, C]
         users = [
             {name: value for name, value in zip(names, row, strict=True) if np.isfinite(value)}
@@ -236,7 +236,8 @@ def _rounds(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
     for objective in settings[0].objectives_with("losses"):
         cells = columns[f"rounds to {cfg.target_loss:g}, {objective}"] = {}
         for setting in settings:
-            losses = setting.values("losses", objective)
+            losses = setting.values("losses")
+            losses = losses[losses["objective"] == objective]
             reached = [
                 rounds_to_loss(own["round"].tolist(), own["value"].tolist(), cfg.target_loss)
                 if np.isfinite(own["value"]).all()

@@ -7,18 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from firm.report.drawing import INK, MUTED, Key, Panel, style_layout
+from firm.report.drawing import INK, MUTED, Key, Panel, Series, figure, scatter, ticks_at
 from firm.report.formats import CONFIG, measure
 from firm.report.page import Origin, Page, Section, Table
-from firm.report.scaling import (
-    Fit,
-    Points,
-    log_axis,
-    points_trace,
-    reference_line,
-    scaling_panel,
-    ticks_at,
-)
+from firm.report.scaling import Fit, log_axis, points_trace, reference_line, scaling_panel
 from firm.run import to_yaml
 from firm.run.comparison import Measure
 from firm.theory import Slope, geometric_mean, verdict
@@ -174,12 +166,12 @@ COLORS = {
 LINES = [Key("fitted slope", MUTED), Key("theorem's slope", INK, "dot")]
 
 
-def points_of(law: Law, values: Values, cfg: SweepsConfig) -> Points:
+def points_of(law: Law, values: Values, cfg: SweepsConfig) -> Series:
     """Returns a quantity's geometric means over the seeds, where x is positive."""
     xs, (means, ses) = positions(law.sweep, cfg), geometric_mean(values[law.sweep, law.quantity])
     kept = xs > 0
-    name, color = LABELS[law.quantity], COLORS[law.quantity]
-    return Points(name, color, xs[kept], means[kept], ses[kept])
+    key = Key(LABELS[law.quantity], COLORS[law.quantity])
+    return Series(key, xs[kept], means[kept], ses[kept])
 
 
 def law_panel(name: str, slopes: Mapping[Law, Slope], values: Values, cfg: SweepsConfig) -> Panel:
@@ -205,28 +197,26 @@ def lemma_panel(pairs: Sequence[Mapping[str, float]]) -> Panel:
     shown = [pair for pair in pairs if pair["left"] > 0 and pair["right"] > 0]
     rights, lefts = [[pair[key] for pair in shown] for key in ("right", "left")]
     ends = [min(rights), max(rights)]
-    betas = [float(np.log10(pair["beta"])) for pair in shown]
-    data = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "x": rights,
-            "y": lefts,
-            "customdata": [pair["beta"] for pair in shown],
-            "marker": {
-                "color": betas,
-                "colorscale": [[0, "var(--round-first)"], [1, "var(--round-last)"]],
-                "size": 5,
-            },
-            "hovertemplate": "β = %{customdata}<br>right %{x:.3~g}<br>left %{y:.3~g}"
-            "<extra></extra>",
-        },
-        reference_line(ends, ends, "dot"),
-    ]
-    layout = style_layout(420, log_axis("(4RM/β) max ‖gᶜ − gᶜ′‖"), log_axis("‖λ*ᶜ − λ*ᶜ′‖"))
-    return Panel(
-        "lemma", "Left side of Lemma 1 against its right side", {"data": data, "layout": layout}
+    marker = {
+        "color": [float(np.log10(pair["beta"])) for pair in shown],
+        "colorscale": [[0, "var(--round-first)"], [1, "var(--round-last)"]],
+        "size": 5,
+    }
+    points = scatter(
+        Key("", INK),
+        rights,
+        lefts,
+        customdata=[pair["beta"] for pair in shown],
+        marker=marker,
+        hover="β = %{customdata}<br>right %{x:.3~g}<br>left %{y:.3~g}",
     )
+    made = figure(
+        [points, reference_line(ends, ends, "dot")],
+        log_axis("(4RM/β) max ‖gᶜ − gᶜ′‖"),
+        log_axis("‖λ*ᶜ − λ*ᶜ′‖"),
+        height=420,
+    )
+    return Panel("lemma", "Left side of Lemma 1 against its right side", made)
 
 
 def unregularised_panel(values: Values, cfg: SweepsConfig) -> Panel:
@@ -234,12 +224,12 @@ def unregularised_panel(values: Values, cfg: SweepsConfig) -> Panel:
     (law,) = (law for law in LAWS if (law.sweep, law.quantity) == ("beta", SPREAD))
     points = points_of(law, values, cfg)
     at_zero = float(geometric_mean(values["beta", SPREAD])[0][0])
-    layout = style_layout(340, log_axis("β") | ticks_at(points.xs), log_axis("spread of λ*"))
     data = [
         reference_line([points.xs[0], points.xs[-1]], [at_zero] * 2, "dash"),
         points_trace(points, "β", mode="lines+markers"),
     ]
-    return Panel("unregularised", "Spread of the clients' λ*", {"data": data, "layout": layout})
+    made = figure(data, log_axis("β") | ticks_at(points.xs), log_axis("spread of λ*"))
+    return Panel("unregularised", "Spread of the clients' λ*", made)
 
 
 def page_of(

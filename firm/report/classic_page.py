@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from firm.report.classic_figures import radar_panel
-from firm.report.drawing import NUM_BANDS, Key, Panel, nonempty
+from firm.report.classic_figures import LOG_TICKS, radar_panel
+from firm.report.drawing import NUM_BANDS, Panel, nonempty
 from firm.report.formats import CONFIG, MISSING, NBSP, measure, number
 from firm.report.page import Block, Origin, Page, Section, Table, drawn_block, drawn_part
-from firm.report.tables import How, Setting, measure_of, quantity_panel, seeds_text
+from firm.report.tables import How, Setting, measure_of, quantity_panel, seeds_text, span_text
 from firm.run.comparison import CLEAR_Z, Measure
 from firm.run.quantities import QUANTITIES, Quantity
 
@@ -38,7 +38,7 @@ def comparison_page(
     """Returns the page that sets settings side by side, from the rows of their runs.
 
     Args:
-        settings: In the order of the legend. They have the same objectives.
+        settings: In the order of the legend, one or more, each with runs of the same objectives.
         title: Heading.
         facts: Data, clients, local steps and so on: label to text.
         method: How the runs were made, in sentences.
@@ -51,11 +51,8 @@ def comparison_page(
         alarms: Warnings of the runs: which run and when, and the text.
         notices: What was left out, in sentences.
 
-    Raises:
-        ValueError: Without settings, without runs or values of one, on two of the same name, on
-            objectives that differ, or on an accuracy outside [0, 1].
     """
-    objectives_of = _checked(settings)
+    objectives_of = {field: settings[0].objectives_with(field) for field in FIELDS}
     main = "accuracies" if objectives_of["accuracies"] else "losses"
     quantity_of = {field: quantity(field, is_log=is_log_loss) for field in FIELDS}
     notes = list(notices)
@@ -96,40 +93,8 @@ def quantity(field: str, *, is_log: bool = False) -> Quantity:
     """
     entry = QUANTITIES["evaluation", field]
     if is_log and field == "losses":
-        entry = replace(entry, axis={"type": "log", "tickformat": "~g", "dtick": "D2"})  # 1, 2, 5
+        entry = replace(entry, axis=LOG_TICKS)
     return entry
-
-
-def _checked(settings: Sequence[Setting]) -> dict[str, list[str]]:
-    """The objectives that have accuracies, and those that have losses, the same in every row."""
-    if not settings:
-        raise ValueError("A comparison needs at least one setting.")
-    names = [setting.name for setting in settings]
-    if len(set(names)) < len(names):
-        raise ValueError(f"Each setting must have a name of its own, got {names}.")
-    objectives_of: dict[str, list[str]] = {}
-    for field in FIELDS:
-        seen = {setting.name: setting.objectives_with(field) for setting in settings}
-        first = seen[names[0]]
-        for name, objectives in seen.items():
-            if set(objectives) != set(first):
-                raise ValueError(
-                    f"All settings must have the same {field}: {names[0]} has {first}, "
-                    f"{name} has {objectives}."
-                )
-        objectives_of[field] = first
-    if not any(objectives_of.values()):
-        raise ValueError(
-            f"No rows of {names[0]} have losses or accuracies; evaluate at least once."
-        )
-    for setting in settings:
-        values = setting.values("accuracies")["value"]
-        outside = values[(values < 0) | (values > 1)].tolist()
-        if outside:
-            raise ValueError(
-                f"Accuracies must be in [0, 1], got {outside[0]:g} from {setting.name}."
-            )
-    return objectives_of
 
 
 # --- Sections -------------------------------------------------------------------------------------
@@ -149,12 +114,12 @@ def _curves(
             f"{entry.title}-{place}",
             settings,
             entry,
-            objective,
-            title=heading,
+            name,
+            title=title,
             how=how,
             num_bands=NUM_BANDS,
         )
-        for place, (heading, objective, how) in enumerate(curves)
+        for place, (title, name, how) in enumerate(curves)
     ]
     return Section(
         entry.name,
@@ -171,18 +136,13 @@ def _uploads(
     objectives_of: Mapping[str, Sequence[str]],
 ) -> Section:
     """The means over the uploaded megabytes."""
-    panels = [
-        quantity_panel(
-            f"upload-{entry.title}",
-            settings,
-            entry,
-            title=f"{'Mean ' if len(objectives_of[field]) > 1 else ''}{entry.title}".capitalize(),
-            over="megabytes",
-            num_bands=NUM_BANDS,
-        )
-        for field, entry in quantity_of.items()
-        if objectives_of[field]
-    ]
+    panels = []
+    for field, objectives in objectives_of.items():
+        if objectives:
+            entry = quantity_of[field]
+            title = f"{'Mean ' if len(objectives) > 1 else ''}{entry.title}".capitalize()
+            options = {"title": title, "over": "megabytes", "num_bands": NUM_BANDS}
+            panels.append(quantity_panel(f"upload-{entry.title}", settings, entry, **options))
     return Section(
         "upload",
         "The same over uploaded data",
@@ -197,13 +157,9 @@ def _radars(settings: Sequence[Setting], objectives_of: Mapping[str, Sequence[st
     """The final values of three or more objectives; settings that diverged are left out."""
     panels: list[Panel] = []
     for field, objectives in objectives_of.items():
-        if len(objectives) < 3:
-            continue
-        means: dict[Key, np.ndarray] = {
-            setting.key: setting.finals(field, objectives).mean(axis=0) for setting in settings
-        }
+        means = {s.key: s.finals(field, objectives).mean(axis=0) for s in settings if objectives}
         means = {key: radii for key, radii in means.items() if np.isfinite(radii).all()}
-        if not means:
+        if len(objectives) < 3 or not means:
             continue
         if field == "accuracies":
             center = max(np.floor(10 * np.min(list(means.values()))) - 1, 0) / 10
@@ -340,5 +296,4 @@ def _total_upload(setting: Setting) -> str:
 
 
 def _last_round(setting: Setting, field: str) -> str:
-    lasts = sorted(set(setting.values(field).groupby("seed")["round"].max().tolist()))
-    return " to ".join(f"{at}" for at in dict.fromkeys([lasts[0], lasts[-1]]))
+    return span_text(setting.values(field).groupby("seed")["round"].max().tolist())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from firm.report.tables import Frame, tidy
+from firm.report.tables import Frame, measured, tidy
 from firm.run import Run, UserError, print_table
 
 
@@ -60,14 +60,13 @@ def _evaluations(study: Path) -> tuple[str, Frame]:
     """Returns the quantity that was measured, and its values by round, setting, objective, seed."""
     parts = [
         tidy(
-            [row for row in Run(folder).rows() if row["kind"] == "evaluation"],
-            (),
+            measured([row for row in Run(folder).rows() if row["kind"] == "evaluation"], ()),
             setting=folder.parent.name,
             seed=int(folder.name.removeprefix("seed_")),
         )
         for folder in sorted(study.glob("*/seed_[0-9]*"))
     ]
-    table = pd.concat(parts) if parts else tidy([], ())
+    table = pd.concat(parts) if parts else tidy({})
     quantities = table["quantity"].unique().tolist()
     for name in ("accuracies", "losses"):
         for quantity in quantities:

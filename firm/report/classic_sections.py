@@ -5,28 +5,21 @@ Each function returns None where the rows have nothing to show; `comparison_page
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from firm.report.classic_figures import (
     Outcome,
-    Users,
     points_panel,
     preference_plane,
     ratios_panel,
     user_histograms,
 )
 from firm.report.classic_page import FIELDS, quantity
-from firm.report.drawing import NUM_BANDS, Key, series_panel
+from firm.report.drawing import NUM_BANDS, Series, series_panel
 from firm.report.page import Section
-from firm.report.tables import (
-    Series,
-    Setting,
-    mean_and_error,
-    quantity_panel,
-    seeds_text,
-    series_of,
-)
+from firm.report.tables import Setting, mean_and_error, quantity_panel, seeds_text, series_of
 from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_TABLE_USERS = 10
@@ -53,21 +46,16 @@ NUM_WINDOWS = 12
 def users_section(settings: Sequence[Setting]) -> Section | None:
     """Returns how the users' final accuracies are spread, a histogram for each setting.
 
-    Args:
-        settings: Their quantity "users" has accuracies in [0, 1] by user; the last of each seed
-            count, of the users that all seeds of a setting name.
-
-    Returns:
-        None with ten users or fewer, for whom the table has room.
+    Only users that all seeds of a setting name count. Ten users or fewer have room in the table.
     """
-    finals = [Users(setting.key, _user_accuracies(setting)) for setting in settings]
-    users = [own for own in finals if own.accuracies.shape[1] > NUM_TABLE_USERS]
+    users = {setting.key: _user_accuracies(setting) for setting in settings}
+    users = {key: own for key, own in users.items() if own.shape[1] > NUM_TABLE_USERS}
     if not users:
         return None
     text = (
         "Final accuracy of the global model on each user's own samples, of "
-        f"{users[0].accuracies.shape[1]} users, those of all seeds together. The dashed line "
-        "marks the mean; SD is the standard deviation over the users, in percentage points. "
+        f"{next(iter(users.values())).shape[1]} users, those of all seeds together. The dashed "
+        "line marks the mean; SD is the standard deviation over the users, in percentage points. "
         "Of two settings with the same mean, the narrower one treats its users more alike."
     )
     return Section("users", "Accuracy, user by user", text, user_histograms("users", users))
@@ -75,8 +63,7 @@ def users_section(settings: Sequence[Setting]) -> Section | None:
 
 def _user_accuracies(setting: Setting) -> np.ndarray:
     """The last accuracies of each seed and user, shape [S, C]."""
-    names = list(dict.fromkeys(setting.values("users")["objective"]))
-    finals = setting.finals("users", names)  # [S', C]
+    finals = setting.finals("users", setting.objectives_with("users"))  # [S', C]
     if len(finals) < len(setting.runs):
         return np.empty((len(setting.runs), 0))
     return finals[:, np.isfinite(finals).all(axis=0)]
@@ -100,14 +87,10 @@ def preferences_section(
 
     Returns:
         None unless the losses have two objectives, and a setting that did not diverge a preference.
-
-    Raises:
-        ValueError: On a preference that is not positive.
     """
     objectives = settings[0].objectives_with("losses")
     if len(objectives) != 2:
         return None
-    first, second = objectives
     outcomes = []
     for setting in settings:
         if setting.name in preferences:
@@ -117,6 +100,7 @@ def preferences_section(
                 outcomes.append(Outcome(setting.key, preferences[setting.name], losses))
     if not outcomes:
         return None
+    first, second = objectives
     text = (
         f"A preference a : b asks that a times the loss of {first} equal b times that of {second}. "
         "All such losses lie on one ray, dotted in the first figure; the point of the same colour "
@@ -134,10 +118,11 @@ def preferences_section(
             f" The rank correlation of wanted and reached ratios is {correlation:.2f}; it is 1 if "
             "they come in the same order."
         )
-    both = (first, second)
     panels = [
-        preference_plane("preferences", "Final losses", outcomes, objectives=both, limits=limits),
-        ratios_panel("ratios", "Ratio of the final losses", outcomes, objectives=both),
+        preference_plane(
+            "preferences", "Final losses", outcomes, objectives=objectives, limits=limits
+        ),
+        ratios_panel("ratios", "Ratio of the final losses", outcomes, objectives=objectives),
     ]
     legend = [outcome.key for outcome in outcomes]
     return Section("preferences", "Losses wanted and reached", text, panels, legend)
@@ -171,10 +156,11 @@ def parameter_section(
         if len({x for line in lines for x in line.xs.tolist()}) < 2:
             continue
         entry = quantity(field, is_log=is_log_loss)
+        title_of = f"Final {entry.title}, mean over the objectives"
         panels.append(
             points_panel(
                 f"{name}-{entry.title}",
-                f"Final {entry.title}, mean over the objectives",
+                title_of,
                 lines,
                 x_title=x_title,
                 y_title=entry.unit,
@@ -195,18 +181,17 @@ def parameter_section(
 
 def _against_parameter(family: str, settings: Mapping[float, Setting], field: str) -> Series | None:
     """The final means over the objectives by rising value."""
-    values, ends = [], []
+    ends = {}
     for value, setting in sorted(settings.items()):
         if objectives := setting.objectives_with(field):
             finals = setting.finals(field, objectives).mean(axis=1)  # [S]
             if np.isfinite(finals).all():
-                values.append(float(value))
-                ends.append(mean_and_error(finals[:, None]))
+                ends[float(value)] = mean_and_error(finals[:, None])
     if not ends:
         return None
-    means, ses = np.concatenate(ends, axis=1)
+    means, ses = np.concatenate(list(ends.values()), axis=1)
     key = replace(next(iter(settings.values())).key, label=family)
-    return Series(key, np.array(values), means, ses)
+    return Series(key, np.array(list(ends)), means, ses)
 
 
 # --- Over the rounds ------------------------------------------------------------------------------
@@ -215,12 +200,7 @@ def _against_parameter(family: str, settings: Mapping[float, Setting], field: st
 def weights_section(settings: Sequence[Setting]) -> Section | None:
     """Returns the objectives' weights over the rounds, a panel for each setting that has some.
 
-    Args:
-        settings: Their quantity "weights" is in [0, 1] by objective; weights by client are left
-            out.
-
-    Returns:
-        None with one objective, with more than eight, or where no setting weighs objectives.
+    With one objective or with more than eight there is no section.
     """
     first = settings[0]
     objectives = first.objectives_with("losses") or first.objectives_with("accuracies")
@@ -228,20 +208,19 @@ def weights_section(settings: Sequence[Setting]) -> Section | None:
         return None
     legend = [Setting(name, place, ()).key for place, name in enumerate(objectives)]
     window = _window(settings, "weights")
-    lines_by_place: dict[int, list[Series]] = {}
-    for place, setting in enumerate(settings):
-        for key in legend:
-            if line := series_of(setting, "weights", key.label, window=window):
-                lines_by_place.setdefault(place, []).append(replace(line, key=key))
-    if not lines_by_place:
+    lines_by_setting = {}
+    for setting in settings:
+        lines = [series_of(setting, "weights", k.label, window=window, key=k) for k in legend]
+        lines_by_setting[setting.name] = [line for line in lines if line]
+    everything = [line for lines in lines_by_setting.values() for line in lines]
+    if not everything:
         return None
-    top = max((line.means + line.ses).max() for lines in lines_by_place.values() for line in lines)
+    top = max((line.means + line.ses).max() for line in everything)
     span = [-0.02 * top, 1.05 * top]
     panels = [
-        series_panel(
-            f"weights-{place}", settings[place].name, lines, y_title="weight λ", range=span
-        )
-        for place, lines in lines_by_place.items()
+        series_panel(f"weights-{place}", name, lines, y_title="weight λ", range=span)
+        for place, (name, lines) in enumerate(lines_by_setting.items())
+        if lines
     ]
     text = (
         "How much each objective counts in a round's step: weights λ that sum to 1 and that the "
@@ -252,51 +231,42 @@ def weights_section(settings: Sequence[Setting]) -> Section | None:
 
 def further_section(settings: Sequence[Setting], entry: Quantity) -> Section | None:
     """Returns a registered quantity over the rounds, a line for each setting that has it."""
-    shown = [setting for setting in settings if not setting.values(entry.name).empty]
-    if not shown:
+    measured = [setting for setting in settings if setting.objectives_with(entry.name)]
+    if not measured:
         return None
-    window = _window(shown, entry.name)
-    panel = quantity_panel(entry.name, shown, entry, window=window, num_bands=NUM_BANDS)
-    legend = [setting.key for setting in shown]
-    text = f"{entry.help}{_smoothing(window)}"
-    return Section(entry.name, entry.title, text, [panel], legend)
+    window = _window(measured, entry.name)
+    panel = quantity_panel(entry.name, measured, entry, window=window, num_bands=NUM_BANDS)
+    legend = [setting.key for setting in measured]
+    return Section(entry.name, entry.title, f"{entry.help}{_smoothing(window)}", [panel], legend)
 
 
 def progress_section(settings: Sequence[Setting]) -> Section | None:
     """Returns how far a local training of each setting lowers the losses, from the same models.
 
-    Figure 11 of FedCMOO (Askin et al.), Appendix E.4.
-
-    Args:
-        settings: Each that measured "progress" is a panel: by setting and objective, the loss
-            before a local training from the round's global model less that after it, averaged over
-            the clients.
+    Figure 11 of FedCMOO (Askin et al.), Appendix E.4. Each setting that measured "progress" is a
+    panel: by setting and objective, the loss before a local training from the round's global model
+    less that after it, averaged over the clients.
     """
-    indices = {setting.name: setting.index for setting in settings}
-    names = {setting.name: _progress_names(setting) for setting in settings}
-    sources = [setting for setting in settings if names[setting.name]]
-    if not sources:
+    names = {setting.name: setting.quantities("progress/") for setting in settings}
+    measured = [name for own in names.values() for name in own]
+    if not measured:
         return None
-    all_names = dict.fromkeys(name for source in sources for name in names[source.name])
-    window = max(_window(sources, f"progress/{name}") for name in all_names)
-    panels: list = []
-    legend: dict[str, Key] = {}
+    window = max(_window(settings, name) for name in measured)
+    labels = dict.fromkeys([*names, *(name.removeprefix("progress/") for name in measured)])
+    keys = {label: Setting(label, index, ()).key for index, label in enumerate(labels)}
+    keys |= {setting.name: setting.key for setting in settings}
+    panels, legend = [], {}
     for place, source in enumerate(settings):
         lines = []
         for name in names[source.name]:
-            index = indices.setdefault(name, len(indices))
-            if line := series_of(source, f"progress/{name}", window=window):
-                legend[name] = Setting(name, index, ()).key
-                lines.append(replace(line, key=legend[name]))
+            key = keys[name.removeprefix("progress/")]
+            if line := series_of(source, name, window=window, key=key):
+                legend[key.label] = key
+                lines.append(line)
         if lines:
-            panel = series_panel(
-                f"progress-{place}",
-                f"From the models of {source.name}",
-                lines,
-                y_title="fall of the loss",
-                rangemode="tozero",
-            )
-            panels.append(panel)
+            title = f"From the models of {source.name}"
+            y_axis: Any = {"y_title": "fall of the loss", "rangemode": "tozero"}
+            panels.append(series_panel(f"progress-{place}", title, lines, **y_axis))
     text = (
         "By how much one round's local training lowers the losses on the client's own samples, "
         "mean over clients and objectives. All settings start from the same global models, those "
@@ -305,16 +275,9 @@ def progress_section(settings: Sequence[Setting]) -> Section | None:
     return Section("progress", "Progress of a local training", text, panels, list(legend.values()))
 
 
-def _progress_names(setting: Setting) -> list[str]:
-    """The settings whose local trainings were measured from the models of one."""
-    quantities = dict.fromkeys(setting.table["quantity"])
-    return [name.removeprefix("progress/") for name in quantities if name.startswith("progress/")]
-
-
 def _window(settings: Sequence[Setting], name: str) -> int:
     """Over how many measured rounds the lines of a quantity are averaged."""
-    values = [setting.values(name) for setting in settings]
-    counts = [own.loc[own["seed"] == 0, "round"].nunique() for own in values]
+    counts = [setting.values(name).query("seed == 0")["round"].nunique() for setting in settings]
     return max(1, max(counts) // NUM_WINDOWS)
 
 

@@ -1,4 +1,4 @@
-"""How every figure of the page is drawn: plain data for plotly.js in one style.
+"""How every figure of a page is drawn: plain data for plotly.js in one style.
 
 The objects of plotly.py would spend half a second of every round on checks that tests make once.
 Colours are names of CSS variables, `var(--objective-0)`, which the page's script resolves for light
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from html import escape
 from itertools import repeat
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from firm.report.tables import Series
-
 INK, MUTED, GRID, SURFACE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--surface)"
-
+DASHED = {"color": INK, "width": 1, "dash": "dash"}
 NUM_BANDS = 6
 """Around more lines, bands would hide one another."""
 
-Points = Iterable[tuple[float, float | None]]
 Trace = dict[str, Any]
+Axis = dict[str, Any]
+"""Attributes of one of plotly's axes."""
+Over = Literal["rounds", "megabytes"]
+"""What an x-axis counts: rounds, or megabytes (10⁶ bytes) uploaded so far."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Panel:
     """A figure and the title that stands above it."""
 
     name: str
+    """Unique on its page."""
     title: str
     figure: dict[str, Any]
     """Data and layout."""
@@ -47,68 +48,40 @@ class Key:
     is_thin: bool = False
 
 
-def curve(
-    points: Points,
-    name: str,
-    color: str,
-    *,
-    width: float = 2,
-    size: float = 5,
-    dash: str = "solid",
-    ses: Sequence[float | None] | None = None,
-) -> Trace:
-    """Returns a line over the rounds.
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A line: means at N places, such as those over the seeds of a setting."""
 
-    Args:
-        points: Rounds and values; a round without a finite value is left out.
-        name: What the pointer shows.
-        color: A CSS variable.
-        width: Of the line, in CSS pixels.
-        size: Of the markers, in CSS pixels; 0 for none.
-        dash: One of plotly's dashes.
-        ses: Standard error of each point.
-    """
-    errors = repeat(None) if ses is None else ses
-    rows = zip(points, errors, strict=False)
-    kept = [(x, y, se) for (x, y), se in rows if y is not None and isfinite(y)]
-    return scatter(
-        [x for x, _, _ in kept],
-        [y for _, y, _ in kept],
-        name,
-        color,
-        mode="lines+markers" if size else "lines",
-        size=size,
-        width=width,
-        dash=dash,
-        hover="%{fullData.name}<br>round %{x}: %{y:.4~g}",
-        error_y=error_bars([se for _, _, se in kept], color),
-    )
+    key: Key
+    xs: np.ndarray
+    means: np.ndarray
+    ses: np.ndarray
+    """Standard errors; zeros with one seed."""
+
+
+# --- Traces ---------------------------------------------------------------------------------------
 
 
 def scatter(
+    key: Key,
     xs: Iterable[float],
     ys: Iterable[float],
-    name: str,
-    color: str,
     *,
     mode: str = "markers",
     size: float = 5,
     width: float = 2,
-    dash: str = "solid",
     hover: str = "",
     **attributes: Any,
 ) -> Trace:
-    """Returns lines or markers.
+    """Returns lines or markers in the colour and dash of a key.
 
     Args:
+        key: Its label is the trace's name.
         xs: Places, [N].
         ys: Places, [N].
-        name: What the legend shows.
-        color: A CSS variable.
         mode: Of plotly: markers, lines, or both.
         size: Of the markers, in CSS pixels.
         width: Of the lines, in CSS pixels.
-        dash: One of plotly's dashes.
         hover: What the pointer shows, a template of plotly; it shows nothing where it is empty.
         attributes: Further attributes of the trace.
     """
@@ -117,19 +90,52 @@ def scatter(
         "type": "scatter",
         "x": list(xs),
         "y": list(ys),
-        "name": escape(name),
+        "name": escape(key.label),
         "mode": mode,
-        "line": {"color": color, "width": width, "dash": dash},
-        "marker": {"color": color, "size": size},
+        "line": {"color": key.color, "width": width, "dash": key.mark},
+        "marker": {"color": key.color, "size": size},
         **pointer,
         **attributes,
     }
 
 
-def annotation(x: float, y: float, text: str, color: str, **attributes: Any) -> dict[str, Any]:
-    """Returns words in a figure, without an arrow."""
-    font = {"color": color, "size": 11}
-    return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, **attributes}
+def curve(
+    key: Key,
+    points: Iterable[tuple[float, float | None]],
+    *,
+    width: float = 2,
+    size: float = 5,
+    ses: Sequence[float | None] | None = None,
+) -> Trace:
+    """Returns a line over the rounds, with the standard error of each point.
+
+    A round without a finite value is left out. A size of 0 draws no markers.
+    """
+    rows = zip(points, repeat(None) if ses is None else ses, strict=False)
+    kept = [(x, y, se) for (x, y), se in rows if y is not None and isfinite(y)]
+    return scatter(
+        key,
+        [x for x, _, _ in kept],
+        [y for _, y, _ in kept],
+        mode="lines+markers" if size else "lines",
+        size=size,
+        width=width,
+        hover="%{fullData.name}<br>round %{x}: %{y:.4~g}",
+        error_y=error_bars([se for _, _, se in kept], key.color),
+    )
+
+
+def bars(key: Key, xs: Iterable[Any], ys: Iterable[Any], hover: str, **attributes: Any) -> Trace:
+    """Returns bars in the colour of a key."""
+    return {
+        "type": "bar",
+        "x": list(xs),
+        "y": list(ys),
+        "name": escape(key.label),
+        "marker": {"color": key.color, "line": {"color": SURFACE, "width": 1}},
+        "hovertemplate": f"{hover}<extra></extra>",
+        **attributes,
+    }
 
 
 def error_bars(ses: Sequence[float | None], color: str) -> dict[str, Any]:
@@ -139,55 +145,53 @@ def error_bars(ses: Sequence[float | None], color: str) -> dict[str, Any]:
     return {"array": list(ses), "color": color, "thickness": 1, "width": 3}
 
 
-def rounds_figure(
-    traces: Sequence[Trace], y_title: str, *, reference: float | None = None, **y_axis: Any
+def annotation(x: float, y: float, text: str, color: str, **attributes: Any) -> dict[str, Any]:
+    """Returns words in a figure, without an arrow."""
+    font = {"color": color, "size": 11}
+    return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, **attributes}
+
+
+def straight_line(
+    *, x: float | None = None, y: float | None = None, line: Any = DASHED, layer: str = "above"
 ) -> dict[str, Any]:
-    """Returns a figure whose x-axis counts the rounds so far.
-
-    Args:
-        traces: Those without points are left out.
-        y_title: Quantity or unit.
-        reference: Where a dashed horizontal line lies.
-        y_axis: Further attributes of plotly's y-axis.
-    """
-    data = [trace for trace in traces if trace["x"]]
-    rounds = [x for trace in data for x in trace["x"]] or [0]
-    first, last = min(rounds), max(rounds)
-    has_bars = any(trace["type"] == "bar" for trace in data)
-    margin = 0.6 if has_bars else 0.03 * (last - first) + 0.2
-    x_axis = {
-        "title": axis_title("round"),
-        "range": [first - margin, last + margin],
-        "tickformat": "d",
-        "tick0": 0,
-        "dtick": _round_tick(last - first),
-    }
-    layout = style_layout(260, x_axis, {"title": axis_title(y_title), **y_axis})
-    if reference is not None:
-        line = {"color": MUTED, "width": 1, "dash": "dash"}
-        ends = {"x0": 0, "x1": 1, "y0": reference, "y1": reference}
-        layout["shapes"] = [
-            {"type": "line", "xref": "x domain", **ends, "line": line, "layer": "below"}
-        ]
-    return {"data": data, "layout": layout}
+    """Returns a line across the figure, upright at x or level at y."""
+    ends = {"x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "y domain"}
+    if y is not None:
+        ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": y, "y1": y}
+    return {"type": "line", **ends, "line": line, "layer": layer}
 
 
-def _round_tick(span: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20... that marks at most nine rounds."""
-    steps = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
-    return next(step for step in steps if span / step <= 8)
+# --- Figures --------------------------------------------------------------------------------------
 
 
-def style_layout(height: int, x_axis: dict[str, Any], y_axis: dict[str, Any]) -> dict[str, Any]:
-    """Returns what all figures share; heights are in CSS pixels."""
-    axis = {
+def axis(title: str, **attributes: Any) -> Axis:
+    """Returns an axis with a title."""
+    return {"title": {"text": title, "standoff": 8}, **attributes}
+
+
+def ticks_at(xs: np.ndarray) -> Axis:
+    """Returns the attributes of an axis that marks these values alone."""
+    return {"tickvals": xs.tolist(), "ticktext": [f"{x:g}" for x in xs]}
+
+
+def figure(
+    data: Sequence[Trace], x: Axis, y: Axis, *, height: int = 340, **layout: Any
+) -> dict[str, Any]:
+    """Returns a figure in the style that all share; heights are in CSS pixels."""
+    style = {
         "gridcolor": GRID,
         "linecolor": GRID,
         "zeroline": False,
         "automargin": True,
         "tickfont": {"color": MUTED},
     }
-    return {
+    hover_label = {
+        "bgcolor": SURFACE,
+        "bordercolor": MUTED,
+        "font": {"color": INK},
+        "namelength": -1,
+    }
+    shared = {
         "height": height,
         "paper_bgcolor": SURFACE,
         "plot_bgcolor": SURFACE,
@@ -195,20 +199,52 @@ def style_layout(height: int, x_axis: dict[str, Any], y_axis: dict[str, Any]) ->
         "margin": {"l": 52, "r": 12, "t": 12, "b": 40},
         "showlegend": False,
         "hovermode": "closest",
-        "hoverlabel": {
-            "bgcolor": SURFACE,
-            "bordercolor": MUTED,
-            "font": {"color": INK},
-            "namelength": -1,
-        },
-        "xaxis": axis | x_axis,
-        "yaxis": axis | y_axis,
+        "hoverlabel": hover_label,
+        "xaxis": style | x,
+        "yaxis": style | y,
     }
+    return {"data": list(data), "layout": shared | layout}
 
 
-def axis_title(text: str) -> dict[str, Any]:
-    """Returns the title of an axis."""
-    return {"text": text, "standoff": 8}
+def rounds_figure(
+    traces: Iterable[Trace],
+    y_title: str,
+    *,
+    over: Over = "rounds",
+    reference: float | None = None,
+    height: int = 260,
+    **y_axis: Any,
+) -> dict[str, Any]:
+    """Returns a figure whose x-axis counts the rounds or megabytes so far.
+
+    Args:
+        traces: Those without points are left out.
+        y_title: Quantity or unit.
+        over: What the x-axis counts.
+        reference: Where a dashed horizontal line lies.
+        height: Of the figure.
+        y_axis: Further attributes of plotly's y-axis.
+    """
+    data = [trace for trace in traces if trace["x"]]
+    xs = [x for trace in data for x in trace["x"]] or [0]
+    made = figure(data, _x_axis(xs, over, data), axis(y_title, **y_axis), height=height)
+    if reference is not None:
+        line = DASHED | {"color": MUTED}
+        made["layout"]["shapes"] = [straight_line(y=reference, line=line, layer="below")]
+    return made
+
+
+def _x_axis(xs: Sequence[float], over: Over, data: Sequence[Trace]) -> Axis:
+    first, last = min(xs), max(xs)
+    if over == "megabytes":
+        end = last or 1.0
+        return axis("uploaded so far (MB)", range=[-0.02 * end, 1.03 * end])
+    has_bars = any(trace["type"] == "bar" for trace in data)
+    margin = 0.6 if has_bars else 0.03 * (last - first) + 0.2
+    steps = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
+    tick = next(step for step in steps if (last - first) / step <= 8)  # at most nine marks
+    ticks = {"tickformat": "d", "tick0": 0, "dtick": tick}
+    return axis("round", range=[first - margin, last + margin], **ticks)
 
 
 def nonempty(panels: Iterable[Panel]) -> list[Panel]:
@@ -219,62 +255,45 @@ def nonempty(panels: Iterable[Panel]) -> list[Panel]:
 def series_panel(
     name: str,
     title: str,
-    series: Sequence["Series"],
+    series: Sequence[Series],
     *,
     y_title: str,
-    over: Literal["rounds", "megabytes"] = "rounds",
+    over: Over = "rounds",
     num_bands: int = NUM_BANDS,
     **y_axis: Any,
 ) -> Panel:
     """Returns lines with bands of one standard error, bands below all lines.
 
-    On a logarithmic axis no band reaches below a tenth of its line.
-
-    Args:
-        name: Of the panel, unique on its page.
-        title: Of the panel.
-        series: Means over seeds.
-        y_title: Quantity or unit.
-        over: What the x-axis counts.
-        num_bands: Around more lines there are no bands.
-        y_axis: As for `rounds_figure`.
+    On a logarithmic axis no band reaches below a tenth of its line. Around more lines than
+    `num_bands` there are no bands.
     """
     least = 0.1 if y_axis.get("type") == "log" else -inf
     has_bands = len(series) <= num_bands
     traces = [_band(own, least) for own in series if has_bands and own.ses.any()]
     for own in series:
         points = list(zip(own.xs.tolist(), own.means.tolist(), strict=True))
-        size = 5 if len(points) <= 12 else 0
-        line = curve(points, own.key.label, own.key.color, size=size, dash=own.key.mark)
-        line["legendgroup"] = escape(own.key.label)  # a line and its band come and go together
+        line = curve(own.key, points, size=5 if len(points) <= 12 else 0)
+        line["legendgroup"] = line["name"]  # a line and its band come and go together
         if over == "megabytes":
             line["hovertemplate"] = "%{fullData.name}<br>%{x:.4~g} MB: %{y:.4~g}<extra></extra>"
         traces.append(line)
-    figure = rounds_figure(traces, y_title, **y_axis)
-    figure["layout"]["height"] = 300
-    if over == "megabytes":
-        end = max((float(own.xs[-1]) for own in series), default=0.0) or 1.0
-        x_axis = {"title": axis_title("uploaded so far (MB)"), "range": [-0.02 * end, 1.03 * end]}
-        figure["layout"] |= {"xaxis": style_layout(300, x_axis, {})["xaxis"]}
-    return Panel(name, title, figure)
+    return Panel(name, title, rounds_figure(traces, y_title, over=over, height=300, **y_axis))
 
 
-def _band(series: "Series", least: float) -> Trace:
+def _band(series: Series, least: float) -> Trace:
     """One standard error to both sides of the means, never below that share of a mean."""
     upper, lower = series.means + series.ses, series.means - series.ses
     if least > 0:
         lower = np.maximum(lower, least * series.means)
-    return {
-        "type": "scatter",
-        "x": [*series.xs.tolist(), *series.xs[::-1].tolist()],
-        "y": [*upper.tolist(), *lower[::-1].tolist()],
-        "mode": "lines",
-        "line": {"color": series.key.color, "width": 0},
-        "fill": "toself",
-        "fillcolor": series.key.color,
-        "opacity": 0.18,
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "legendgroup": escape(series.key.label),
-        "name": escape(series.key.label),
-    }
+    return scatter(
+        series.key,
+        [*series.xs.tolist(), *series.xs[::-1].tolist()],
+        [*upper.tolist(), *lower[::-1].tolist()],
+        mode="lines",
+        line={"color": series.key.color, "width": 0},
+        fill="toself",
+        fillcolor=series.key.color,
+        opacity=0.18,
+        showlegend=False,
+        legendgroup=escape(series.key.label),
+    )

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from firm.fronts import (
     Point,
     by_preference,
     check_comparable,
-    mean_front,
     non_dominated,
     preference_correlations,
 )
@@ -25,13 +23,14 @@ from firm.report import formats
 from firm.report.drawing import (
     Key,
     Panel,
+    Series,
     Trace,
-    axis_title,
+    axis,
     error_bars,
+    figure,
     nonempty,
     scatter,
     series_panel,
-    style_layout,
 )
 from firm.report.front_tables import (
     Runs,
@@ -53,7 +52,7 @@ from firm.report.page import (
     drawn_part,
     write_page,
 )
-from firm.report.plane import KL, REWARD, Cloud, Spot, mean_spot, planes
+from firm.report.plane import KL, REWARD, Cloud, Spot, clouds_of, planes
 from firm.report.record import Record
 from firm.report.settings_sections import (
     ledger_table,
@@ -63,7 +62,7 @@ from firm.report.settings_sections import (
     weights_section,
 )
 from firm.report.static import PaperFigure, plane_figure
-from firm.report.tables import Frame, Series, Setting, mean_and_error, settings_of
+from firm.report.tables import Frame, Setting, mean_and_error, settings_of
 from firm.run.errors import UserError
 
 NUM_SHOWN = 6
@@ -137,7 +136,7 @@ def front_page(
         blocks.append(drawn_block("Weights", lambda: weights_section(settings), name="weights"))
         blocks += training_blocks(settings)
     # the trainings' figures have a line and a button for each method and preference
-    keys = [_key(fronts, name) for name in fronts] + [setting.key for setting in settings]
+    keys = [setting.key for setting in [*_methods(fronts), *settings]]
     records = {record.path: record for own in runs.values() for record in own.values()}
     return Page(
         product="FIRM · sweep over preferences",
@@ -172,48 +171,31 @@ def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
     by rising first reward.
     """
     beaten = beaten_by(fronts)
-    rows = {
-        (method, preference): mean
-        for method, front in fronts.items()
-        for preference, mean in mean_front(front).items()
-    }
-    kept = dict(zip(rows, non_dominated(list(rows.values())), strict=True)) if rows else {}
-    clouds = []
-    for index, (method, front) in enumerate(fronts.items()):
-        models, means = [], []
-        for preference, points in by_preference(front).items():
-            spots = [
-                _spot(method, point, is_dominated=bool(beaten[method, point.name]))
-                for point in points
-            ]
-            if len(spots) > 1:
-                models += spots
-            mean = mean_spot(spots, _mean_facts(method, preference, points))
-            means.append(replace(mean, is_dominated=not kept[method, preference]))
-        models += [
-            _spot(method, point, is_dominated=bool(beaten[method, point.name]))
+    groups, singles = {}, []
+    for setting, front in zip(_methods(fronts), fronts.values(), strict=True):
+        method = setting.name
+        spots = {
+            point.name: _spot(method, point, is_dominated=bool(beaten[method, point.name]))
             for point in front.points
-            if point.preference is None
+        }
+        groups[setting] = [
+            (_facts(method, preference, points), [spots[point.name] for point in points])
+            for preference, points in by_preference(front).items()
         ]
-        path = _path(front) if len(front.objectives) == 2 else []
-        clouds.append(Cloud(_key(fronts, method), index, models, means, path))
-    return clouds
+        singles.append([spots[point.name] for point in front.points if point.preference is None])
+    objectives = next(iter(fronts.values())).objectives
+    clouds = clouds_of(groups, objectives)
+    paths = [_path(cloud.means, objectives) for cloud in clouds]
+    return [
+        replace(cloud, models=[*cloud.models, *own], path=path)
+        for cloud, own, path in zip(clouds, singles, paths, strict=True)
+    ]
 
 
 def front_figure(fronts: Mapping[str, Front]) -> PaperFigure:
     """Returns the plane of comparable fronts as a figure for a paper."""
     first = next(iter(fronts.values()))
-    return plane_figure(front_clouds(fronts), first.objectives, base=base_place(first))
-
-
-def base_place(front: Front) -> dict[str, float]:
-    """Returns where the base model is."""
-    return {KL: 0.0, **front.base}
-
-
-def reference_place(front: Front) -> dict[str, float]:
-    """Returns where hypervolumes begin."""
-    return dict(zip(front.objectives, front.reference, strict=True))
+    return plane_figure(front_clouds(fronts), first.objectives, base={KL: 0.0, **first.base})
 
 
 def _check(fronts: Mapping[str, Front]) -> None:
@@ -231,8 +213,9 @@ def _check(fronts: Mapping[str, Front]) -> None:
             raise UserError(f"{first_name} and {name}: {error}") from None
 
 
-def _key(fronts: Mapping[str, Front], method: str) -> Key:
-    return Setting(method, list(fronts).index(method), ()).key
+def _methods(fronts: Mapping[str, Front]) -> list[Setting]:
+    """The methods as settings, which have a colour and a symbol."""
+    return [Setting(method, index, ()) for index, method in enumerate(fronts)]
 
 
 def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
@@ -247,26 +230,21 @@ def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
     return Spot({**point.rewards, KL: point.kl}, point.errors, facts, is_dominated=is_dominated)
 
 
-def _mean_facts(
-    method: str, preference: Sequence[float], points: Sequence[Point]
-) -> dict[str, str]:
-    num_collapsed = sum(point.collapse is not None for point in points)
-    return {
-        "method": method,
-        "preference": formats.shares(preference),
-        "mean over": f"{len(points)} seeds, ± standard error",
-        "KL": f"{formats.number(fmean(point.kl for point in points))} nats",
-        **({"collapsed": f"{num_collapsed} of {len(points)}"} if num_collapsed else {}),
-    }
+def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) -> dict[str, str]:
+    """What the pointer shows of a mean, beside what is measured of it."""
+    facts = {"method": method, "preference": formats.shares(preference)}
+    if num_collapsed := sum(point.collapse is not None for point in points):
+        facts["collapsed"] = f"{num_collapsed} of {len(points)}"
+    return facts
 
 
-def _path(front: Front) -> list[int]:
-    """The means that no mean of this front dominates, by rising first reward."""
-    means = np.array(list(mean_front(front).values()))
-    if not len(means):
+def _path(means: Sequence[Spot], objectives: Sequence[str]) -> list[int]:
+    """The means that no mean of this front dominates, by rising first reward; of two objectives."""
+    if not means or len(objectives) != 2:
         return []
-    kept = np.flatnonzero(non_dominated(means))
-    return kept[np.argsort(means[kept, 0])].tolist()
+    scores = np.array([[mean.place[name] for name in objectives] for mean in means])
+    kept = np.flatnonzero(non_dominated(scores))
+    return kept[np.argsort(scores[kept, 0])].tolist()
 
 
 def _settings(fronts: Mapping[str, Front], runs: Runs) -> list[Setting]:
@@ -291,8 +269,8 @@ def _plane_section(fronts: Mapping[str, Front]) -> Section:
         "front",
         front_clouds(fronts),
         first.objectives,
-        base=base_place(first),
-        reference=reference_place(first),
+        base={KL: 0.0, **first.base},
+        reference=dict(zip(first.objectives, first.reference, strict=True)),
     )
     joined = (
         " A line joins a method's means that none of its own means beats."
@@ -313,22 +291,16 @@ def _plane_section(fronts: Mapping[str, Front]) -> Section:
 def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
     """The hypervolume of each method on the validation prompts after every round."""
     series = []
-    for method, front in fronts.items():
+    for method in _methods(fronts):
         try:
-            table = volumes_by_round(front, runs.get(method, {}))
+            table = volumes_by_round(fronts[method.name], runs.get(method.name, {}))
         except ValueError:  # more than three objectives without moocore; the table says so
             table = {}
         if table:
             means, errors = mean_and_error(np.array(list(table.values())).T)
-            xs = np.array(list(table), dtype=float)
-            series.append(Series(_key(fronts, method), xs, means, errors))
-    panel = series_panel(
-        "hypervolume",
-        "Hypervolume on the validation prompts",
-        series,
-        y_title="hypervolume",
-        num_bands=len(series),
-    )
+            series.append(Series(method.key, np.array(list(table), dtype=float), means, errors))
+    title, y_title = "Hypervolume on the validation prompts", "hypervolume"
+    panel = series_panel("hypervolume", title, series, y_title=y_title, num_bands=len(series))
     return Section(
         "hypervolume",
         "The hypervolume over the rounds",
@@ -342,22 +314,16 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
 
 def _preference_section(fronts: Mapping[str, Front]) -> Section:
     """Each objective's reward against its share of the preference."""
-    objectives = next(iter(fronts.values())).objectives
     panels = []
-    for index, objective in enumerate(objectives):
+    for index, objective in enumerate(next(iter(fronts.values())).objectives):
         traces = []
-        for method, front in fronts.items():
-            lines = [
-                (preference[index], point.rewards[objective])
-                for preference, points in by_preference(front).items()
-                for point in points
-            ]
-            traces += _share_traces(_key(fronts, method), pd.DataFrame(lines, columns=["x", "y"]))
-        x_title = axis_title(f"share of the preference for {objective}")
-        layout = style_layout(
-            300, {"title": x_title, "range": [-0.04, 1.04]}, {"title": axis_title(REWARD)}
-        )
-        panels.append(Panel(f"share-{objective}", objective, {"data": traces, "layout": layout}))
+        for method in _methods(fronts):
+            points = by_preference(fronts[method.name]).items()
+            rows = [(p[index], point.rewards[objective]) for p, own in points for point in own]
+            traces += _share_traces(method.key, pd.DataFrame(rows, columns=["x", "y"]))
+        x_axis = axis(f"share of the preference for {objective}", range=[-0.04, 1.04])
+        made = figure(traces, x_axis, axis(REWARD), height=300)
+        panels.append(Panel(f"share-{objective}", objective, made))
     return Section(
         "preference",
         "Does the preference steer?",
@@ -374,30 +340,18 @@ def _share_traces(key: Key, models: Frame) -> list[Trace]:
     errors = [None if np.isnan(error) else error for error in levels["sem"].tolist()]
     singles = models[models["x"].map(levels["count"]) > 1].sort_values("x", kind="stable")
     label = escape(key.label)
-    options: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "hover": f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}",
         "legendgroup": label,
     }
+    bars = error_bars(errors, key.color)
+    marker = {"color": key.color, "size": 5, "opacity": 0.6}
+    own = replace(key, label=f"{key.label}, models")
     traces = [
         scatter(
-            levels.index,
-            levels["mean"],
-            key.label,
-            key.color,
-            mode="lines+markers",
-            size=8,
-            error_y=error_bars(errors, key.color),
-            **options,
+            key, levels.index, levels["mean"], mode="lines+markers", size=8, error_y=bars, **shared
         ),
-        scatter(
-            singles["x"],
-            singles["y"],
-            f"{key.label}, models",
-            key.color,
-            marker={"color": key.color, "size": 5, "opacity": 0.6},
-            showlegend=False,
-            **options,
-        ),
+        scatter(own, singles["x"], singles["y"], marker=marker, showlegend=False, **shared),
     ]
     return [trace for trace in traces if trace["x"]]
 

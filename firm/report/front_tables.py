@@ -1,6 +1,7 @@
 """The numbers of a sweep over preferences: hypervolumes, steering, models and costs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,10 +32,10 @@ Runs = Mapping[str, Mapping[str, Record]]
 def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
     """By method and point the points of all fronts that dominate it."""
     places = [(method, point.name) for method, front in fronts.items() for point in front.points]
-    rewards = np.concatenate([front.rewards() for front in fronts.values()])
+    scores = np.concatenate([front.rewards() for front in fronts.values()])
     return {
         place: [places[index][1] for index in above]
-        for place, above in zip(places, dominators(rewards), strict=True)
+        for place, above in zip(places, dominators(scores), strict=True)
     }
 
 
@@ -44,34 +45,25 @@ def hypervolume_table(
     """The hypervolumes; why one is missing is put into the notes."""
     rows = []
     for method, front in fronts.items():
-        cells = [
-            _or_note(value, method, notes)
-            for value in (
-                lambda front=front: f"{front.hypervolume:.4f}",
-                lambda front=front: _seed_volumes(front),
-            )
-        ]
-        has_interval = cells[0] != formats.MISSING and method in prompt_rewards
-        interval = _interval(front, prompt_rewards[method]) if has_interval else formats.MISSING
+        volume, by_seed = (
+            _or_note(partial(text, front), method, notes)
+            for text in (lambda front: f"{front.hypervolume:.4f}", _seed_volumes)
+        )
+        interval = formats.MISSING
+        if volume != formats.MISSING and method in prompt_rewards:
+            interval = _interval(front, prompt_rewards[method])
         num_seeds = len({point.seed for point in front.points})
-        num_kept = int(non_dominated(front.rewards()).sum())
-        kept = f"{num_kept} of {len(front.points)}"
-        rows.append([method, cells[0], interval, cells[1], str(num_seeds), kept])
+        kept = f"{int(non_dominated(front.rewards()).sum())} of {len(front.points)}"
+        rows.append([method, volume, interval, by_seed, str(num_seeds), kept])
     first = next(iter(fronts.values()))
+    headings = ["method", "all", "interval over prompts", "by seed", "seeds"]
     return Table(
         "Hypervolume",
         f"What the models on the test prompts dominate, measured from the reference point "
         f"{formats.vector(first.reference)}. All: every point of every seed together. The "
         f"interval, 95 % of {NUM_RESAMPLES} resamples of the prompts for these very models, says "
         "nothing on other seeds. By seed: mean ± standard deviation of each seed's own front.",
-        [
-            "method",
-            "all",
-            "interval over prompts",
-            "by seed",
-            "seeds",
-            "not dominated in its front",
-        ],
+        [*headings, "not dominated in its front"],
         rows,
     )
 
@@ -93,13 +85,16 @@ def _seed_volumes(front: Front) -> str:
 
 
 def _interval(front: Front, rewards: ArrayLike) -> str:
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
     low, high = bootstrap_hypervolume(
-        rewards,
-        front.reference,
-        generator=np.random.default_rng(BOOTSTRAP_SEED),
-        num_resamples=NUM_RESAMPLES,
+        rewards, front.reference, generator=generator, num_resamples=NUM_RESAMPLES
     )
     return f"{low:.4f} to {high:.4f}"
+
+
+def num_collapsed(front: Front) -> int:
+    """Returns how many models of a front collapsed."""
+    return sum(point.collapse is not None for point in front.points)
 
 
 def steering_table(fronts: Mapping[str, Front]) -> Table:
@@ -108,15 +103,14 @@ def steering_table(fronts: Mapping[str, Front]) -> Table:
     rows = []
     for method, front in fronts.items():
         correlations = preference_correlations(front)
-        num_collapsed = sum(point.collapse is not None for point in front.points)
-        rows.append(
-            [
-                method,
-                *(formats.number(correlations[name], is_signed=True) for name in objectives),
-                f"{num_collapsed} of {len(front.points)}",
-                _violations(front),
-            ]
-        )
+        signed = [formats.number(correlations[name], is_signed=True) for name in objectives]
+        falls = [
+            f"{fall.objective} from share {fall.lower:.3g} to {fall.higher:.3g} "
+            f"by {formats.number(fall.fall)}"
+            for fall in monotone_violations(front)
+        ]
+        collapsed = f"{num_collapsed(front)} of {len(front.points)}"
+        rows.append([method, *signed, collapsed, "; ".join(falls) or "none"])
     return Table(
         "Preference and outcome",
         "Spearman's rank correlation of an objective's share of the preference and its reward, "
@@ -128,45 +122,36 @@ def steering_table(fronts: Mapping[str, Front]) -> Table:
     )
 
 
-def _violations(front: Front) -> str:
-    falls = [
-        f"{fall.objective} from share {fall.lower:.3g} to {fall.higher:.3g} "
-        f"by {formats.number(fall.fall)}"
-        for fall in monotone_violations(front)
-    ]
-    return "; ".join(falls) or "none"
-
-
 def point_table(fronts: Mapping[str, Front]) -> Table:
     """Every model."""
     objectives = next(iter(fronts.values())).objectives
     beaten = beaten_by(fronts)
-    extras = dict.fromkeys(
-        name for front in fronts.values() for point in front.points for name in point.scores
-    )
-    labels = [score_label(name) for name in extras]
     points = [(method, point) for method, front in fronts.items() for point in front.points]
-    columns = [("model", [point.name for _, point in points])]
+    models = [point for _, point in points]
+    columns: dict[str, list[str]] = {"model": [point.name for point in models]}
+    words = []
     if len(fronts) > 1:
-        columns.append(("method", [method for method, _ in points]))
-    columns.append(("preference", [formats.shares(point.preference) for _, point in points]))
+        words.append(len(columns))
+        columns["method"] = [method for method, _ in points]
+    columns["preference"] = [formats.shares(point.preference) for point in models]
     for name in objectives:
-        measures = [Measure(point.rewards[name], point.errors[name]) for _, point in points]
-        columns.append((name, [formats.measure(measure) for measure in measures]))
-    for name, label in zip(extras, labels, strict=True):
-        columns.append((label, [formats.number(point.scores.get(name)) for _, point in points]))
-    columns.append(("KL", [formats.number(point.kl) for _, point in points]))
-    if any(point.collapse for _, point in points):
-        columns.append(("collapsed", [point.collapse or "no" for _, point in points]))
-    columns.append(("dominated by", [_names(beaten[method, p.name]) for method, p in points]))
-    return Table(
+        measures = [Measure(point.rewards[name], point.errors[name]) for point in models]
+        columns[name] = [formats.measure(measure) for measure in measures]
+    for name in dict.fromkeys(name for point in models for name in point.scores):
+        scores = [formats.number(point.scores.get(name)) for point in models]
+        columns[score_label(name)] = scores
+    columns["KL"] = [formats.number(point.kl) for point in models]
+    if any(point.collapse for point in models):
+        columns["collapsed"] = [point.collapse or "no" for point in models]
+    words.append(len(columns))
+    columns["dominated by"] = [_names(beaten[method, point.name]) for method, point in points]
+    return Table.of(
         "Models",
         "On the test prompts: rewards in [0, 1] ± standard error over the prompts, raw scores "
         "beside them, KL from the base model in nats per reply. Dominated by models of any "
         "method.",
-        [label for label, _ in columns],
-        [list(row) for row in zip(*(cells for _, cells in columns), strict=True)],
-        words=frozenset({1, len(columns) - 1} if len(fronts) > 1 else {len(columns) - 1}),
+        columns,
+        words=frozenset(words),
     )
 
 
@@ -181,19 +166,11 @@ def cost_table(fronts: Mapping[str, Front], runs: Runs) -> Table:
     rows = []
     for method, front in fronts.items():
         records = [runs[method][p.name] for p in front.points if p.name in runs.get(method, {})]
-        up, down = (sum(total_bytes(r, key) for r in records) for key in ("bytes_up", "bytes_down"))
+        sent = [sum(total_bytes(r, key) for r in records) for key in ("bytes_up", "bytes_down")]
         seconds = sum(row.get("seconds") or 0 for record in records for row in record.rounds)
-        trained = sum(bool(record.rounds) for record in records)
-        rows.append(
-            [
-                method,
-                str(len(front.points)),
-                str(trained),
-                formats.size(up),
-                formats.size(down),
-                formats.duration(seconds),
-            ]
-        )
+        counts = len(front.points), sum(bool(record.rounds) for record in records)
+        sizes = [*map(formats.size, sent), formats.duration(seconds)]
+        rows.append([method, *map(str, counts), *sizes])
     return Table(
         "Cost of a front",
         "Measured bytes and the time spent in rounds, of all runs of a method together. Means of "

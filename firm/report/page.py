@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jinja2
 import plotly.offline
@@ -94,6 +94,14 @@ class Table:
     is_stacked: bool = False
     """Whether a narrow screen shows each row as a list of its cells."""
     is_shown: ClassVar = True
+
+    @classmethod
+    def of(
+        cls, title: str, text: str, columns: Mapping[str, Sequence[str]], **options: Any
+    ) -> "Table":
+        """Returns the table of some columns, by their headings; the first one names the rows."""
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        return cls(title, text, list(columns), rows, **options)
 
 
 @dataclass(frozen=True)

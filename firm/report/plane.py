@@ -1,25 +1,30 @@
 """The trade-off plane of any models: the rounds of a run, settings over seeds, or fronts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import combinations
 from math import isfinite
 from statistics import fmean, stdev
 from typing import Any
 
+from firm.fronts import non_dominated
+from firm.report import formats
 from firm.report.drawing import (
     INK,
     MUTED,
     SURFACE,
+    Axis,
     Key,
     Panel,
+    Trace,
     annotation,
-    axis_title,
+    axis,
     error_bars,
+    figure,
     scatter,
-    style_layout,
 )
+from firm.report.tables import Setting
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 """One for each colour, so that no reader depends on colours."""
@@ -79,19 +84,46 @@ class Cloud:
         return [*self.means, *self.models]
 
 
-def mean_spot(spots: Sequence[Spot], facts: Mapping[str, str]) -> Spot:
-    """Returns the mean of models with its standard error over them; a single one is itself."""
+def clouds_of(
+    groups: Mapping[Setting, Sequence[tuple[Mapping[str, str], Sequence[Spot]]]],
+    objectives: Sequence[str],
+) -> list[Cloud]:
+    """Returns the means of groups of models, by setting, and the models behind means of several.
+
+    A mean is dominated where another one, of any setting, is at least as good in all rewards and
+    better in one.
+
+    Args:
+        groups: Groups of one or more models, with the facts that open those of their mean.
+        objectives: Their names.
+    """
+    means = {setting: [_mean(*group) for group in own] for setting, own in groups.items()}
+    everything = [mean for own in means.values() for mean in own]
+    places = [[mean.place[name] for name in objectives] for mean in everything]
+    kept = iter(non_dominated(places)) if places else iter(())
+    return [
+        Cloud(
+            setting.key,
+            setting.index,
+            [spot for _, spots in groups[setting] if len(spots) > 1 for spot in spots],
+            [replace(mean, is_dominated=not next(kept)) for mean in own],
+        )
+        for setting, own in means.items()
+    ]
+
+
+def _mean(facts: Mapping[str, str], spots: Sequence[Spot]) -> Spot:
+    """The mean of models with its standard error over them; a single one is itself."""
     if len(spots) == 1:
         return spots[0]
     keys = [key for key in spots[0].place if all(key in spot.place for spot in spots)]
     values = {key: [spot.place[key] for spot in spots] for key in keys}
     errors = {key: stdev(own) / len(own) ** 0.5 for key, own in values.items()}
-    return Spot({key: fmean(own) for key, own in values.items()}, errors, facts)
-
-
-def axes_of(objectives: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the planes' axes, x and y: every pair, or the KL and a single objective."""
-    return list(combinations(objectives, 2)) if len(objectives) > 1 else [(KL, objectives[0])]
+    means = {key: fmean(own) for key, own in values.items()}
+    facts = {**facts, "mean over": f"{len(spots)} seeds, ± standard error"}
+    if KL in means:
+        facts["KL"] = f"{formats.number(means[KL])} nats"
+    return Spot(means, errors, facts)
 
 
 def planes(
@@ -117,100 +149,98 @@ def planes(
         reference: Where hypervolumes begin.
     """
     panels = []
-    for x, y in axes_of(objectives):
+    for x, y in combinations(objectives, 2) if len(objectives) > 1 else [(KL, objectives[0])]:
         traces = [t for cloud in clouds for t in _traces(cloud, x, y) if t["x"]]
         spots = [spot for cloud in clouds for spot in cloud.spots]
         spots = [s for s in [*spots, Spot(base or {}, {}, {})] if _has(s.place, x, y)]
+        axes = _axis(x, spots, unit), _axis(y, spots, unit)
         if base and _has(base, x, y):
-            traces.append(_mark(base, x, y, "base model", "asterisk-open", INK))
-        layout = style_layout(460, _axis(x, spots, unit), _axis(y, spots, unit))
-        layout["margin"] |= {"t": 28, "r": 28}
+            traces.append(_mark(base, x, y, Key("base model", INK), "asterisk-open"))
+        notes = {}
         if reference and _has(reference, x, y):
-            traces.append(_mark(reference, x, y, "reference point", "cross-thin-open", MUTED))
-            if any(reference[n] < layout[a]["range"][0] for n, a in ((x, "xaxis"), (y, "yaxis"))):
-                layout["annotations"] = [_corner_note(reference, x, y)]
+            key = Key("reference point", MUTED)
+            traces.append(_mark(reference, x, y, key, "cross-thin-open"))
+            if any(reference[n] < own["range"][0] for n, own in zip((x, y), axes, strict=True)):
+                notes["annotations"] = [_corner_note(reference, x, y)]
+        margin = {"l": 52, "r": 28, "t": 28, "b": 40}
+        made = figure(traces, *axes, height=460, margin=margin, **notes)
         short = "KL" if x == KL else x
-        figure = {"data": traces, "layout": layout}
-        panels.append(Panel(f"{name}-{short}-{y}", f"{y} against {short}", figure))
+        panels.append(Panel(f"{name}-{short}-{y}", f"{y} against {short}", made))
     return panels
 
 
-def _traces(cloud: Cloud, x: str, y: str) -> list[dict[str, Any]]:
-    has_shades = any(spot.shade is not None for spot in cloud.means)
-    width = 1 if has_shades else 1.5
-    line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
-    is_whole = list(cloud.path) == list(range(len(cloud.means)))
-    means = _markers(cloud, cloud.means, x, y)
-    if is_whole and cloud.path:
-        means |= {"mode": f"lines+{means['mode']}", "line": line}
-        return [_markers(cloud, cloud.models, x, y), means]
+def _traces(cloud: Cloud, x: str, y: str) -> list[Trace]:
+    """The path, the models behind means, and the means, which are part of a path through all."""
+    width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
+    models, means = (_markers(cloud, spots, x, y) for spots in (cloud.models, cloud.means))
+    if cloud.path and list(cloud.path) == list(range(len(cloud.means))):
+        line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
+        return [models, means | {"mode": f"lines+{means['mode']}", "line": line}]
     ends = [cloud.means[index].place for index in cloud.path]
     path = scatter(
+        replace(cloud.key, label=f"{cloud.key.label}, front"),
         [place[x] for place in ends],
         [place[y] for place in ends],
-        f"{cloud.key.label}, front",
-        cloud.key.color,
         mode="lines",
         width=width,
-        dash=cloud.key.mark,
         legendgroup=escape(cloud.key.label),
         showlegend=False,
     )
-    return [path, _markers(cloud, cloud.models, x, y), means]
+    return [path, models, means]
 
 
-def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> dict[str, Any]:
+def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> Trace:
     shown = [spot for spot in spots if _has(spot.place, x, y)]
-    is_mean = spots is cloud.means
-    trace: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [spot.place[x] for spot in shown],
-        "y": [spot.place[y] for spot in shown],
-        "name": escape(cloud.key.label if is_mean else f"{cloud.key.label}, single seeds"),
-        "customdata": [spot.hover for spot in shown],
-        "cliponaxis": False,
-        "marker": {
-            "symbol": [f"{cloud.symbol}{'-open' if s.is_dominated else ''}" for s in shown],
-            "size": 12 if is_mean else 7,
-            "color": cloud.key.color,
-            "opacity": 1.0 if is_mean else 0.6,
-            "line": {
-                "width": 1.5 if is_mean else 1,
-                "color": [cloud.key.color if s.is_dominated else SURFACE for s in shown],
-            },
+    key, is_mean = cloud.key, spots is cloud.means
+    marker = {
+        "symbol": [f"{cloud.symbol}{'-open' if s.is_dominated else ''}" for s in shown],
+        "size": 12 if is_mean else 7,
+        "color": key.color,
+        "opacity": 1.0 if is_mean else 0.6,
+        "line": {
+            "width": 1.5 if is_mean else 1,
+            "color": [key.color if s.is_dominated else SURFACE for s in shown],
         },
-        "legendgroup": escape(cloud.key.label),
-        "showlegend": is_mean,
-        "hovertemplate": f"%{{customdata}}<br>{_coordinates(x, y)}<extra></extra>",
     }
-    if is_mean:
-        trace |= {
-            f"error_{axis}": error_bars([spot.errors.get(key) for spot in shown], cloud.key.color)
-            for axis, key in (("x", x), ("y", y))
-        }
     if any(spot.shade is not None for spot in shown):
         scale = [[0, "var(--round-first)"], [1, "var(--round-last)"]]
         shades = {"color": [s.shade for s in shown], "colorscale": scale, "cmin": 0, "cmax": 1}
-        trace["marker"] |= {**shades, "size": 10, "line": {"width": 1.5, "color": cloud.key.color}}
+        marker |= {**shades, "size": 10, "line": {"width": 1.5, "color": key.color}}
+    attributes = {}
     if any(spot.label for spot in shown):
-        trace["marker"] |= {"line": {"width": 1, "color": SURFACE}}
-        trace |= {
+        marker["line"] = {"width": 1, "color": SURFACE}
+        attributes = {
             "mode": "markers+text",
             "text": [escape(spot.label) for spot in shown],
             "textposition": "bottom center",
             "textfont": {"color": INK},
         }
-    return trace
+    if is_mean:
+        attributes |= {
+            f"error_{name}": error_bars([spot.errors.get(at) for spot in shown], key.color)
+            for name, at in (("x", x), ("y", y))
+        }
+    return scatter(
+        key if is_mean else replace(key, label=f"{key.label}, single seeds"),
+        [spot.place[x] for spot in shown],
+        [spot.place[y] for spot in shown],
+        hover=f"%{{customdata}}<br>{_coordinates(x, y)}",
+        customdata=[spot.hover for spot in shown],
+        cliponaxis=False,
+        marker=marker,
+        legendgroup=escape(key.label),
+        showlegend=is_mean,
+        **attributes,
+    )
 
 
-def _mark(place: Place, x: str, y: str, name: str, symbol: str, color: str) -> dict[str, Any]:
-    marker = {"symbol": symbol, "size": 13, "color": color, "line": {"width": 2}}
-    hover = f"{name}<br>{_coordinates(x, y)}"
-    return scatter([place[x]], [place[y]], name, color, hover=hover, marker=marker)
+def _mark(place: Place, x: str, y: str, key: Key, symbol: str) -> Trace:
+    marker = {"symbol": symbol, "size": 13, "color": key.color, "line": {"width": 2}}
+    hover = f"{key.label}<br>{_coordinates(x, y)}"
+    return scatter(key, [place[x]], [place[y]], hover=hover, marker=marker)
 
 
-def _axis(name: str, spots: Sequence[Spot], unit: str) -> dict[str, Any]:
+def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
     """An axis that holds all spots with their error bars."""
     values = [
         spot.place[name] + sign * (spot.errors.get(name) or 0.0)
@@ -220,7 +250,7 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> dict[str, Any]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     gap = MARGIN * (high - low) or 0.05
     title = name if name == KL else f"{escape(name)} ({unit})"
-    return {"title": axis_title(title), "range": [low - gap, high + gap]}
+    return axis(title, range=[low - gap, high + gap])
 
 
 def _corner_note(reference: Place, x: str, y: str) -> dict[str, Any]:

@@ -58,6 +58,12 @@ class Record:
         return self.run.get("status") == "finished"
 
     @property
+    def rows(self) -> list[Row]:
+        """The rows that have rounds."""
+        groups = [*self.evaluations.values(), *self.trainings.values(), self.rounds]
+        return [row for rows in groups for row in rows]
+
+    @property
     def last_round(self) -> int:
         """The last round that is complete, 0 before the first."""
         return self.rounds[-1]["round"] if self.rounds else 0

@@ -6,32 +6,30 @@ from typing import Any
 
 import numpy as np
 
-from firm.report.drawing import INK, Panel, annotation, axis_title, scatter, style_layout
+from firm.report.drawing import (
+    INK,
+    Axis,
+    Key,
+    Panel,
+    Series,
+    Trace,
+    annotation,
+    axis,
+    figure,
+    scatter,
+    ticks_at,
+)
 
 LABEL_GAP = 0.06
 """Least distance of two labels, as a share of a figure's height."""
 
 
 @dataclass(frozen=True, eq=False)
-class Points:
-    """A quantity over a variable, positive both."""
-
-    name: str
-    color: str
-    """A CSS variable."""
-    xs: np.ndarray
-    """Shape [N]."""
-    means: np.ndarray
-    """Geometric means over the seeds, shape [N]."""
-    ses: np.ndarray
-    """Standard errors of their logarithms, shape [N]."""
-
-
-@dataclass(frozen=True, eq=False)
 class Fit:
     """Points, their slope and the expected one."""
 
-    points: Points
+    points: Series
+    """Geometric means over the seeds, positive, with standard errors of their logarithms."""
     slope: float
     exponent: float
     """The expected slope."""
@@ -50,49 +48,42 @@ def scaling_panel(name: str, title: str, fits: Sequence[Fit], *, x_title: str) -
         "range": [low - 0.06 * (high - low), high + 0.42 * (high - low)],  # room for the labels
         **(ticks_at(xs) if len(xs) <= 8 else {}),
     }
-    layout = style_layout(340, x_axis, log_axis(""))
-    layout["annotations"] = _labels(fits)
     data = [trace for fit in fits for trace in _traces(fit, x_title)]
-    return Panel(name, title, {"data": data, "layout": layout})
+    return Panel(name, title, figure(data, x_axis, log_axis(""), annotations=_labels(fits)))
 
 
-def points_trace(points: Points, x_title: str, *, mode: str = "markers") -> dict[str, Any]:
+def points_trace(points: Series, x_title: str, *, mode: str = "markers") -> Trace:
     """Returns the points with bars of one standard error, of the logarithm, to both sides."""
+    color = points.key.color
     return scatter(
+        points.key,
         points.xs.tolist(),
         points.means.tolist(),
-        points.name,
-        points.color,
         mode=mode,
         size=7,
-        hover=f"{points.name}<br>{x_title} = %{{x:.3~g}}: %{{y:.3~g}}",
+        hover=f"{points.key.label}<br>{x_title} = %{{x:.3~g}}: %{{y:.3~g}}",
         error_y={
             "array": (points.means * (np.exp(points.ses) - 1)).tolist(),
             "arrayminus": (points.means * (1 - np.exp(-points.ses))).tolist(),
             "symmetric": False,
-            "color": points.color,
+            "color": color,
             "thickness": 1.5,
             "width": 4,
         },
     )
 
 
-def reference_line(ends: Sequence[float], heights: Sequence[float], dash: str) -> dict[str, Any]:
+def reference_line(ends: Sequence[float], heights: Sequence[float], dash: str) -> Trace:
     """Returns a thin line between two points, which the pointer does not find."""
-    return scatter(ends, heights, "", INK, mode="lines", width=1.5, dash=dash)
+    return scatter(Key("", INK, dash), ends, heights, mode="lines", width=1.5)
 
 
-def log_axis(title: str) -> dict[str, Any]:
+def log_axis(title: str) -> Axis:
     """Returns a log axis with one tick per power of ten."""
-    return {"type": "log", "title": axis_title(title), "dtick": 1, "exponentformat": "power"}
+    return axis(title, type="log", dtick=1, exponentformat="power")
 
 
-def ticks_at(xs: np.ndarray) -> dict[str, Any]:
-    """Returns the attributes of an axis that marks these values alone."""
-    return {"tickvals": xs.tolist(), "ticktext": [f"{x:g}" for x in xs]}
-
-
-def _traces(fit: Fit, x_title: str) -> list[dict[str, Any]]:
+def _traces(fit: Fit, x_title: str) -> list[Trace]:
     """The expected slope through the fit's first point, the fitted line, and the points."""
     points = fit.points
     kept = points.xs >= fit.fitted_from
@@ -104,7 +95,7 @@ def _traces(fit: Fit, x_title: str) -> list[dict[str, Any]]:
     line = reference_line(ends.tolist(), fitted.tolist(), "solid")
     return [
         reference_line(ends.tolist(), expected.tolist(), "dot"),
-        line | {"line": {"color": points.color, "width": 2}},
+        line | {"line": {"color": points.key.color, "width": 2}},
         points_trace(points, x_title),
     ]
 

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
-from firm.fronts import non_dominated
 from firm.report import formats
 from firm.report.page import (
     Block,
@@ -21,7 +19,7 @@ from firm.report.page import (
     drawn_part,
     write_page,
 )
-from firm.report.plane import KL, Cloud, Spot, mean_spot, planes
+from firm.report.plane import KL, Cloud, Spot, clouds_of, planes
 from firm.report.record import (
     Record,
     final_figure,
@@ -32,6 +30,7 @@ from firm.report.record import (
     score,
 )
 from firm.report.settings_sections import (
+    further_quantities,
     ledger_table,
     left_out_notes,
     reward_quantity,
@@ -41,10 +40,19 @@ from firm.report.settings_sections import (
     weights_section,
 )
 from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure
-from firm.report.tables import Setting, measure_of, scales, seeds_text, settings_of
+from firm.report.tables import (
+    Setting,
+    drawn_objectives,
+    measure_of,
+    scales,
+    seeds_text,
+    settings_of,
+    span_text,
+)
 from firm.run.comparison import score_label
 from firm.run.guard import drawing
 from firm.run.quantities import QUANTITIES
+from firm.run.rows import Row
 
 NUM_SHOWN = 6
 """Settings that the figures show at first; the reader chooses others."""
@@ -77,62 +85,54 @@ def write_study_page(
         UserError: There are no runs with metrics, or the rewards of a setting's runs mean
             different things; nothing is written then.
     """
-    page = study_page(runs, title=title, config=config, sets=sets or {}, folder=path.parent)
-    return write_page(path, page)
-
-
-def study_page(
-    runs: Mapping[str, Sequence[Record]],
-    *,
-    title: str,
-    config: str,
-    sets: Mapping[str, Sequence[str]],
-    folder: Path,
-) -> Page:
-    """Returns what the page of a study says; the arguments are those of `write_study_page`."""
     settings = settings_of(runs)
-    names = [setting.name for setting in settings]
     groups = scales(settings)
     notices: list[str] = []
     part = partial(drawn_part, notices)
-    first, tables, details = [], [], []
-    for place, group in enumerate(groups, start=1):
-        mark = f"-{place}" if len(groups) > 1 else ""
-        scale = _scale_name(group, place) if mark else ""
-
-        def block(draw: Callable[[], Block], name: str, scale: str = scale) -> Block:
-            own = drawn_block(name.capitalize(), draw, name=name)
-            if scale and isinstance(own, Section | Table):
-                return replace(own, title=f"{own.title}, {scale}")
-            return own
-
-        name = f"trade-off{mark}"
-        first.append(block(partial(_plane_section, group, name, folder), name))
-        name = f"rewards{mark}"
-        first.append(block(partial(reward_section, group, name), name))
-        name = f"final{mark}"
-        tables.append(block(partial(_final_table, group), name))
-        name = f"weights{mark}"
-        details.append(block(partial(weights_section, group, name), name))
-    tables.append(drawn_block("Communication", lambda: ledger_table(settings), name="ledger"))
-    details += training_blocks(settings)
-    samples = part("The samples", lambda: shared_samples(groups[0]), Samples("", [], []))
-    known = {name: [label for label in labels if label in names] for name, labels in sets.items()}
-    shown = next(iter(known.values()), names[:NUM_SHOWN])
-    records = [record for setting in settings for record in setting.records]
-    return Page(
+    plane = partial(_plane_section, folder=path.parent)
+    blocks = [
+        *_by_scale(groups, {"trade-off": plane, "rewards": reward_section}),
+        *_by_scale(groups, {"final": _final_table}),
+        drawn_block("Communication", lambda: ledger_table(settings), name="ledger"),
+        part("The samples", lambda: shared_samples(groups[0]), Samples("", [], [])),
+        *_by_scale(groups, {"weights": weights_section}),
+        *training_blocks(settings),
+        Origin(METHOD, {formats.CONFIG: config}),
+    ]
+    names = [setting.name for setting in settings]
+    known = {
+        name: [label for label in labels if label in names] for name, labels in (sets or {}).items()
+    }
+    page = Page(
         product="FIRM · comparison of settings",
         title=title,
         summary=part("The summary", lambda: _summary(groups), []),
         facts=part("The list of facts", lambda: _facts(settings), {}),
-        notices=[*notices, *left_out_notes(records)],
-        blocks=[*first, *tables, samples, *details, Origin(METHOD, {formats.CONFIG: config})],
+        notices=[*notices, *left_out_notes([r for s in settings for r in s.records])],
+        blocks=blocks,
         choice=Choice(
             [setting.key for setting in settings],
-            frozenset(shown),
+            frozenset(next(iter(known.values()), names[:NUM_SHOWN])),
             {"show all": names, "show none": [], **known},
         ),
     )
+    return write_page(path, page)
+
+
+def _by_scale(
+    groups: Sequence[Sequence[Setting]],
+    draws: Mapping[str, Callable[[Sequence[Setting], str], Section | Table]],
+) -> list[Block]:
+    """Blocks by their name for each group whose rewards mean the same."""
+    blocks = []
+    for place, group in enumerate(groups, start=1):
+        for kind, draw in draws.items():
+            name = f"{kind}-{place}" if len(groups) > 1 else kind
+            block = drawn_block(name.capitalize(), partial(draw, group, name), name=name)
+            if len(groups) > 1 and isinstance(block, Section | Table):
+                block = replace(block, title=f"{block.title}, {_scale_name(group, place)}")
+            blocks.append(block)
+    return blocks
 
 
 # --- The plane ------------------------------------------------------------------------------------
@@ -141,42 +141,31 @@ def study_page(
 def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
     """Returns where the final models of each setting are, and their means over the seeds.
 
-    A mean is dominated where another setting's mean is at least as good in all rewards and better
-    in one.
-
     Args:
         settings: Of one scale; a run without all rewards of a final evaluation is left out.
         folder: What the adapters' paths are relative to.
     """
-    models = {s.name: [spot for r in s.records if (spot := _model(s, r, folder))] for s in settings}
-    shown = [setting for setting in settings if models[setting.name]]
-    if not shown:
-        return []
-    means = []
-    for setting in shown:
-        spots = models[setting.name]
-        facts = {"setting": setting.name, "mean over": f"{len(spots)} seeds, ± standard error"}
-        if all(KL in spot.place for spot in spots):
-            facts["KL"] = f"{formats.number(fmean(spot.place[KL] for spot in spots))} nats"
-        means.append(mean_spot(spots, facts))
-    objectives = settings[0].objectives
-    kept = non_dominated([[mean.place[name] for name in objectives] for mean in means])
-    clouds = []
-    for setting, mean, is_kept in zip(shown, means, kept, strict=True):
-        several = models[setting.name] if len(models[setting.name]) > 1 else []
-        spot = replace(mean, is_dominated=not is_kept)
-        clouds.append(Cloud(setting.key, setting.index, several, [spot]))
-    return clouds
+    groups = {}
+    for setting in settings:
+        spots = [spot for record in setting.records if (spot := _model(setting, record, folder))]
+        if spots:
+            groups[setting] = [({"setting": setting.name}, spots)]
+    return clouds_of(groups, settings[0].objectives)
 
 
 def base_place(settings: Sequence[Setting]) -> dict[str, float] | None:
     """Returns the base model's rewards on the test prompts, None where no run measured it."""
-    for record in (record for setting in settings for record in setting.records):
-        for row in record.evaluations.get("test", []):
-            rewards = rewards_of(row, record.objectives)
-            if row["round"] == 0 and rewards is not None:
-                return {KL: 0.0, **dict(zip(record.objectives, rewards, strict=True))}
+    for row in _base_rows(settings):
+        objectives = settings[0].objectives
+        if (rewards := rewards_of(row, objectives)) is not None:
+            return {KL: 0.0, **dict(zip(objectives, rewards, strict=True))}
     return None
+
+
+def _base_rows(settings: Sequence[Setting]) -> list[Row]:
+    """The evaluations of base models on the test prompts."""
+    records = [record for setting in settings for record in setting.records]
+    return [row for r in records for row in r.evaluations.get("test", []) if row["round"] == 0]
 
 
 def _model(setting: Setting, record: Record, folder: Path) -> Spot | None:
@@ -198,7 +187,7 @@ def _model(setting: Setting, record: Record, folder: Path) -> Spot | None:
     return Spot(place, errors, facts)
 
 
-def _plane_section(settings: Sequence[Setting], name: str, folder: Path) -> Section:
+def _plane_section(settings: Sequence[Setting], name: str, *, folder: Path) -> Section:
     clouds = setting_clouds(settings, folder)
     objectives = settings[0].objectives
     which = "Up and to the right" if len(objectives) > 1 else "Up"
@@ -244,9 +233,9 @@ def study_figures(
             continue
         groups = scales(settings_of({label: runs[label] for label in known}))
         for place, group in enumerate(groups, start=1):
-            stem = "-".join(filter(None, [name, str(place) if len(groups) > 1 else ""]))
+            stem = [name, str(place) if len(groups) > 1 else ""]
             for kind, figure in _figures(group, half_life, folder).items():
-                figures[f"{stem}-{kind}" if stem else kind] = figure
+                figures["-".join(filter(None, [*stem, kind]))] = figure
     return figures
 
 
@@ -257,18 +246,17 @@ def _figures(
     quantities = {
         "rewards": reward_quantity(settings),
         "weights": replace(QUANTITIES["client", "weights"], unit="weight λ"),
-        **{q.name: q for q in QUANTITIES.values() if q.section == "further"},
+        **{quantity.name: quantity for quantity in further_quantities()},
     }
     figures = {}
     for kind, quantity in quantities.items():
-        two = quantity.is_share and len(objectives) == 2
-        names = objectives[:1] if two else objectives if quantity.by else [""]
+        names = drawn_objectives(quantity, objectives) if quantity.by else [""]
         with drawing(f"The figure {kind}"):
             panels = {
                 quantity.title.format(name): [
                     Curve(setting.key, curves.index.to_numpy(), curves.to_numpy().T)
                     for setting in settings
-                    if not (curves := setting.whole_curves(quantity.name, name)).empty
+                    if not (curves := setting.curves(quantity.name, name)).empty
                 ]
                 for name in names
             }
@@ -283,38 +271,33 @@ def _figures(
 # --- Tables ---------------------------------------------------------------------------------------
 
 
-def _final_table(settings: Sequence[Setting]) -> Table:
+def _final_table(settings: Sequence[Setting], name: str) -> Table:
     objectives = settings[0].objectives
     records = [record for setting in settings for record in setting.records]
-    finished = [record for record in records if final_row(record)]
-    extras = dict.fromkeys(name for record in finished for name in record.extra_scores())
-    columns = {
+    extras = dict.fromkeys(x for r in records if final_row(r) for x in r.extra_scores())
+    figures = {
         **{objective: final_reward(objective) for objective in objectives},
         **{score_label(extra): final_score(extra) for extra in extras},
         "KL": final_figure("kl"),
     }
-    rows = [
-        [
-            setting.name,
-            *(spread([value(record) for record in setting.records]) for value in columns.values()),
-            str(sum(final_row(record) is not None for record in setting.records)),
-        ]
-        for setting in settings
-    ]
-    bases = [row for r in records for row in r.evaluations.get("test", []) if row["round"] == 0]
     fields = [*(("rewards", n) for n in objectives), *(("scores", n) for n in extras)]
-    base = [
-        next((mean for row in bases if (mean := score(row, *field, "mean")) is not None), None)
-        for field in fields
-    ]
-    rows.insert(0, ["base model", *map(formats.number, base), formats.MISSING, ""])
+    base = []
+    for field in fields:
+        means = [score(row, *field, "mean") for row in _base_rows(settings)]
+        base.append(formats.number(next((mean for mean in means if mean is not None), None)))
+    rows = [["base model", *base, formats.MISSING, ""]]
+    for setting in settings:
+        ends = [spread([value(record) for record in setting.records]) for value in figures.values()]
+        num_ends = sum(final_row(record) is not None for record in setting.records)
+        rows.append([setting.name, *ends, str(num_ends)])
     return Table(
         "Final models",
         "On the test prompts: rewards in [0, 1], raw scores beside them, KL from the base model in "
         "nats per reply. Mean ± standard deviation over the seeds, as many as the last column "
         "says.",
-        ["setting", *columns, "seeds"],
+        ["setting", *figures, "seeds"],
         rows,
+        name=name,
     )
 
 
@@ -377,12 +360,8 @@ def _facts(settings: Sequence[Setting]) -> dict[str, str]:
         "Settings": len(settings),
         "Seeds": ", ".join(map(str, dict.fromkeys(record.seed for record in records))),
         "Runs": f"{len(records)}, {sum(record.is_finished for record in records)} finished",
-        "Clients": _range([len(record.clients) for record in records]),
-        "Rounds": _range([record.num_rounds for record in records]),
+        "Clients": span_text([len(record.clients) for record in records]),
+        "Rounds": span_text([record.num_rounds for record in records]),
         "Commit": "; ".join(dict.fromkeys(formats.commit(r.run.get("commit")) for r in records)),
     }
     return {label: str(value) for label, value in facts.items()}
-
-
-def _range(counts: Sequence[int]) -> str:
-    return " to ".join(str(count) for count in dict.fromkeys([min(counts), max(counts)]))

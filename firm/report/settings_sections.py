@@ -8,17 +8,22 @@ from statistics import fmean
 from typing import Any
 
 from firm.report import formats
-from firm.report.drawing import SURFACE, Panel, nonempty, series_panel, style_layout
+from firm.report.drawing import Panel, Series, axis, bars, figure, nonempty, series_panel
 from firm.report.ledger import FLOAT_BYTES, WOULD_BE, total_bytes, uploads_so_far
 from firm.report.page import Block, Samples, Section, Table, drawn_block, left_out_note
 from firm.report.record import Record
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
-from firm.report.tables import Series, Setting, mean_and_error, quantity_panel, seeds_text
+from firm.report.tables import (
+    Setting,
+    drawn_objectives,
+    mean_and_error,
+    quantity_panel,
+    seeds_text,
+)
 from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_SAMPLES = 8
-REWARD_UNIT = "mean reward in [0, 1]"
 
 
 def is_validated(settings: Sequence[Setting]) -> bool:
@@ -29,47 +34,54 @@ def is_validated(settings: Sequence[Setting]) -> bool:
 def reward_quantity(settings: Sequence[Setting]) -> Quantity:
     """Returns the calibrated reward, on the validation prompts or in the clients' training."""
     name = "validation/rewards" if is_validated(settings) else "rewards"
-    return Quantity(name, "{}", REWARD_UNIT, by="objective", axis={})
+    return Quantity(name, "{}", "mean reward in [0, 1]", by="objective", axis={})
+
+
+def further_quantities() -> list[Quantity]:
+    """Returns whatever else is registered to be compared."""
+    return [
+        quantity
+        for quantity in QUANTITIES.values()
+        if quantity.section == "further" and quantity.kind != "evaluation" and quantity.by != "pair"
+    ]
+
+
+def objective_panels(name: str, settings: Sequence[Setting], quantity: Quantity) -> list[Panel]:
+    """Returns the figures of a quantity, a line for each setting: one, or one by objective."""
+    if not quantity.by:
+        return [quantity_panel(name, settings, quantity)]
+    return [
+        quantity_panel(f"{name}-{objective}", settings, quantity, objective)
+        for objective in drawn_objectives(quantity, settings[0].objectives)
+    ]
 
 
 def reward_section(settings: Sequence[Setting], name: str) -> Section:
-    """Rewards and KL over the rounds, of one scale."""
+    """Returns rewards and KL over the rounds, of one scale."""
     validated = is_validated(settings)
-    reward, kl = reward_quantity(settings), QUANTITIES["client", "kl"]
+    kl = QUANTITIES["client", "kl"]
+    kl = replace(kl, name="validation/kl") if validated else kl
     panels = [
-        quantity_panel(f"{name}-{objective}", settings, reward, objective)
-        for objective in settings[0].objectives
+        *objective_panels(name, settings, reward_quantity(settings)),
+        quantity_panel(f"{name}-kl", settings, kl),
     ]
-    kl_name = "validation/kl" if validated else "kl"
-    panels.append(quantity_panel(f"{name}-kl", settings, replace(kl, name=kl_name)))
-    return Section(
-        name,
-        "Rewards over the rounds",
-        (
-            "Of the global model on the validation prompts"
-            if validated
-            else "Of the clients' replies while they train, means over the clients"
-        )
-        + f", mapped to [0, 1] by the frozen calibration. {seeds_text(settings)}",
-        nonempty(panels),
+    which = (
+        "Of the global model on the validation prompts"
+        if validated
+        else "Of the clients' replies while they train, means over the clients"
     )
+    text = f"{which}, mapped to [0, 1] by the frozen calibration. {seeds_text(settings)}"
+    return Section(name, "Rewards over the rounds", text, nonempty(panels))
 
 
 def weights_section(settings: Sequence[Setting], name: str = "weights") -> Section:
     """Returns the weights λ over the rounds and how far the clients' are apart, of one scale."""
-    objectives = settings[0].objectives
-    # two weights sum to one: the second is the first upside down
-    shown = objectives[:1] if len(objectives) == 2 else objectives
-    weights, spread = QUANTITIES["client", "weights"], QUANTITIES["round", "weights_spread"]
-    panels = [
-        quantity_panel(f"{name}{mark}-{objective}", settings, quantity, objective)
-        for quantity, mark in (
-            (weights, ""),
-            (replace(spread, title="Spread of λ of {} between clients"), "-spread"),
-        )
-        for objective in shown
-        if len(objectives) > 1
-    ]
+    spread = QUANTITIES["round", "weights_spread"]
+    spread = replace(spread, title="Spread of λ of {} between clients")
+    panels = []
+    if len(settings[0].objectives) > 1:
+        panels += objective_panels(name, settings, QUANTITIES["client", "weights"])
+        panels += objective_panels(f"{name}-spread", settings, spread)
     return Section(
         name,
         "Weights of the objectives",
@@ -83,113 +95,100 @@ def weights_section(settings: Sequence[Setting], name: str = "weights") -> Secti
 
 def training_blocks(settings: Sequence[Setting]) -> list[Block]:
     """Returns the sections on drift and everything else that is compared, and on the cost."""
-    draws = {"drift": _drift_section, "further": _further_section, "cost": _cost_section}
-    titles = {"drift": "Drift and stationarity", "cost": "Bytes and seconds"}
+    draws = {
+        "Drift and stationarity": ("drift", _drift_section),
+        "Further quantities": ("further", _further_section),
+        "Bytes and seconds": ("cost", _cost_section),
+    }
     return [
-        drawn_block(titles.get(name, name.capitalize()), partial(draw, settings), name=name)
-        for name, draw in draws.items()
+        drawn_block(title, partial(draw, settings, title), name=name)
+        for title, (name, draw) in draws.items()
     ]
 
 
-def _drift_section(settings: Sequence[Setting]) -> Section:
-    kinds: list[tuple[Any, str]] = [
-        ("round", "drift"),
-        ("round", "stationarity"),
-        ("client", "entropy"),
+def _drift_section(settings: Sequence[Setting], title: str) -> Section:
+    quantities = [
+        QUANTITIES["round", "drift"],
+        QUANTITIES["round", "stationarity"],
+        QUANTITIES["client", "entropy"],
     ]
-    panels = [quantity_panel(f"drift-{key[1]}", settings, QUANTITIES[key]) for key in kinds]
-    return Section(
-        "drift",
-        "Drift and stationarity",
-        f"{QUANTITIES['round', 'drift'].help} The bound on Pareto stationarity is the most that "
+    text = (
+        f"{quantities[0].help} The bound on Pareto stationarity is the most that "
         "the squared norm of the shortest common gradient can be, on the batches that a round "
         "draws first, where clients or server saw the Gram matrix; where the server reads "
-        "compressed gradients it is an estimate. Entropy is the clients' mean while they train.",
-        nonempty(panels),
+        "compressed gradients it is an estimate. Entropy is the clients' mean while they train."
     )
-
-
-def _further_section(settings: Sequence[Setting]) -> Section:
-    """Whatever else is registered, to be compared."""
-    quantities = [
-        q for q in QUANTITIES.values() if q.section == "further" and q.kind != "evaluation"
-    ]
     panels = [
-        quantity_panel(f"further-{q.name}{'-' if name else ''}{name}", settings, q, name or None)
-        for q in quantities
-        for name in (settings[0].objectives if q.by == "objective" else [""])
-        if not q.by or q.by == "objective"
+        panel for q in quantities for panel in objective_panels(f"drift-{q.name}", settings, q)
+    ]
+    return Section("drift", title, text, nonempty(panels))
+
+
+def _further_section(settings: Sequence[Setting], title: str) -> Section:
+    quantities = further_quantities()
+    panels = [
+        panel for q in quantities for panel in objective_panels(f"further-{q.name}", settings, q)
     ]
     text = " ".join(q.help for q in quantities if q.help)
-    return Section("further", "Further quantities", text, nonempty(panels))
+    return Section("further", title, text, nonempty(panels))
 
 
-def _cost_section(settings: Sequence[Setting]) -> Section:
+def _cost_section(settings: Sequence[Setting], title: str) -> Section:
     """The bytes sent so far, and the seconds of a round by stage."""
     panels = []
-    for key, title in (("up", "Clients to server"), ("down", "Server to clients")):
+    for key, way in (("up", "Clients to server"), ("down", "Server to clients")):
         series = []
         for setting in settings:
             sent = setting.bytes_so_far(f"bytes_{key}").dropna() / 1e6
             if not sent.empty:
                 xs = sent.index.to_numpy(dtype=float)
                 series.append(Series(setting.key, xs, *mean_and_error(sent.to_numpy().T)))
-        panel = series_panel(
-            f"cost-megabytes_{key}",
-            title,
-            series,
-            y_title="MB so far",
-            num_bands=len(series),
-            rangemode="tozero",
+        axes: Any = {"y_title": "MB so far", "rangemode": "tozero"}
+        panels.append(
+            series_panel(f"cost-megabytes_{key}", way, series, num_bands=len(series), **axes)
         )
-        panels.append(panel)
-    return Section(
-        "cost",
-        "Bytes and seconds",
+    text = (
         "What the federation sent so far, as serialised, in MB of 10⁶ bytes. The bars are seconds "
         "per stage of a round, summed over its clients, means over rounds and seeds; they are "
-        "those of machines that may have done other work as well.",
-        nonempty([*panels, _seconds_panel(settings)]),
-        stage_keys(settings),
+        "those of machines that may have done other work as well."
     )
+    panels = nonempty([*panels, _seconds_panel(settings)])
+    return Section("cost", title, text, panels, stage_keys(settings))
 
 
 def _seconds_panel(settings: Sequence[Setting]) -> Panel:
     """Stacked bars, one for each setting."""
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": [escape(setting.name)],
-            "x": [stage_seconds(setting).get(key.label, 0.0)],
-            "name": escape(key.label),
-            "legendgroup": escape(setting.name),
-            "showlegend": setting is settings[0],
-            "marker": {"color": key.color, "line": {"color": SURFACE, "width": 1}},
-            "hovertemplate": f"{escape(setting.name)}<br>{escape(key.label)}: %{{x:.3g}} s"
-            "<extra></extra>",
-        }
-        for setting in settings
-        for key in stage_keys(settings)
-    ]
-    layout = style_layout(
-        120 + 26 * len(settings),
-        {"title": {"text": "seconds per round, all clients", "standoff": 8}, "rangemode": "tozero"},
+    traces = []
+    for setting in settings:
+        seconds, name = stage_seconds(setting), escape(setting.name)
+        for key in stage_keys(settings):
+            hover = f"{name}<br>{escape(key.label)}: %{{x:.3g}} s"
+            options = {"legendgroup": name, "showlegend": setting is settings[0]}
+            traces.append(
+                bars(key, [seconds.get(key.label, 0.0)], [name], hover, orientation="h", **options)
+            )
+    made = figure(
+        traces,
+        axis("seconds per round, all clients", rangemode="tozero"),
         {"type": "category", "autorange": "reversed"},
+        height=120 + 26 * len(settings),
+        barmode="stack",
+        bargap=0.25,
     )
-    layout |= {"barmode": "stack", "bargap": 0.25}
-    return Panel("cost-seconds", "Seconds per stage", {"data": traces, "layout": layout})
+    return Panel("cost-seconds", "Seconds per stage", made)
 
 
 def stage_seconds(setting: Setting) -> dict[str, float]:
     """Returns seconds per round by stage, summed over clients, averaged over rounds and seeds."""
-    seconds = setting.values("seconds")
-    totals = seconds[seconds["client"] != ""].pivot_table(
-        "value", "seed", "objective", aggfunc="sum"
-    )
-    rounds = [max(1, record.last_round) for record in setting.records]
-    by_seed = totals.reindex(range(len(rounds))).fillna(0.0).div(rounds, axis=0)
-    return {str(stage): float(mean) for stage, mean in by_seed.mean().items()}
+    seconds = {}
+    for stage in (key.label for key in stage_keys([setting])):
+        by_seed = []
+        for seed, record in enumerate(setting.records):
+            lines = setting.lines("seconds", stage, seed=seed).values()
+            total = sum(value for points in lines for value in points.values())
+            by_seed.append(total / max(1, record.last_round))
+        seconds[stage] = fmean(by_seed)
+    return seconds
 
 
 def ledger_table(settings: Sequence[Setting]) -> Table:
@@ -227,11 +226,7 @@ def shared_samples(settings: Sequence[Setting]) -> Samples:
     The base model's reply, which is that of the first setting's run, comes first.
     """
     by_setting = {
-        setting: {
-            sample.turns: sample
-            for sample in samples_of(setting.records[0])
-            if len(sample.replies) > 1
-        }
+        setting: {s.turns: s for s in samples_of(setting.records[0]) if len(s.replies) > 1}
         for setting in settings
     }
     named = {setting: own for setting, own in by_setting.items() if own}

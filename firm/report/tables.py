@@ -1,8 +1,9 @@
 """Runs as one tidy table, and its means over clients, objectives and seeds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from firm.fronts import differing_figure
-from firm.report.drawing import Key, Panel, series_panel
+from firm.report.drawing import Key, Over, Panel, Series, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
@@ -23,33 +24,33 @@ COLORS = (
     *(f"var(--client-{place})" for place in (0, 1, 7)),
 )
 DASHES = ("solid", "dash", "dot")
-"""Settings past the number of colours are told apart by their line."""
+"""Lines past the number of colours are told apart by their dashes."""
 
 How = Literal["mean", "worst"]
 Frame = Any
 """A pandas.DataFrame: without stubs, type checkers take most of its methods for something else."""
+Place = tuple[int, str, str, str]
+"""Round, client, objective and quantity of a number."""
+Points = dict[int, float]
+"""Finite values by round."""
 
 
-def tidy(
-    rows: Iterable[Row], objectives: Sequence[str], *, setting: str = "", seed: int = 0
-) -> Frame:
-    """Returns the numbers of a run's rows, one in each row of a table with the columns `COLUMNS`.
+# --- One run --------------------------------------------------------------------------------------
+
+
+def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list[float | None]]:
+    """Returns the numbers of a run's rows, value and standard error by place, by rising round.
 
     The client is empty where a number is the server's or the global model's. A quantity of an
     evaluation on a split has the split before its name, "test/scores". Nested entries have their
-    path as name and their last key as objective. A value that was not measured, or not a finite
-    number, is NaN, and so is a standard error that is not known.
+    path as name and their last key as objective.
 
     Args:
         rows: Valid rows; those without a round have no numbers.
         objectives: Names of the M objectives.
-        setting: Name of the run's setting.
-        seed: What tells the run from the others of its setting.
     """
-    lines: dict[tuple[Any, ...], list[float | None]] = {}
-    for row in rows:
-        if "round" not in row:
-            continue
+    numbers: dict[Place, list[float | None]] = {}
+    for row in sorted((row for row in rows if "round" in row), key=lambda row: row["round"]):
         before = f"{row['split']}/" if "split" in row else ""
         for path, value in entries(row, objectives):
             *names, last = path
@@ -61,26 +62,46 @@ def tidy(
             if is_error and len(path) == 1:
                 last = last.removesuffix("_se")
             name, objective = ("/".join(names), last) if names else (last, "")
-            key = row["round"], row.get("client", ""), objective, before + name
-            entry = lines.setdefault(key, [None, None])
+            place = row["round"], row.get("client", ""), objective, before + name
+            entry = numbers.setdefault(place, [None, None])
             if is_error:
                 entry[1] = value
             elif name in ("bytes_up", "bytes_down") and entry[0] is not None:
                 entry[0] += value or 0.0  # what belongs to a round may stand in several rows
             else:
                 entry[0] = value
-    values = np.array(list(lines.values()), dtype=float).reshape(-1, 2)
+    return numbers
+
+
+def tidy(
+    numbers: Mapping[Place, Sequence[float | None]], *, setting: str = "", seed: int = 0
+) -> Frame:
+    """Returns a run's numbers, one in each row of a table with the columns `COLUMNS`.
+
+    A value that was not measured, or is not a finite number, is NaN, and so is a standard error
+    that is not known.
+
+    Args:
+        numbers: Those of `measured`.
+        setting: Name of the run's setting.
+        seed: What tells the run from the others of its setting.
+    """
+    values = np.array(list(numbers.values()), dtype=float).reshape(-1, 2)
     values[~np.isfinite(values)] = np.nan
-    at = list(zip(*lines, strict=True)) or [[], [], [], []]
+    at = list(zip(*numbers, strict=True)) or [[], [], [], []]
     columns = [setting, seed, *(list(entry) for entry in at), values[:, 0], values[:, 1]]
-    table = pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)), index=range(len(lines)))
-    return table.sort_values("round", kind="stable")
+    return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)), index=range(len(numbers)))
 
 
-def rows_of(record: Record) -> list[Row]:
-    """Returns the rows of a run that have rounds."""
-    groups = [*record.evaluations.values(), *record.trainings.values(), record.rounds]
-    return [row for rows in groups for row in rows]
+def mean_over_clients(lines: Mapping[str, Points]) -> Points:
+    """Returns the means by round of each client's points; the server's value stands for all."""
+    own = [points for client, points in lines.items() if client]
+    rounds = sorted({at for points in own for at in points})
+    means = {at: fmean(points[at] for points in own if at in points) for at in rounds}
+    return dict(sorted((means | lines.get("", {})).items()))
+
+
+# --- Runs of one setting --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +122,7 @@ class Setting:
     @classmethod
     def of(cls, name: str, index: int, records: Sequence[Record]) -> "Setting":
         """Returns the setting of these runs."""
-        return cls(name, index, [rows_of(record) for record in records], records=records)
+        return cls(name, index, [record.rows for record in records], records=records)
 
     @property
     def key(self) -> Key:
@@ -112,52 +133,57 @@ class Setting:
     @property
     def objectives(self) -> tuple[str, ...]:
         """The objectives of the runs' directories."""
-        return self.records[0].objectives
+        return self.records[0].objectives if self.records else ()
+
+    @cached_property
+    def _numbers(self) -> list[dict[Place, list[float | None]]]:
+        return [measured(rows, self.objectives) for rows in self.runs]
 
     @cached_property
     def table(self) -> Frame:
         """All runs in one tidy table; the seed is the run's place."""
-        objectives = self.objectives if self.records else ()
         parts = [
-            tidy(rows, objectives, setting=self.name, seed=place)
-            for place, rows in enumerate(self.runs)
+            tidy(numbers, setting=self.name, seed=seed)
+            for seed, numbers in enumerate(self._numbers)
         ]
-        return pd.concat(parts, ignore_index=True) if parts else tidy([], ())
+        return pd.concat(parts, ignore_index=True) if parts else tidy({})
 
     @cached_property
-    def _places(self) -> dict[Any, np.ndarray]:
-        """Lines of the table by quantity, and by quantity and objective."""
-        groups = (
-            self.table.groupby(by, sort=False) for by in ("quantity", ["quantity", "objective"])
-        )
-        return {key: places for group in groups for key, places in group.indices.items()}
+    def _lines(self) -> list[dict[str, dict[str, dict[str, Points]]]]:
+        """The finite values of each run by quantity, objective, client and round."""
+        runs = []
+        for numbers in self._numbers:
+            lines: dict[str, dict[str, dict[str, Points]]] = {}
+            for (at, client, objective, quantity), (value, _) in numbers.items():
+                own = lines.setdefault(quantity, {}).setdefault(objective, {})
+                points = own.setdefault(client, {})
+                if value is not None and np.isfinite(value):
+                    points[at] = value
+            runs.append(lines)
+        return runs
 
-    def values(self, quantity: str, objective: str | None = None) -> Frame:
-        """Returns the lines of the table that hold a quantity, of one objective or of all."""
-        key = quantity if objective is None else (quantity, objective)
-        return self.table.iloc[self._places.get(key, [])]
+    def lines(self, quantity: str, objective: str = "", *, seed: int = 0) -> dict[str, Points]:
+        """Returns a quantity of one run by client; the client "" is the server."""
+        return self._lines[seed].get(quantity, {}).get(objective, {})
+
+    def errors(self, quantity: str, objective: str, *, seed: int = 0) -> dict[int, float | None]:
+        """Returns the standard errors of the server's values by round."""
+        numbers = self._numbers[seed]
+        points = self.lines(quantity, objective, seed=seed).get("", {})
+        return {at: numbers[at, "", objective, quantity][1] for at in points}
+
+    def quantities(self, opening: str) -> list[str]:
+        """Returns the quantities whose names open with these letters."""
+        names = dict.fromkeys(name for run in self._lines for name in run)
+        return [name for name in names if name.startswith(opening)]
 
     def objectives_with(self, quantity: str) -> list[str]:
-        """Returns the objectives that a quantity has in every run; none if no row has any.
+        """Returns the objectives that a quantity has in any run."""
+        return list(dict.fromkeys(name for run in self._lines for name in run.get(quantity, ())))
 
-        Raises:
-            ValueError: Without runs, or when rows or runs name different objectives.
-        """
-        if not self.runs:
-            raise ValueError(f"{self.name} has no runs.")
-        lines = self.values(quantity)
-        if lines.empty:
-            return []
-        if lines["seed"].nunique() < len(self.runs):
-            raise ValueError(f"Some seeds of {self.name} have {quantity} and others none.")
-        groups = lines.groupby(["seed", "round"], sort=False)["objective"]
-        first, *others = [names.tolist() for _, names in groups]
-        for objectives in others:
-            if set(objectives) != set(first):
-                raise ValueError(
-                    f"The {quantity} of {self.name} name once {first}, once {objectives}."
-                )
-        return first
+    def values(self, quantity: str) -> Frame:
+        """Returns the lines of the table that hold a quantity."""
+        return self.table[self.table["quantity"] == quantity]
 
     def finals(self, quantity: str, objectives: Sequence[str] = ("",)) -> np.ndarray:
         """Returns the last values of each run that has some, shape [S, M]; NaN where it diverged.
@@ -172,37 +198,27 @@ class Setting:
         return table.reindex(columns=list(objectives)).to_numpy()
 
     def curves(self, quantity: str, objective: str | None = None, *, how: How = "mean") -> Frame:
-        """Returns a quantity by rising round, a column for each seed; NaN where it is not known.
+        """Returns a quantity by rising round, a column for each seed that has it in any round.
 
-        The server's value stands for all clients; without one it is their mean.
+        Rounds are those in which all these seeds have it. The server's value stands for all
+        clients; without one it is their mean.
 
         Args:
             quantity: Its name.
             objective: The objective, or None for all of them.
             how: Of all objectives the mean, or the worst: the largest loss or the lowest accuracy.
         """
-        lines = self.values(quantity, objective)
-        if (lines["client"] != "").any():
-            of_server = lines[lines["client"] == ""]
-            at = ["seed", "round"]
-            decided = pd.MultiIndex.from_frame(of_server[at])
-            is_decided = pd.MultiIndex.from_frame(lines[at]).isin(decided)
-            lines: Frame = pd.concat([of_server, lines[~is_decided]])
-        means = lines.groupby(["seed", "round", "objective"])["value"].mean().unstack("objective")
-        if how == "mean":
-            value = means.mean(axis=1, skipna=False)
-        elif quantity == "losses":
-            value = means.max(axis=1, skipna=False)
-        else:
-            value = means.min(axis=1, skipna=False)
-        return value.unstack("seed").sort_index()
-
-    def whole_curves(
-        self, quantity: str, objective: str | None = None, *, how: How = "mean"
-    ) -> Frame:
-        """Returns the curves in the rounds in which all seeds that have the quantity do have it."""
-        curves = self.curves(quantity, objective, how=how)
-        return curves.dropna(axis=1, how="all").dropna()
+        worst = max if quantity == "losses" else min
+        combine: Callable[[list[float]], float] = fmean if how == "mean" else worst
+        by_seed = {}
+        for seed, run in enumerate(self._lines):
+            own = run.get(quantity, {})
+            names = own if objective is None else [objective] if objective in own else []
+            lines = [mean_over_clients(own[name]) for name in names]
+            rounds = [at for at in lines[0] if all(at in line for line in lines)] if lines else []
+            if rounds:
+                by_seed[seed] = {at: combine([line[at] for line in lines]) for at in rounds}
+        return pd.DataFrame(by_seed).sort_index().dropna()
 
     def bytes_so_far(self, quantity: str) -> Frame:
         """Returns the bytes sent up to each round, a column for each seed.
@@ -210,23 +226,12 @@ class Setting:
         Args:
             quantity: bytes_up or bytes_down.
         """
-        lines = self.values(quantity)
-        sent = lines[lines["client"] == ""].pivot(index="round", columns="seed", values="value")
+        runs = {seed: self.lines(quantity, seed=seed) for seed in range(len(self.runs))}
+        sent = pd.DataFrame({seed: lines[""] for seed, lines in runs.items() if "" in lines})
         return sent.sort_index().cumsum().ffill()
 
 
 # --- Over seeds -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Series:
-    """Means over the seeds of a setting, at N places."""
-
-    key: Key
-    xs: np.ndarray
-    means: np.ndarray
-    ses: np.ndarray
-    """Standard errors; zeros with one seed."""
 
 
 def series_of(
@@ -235,27 +240,25 @@ def series_of(
     objective: str | None = None,
     *,
     how: How = "mean",
-    over: Literal["rounds", "megabytes"] = "rounds",
+    over: Over = "rounds",
     window: int = 1,
+    key: Key | None = None,
 ) -> Series | None:
     """Returns a quantity's mean over the seeds, in the rounds in which all of them have it.
 
-    A seed that has it in no round is left out.
+    A seed that has it in no round is left out; where nothing is left there is no series.
 
     Args:
         setting: The runs.
         quantity: Its name.
         objective: As for `Setting.curves`.
         how: As for `Setting.curves`.
-        over: What the x-axis counts: rounds, or megabytes (10⁶ bytes) uploaded so far, averaged
-            over the seeds.
+        over: Uploaded megabytes are averaged over the seeds.
         window: Each point is the mean of so many values of a seed, up to its round; the error is
             that of these means.
-
-    Returns:
-        None where nothing is left to show.
+        key: Of the line; by default the setting's.
     """
-    curves = setting.whole_curves(quantity, objective, how=how)
+    curves = setting.curves(quantity, objective, how=how)
     curves = curves.rolling(window).mean().dropna() if window > 1 else curves
     if curves.empty:
         return None
@@ -266,7 +269,7 @@ def series_of(
             return None
         at = sent.index.union(curves.index)
         xs = sent.reindex(at).ffill().fillna(0.0).loc[curves.index].mean(axis=1).to_numpy() / 1e6
-    return Series(setting.key, xs, *mean_and_error(curves.to_numpy().T))
+    return Series(key or setting.key, xs, *mean_and_error(curves.to_numpy().T))
 
 
 def quantity_panel(
@@ -276,10 +279,9 @@ def quantity_panel(
     objective: str | None = None,
     *,
     title: str | None = None,
-    how: How = "mean",
-    over: Literal["rounds", "megabytes"] = "rounds",
-    window: int = 1,
     num_bands: int | None = None,
+    over: Over = "rounds",
+    **options: Any,
 ) -> Panel:
     """Returns a quantity over the rounds or the uploaded megabytes, a line for each setting.
 
@@ -289,17 +291,12 @@ def quantity_panel(
         quantity: What is drawn.
         objective: As for `Setting.curves`.
         title: Of the panel; by default the quantity's.
-        how: As for `Setting.curves`.
-        over: As for `series_of`.
-        window: As for `series_of`.
         num_bands: Around more lines there are no bands of their errors; by default around all.
+        over: What the x-axis counts.
+        options: As for `series_of`.
     """
-    options: dict[str, Any] = {"how": how, "over": over, "window": window}
-    lines = [series_of(setting, quantity.name, objective, **options) for setting in settings]
+    lines = [series_of(s, quantity.name, objective, over=over, **options) for s in settings]
     series = [line for line in lines if line]
-    reference = quantity.reference
-    if reference == "1/M":
-        reference = 1 / len(settings[0].objectives)
     return series_panel(
         name,
         quantity.title.format(objective) if title is None else title,
@@ -307,9 +304,19 @@ def quantity_panel(
         y_title=quantity.unit,
         over=over,
         num_bands=len(series) if num_bands is None else num_bands,
-        reference=reference,
+        reference=reference_of(quantity, settings[0].objectives),
         **quantity.axis,
     )
+
+
+def reference_of(quantity: Quantity, objectives: Sequence[str]) -> float | None:
+    """Returns where a quantity's dashed line lies."""
+    return 1 / len(objectives) if quantity.reference == "1/M" else quantity.reference
+
+
+def drawn_objectives(quantity: Quantity, objectives: Sequence[str]) -> Sequence[str]:
+    """Returns the objectives that have figures: of two shares the second says nothing more."""
+    return objectives[:1] if quantity.is_share and len(objectives) == 2 else objectives
 
 
 def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -344,9 +351,14 @@ def seeds_text(settings: Sequence[Setting], *, has_errors: bool = True) -> str:
     counts = [len(setting.runs) for setting in settings]
     if max(counts) == 1:
         return "One run each: nothing here tells of the noise between seeds."
-    seeds = " to ".join(map(str, dict.fromkeys([min(counts), max(counts)])))
     errors = ", with one standard error to both sides" if has_errors else ""
-    return f"Means over {seeds} seeds{errors}."
+    return f"Means over {span_text(counts)} seeds{errors}."
+
+
+def span_text(counts: Iterable[int]) -> str:
+    """Returns the least and the largest of some numbers."""
+    counts = sorted(counts)
+    return " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
 
 
 # --- Settings of directories ----------------------------------------------------------------------

@@ -219,21 +219,3 @@ def test_the_page_holds_every_figure_under_its_own_name():
     page = render(made)
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
     assert len(figures) == sum(len(section.panels) for section in sections(made)) == 6
-
-
-@pytest.mark.parametrize(
-    ("algorithms", "message"),
-    [
-        ([], "at least one setting"),
-        ([GOOD, GOOD], "name of its own"),
-        ([Setting("A", 0, [])], "A has no runs"),
-        ([Setting("A", 0, [[{"round": 0}]])], "evaluate at least once"),
-        ([GOOD, runs("A", [0.5])], "FedCMOO has .* A has"),
-        ([runs("A", [1.5])], r"must be in \[0, 1\], got 1.5 from A"),
-        ([Setting("A", 0, [run([0.1], [0.2]), [{"round": 0}]])], "others none"),
-        ([Setting("A", 0, [run([0.1], [0.2, 0.3])])], "name once"),
-    ],
-)
-def test_runs_that_cannot_be_compared_are_refused(algorithms, message):
-    with pytest.raises(ValueError, match=message):
-        study(*algorithms)

@@ -10,6 +10,7 @@ import pytest
 import firm.report
 from firm.report import read_record
 from firm.report import run_figures as figures
+from firm.report.drawing import INK, Key, curve, rounds_figure
 from firm.report.formats import number
 from firm.report.run_figures import trade_off_planes
 from firm.report.tables import Setting
@@ -306,7 +307,7 @@ def test_names_cannot_bring_markup_into_a_figure(make_run):
 @pytest.mark.parametrize("num_rounds", [1, 7, 8, 9, 16, 40, 100, 1000])
 def test_rounds_are_marked_at_most_nine_times_at_whole_numbers(num_rounds):
     points = [(round_number, 0.5) for round_number in range(num_rounds + 1)]
-    figure = figures.rounds_figure([figures.curve(points, "c", figures.INK)], "y")
+    figure = rounds_figure([curve(Key("c", INK), points)], "y")
     axis = figure["layout"]["xaxis"]
     ticks = range(0, num_rounds + 1, axis["dtick"])
     assert 2 <= len(ticks) <= 9
