@@ -150,25 +150,26 @@ def build_clients(
 ) -> list[Client]:
     """Builds the clients of these names, on their shards of the training prompts or on others."""
     loaded.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
-    own_judges, attacks = _own_judges(cfg, loaded.reward_fns, calibrations), _attacks(cfg)
+    own: dict[str, tuple[Judges, AttackConfig | None]] = {}  # of clients that are in a group
+    for group, config in cfg.groups.items():
+        judges = _group_judges(cfg, group, loaded.reward_fns, calibrations)
+        own |= {f"client_{index}": (judges, config.attack) for index in config.clients}
     if prompts is None:
         shards = partition(loaded.prompts, cfg, cfg.partition, cfg.num_clients)
         prompts = dict(zip(client_names(cfg), shards, strict=True))
-    return [
-        as_attacker(
-            AlignmentClient(
-                name,
-                prompts[name],
-                loaded.trainer,
-                seed=cfg.seed,
-                judges=own_judges.get(name),
-                on_event=on_event,
-            ),
-            attacks.get(name),
+    clients = []
+    for name in names:
+        judges, attack = own.get(name, (None, None))
+        client = AlignmentClient(
+            name,
+            prompts[name],
+            loaded.trainer,
             seed=cfg.seed,
+            judges=judges,
+            on_event=on_event,
         )
-        for name in names
-    ]
+        clients.append(as_attacker(client, attack, seed=cfg.seed))
+    return clients
 
 
 def build_engine(
@@ -215,34 +216,24 @@ def partition(
     return [[prompts[index] for index in shard] for shard in shards]
 
 
-def _own_judges(
-    cfg: AlignmentConfig, judges: Mapping[str, RewardFn], calibrations: Mapping[str, Calibration]
-) -> dict[str, Judges]:
-    """Returns reward models and maps by client, of those who have others than the trainer's."""
-    found = {}
-    for group, config in cfg.groups.items():
-        keys = {
-            name: f"{group}/{name}" if name in config.rewards else name
-            for name in cfg.rewards
-            if config.objectives is None or name in config.objectives
-        }
-        own = Judges(
-            {name: judges[key] for name, key in keys.items()},
-            {name: calibrations[key] for name, key in keys.items()},
-        )
-        own = attacked_judges(own, config.attack)
-        found |= {f"client_{index}": own for index in config.clients}
-    return found
-
-
-def _attacks(cfg: AlignmentConfig) -> dict[str, AttackConfig]:
-    """Returns the attacks by client, of those who attack."""
-    return {
-        f"client_{index}": config.attack
-        for config in cfg.groups.values()
-        if config.attack
-        for index in config.clients
+def _group_judges(
+    cfg: AlignmentConfig,
+    group: str,
+    reward_fns: Mapping[str, RewardFn],
+    calibrations: Mapping[str, Calibration],
+) -> Judges:
+    """Returns the reward models and maps of a group's clients, in place of the trainer's."""
+    config = cfg.groups[group]
+    keys = {
+        name: f"{group}/{name}" if name in config.rewards else name
+        for name in cfg.rewards
+        if config.objectives is None or name in config.objectives
     }
+    judges = Judges(
+        {name: reward_fns[key] for name, key in keys.items()},
+        {name: calibrations[key] for name, key in keys.items()},
+    )
+    return attacked_judges(judges, config.attack)
 
 
 def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration]:
