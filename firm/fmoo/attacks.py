@@ -1,6 +1,6 @@
 """Users who inflate their loss: the bias and the scaling attack of FedMGDA+ (Hu et al., section 6).
 
-An attacker does everything else as told. Against a strategy that weighs clients by their losses
+An attacker does everything else as asked. Against a strategy that weighs clients by their losses
 (AFL, q-FedAvg) a constant added to the loss is enough; against one that adds up gradients the loss
 must be multiplied. FedMGDA+ is immune to both: λ is found from gradients, which know no constant,
 and these are normalised, which undoes a factor.

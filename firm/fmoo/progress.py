@@ -7,7 +7,7 @@ in it is kept.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from firm.federation import Adapter, Engine, Failure, Reply, ServerState, State, Update
+from firm.federation import Adapter, Engine, Failure, Reply, ServerState, Update
 from firm.federation.aggregation import moved
 from firm.federation.messages import Request
 
@@ -26,7 +26,7 @@ def local_models(
     accepted rounds; its pending states are then those of the round, which any further round of the
     same number replaces.
     """
-    recorder = _Recorder(engine)
+    recorder = Recorder(engine)
     _, rows = strategy(state, clients, recorder, cfg)
     weights = rows["round"].get("weights", {})
     return {
@@ -43,22 +43,21 @@ def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Ad
     return moved(state.adapter, list(updates.values()), [weights[name] for name in updates])
 
 
-class _Recorder:
-    """An engine that keeps the last replies; implements ``Engine``."""
+class Recorder:
+    """An engine that keeps the replies to its last request; all else is another engine's.
+
+    Args:
+        engine: Where clients run.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.replies: list[Reply] = []
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
+        """Returns the engine's replies and failures."""
         self.replies, failures = self._engine.map(request, clients)
         return self.replies, failures
 
-    def client_states(self, accepted: Mapping[str, int]) -> State:
-        return self._engine.client_states(accepted)
-
-    def restore_client_states(self, states: State) -> None:
-        self._engine.restore_client_states(states)
-
-    def close(self) -> None:
-        self._engine.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -89,16 +89,6 @@ class TaskData:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def select(self, indices: torch.Tensor) -> "TaskData":
-        """Returns the samples with these indices, int64 [n], in their order."""
-        return replace(
-            self,
-            inputs=self.inputs[indices],
-            targets=self.targets[indices],
-            groups=None if self.groups is None else self.groups[indices],
-            natural=None if self.natural is None else self.natural[indices],
-        )
-
     def with_losses(self, losses: Mapping[str, str]) -> "TaskData":
         """Returns the same samples with other losses for some objectives, given by objective."""
         for objective in losses:

@@ -257,12 +257,12 @@ def check_comparable(first: Front, second: Front) -> None:
             "second, and their order counts."
         )
     for name in first.objectives:
-        one, other = first.calibrations[name], second.calibrations[name]
-        if figure := differing_figure(one, other):
+        maps = first.calibrations[name], second.calibrations[name]
+        if figure := differing_figure(*maps):
+            values = [calibration.get(figure, "missing") for calibration in maps]
             raise ValueError(
                 f"the fronts are not comparable: the calibration of {name!r} has {figure} "
-                f"{one.get(figure, 'missing')} in the first and "
-                f"{other.get(figure, 'missing')} in the second; evaluate both with one "
+                f"{values[0]} in the first and {values[1]} in the second; evaluate both with one "
                 "calibration."
             )
     if first.reference != second.reference:
@@ -272,19 +272,18 @@ def check_comparable(first: Front, second: Front) -> None:
         )
 
 
-def differing_figure(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def differing_figure(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
     """Returns the first figure in which two calibrations differ; None where they mean the same.
 
     How many replies a map comes from does not change the map.
     """
-    for figure in sorted((one.keys() | other.keys()) - {"num_samples"}):
-        if not _is_same(one.get(figure), other.get(figure)):
+    for figure in sorted((first.keys() | second.keys()) - {"num_samples"}):
+        if not _is_same(first.get(figure), second.get(figure)):
             return figure
     return None
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    numbers = (int, float)
-    if isinstance(one, numbers) and isinstance(other, numbers):
-        return math.isclose(one, other, rel_tol=SAME_FIGURE)
-    return one == other
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=SAME_FIGURE)
+    return first == second

@@ -29,7 +29,7 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
             file.flush()
             os.fsync(number)
         os.replace(draft, path)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves no draft behind
         Path(draft).unlink(missing_ok=True)
         raise
 

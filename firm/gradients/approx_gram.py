@@ -39,7 +39,7 @@ def one_way_gram(
     own_grams: Sequence[torch.Tensor] | None = None,
     num_clients: int | None = None,
 ) -> torch.Tensor:
-    """Returns the Gram matrix of the mean Jacobian as the messages tell it (Algorithm 3).
+    """Returns the Gram matrix of the mean Jacobian, estimated from messages (Algorithm 3).
 
     For messages that are reconstructed this is the Gram matrix of the mean reconstruction; for
     sketches that of the mean sketch, which no decompression improves.

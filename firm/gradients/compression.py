@@ -39,7 +39,7 @@ class Message:
         return tensors + (SEED_BYTES if has_seed else 0)
 
     def reconstruct(self) -> torch.Tensor:
-        """Returns the Jacobian as far as the message tells it, float32 [M, d]."""
+        """Returns the Jacobian as far as the message has it, float32 [M, d]."""
         raise NotImplementedError
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
@@ -245,10 +245,10 @@ class TopKCompressor:
 
 @dataclass(frozen=True)
 class RandomMaskMessage(Message):
-    """Entries at positions that a seed tells."""
+    """Entries at positions that a seed draws."""
 
     values: torch.Tensor
-    """The entries, scaled as the compressor was told to, float32 [k]."""
+    """The entries, scaled as the compressor is configured to, float32 [k]."""
     seed: int
     """Draws the positions."""
 

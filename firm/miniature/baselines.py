@@ -1,4 +1,4 @@
-"""How often a preference is told from a reply's length, or from its words, alone.
+"""How often a preference is predicted from a reply's length, or from its words, alone.
 
 A reward model is worth its parameters only where it beats these two Bradley-Terry models, fitted to
 the same pairs: the log-odds that a reply is preferred are linear in a difference of features.
@@ -18,7 +18,7 @@ from firm.miniature.preferences import Preference
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share of pairs told right."""
+    """A share of pairs that are predicted right."""
 
     accuracy: float
     """In [0, 1]; a tie counts one half."""

@@ -113,7 +113,7 @@ def dialogue_texts(pair: Preference) -> list[str]:
     """Returns the two texts that a pair gives to learn language from.
 
     The whole dialogue with the chosen reply, and the rejected one after the last human turn only,
-    so that no prompt is told twice.
+    so that no prompt is learned twice.
     """
     _, marker, last_turn = pair.prompt.rpartition(HUMAN)
     return [pair.prompt + pair.chosen, (marker + last_turn) + pair.rejected]

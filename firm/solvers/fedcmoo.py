@@ -83,8 +83,7 @@ def fedcmoo_pref_weights(
                     (Gw)ₖ ≥ (Ga)ₖ · [J is not empty]  for the other k in J̄,
 
     J = {k: (Ga)ₖ > 0}, J̄ the rest. It is always feasible when G is positive semidefinite, for the
-    min-norm weights have (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ on J̄; where rounding makes it infeasible all the
-    same, they are returned.
+    min-norm weights, taken where rounding makes it infeasible, have (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ there.
 
     Args:
         gram: G, shape [..., M, M].
@@ -107,16 +106,8 @@ def fedcmoo_pref_weights(
         raise ValueError(f"losses must be non-negative, got {values.min():.3g}.")
     as_shares(preference, matrix.shape[-1], name="preference")  # a check: r keeps its length
     multiples = np.array(preference, dtype=np.float64)
-    if not threshold >= 0:
-        raise ValueError(f"threshold must be non-negative, got {threshold}.")
     active = np.flatnonzero(multiples)
-    if not 0 <= min_weight <= 1 / len(active):
-        raise ValueError(
-            f"min_weight must lie between 0 and 1/{len(active)}, one over the number of "
-            f"objectives, got {min_weight}."
-        )
-    if variant not in ("printed", "released"):
-        raise ValueError(f"variant must be printed or released, got {variant!r}.")
+    _check_options(threshold, min_weight, variant, len(active))
     is_released = variant == "released"
     batch = matrix[..., active[:, None], active].reshape(-1, len(active), len(active))
     rows = values[..., active].reshape(-1, len(active))
@@ -133,6 +124,18 @@ def fedcmoo_pref_weights(
     weights = np.zeros(values.shape)
     weights[..., active] = solved.reshape(*values.shape[:-1], len(active))
     return like(weights, gram)
+
+
+def _check_options(threshold: float, min_weight: float, variant: str, num_active: int) -> None:
+    if not threshold >= 0:
+        raise ValueError(f"threshold must be non-negative, got {threshold}.")
+    if not 0 <= min_weight <= 1 / num_active:
+        raise ValueError(
+            f"min_weight must lie between 0 and 1/{num_active}, one over the number of "
+            f"objectives, got {min_weight}."
+        )
+    if variant not in ("printed", "released"):
+        raise ValueError(f"variant must be printed or released, got {variant!r}.")
 
 
 def _preferred(

@@ -1,6 +1,7 @@
 """FIRM's weights: the min-norm problem with a regulariser or a preference."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -26,16 +27,13 @@ def firm_weights(
 ) -> ArrayT:
     """Returns the objectives' weights λ of FIRM, exactly.
 
-    Without a preference this is Eq. 9 of FIRM (Nourzad et al.), or Eq. 1 and 2 when ``normalize``
-    is off:
+    Without a preference this is Eq. 9 of FIRM (Nourzad et al.; Eq. 1 and 2 if not ``normalize``):
 
         λ = argmin over the simplex of λᵀ(Ĝ + β/2 I)λ,  Ĝ = G / (tr(G)/M).
 
-    With a preference p it is Eq. 54, or Eq. 3 when ``normalize`` is off, where
-    ``preference_strength`` · Diag(1/p) takes the place of the β term. p is scaled to sum 1, so that
-    the strength means the same for every p; an objective with pⱼ = 0 is left out of the problem,
-    trace included, and gets weight 0. Where all gradients are zero the regulariser alone decides:
-    uniform weights, or p.
+    With a preference p, scaled to sum 1, it is Eq. 54 (Eq. 3 if not ``normalize``), where
+    ``preference_strength`` · Diag(1/p) replaces the β term; an objective with pⱼ = 0 is left out,
+    trace included. Where all gradients are zero the weights are uniform, or p.
 
     Args:
         gram: G, shape [..., M, M].
@@ -44,47 +42,36 @@ def firm_weights(
         preference_strength: Factor of the preference term, at least 0; the paper's is 1.
         normalize: Whether to divide G by the mean of its diagonal.
         norm_power: q ≥ 0 solves for the gradients gⱼ/‖gⱼ‖^q, as GAPO does (Li et al. 2025,
-            arXiv:2507.01915), a zero gradient counting as long as the longest; at q = 1 only angles
-            count. Returned are the given gradients' weights of that direction, ∝ λⱼ/‖gⱼ‖^q.
-        solver: "exact" for closed forms and active sets, "cvxpy" for an interior-point method that
-            also takes constraints; its λ are right to about 1e-4, and a call takes milliseconds.
-        constraints: Rows of M + 1 numbers (a₁, ..., a_M, b), each asking for Σⱼ aⱼλⱼ ≤ b, as
-            ``linear_constraints`` writes them; for "cvxpy" alone. They hold for the λ solved for.
+            arXiv:2507.01915), zero ones as long as the longest, and returns the weights of the
+            given gradients for that direction, ∝ λⱼ/‖gⱼ‖^q; at q = 1 only angles count.
+        solver: "exact", or for constraints "cvxpy", whose λ are right to about 1e-4.
+        constraints: Rows (a₁, ..., a_M, b), each asking for Σⱼ aⱼλⱼ ≤ b of the λ that is solved
+            for, as ``linear_constraints`` writes them; for "cvxpy" alone.
 
-    >>> import torch
-    >>> firm_weights(torch.tensor([[4.0, 0.0], [0.0, 1.0]]), beta=0.0)
-    tensor([0.2000, 0.8000])
+    >>> firm_weights(np.diag([4.0, 1.0]), beta=0.0)
+    array([0.2, 0.8])
     """
     matrix = as_gram(gram)
-    num_objectives = matrix.shape[-1]
     if preference is None:
-        _check_strength("beta", beta)
-        is_active = np.full(num_objectives, True)
-        regulariser = np.full(num_objectives, beta / 2)
+        regulariser = np.full(matrix.shape[-1], _strength("beta", beta) / 2)
     else:
-        _check_strength("preference_strength", preference_strength)
-        shares = as_shares(preference, num_objectives, name="preference")
-        is_active = shares > 0
-        regulariser = preference_strength / shares[is_active]
-    _check_strength("norm_power", norm_power)
-    rows = _as_rows(constraints, num_objectives, solver)
+        shares = as_shares(preference, matrix.shape[-1], name="preference")
+        strength = _strength("preference_strength", preference_strength)
+        regulariser = np.divide(strength, shares, out=np.full_like(shares, inf), where=shares > 0)
+    is_active = regulariser < inf
+    rows = _as_rows(constraints, len(regulariser), solver)
     matrix = matrix[..., is_active, :][..., is_active]
-    norms = None
-    if norm_power > 0:
-        norms = _norms(matrix) ** norm_power
-        matrix = matrix / norms[..., None, :] / norms[..., None]
+    norms = _norms(matrix) ** _strength("norm_power", norm_power)
+    matrix = matrix / norms[..., None, :] / norms[..., None]
     if normalize:
-        mean_square = np.einsum("...ii->...", matrix)[..., None, None] / len(regulariser)
+        mean_square = np.einsum("...ii->...", matrix)[..., None, None] / is_active.sum()
         matrix = np.divide(matrix, mean_square, out=matrix, where=mean_square > 0)
-    matrix = matrix + np.diag(regulariser)
-    if solver == "exact":
-        solved = simplex_qp(matrix)
-    else:
-        solved = _constrained(matrix, rows[:, :-1][:, is_active], rows[:, -1])
-    if norms is not None:
+    matrix = matrix + np.diag(regulariser[is_active])
+    solved = simplex_qp(matrix) if solver == "exact" else _constrained(matrix, rows, is_active)
+    if norm_power > 0:
         solved = solved / norms
         solved /= solved.sum(axis=-1, keepdims=True)
-    weights = np.zeros((*matrix.shape[:-2], num_objectives))
+    weights = np.zeros((*matrix.shape[:-2], len(regulariser)))
     weights[..., is_active] = solved
     return like(weights, gram)
 
@@ -96,11 +83,11 @@ def _norms(matrix: np.ndarray) -> np.ndarray:
     return np.where(norms > 0, norms, np.where(longest > 0, longest, 1.0))
 
 
-def _constrained(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _constrained(matrix: np.ndarray, rows: np.ndarray, is_active: np.ndarray) -> np.ndarray:
     flat = matrix.reshape(-1, *matrix.shape[-2:])
-    return np.array([constrained_qp(each, rows, bounds) for each in flat]).reshape(
-        matrix.shape[:-1]
-    )
+    coefficients, bounds = rows[:, :-1][:, is_active], rows[:, -1]
+    solved = np.array([constrained_qp(each, coefficients, bounds) for each in flat])
+    return solved.reshape(matrix.shape[:-1])
 
 
 def _as_rows(
@@ -123,8 +110,9 @@ def _as_rows(
     return np.array(constraints, dtype=np.float64)
 
 
-def _check_strength(name: str, value: float) -> None:
+def _strength(name: str, value: float) -> float:
     if not value >= 0:
         raise ValueError(f"{name} must be non-negative, got {value}.")
     if np.isinf(value):
         raise ValueError(f"{name} must be finite, got {value}; 1e6 is as good as infinite.")
+    return value

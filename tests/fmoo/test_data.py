@@ -93,17 +93,6 @@ def test_the_l2_loss_of_a_certain_right_answer_has_a_finite_gradient():
     assert logits.grad.isfinite().all()
 
 
-def test_a_selection_has_all_that_belongs_to_its_samples():
-    data = task_data().select(torch.tensor([2, 0]))
-    assert data.inputs.tolist() == [[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]
-    assert data.targets.tolist() == [[2, 0], [0, 1]]
-    assert data.groups is not None
-    assert data.natural is not None
-    assert (data.groups.tolist(), data.natural.tolist()) == ([20, 1], [1, 0])
-    assert data.num_outputs == (3, 3)  # of all samples, not of these two
-    assert len(data) == 2
-
-
 def test_widths_and_vocabulary_come_from_the_data_unless_given():
     assert task_data().num_outputs == (3, 3)
     assert task_data(num_outputs=(10, 10)).num_outputs == (10, 10)

@@ -8,7 +8,6 @@ from firm.fmoo.loaders.sources import Layout, Table, read_tables
 from firm.fmoo.loaders.splitting import as_images, complete_splits, to_splits
 from firm.fmoo.task_data import Splits, TaskData
 
-# fmt: off
 CELEBA_ATTRIBUTES = (
     "5_o_Clock_Shadow", "Arched_Eyebrows", "Attractive", "Bags_Under_Eyes", "Bald", "Bangs",
     "Big_Lips", "Big_Nose", "Black_Hair", "Blond_Hair", "Blurry", "Brown_Hair", "Bushy_Eyebrows",
@@ -17,32 +16,23 @@ CELEBA_ATTRIBUTES = (
     "Pointy_Nose", "Receding_Hairline", "Rosy_Cheeks", "Sideburns", "Smiling", "Straight_Hair",
     "Wavy_Hair", "Wearing_Earrings", "Wearing_Hat", "Wearing_Lipstick", "Wearing_Necklace",
     "Wearing_Necktie", "Young",
-)
+)  # fmt: skip
 """The attributes of CelebA in the order of its own list."""
 
-CELEBA_GROUPS = (
-    (
-        "5_o_Clock_Shadow", "Blond_Hair", "Bags_Under_Eyes", "Eyeglasses", "Mustache", "Wavy_Hair",
-        "Oval_Face", "Rosy_Cheeks",
-    ),
-    (
-        "Arched_Eyebrows", "Black_Hair", "Big_Nose", "Blurry", "Goatee", "Straight_Hair",
-        "Pale_Skin", "Wearing_Earrings",
-    ),
-    (
-        "Attractive", "Brown_Hair", "Bushy_Eyebrows", "Double_Chin", "Mouth_Slightly_Open",
-        "Receding_Hairline", "Wearing_Hat", "Young",
-    ),
-    (
-        "Bald", "Big_Lips", "Chubby", "Heavy_Makeup", "High_Cheekbones", "Male", "Sideburns",
-        "Smiling",
-    ),
-    (
-        "Bangs", "Gray_Hair", "Narrow_Eyes", "No_Beard", "Pointy_Nose", "Wearing_Lipstick",
-        "Wearing_Necklace", "Wearing_Necktie",
-    ),
+CELEBA_GROUPS = tuple(
+    tuple(names.split())
+    for names in (
+        "5_o_Clock_Shadow Blond_Hair Bags_Under_Eyes Eyeglasses Mustache Wavy_Hair Oval_Face "
+        "Rosy_Cheeks",
+        "Arched_Eyebrows Black_Hair Big_Nose Blurry Goatee Straight_Hair Pale_Skin "
+        "Wearing_Earrings",
+        "Attractive Brown_Hair Bushy_Eyebrows Double_Chin Mouth_Slightly_Open Receding_Hairline "
+        "Wearing_Hat Young",
+        "Bald Big_Lips Chubby Heavy_Makeup High_Cheekbones Male Sideburns Smiling",
+        "Bangs Gray_Hair Narrow_Eyes No_Beard Pointy_Nose Wearing_Lipstick Wearing_Necklace "
+        "Wearing_Necktie",
+    )
 )
-# fmt: on
 """The five objectives of CelebA-5 (FedCMOO, Appendix D.1)."""
 
 CELEBA_COMPOSITE = ("Attractive", "Male", "Mouth_Slightly_Open")

@@ -88,11 +88,11 @@ def find_file(path: str | None, pattern: str) -> Path | None:
     if place.is_file() and place.match(pattern):
         return place
     if place.is_dir():
-        found = sorted(place.glob(pattern))
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found)
+        files = sorted(place.glob(pattern))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
             raise ValueError(f"{path} holds several files {pattern}: name one of {names}.")
-        return found[0] if found else None
+        return files[0] if files else None
     if place.exists():
         raise ValueError(f"{path} is not a file of the form {pattern}: give one, or its folder.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):

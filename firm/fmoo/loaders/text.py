@@ -21,7 +21,7 @@ SHAKESPEARE = Layout(
 )
 
 SEQUENCE_LENGTH = 80
-"""Characters that the next one is told from (FedMGDA+, Section 6.1.3)."""
+"""Characters from which the next one is predicted (FedMGDA+, Section 6.1.3)."""
 
 
 def shakespeare(cfg: DataConfig) -> Splits:
@@ -71,12 +71,10 @@ def _role_windows(file: Path, cfg: DataConfig) -> dict[str, Table]:
             "give longer texts."
         )
     empty = (np.zeros(0, dtype=np.str_), np.zeros((0, SEQUENCE_LENGTH + 1), dtype=np.uint32))
+    columns = {split: zip(*pieces, empty, strict=True) for split, pieces in rows.items()}
     return {
-        split: {
-            "role": np.concatenate([role for role, _ in [*found, empty]]),
-            "text": np.concatenate([piece for _, piece in [*found, empty]]),
-        }
-        for split, found in rows.items()
+        split: dict(zip(("role", "text"), map(np.concatenate, pair), strict=True))
+        for split, pair in columns.items()
     }
 
 
@@ -95,13 +93,7 @@ def _read_roles(file: Path) -> Iterable[tuple[str, str]]:
                 number += 1
                 row = json.loads(line)
                 yield str(row["role"]), "\n".join(row["utterances"])
-    except (
-        json.JSONDecodeError,
-        KeyError,
-        TypeError,
-        UnicodeDecodeError,
-        gzip.BadGzipFile,
-    ) as error:
+    except (ValueError, KeyError, TypeError, gzip.BadGzipFile) as error:  # no JSON, no UTF-8, ...
         raise ValueError(
             f"{file}, line {number}: not a role with its utterances ({type(error).__name__}): "
             'every line must be {"role": ..., "utterances": [...]}.'
