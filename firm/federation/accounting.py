@@ -43,8 +43,8 @@ def gaussian_epsilon(
     Args:
         rounds: How many rounds have which noise, in multiples of the sensitivity.
         delta: δ, in (0, 1).
-        sample: (n, C) where each round draws n of C clients without replacement, in secret. The
-            bound of that may be worse than none at all, and then counts for nothing.
+        sample: (n, C) where each round draws n of C clients without replacement, in secret. A bound
+            that is worse than without it counts for nothing.
 
     >>> round(gaussian_epsilon({4.0: 16}, 1e-5), 2)
     4.73
@@ -84,16 +84,16 @@ def spend(
 
     Args:
         cfg: The limits and the noise.
-        ledger: That of the round before; {} at first.
+        ledger: That of the round before; {} at first. It has "rounds", how often each client was
+            asked, and "sizes", how many updates each round averaged.
         updates: The round's accepted ones.
         asked: Names of all who were asked; one that failed may have sent all the same.
         num_clients: C.
         has_regulars: Whether some clients take part in every round, unsampled.
 
     Returns:
-        The ledger: "rounds", how often each client was asked; "sizes", how many updates each round
-        averaged. The entry: each ε, None where it is infinite, "delta", and "clipped", the share of
-        clients whose delta was clipped, where they report it.
+        The ledger, and the row: each ε, None where it is infinite, "delta", and "clipped", the
+        share of clients whose delta was clipped, where they report it.
     """
     counts = Counter(ledger.get("rounds", {}))
     counts.update(asked)

@@ -60,19 +60,17 @@ def server_step(
 ) -> Adapter:
     """Returns θ_{t+1} = θ_t + η Σ λᵢ uᵢ with λ = w / Σw: the server's step along weighted updates.
 
-    uᵢ is θᵢ - θ_t, divided by its length where lengths are given. Without them a step of η = 1 is
-    the weighted mean of the adapters itself, bit for bit.
+    uᵢ is θᵢ - θ_t, divided by its length where lengths are given; a zero update stays zero. Without
+    them a step of η = 1 is ``weighted_mean`` itself, bit for bit, and only then may ``lora_mean``
+    be products.
 
     Args:
         start: θ_t.
         adapters: θᵢ, at least one.
         weights: w, non-negative, with a positive sum.
         learning_rate: η.
-        lengths: What each update is divided by; a zero update has no direction and stays zero.
-        lora_mean: As in ``weighted_mean``; products need η = 1 and no lengths.
-
-    Raises:
-        ValueError: Products are to be averaged and the step is no mean.
+        lengths: What each update is divided by.
+        lora_mean: As in ``weighted_mean``.
     """
     if lengths is None and learning_rate == 1.0:
         return weighted_mean(adapters, weights, lora_mean=lora_mean)

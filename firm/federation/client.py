@@ -141,13 +141,8 @@ class Client(ABC):
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
         """Takes all local steps on a weighted sum of the losses at once, where the client can.
 
-        Args:
-            num_steps: How many.
-            weights: Shape [M].
-            proximal: μ, for a loss with + μ/2 ‖θ - θ_t‖².
-
-        Returns:
-            How many were taken; 0, the default, leaves them to the loop over batches.
+        The loss has + μ/2 ‖θ - θ_t‖² with μ = ``proximal``. Returns how many steps were taken; 0,
+        the default, leaves them to the loop over batches.
         """
         return 0
 

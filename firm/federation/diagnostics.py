@@ -23,11 +23,7 @@ def gradient_norms(gram: torch.Tensor) -> torch.Tensor:
 def cosines(gram: torch.Tensor) -> torch.Tensor:
     """Returns the cosine of each pair of gradients; 0 where one of them is zero.
 
-    Args:
-        gram: Gram matrix, shape [M, M].
-
-    Returns:
-        The upper triangle, row by row (01, 02, ..., 12, ...), shape [M(M-1)/2], in [-1, 1].
+    They are the upper triangle, row by row (01, 02, ..., 12, ...), shape [M(M-1)/2], in [-1, 1].
     """
     norms = gradient_norms(gram)
     products = norms[:, None] * norms
@@ -91,14 +87,8 @@ def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
 def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 3) -> str | None:
     """Returns an alarm about a β that does nothing; None while there is none.
 
-    It is given once, after so many rounds, when the median β-effect of all solves so far is below 5
-    %. A β of 0 is meant so.
-
-    Args:
-        rows: Rows of the log so far. Of each client row the entries "beta_effect", "gradient_norms"
-            and "cosines" are read; with privacy there may be none.
-        beta: β of the run.
-        rounds: Rounds to wait for.
+    It is given once, after so many rounds, when the median β-effect of all solves in the log's rows
+    is below 5 %. A β of 0 is meant so, and with privacy there may be no solves.
     """
     clients = [row for row in rows if row.get("kind") == "client" and "beta_effect" in row]
     if beta == 0 or not clients or max(row["round"] for row in clients) != rounds:
@@ -137,11 +127,7 @@ def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
     For the expected gradients it is an estimate and no bound, not even in the mean over batches:
     noise adds its variance to each G_c, but the best λ is chosen after the noise was drawn.
 
-    Args:
-        grams: Clients' Gram matrices at the same model, C nested lists of shape [M, M].
-
-    Returns:
-        A squared norm, at least 0 up to rounding.
+    The Gram matrices are C nested lists of shape [M, M]; the bound is at least 0 up to rounding.
     """
     mean = torch.tensor(grams, dtype=torch.float64).mean(dim=0)
     weights = firm_weights(mean, beta=0.0)
@@ -151,22 +137,18 @@ def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
 def weights_spread(weights: Sequence[Sequence[Sequence[float]]]) -> torch.Tensor:
     """Returns the standard deviation over clients of each client's mean weights, shape [M].
 
-    Args:
-        weights: For each client its solves' weights, C nested lists of shape [S, M].
+    Each client's weights are those of its solves, a nested list of shape [S, M].
     """
     means = [torch.tensor(solves, dtype=torch.float64).mean(dim=0) for solves in weights]
     return torch.stack(means).std(dim=0, correction=0)
 
 
 def disagreement_drift(jacobians: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> float:
-    """Returns how far the clients' own weights bend their mean direction.
+    """Returns how far the clients' own weights [M] bend their gradients' [M, d] mean direction.
 
     That is the multi-objective disagreement drift ‖(1/C) Σ_c Σ_j g^{j,c} (λ^{j,c} - λ̄^j)‖² of Eq.
-    7 of FIRM (Nourzad et al.), with λ̄ the mean of the clients' weights; 0 where they agree.
-
-    Args:
-        jacobians: Each client's gradients in the same local step, C of shape [M, d].
-        weights: Each client's weights in it, C of shape [M].
+    7 of FIRM (Nourzad et al.) in a local step, with λ̄ the mean of the clients' weights; 0 where
+    they agree.
     """
     deviations = _deviations(weights)
     directions = [
@@ -179,13 +161,9 @@ def disagreement_drift(jacobians: Sequence[torch.Tensor], weights: Sequence[torc
 def disagreement_bound(grams: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> float:
     """Returns an upper bound on ``disagreement_drift`` that costs M² numbers per client.
 
-    That is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄), by Jensen's inequality. It holds for one solve of
-    each client, and not for Gram matrices and weights that were averaged before: weights that
-    disagree by turns have equal means.
-
-    Args:
-        grams: Each client's Gram matrix in the same solve, C of shape [M, M].
-        weights: Each client's weights in it, C of shape [M].
+    That is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄) ≥ 0, by Jensen's inequality, from each client's
+    Gram matrix [M, M] and weights [M] in the same solve. It does not hold for Gram matrices and
+    weights that were averaged before: weights that disagree by turns have equal means.
     """
     deviations = _deviations(weights)
     squares = [

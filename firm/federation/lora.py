@@ -77,18 +77,11 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
     The product leaves its factors open up to an invertible [r, r]. They are chosen near the plain
     means Ā and B̄, so that optimizer moments, which clients keep by coordinate, go on to mean the
     same: A is Ā projected onto the product's row space, B follows, and directions in which that
-    would make one factor short and the other long are rescaled (``_scales``). Balanced factors,
-    with equal singular values, would not do: a young B is far shorter than A, and balancing shrinks
-    A in the first round. Equal adapters come back equal up to rounding where A has rank r.
+    would make one factor short and the other long are rescaled (``_scales``). Balanced factors
+    would not do: a young B is far shorter than A, and balancing shrinks A in the first round.
 
-    Everything runs in float64 on the CPU, and no [out, in] is formed.
-
-    Args:
-        adapters: At least one; all with the same parameter names and shapes.
-        weights: Non-negative, with a positive sum.
-
-    Returns:
-        A new adapter in the first one's order and dtypes; parameters outside pairs are plain means.
+    Everything runs in float64 on the CPU, and no [out, in] is formed. Weights, names and shapes are
+    as for ``weighted_mean``; parameters outside pairs are plain means.
 
     Raises:
         ValueError: There are no pairs, or a factor stands alone.

@@ -61,11 +61,9 @@ class Message:
 
     @classmethod
     def read(cls, content: Any, reading: Reading) -> Self:
-        """Returns the message that arrived, with every field checked.
+        """Returns the message that arrived, itself or a mapping of its fields, fully checked.
 
-        Args:
-            content: A message of this type, from the same process, or a mapping of its fields.
-            reading: What it is read against; ``reading.dropped`` receives what was left out.
+        ``reading.dropped`` receives what was left out.
 
         Raises:
             Invalid: A field is missing, unknown, or not what its schema says.

@@ -34,10 +34,9 @@ def _escaped(character: str) -> str:
 def check_name(name: str, what: str) -> str:
     """Returns a name that may become part of a path, as it is.
 
-    Args:
-        name: One path component of letters, digits, '.', '_' and '-' that begins with a letter or a
-            digit, at most ``MAX_NAME`` characters.
-        what: What is named, for the message: "a run's name".
+    It is one path component of letters, digits, '.', '_' and '-' that begins with a letter or a
+    digit, at most ``MAX_NAME`` characters. ``what`` is named in the message, such as "a run's
+    name".
 
     Raises:
         ValueError: The name is something else, such as '../run'.

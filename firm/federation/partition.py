@@ -77,16 +77,8 @@ def balanced_dirichlet_partition(
     takes one of its examples. A label that is used up leaves all shares. Departure: a client whose
     shares are all used up draws from what is left in proportion, where the original draws on.
 
-    Args:
-        labels: One label per example (a class, topic or source).
-        num_clients: C.
-        alpha: As in ``dirichlet_partition``.
-        seed: The run's seed.
-        examples_per_client: Size of every shard; as many as there are for all by default. Examples
-            beyond that stay unused.
-
-    Raises:
-        ValueError: alpha is not positive, or there are too few examples.
+    Arguments and errors are those of ``dirichlet_partition``; shards have ``examples_per_client``,
+    by default as many as there are for all, and examples beyond that stay unused.
     """
     _check_alpha(alpha)
     size = (
@@ -149,16 +141,13 @@ def shard_partition(
 def natural_partition(
     clients: Labels, num_clients: int | None = None, *, seed: int, min_examples: int = 1
 ) -> list[list[int]]:
-    """Returns the example indices of natural clients: writers, roles, domains.
+    """Returns the example indices of natural clients (writers, roles, domains), as they appear.
 
     Args:
         clients: Of each example, who it belongs to.
         num_clients: C, drawn at random among those with enough examples; all of these by default.
         seed: The run's seed.
         min_examples: Clients with fewer are left out, from 1.
-
-    Returns:
-        Shards in the order in which their clients first appear.
 
     Raises:
         ValueError: Fewer clients than asked for have enough examples.

@@ -183,9 +183,6 @@ def statistics_radius(num_objectives: int) -> float:
     """Returns half the largest distance of two clients' statistics, what S is to their deltas.
 
     Two λ are at most √2 apart, the M(M-1)/2 cosines 2 each, and whether a delta was clipped 1.
-
-    >>> statistics_radius(2)  # half of √(2 + 4 + 1)
-    1.3228756555322954
     """
     num_pairs = num_objectives * (num_objectives - 1) // 2
     return (2 + 4 * num_pairs + 1) ** 0.5 / 2

@@ -103,9 +103,6 @@ def robust_updates(
         The updates, and {"robust": ...} with "rule" and who was "chosen", or "clipped", or how far
         from the result each was. Without a rule the updates themselves and no entry; equal updates
         come back bit for bit, unless they are longer than a given ``clip_norm``.
-
-    Raises:
-        ValueError: There are fewer updates than the rule needs.
     """
     if cfg.rule == "none":
         return list(updates), {}
@@ -133,18 +130,11 @@ def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
 
 
 def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:
-    """Returns the mean of each coordinate without its smallest and its largest values.
+    """Returns the mean of each coordinate without its b smallest and largest, [N, ...] to [...].
 
-    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values off each side. With f ≤ b
-    attackers every coordinate stays within the range of the honest ones. Values are summed from the
-    smallest up: any order of the rows gives the same, bit for bit.
-
-    Args:
-        rows: Updates or adapters, shape [N, ...], finite. Never changed.
-        num_trimmed: b, at least 0 and less than N/2.
-
-    Returns:
-        float64 [...].
+    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values off each side, b < N/2.
+    With f ≤ b attackers every coordinate stays within the range of the honest ones. Values are
+    summed in float64 from the smallest up: any order of the rows gives the same, bit for bit.
     """
     if not 0 <= 2 * num_trimmed < len(rows):
         raise ValueError(
@@ -195,14 +185,9 @@ def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
 def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> list[int]:
     """Returns which updates Krum chooses: those of the smallest scores, in the given order.
 
-    ``num_chosen`` 1 is Krum, which gives one update and its client's noise as they are; more is
-    Multi-Krum. Of equal scores the first counts.
-
-    Args:
-        squares: As for ``krum_scores``.
-        num_attackers: As for ``krum_scores``.
-        num_chosen: m, from 1 to N. Multi-Krum's authors leave it open; ``robust_updates`` takes N -
-            f, as many as are honest.
+    One (m = 1) is Krum, which gives one update and its client's noise as they are; more, up to N,
+    is Multi-Krum. Its authors leave m open; ``robust_updates`` takes N - f, as many as are honest.
+    Of equal scores the first counts.
     """
     scores = krum_scores(squares, num_attackers)
     if not 1 <= num_chosen <= len(scores):
@@ -231,18 +216,12 @@ def clip_factors(lengths: torch.Tensor, clip_norm: float | None = None) -> torch
 
 
 def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:
-    """Returns what each update is multiplied by so that all have the median length.
+    """Returns what each update is multiplied by so that all have the median length, float64 [N].
 
     FedMGDA+'s normalisation (Hu et al. 2022, arXiv:2006.11489, Algorithm 1), by which a client
     counts by its direction alone. The common length is an addition: unit updates would ask for
-    another server learning rate, and would not shrink where training converges.
-
-    Args:
-        lengths: ‖u_c‖, shape [N], non-negative.
-
-    Returns:
-        float64 [N], non-negative; exactly 1 where all lengths are equal. An update of length 0 has
-        no direction and stays 0.
+    another server learning rate, and would not shrink where training converges. Factors are exactly
+    1 where all lengths are equal; an update of length 0 has no direction and stays 0.
     """
     lengths = lengths.double()
     return torch.where(lengths > 0, coordinate_median(lengths) / lengths, 0.0)

@@ -22,14 +22,7 @@ RequestType = TypeVar("RequestType", bound=Request)
 
 
 class Round:
-    """A round under way: its clients, its failures and its bytes so far.
-
-    Args:
-        state: The server's state that the round begins with; never changed.
-        clients: Names of all clients, in the order in which their updates are summed.
-        engine: Where they run.
-        cfg: The strategy's configuration.
-    """
+    """A round under way: its clients, its failures and its bytes so far."""
 
     def __init__(
         self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: StrategyConfig
@@ -73,14 +66,7 @@ class Round:
     ) -> list[Reply]:
         """Returns the valid replies of these clients, in order; the others become failures.
 
-        Args:
-            request: What they are asked.
-            clients: Whom to ask.
-            check: As of ``accept``.
-            common: As of ``accept``.
-
-        Raises:
-            RoundFailed: Fewer than the quorum replied.
+        The arguments ``check`` and ``common``, and the error, are those of ``accept``.
         """
         replies, failures = self._engine.map(request, clients)
         for item in [*replies, *failures]:
@@ -158,8 +144,6 @@ class Round:
         entries: State | None = None,
     ) -> tuple[ServerState, dict[str, Any]]:
         """Returns the server's state after the round, and the round's rows for the log.
-
-        Bytes are those of all that was asked in the round.
 
         Args:
             adapter: θ_{t+1}.

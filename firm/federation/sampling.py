@@ -25,11 +25,7 @@ def sample_clients(
         round_number: Round, from 1.
         count: How many, from 1 to C. All by default.
         always: Names of clients that take part whatever is drawn; the others are drawn for the
-            places that are left.
-
-    Raises:
-        ValueError: The count is out of range, or one that always takes part is no client or leaves
-            no place to draw for.
+            places that are left, of which there must be one.
 
     >>> sample_clients(["a", "b", "c"], seed=0, round_number=1)
     ['a', 'b', 'c']

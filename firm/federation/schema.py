@@ -45,13 +45,7 @@ class Invalid(ValueError):
 
 @dataclass
 class Reading:
-    """What a message is read against, and what was left out of it.
-
-    Attributes:
-        objectives: Names of the M objectives, in order.
-        adapter: θ_t, whose names, shapes and dtypes an adapter must have.
-        dropped: Paths of the unknown fields that were left out.
-    """
+    """What a message is read against, and what was left out of it."""
 
     objectives: Sequence[str]
     adapter: Mapping[str, torch.Tensor]

@@ -35,11 +35,8 @@ _MALFORMED = (
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Returns a value as JSON in which every object is a tag; its tensors are added to `tensors`.
 
-    Args:
-        value: Nested dictionaries (keys: strings or integers), lists, tuples and records of dense
-            tensors, numbers, strings, bools and None.
-        where: What the value is called in messages.
-        tensors: Receives a copy of every tensor on the CPU, by the name that stands in its place.
+    The value consists of nested dictionaries (keys: strings or integers), lists, tuples and records
+    of dense tensors, numbers, strings, bools and None. Tensors are copied to the CPU.
 
     Raises:
         ValueError: The value holds something else; the message says where.
@@ -125,11 +122,8 @@ def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:
     number. A tensor takes the bytes that came for it and no more: safetensors checks names, types,
     shapes and offsets before it makes any of them.
 
-    Args:
-        packed: What came.
-        max_bytes: For messages of another party: more bytes than this are refused, and so are more
-            than ``MAX_TEXT_BYTES`` of text and dictionaries with integer keys. None for messages
-            between processes of one program.
+    With ``max_bytes``, for messages of another party, more bytes than this are refused, and so are
+    more than ``MAX_TEXT_BYTES`` of text and dictionaries with integer keys.
 
     Raises:
         ValueError: The bytes are no message.

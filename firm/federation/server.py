@@ -44,12 +44,9 @@ class ServerState:
     def advance(
         self, adapter: Adapter, clients: Sequence[str], *, memory: State | None = None
     ) -> Self:
-        """Returns the state after a round that accepted these clients' updates.
+        """Returns the state after a round with θ_{t+1} that accepted these clients' updates.
 
-        Args:
-            adapter: θ_{t+1}.
-            clients: Whose local training was accepted.
-            memory: What the strategy carries on; as before when None.
+        A strategy's memory stays as before when None.
         """
         finished = self.round + 1
         accepted = {**self.accepted, **dict.fromkeys(clients, finished)}
@@ -185,12 +182,8 @@ def round_metrics(
 ) -> dict[str, Any]:
     """Returns a round's rows for the log, {"round": row, "clients": [row, ...]}, JSON-able.
 
-    Args:
-        before: The server's state that the round began with.
-        after: The state that it ended with.
-        replies: The accepted replies, in client order; their contents are updates.
-        failures: Of everybody else who was asked.
-        seconds: The round's wall-clock time.
+    The accepted replies, whose contents are updates, are in client order; the failures are those of
+    everybody else who was asked.
     """
     updates = [reply.content for reply in replies]
     norms = [row for update in updates for row in update.metrics.get("gradient_norms", ())]

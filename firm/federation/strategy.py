@@ -226,11 +226,7 @@ Function = TypeVar("Function", bound=Strategy)
 
 
 def strategy(function: Function) -> Function:
-    """Registers a strategy under the ``name`` of its configuration, the type of its ``cfg``.
-
-    Raises:
-        ValueError: The name is missing or taken, or ``cfg`` is no ``StrategyConfig``.
-    """
+    """Registers a strategy under the ``name`` of its configuration, the type of its ``cfg``."""
     config = get_type_hints(function).get("cfg")
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ValueError(f"{function.__name__} needs an argument cfg, a StrategyConfig.")

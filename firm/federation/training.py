@@ -290,13 +290,6 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
     optimizer keeps from round to round is each objective's own (``Client.alone``), and the random
     numbers of the next round continue those of one training, chosen by the objectives' names: the
     order of the objectives decides nothing.
-
-    Args:
-        client: Who trains.
-        request: θ_t, and K or E.
-
-    Raises:
-        ValueError: When the client serves no objective.
     """
     start = client.state()
     served = [client.objectives[objective] for objective in served_objectives(client)]

@@ -63,11 +63,7 @@ class Transform(Protocol):
 
 
 def chain(*transforms: Transform) -> Callable[[ServerStep], ServerStep]:
-    """Returns the composition of transformations, from left to right.
-
-    Raises:
-        ValueError: One of them cannot follow those before it.
-    """
+    """Returns the composition of transformations, from left to right, each of which may refuse."""
     for place, transform in enumerate(transforms):
         transform.check(transforms[:place])
     return lambda step: reduce(lambda so_far, transform: transform(so_far), transforms, step)

@@ -55,20 +55,10 @@ def submit(
 ) -> str:
     """Submits a run and returns the job's identifier.
 
-    The job is configuration alone: which workflow runs at the server, with which arguments, and
-    that the sites' own processes are to be attached. It begins when all sites are connected.
-
-    Args:
-        opened: From ``session``.
-        name: Of the job.
-        sites: Names of its sites.
-        controller: Import path of the workflow's class, one that the server allows.
-        arguments: JSON-able arguments of it.
-        heartbeat_interval: Seconds between two signs of life of a site's process.
-        heartbeat_timeout: Seconds without one after which it counts as dead.
-
-    Raises:
-        ValueError: The name is none that may become part of a path.
+    The job is configuration alone: which workflow, one that the server allows, runs there by its
+    import path, with which JSON-able arguments, and that the sites' own processes are to be
+    attached. It begins when all sites are connected. Heartbeats are in seconds, between two signs
+    of life of a site's process and until it counts as dead.
     """
     meta = {
         "name": check_name(name, "a job's name"),

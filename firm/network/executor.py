@@ -10,11 +10,7 @@ class SiteExecutor(ClientAPIExecutor):
     """Passes a job's tasks on to the process that the site has started itself.
 
     FLARE's own executor can also start a command or a script that a job names; of this one a job
-    sets nothing but how often the two processes look after each other.
-
-    Args:
-        heartbeat_interval: Seconds between two signs of life of the site's process.
-        heartbeat_timeout: Seconds without one after which it counts as dead.
+    sets nothing but how often, in seconds, the two processes look after each other.
     """
 
     def __init__(self, heartbeat_interval: float, heartbeat_timeout: float) -> None:

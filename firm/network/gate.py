@@ -73,9 +73,7 @@ Arguments = Sequence[tuple[str, Any]]
 class AppGate(AppValidator):
     """Refuses a job whose folder contains anything but what this party allows.
 
-    Args:
-        controller: Import path of the one workflow, at the server; empty at a site.
-        arguments: What it may be called with.
+    The server allows one workflow, with the arguments that it may be called with.
     """
 
     def __init__(self, controller: str = "", arguments: Arguments = ()) -> None:
@@ -149,12 +147,7 @@ class SiteGate(_Gate, ClientProcessJobLauncher):
 
 
 class ServerGate(_Gate, ServerProcessJobLauncher):
-    """The gate of a server, which also carries out no other command than those of ``COMMANDS``.
-
-    Args:
-        controller: Import path of the one workflow.
-        arguments: What it may be called with.
-    """
+    """The gate of a server, which also carries out no other command than those of ``COMMANDS``."""
 
     def __init__(self, controller: str, arguments: Arguments) -> None:
         super().__init__(server_app(controller, dict(arguments)))

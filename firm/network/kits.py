@@ -97,10 +97,7 @@ def provision(
 def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) -> None:
     """Prepares a server's kit where it lies: its storage, and the one workflow that may run.
 
-    Args:
-        kit: The server's kit.
-        controller: Import path of the workflow's class.
-        arguments: What it may be called with, JSON-able; ``jobs.NAME`` stands for any name.
+    The JSON-able arguments are those that it may be called with; ``jobs.NAME`` stands for any name.
     """
     allowed = {"controller": controller, "arguments": [list(pair) for pair in arguments.items()]}
     resources = _resources(kit, builds=controller, gate="ServerGate", arguments=allowed)

@@ -11,15 +11,11 @@ from firm.run.checkpoint import load_state, save_state
 
 
 class DiskStates:
-    """Keeps clients' states in a folder, for the last rounds; implements ``ClientStates``.
+    """Keeps clients' states in a run's folder, for the last rounds; implements ``ClientStates``.
 
-    A site that is killed and started again goes on with the same states. One is written as a whole
-    or not at all.
-
-    Args:
-        folder: Of one run.
-        num_kept: Accepted states that are kept of each client, so that a server that falls back to
-            an older checkpoint finds those that it needs.
+    A site that is killed and started again goes on with the same states, each written as a whole or
+    not at all. Of each client the last ``num_kept`` accepted ones stay, so that a server that falls
+    back to an older checkpoint finds those that it needs.
     """
 
     def __init__(self, folder: Path, *, num_kept: int = 3) -> None:

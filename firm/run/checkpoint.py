@@ -35,12 +35,8 @@ def save_state(path: str | Path, state: State) -> None:
     """Writes a state to the folder `path`, as a whole or not at all.
 
     A folder that exists is replaced; between two renames it is absent for a moment, so whoever
-    needs a state at every moment gives each its own folder.
-
-    Args:
-        path: Folder to be; its parent is made when absent.
-        state: Nested dictionaries (keys: strings or integers), lists and tuples of dense tensors,
-            numbers, strings, bools and None. Tensors come back on the CPU, detached.
+    needs a state at every moment gives each its own folder. What a state may hold, `encode` says;
+    tensors come back on the CPU, detached.
 
     Raises:
         ValueError: The state holds something else; the message says where.

@@ -149,12 +149,8 @@ class Run:
     ) -> Self:
         """Returns the run at its latest checkpoint, or at its start without one.
 
-        What was logged after that checkpoint is cut off.
-
-        Args:
-            path: Directory of the run.
-            config: The resolved configuration, which must be the run's own.
-            ignore: Key paths that may differ all the same, with everything below them.
+        What was logged after that checkpoint is cut off. Key paths in ``ignore``, with everything
+        below them, may differ from the run's own configuration.
 
         Raises:
             UserError: There is no run at `path`, another process writes to it, it has another
@@ -295,13 +291,8 @@ class Run:
     ) -> Path:
         """Writes the state after a round, and returns the checkpoint's folder.
 
-        Of all checkpoints the last ones stay, and the first one with the highest quality.
-
-        Args:
-            round: Rounds that are complete.
-            state: All that is needed to go on.
-            keep_last: How many checkpoints stay, at least 1.
-            quality: How good the model is, larger is better; None when it is not measured.
+        Of all checkpoints the last ones stay, and the first one with the highest quality (larger is
+        better; None when it is not measured).
 
         Raises:
             ValueError: The quality is not finite.

@@ -185,14 +185,10 @@ def print_table(
 ) -> None:
     """Prints an aligned table; in a pipe it is as wide as it needs to be.
 
-    Line ends in a cell, and what a terminal would obey, are shown as escapes.
-
-    Args:
-        title: Stands above the table, in one line; line ends before it leave room.
-        header: One heading per column; no line of headings where all are empty.
-        rows: Cells; floats are shown with three decimals, None as "-". The first column is aligned
-            left, the others right.
-        console: Where to write; standard output when None.
+    The title stands above the table, in one line; line ends before it leave room. Floats are shown
+    with three decimals, None as "-"; the first column is aligned left, the others right. Without
+    any heading there is no line of headings. Line ends in a cell, and what a terminal would obey,
+    are shown as escapes.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:

@@ -60,13 +60,9 @@ class Sweep:
         *,
         resume: bool,
     ) -> Self:
-        """Returns a new sweep, or the one that is there if it is of this configuration.
+        """Returns a new sweep, or with `resume` the one that is there for this configuration.
 
-        Args:
-            path: The folder; absent or empty for a new sweep.
-            config: The resolved configuration as plain data.
-            points: What distinguishes each point, plain data by the point's name.
-            resume: Whether a sweep that is there is taken up.
+        Configuration and points, by name what distinguishes each, are plain data.
 
         Raises:
             UserError: There is something else at `path`, or a sweep of another configuration or
@@ -124,14 +120,14 @@ class Sweep:
         *,
         num_workers: int = 1,
     ) -> Iterator[Outcome]:
-        """Runs points that are not done; yields each as it ends.
+        """Runs points that are not done, in several processes; yields each as it ends.
 
         A point that fails leaves the others to go on. One that another process is at is left to
         that process, and not yielded.
 
         Args:
-            run: Called in another process with the path of a point's run and its settings: a
-                function of a module. It takes up the run that is there, if any.
+            run: Called with the path of a point's run and its settings: a function of a module. It
+                takes up the run that is there, if any.
             settings: Plain data by point; the others are left alone.
             num_workers: Processes that work at once.
         """

@@ -66,13 +66,8 @@ class TrackingConfig:
 class Tracker:
     """Forwards the rows of metrics.jsonl to W&B; does nothing where tracking is disabled.
 
-    Args:
-        config: Whether and where.
-        run_path: The run's directory; W&B's files go to `wandb/` in it.
-        run_config: The resolved configuration, shown beside the metrics.
-        objectives: Names of the M objectives, which become the names of per-objective series.
-        name: W&B's name of the run; by default that of the directory.
-        group: What W&B puts the run together with where the configuration does not say.
+    Its files go to `wandb/` in the run's directory, which names the run by default. The
+    configuration is shown beside the metrics; its own group counts before ``group``.
     """
 
     def __init__(
@@ -131,12 +126,10 @@ class Tracker:
     def log_points(
         self, title: str, rows: Sequence[Mapping[str, Any]], *, summary: Mapping[str, float]
     ) -> None:
-        """Shows what several runs came to: a table, their trade-off planes, and figures in all.
+        """Shows what several runs came to: a table, their trade-off planes, and a summary.
 
-        Args:
-            title: Opens the names of the table, the planes and the figures.
-            rows: One per run, with the objectives' names among the keys.
-            summary: Figures on all of them, by name; they stand in the run's summary.
+        The rows, one per run, have the objectives' names among the keys; all names begin with the
+        title.
         """
         if not self._run:
             return

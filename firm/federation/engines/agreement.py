@@ -31,14 +31,7 @@ class Refused(PermissionError):
 
 
 class Agreement:
-    """What a site does for a server.
-
-    Args:
-        strategy: The run's strategy, as the site has it.
-        objectives: Names of the run's objectives, in order.
-        num_rounds: Rounds of the run.
-        clients: The site's own clients.
-    """
+    """What a site does for a server, by the run's strategy as the site has it."""
 
     def __init__(
         self,
@@ -90,14 +83,13 @@ class Agreement:
 
 def _difference(path: str, own: Any, asked: Any) -> str | None:
     """Returns how a request differs from what was agreed, in words; None if it does not."""
-    if isinstance(own, PrivacyConfig) and isinstance(asked, PrivacyConfig):
-        own, asked = asdict(own), asdict(asked)
-    if isinstance(own, Mapping) and isinstance(asked, Mapping) and own.keys() == asked.keys():
+    own, asked = _plain(own), _plain(asked)
+    if own == asked:
+        return None
+    if isinstance(own, dict) and isinstance(asked, dict) and own.keys() == asked.keys():
         differences = (_difference(f"{path}.{name}", own[name], asked[name]) for name in own)
         return next(filter(None, differences), None)
-    if _plain(own) == _plain(asked):
-        return None
-    return f"{path} must be {shown(_plain(own))}, as agreed, got {shown(_plain(asked))}"
+    return f"{path} must be {shown(own)}, as agreed, got {shown(asked)}"
 
 
 def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,23 +201,15 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
         return []
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        row = _row(line)
-        if row is None:
+        try:
+            row = json.loads(line)
+            required = {"refusal": set(), "answer": {"client", "task"}}[row["kind"]]
+            if missing := required - row.keys():
+                raise LookupError(missing)
+        except (AttributeError, LookupError, TypeError, ValueError):
             raise ValueError(
                 f"{path}, line {number} is damaged, and with it the record of what was spent; "
                 "restore the file from a copy."
-            )
+            ) from None
         rows.append(row)
     return rows
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    is_row = isinstance(row, dict) and (
-        row.get("kind") == "refusal"
-        or (row.get("kind") == "answer" and {"client", "task"} <= row.keys())
-    )
-    return row if is_row else None

@@ -15,11 +15,11 @@ from firm.federation.serialization import pack
 class Engine(Protocol):
     """Runs tasks on clients and keeps their states, wherever they are.
 
-    A client's state is transactional. Before a task the engine returns the client to its state
-    after the last round that the server accepted (round 0 is the initial state), and keeps the
-    state that the task leaves as pending until a later request says whether it was accepted. A
-    client that is lost or refused is as if it had not been sampled. So is one that raises or hangs,
-    except that the batches it had drawn are left out (``Client.skip_failed_batches``).
+    A client's state is transactional. Before a task it is that after the last round that the server
+    accepted (0: the initial state); what the task leaves is pending until a later request says
+    whether it was accepted. A client that is lost or refused is as if it had not been sampled. So
+    is one that raises or hangs, except that the batches it had drawn are left out
+    (``Client.skip_failed_batches``).
     """
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:

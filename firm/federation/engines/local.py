@@ -37,26 +37,24 @@ MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
 class LocalEngine:
     """Runs clients one after the other, or on several threads; implements ``Engine``.
 
-    Whatever the number of workers, clients return the same as long as they share nothing that they
-    change (clients of one language model do, those of one ``fmoo.Workspace`` do not).
+    Clients return the same on any number of threads as long as they share nothing that they change
+    (clients of one language model do, those of one ``fmoo.Workspace`` do not).
 
     Args:
-        clients: All clients, with distinct names and the same objectives. Their present states
-            are those of round 0.
-        num_workers: Threads that clients run on, each client on whichever is free; 1 runs them on
-            the caller's own. Each computes with the number of threads that torch is set to when the
-            first client runs; with several workers, one is best: ``torch.set_num_threads(1)``.
-        timeout: Seconds that a client has for a task; by default as long as it takes. It is
-            interrupted then (``time_limit``), which only the program's main thread can be: calls
-            come from there, and there is one worker.
-        interrupt: Whether a client may be interrupted; if not, its process ends. Of processes that
-            work as one on a client (``Team``) one must not give up alone: it would go on with the
-            next client while the others are still at this one.
+        clients: All clients, with distinct names and the same objectives. Their present states are
+            those of round 0.
+        num_workers: Threads that clients run on; 1 is the caller's own. Each computes with the
+            number of threads that torch is set to when the first client runs; several need one
+            each: ``torch.set_num_threads(1)``.
+        timeout: Seconds after which a client is interrupted (``time_limit``); that needs calls from
+            the program's main thread, and one worker.
+        interrupt: Whether a client may be interrupted; if not, its process ends. A member of a
+            ``Team`` must not give up alone: it would go on with the next client while others are at
+            this one.
         states: Where the clients' states are kept; in memory by default.
-        on_event: Called on progress: ``on_event("client_started", client=..., round=...)`` and
-            ``on_event("client_finished", client=..., round=..., seconds=..., reason=...,
-            metrics=...)``, where the reason is None and the metrics are the update's unless the
-            client failed. Calls do not overlap.
+        on_event: Called, one call at a time, with "client_started" (client, round) and
+            "client_finished" (client, round, seconds, the reason of a failure, and an update's
+            metrics).
 
     Raises:
         ValueError: Clients with one name or different objectives, no worker, or a limit that is not
@@ -109,9 +107,6 @@ class LocalEngine:
         Any exception of a client is its failure; the traceback goes to the log at level DEBUG.
         Unless the machine is to blame (no memory, a full disk), the batches that the client had
         drawn are left out of its state from then on.
-
-        Raises:
-            RuntimeError: There is a time limit, and this is not the program's main thread.
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the program's main thread can keep a time limit.")

@@ -68,9 +68,6 @@ class Processes:
         Other libraries are not to take the processes for data-parallel copies of one training
         (Accelerate would average the gradients of different clients): after this call they see a
         single process, on a CUDA device of its own where there are some.
-
-        Raises:
-            ValueError: ``per_client`` does not divide their number.
         """
         place = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
         size = int(place.get("WORLD_SIZE", 1))
@@ -110,11 +107,7 @@ class Processes:
         return Team(self.rank % self.per_client, self.per_client, group)
 
     def send(self, message: Any, rank: int) -> None:
-        """Sends a message to another process.
-
-        Raises:
-            ProcessLost: It is gone.
-        """
+        """Sends a message to another process; raises ``ProcessLost`` when it is gone."""
         packed = torch.frombuffer(bytearray(pack(message)), dtype=torch.uint8)
         try:
             dist.send(torch.tensor([len(packed)]), rank)
@@ -232,9 +225,8 @@ class Team:
     def together(self, work: Callable[[], Result]) -> Result:
         """Returns what this member's work gave, once every member's has succeeded.
 
-        Raises:
-            RuntimeError: The work of another member failed; with its reason. A failure of one's own
-                is raised as it is. So no member waits for one that has given up.
+        An own failure is raised as it is, another member's as ``RuntimeError``; so no member waits
+        for one that has given up.
         """
         if self.size == 1:
             return work()
@@ -257,8 +249,8 @@ class Team:
 class ProcessesEngine:
     """Runs clients on the processes of a launcher; implements ``Engine`` on the server.
 
-    Updates come back in the order that was asked for, whatever process they come from, so that any
-    number of processes gives the adapter that one gives, bit for bit on the CPU.
+    Updates come back in the order that was asked for, so that any number of processes gives the
+    adapter that one gives, bit for bit on the CPU.
 
     Args:
         processes: All of them, with more than one member.
@@ -280,11 +272,7 @@ class ProcessesEngine:
         self._on_event = on_event or (lambda name, **info: None)
 
     def serve(self) -> None:
-        """Does what the server asks until it says that the run is over; for the other processes.
-
-        Raises:
-            ProcessLost: The server is gone.
-        """
+        """Does what the server asks until it says that the run is over; for the other processes."""
         while (message := self._processes.receive(0))["do"] != "stop":
             answer: Any = None
             if message["do"] == "map":

@@ -65,9 +65,8 @@ class Site:
     lets out. Whatever arrives, an answer goes back.
 
     Args:
-        build: From what the server sends at the first meeting to the engine that runs the clients,
-            in this process or in several that work together. The server learns the kind of an
-            error that it raises.
+        build: From what the server sends at the first meeting to the engine that runs the clients.
+            The server learns the kind of an error that it raises.
         clients: Their names.
         fingerprint: What must be the same at the server, as of ``SitesEngine.meet``.
         agreement: What the site does for the server.

@@ -55,24 +55,19 @@ class SitesReturned(RuntimeError):
 class SitesEngine:
     """Runs clients at their sites; implements ``Engine``.
 
-    Client states stay at their sites, which keep those of the last rounds on their own disks: what
-    a checkpoint of the server holds of them is the round alone. An answer must be a message, the
-    one that was asked for, and about the site's own clients; the strategy then checks what it says.
+    Client states stay at their sites: a checkpoint of the server holds the round alone. An answer
+    must be a message, the one that was asked for, and about the site's own clients.
 
     A site that was silent once is met again before anything else is asked of it, with a short
-    patience: one that is away for long costs little time, and one whose process was started again
-    learns what it has to know.
+    patience, so that one whose process was started again learns what it has to know.
 
     Args:
         channel: Carries the messages.
-        sites: Names of each site's clients.
+        sites: Names of each site's clients; every client is at one site.
         clients: Names of all clients, in the order in which updates are summed.
         timeout: Seconds that a site has for a task.
         meeting_timeout: Seconds that a site has to say that it is ready, after it was lost.
         on_event: Called on progress, as by ``LocalEngine``.
-
-    Raises:
-        ValueError: A client is at no site, or at two.
     """
 
     def __init__(

@@ -17,18 +17,12 @@ GRACE = 10.0
 def time_limit(seconds: float | None, name: str, *, interrupt: bool = True) -> Iterator[None]:
     """Interrupts work that takes longer than it may, and ends the process if that does not help.
 
-    Python work is interrupted wherever it is, by the signal SIGALRM. Work that waits in native code
-    cannot be: ``GRACE`` seconds later the process says so and exits with 1, so that nobody waits
-    for it.
-
-    Args:
-        seconds: The limit; None does nothing.
-        name: Whose work it is, for the messages.
-        interrupt: Whether it may be interrupted; if not, the process ends at once.
+    Python work is interrupted by the signal SIGALRM, which only the program's main thread hears.
+    Where that does not help for ``GRACE`` seconds, as with work in native code, or may not be done,
+    the process says whose work it is and exits with 1, so that nobody waits for it.
 
     Raises:
         TimeoutError: The limit has passed.
-        ValueError: This is not the program's main thread, the only one that hears of signals.
     """
     if seconds is None:
         yield

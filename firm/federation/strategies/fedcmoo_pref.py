@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
@@ -46,21 +45,16 @@ class FedCmooPrefConfig(GramConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._weights(np.eye(len(self.preference or (1.0,))), np.ones(len(self.preference or (1,))))
+        self.check(self.preference or ("",))
 
-    def check(self, objectives: Sequence[str]) -> None:
+    def check(self, objectives: Sequence[Any]) -> None:
         """Raises ``ValueError`` on a preference that does not fit these objectives."""
-        self._weights(np.eye(len(objectives)), np.ones(len(objectives)))
+        self.find_weights(np.eye(len(objectives)), np.ones(len(objectives)))
 
     def find_weights(
-        self, gram: torch.Tensor, losses: Sequence[float], active: list[int]
-    ) -> list[float]:
-        """Returns the weights of the active objectives, shape [A]; FindWeights-Pref."""
-        return self._weights(gram.numpy(), np.array(losses), active).tolist()
-
-    def _weights(
         self, gram: np.ndarray, losses: np.ndarray, active: list[int] | None = None
     ) -> np.ndarray:
+        """Returns the weights of the A active objectives, by default all, shape [A]."""
         multiples = np.array(self.preference or (1.0,) * len(gram))
         if active is not None and self.preference is not None:
             multiples = multiples[active]
@@ -89,7 +83,7 @@ def fedcmoo_pref(
     losses = [
         fmean(row[j] for row, served in estimate.losses if j in served) for j in estimate.active
     ]
-    weights = cfg.find_weights(estimate.gram, losses, estimate.active)
+    weights = cfg.find_weights(estimate.gram.numpy(), np.array(losses), estimate.active).tolist()
     names = [state.objectives[j] for j in estimate.active]
     entries = {
         "start_losses": dict(zip(names, losses, strict=True)),
