@@ -18,7 +18,6 @@ from firm.alignment.evaluation import (
 )
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
-from firm.alignment.model_card import write_model_card
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
@@ -77,5 +76,4 @@ __all__ = [
     "score",
     "select_adapter",
     "take_device",
-    "write_model_card",
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -20,7 +21,6 @@ from firm.alignment import (
     load_adapter_,
     logprobs_from,
     mismatch_alarm,
-    write_model_card,
 )
 from firm.federation import (
     Adapter,
@@ -42,6 +42,7 @@ from firm.jobs.alignment_loading import (
     load,
 )
 from firm.jobs.loop import Logbook, Round, Wing, train
+from firm.jobs.model_card import markdown_table, model_card
 from firm.report import read_record, update_report
 from firm.report.tables import Frame, Setting
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
@@ -140,13 +141,7 @@ def run_rounds(
         base, final = wing.finish(state)
         policy: Any = loaded.trainer.policy_model
         policy.save_pretrained(str(run.path / "adapter"))
-        write_model_card(
-            run.path / "adapter",
-            base_model=cfg.policy.path,
-            objectives=objectives,
-            comparison=comparison_table(base, final),
-            facts=_facts(cfg, final, run),
-        )
+        _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
     return Result(run.path, run.path / "adapter", report, base, final)
 
@@ -312,12 +307,12 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
     )
 
 
-def _facts(cfg: AlignmentConfig, final: Evaluation, run: Run) -> dict[str, Any]:
-    """Returns what the model card says of how the adapter was made."""
+def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -> ModelCard:
+    """Returns the card of the final adapter."""
     work = {"local steps per round": cfg.strategy.num_local_steps}
     if cfg.strategy.num_local_epochs is not None:
         work = {"local epochs per round": cfg.strategy.num_local_epochs}
-    return {
+    facts = {
         "strategy": cfg.strategy.name,
         "clients": cfg.num_clients,
         "rounds": cfg.rounds,
@@ -328,3 +323,17 @@ def _facts(cfg: AlignmentConfig, final: Evaluation, run: Run) -> dict[str, Any]:
         "replies per prompt": final.num_samples,
         "commit": run.record()["commit"],
     }
+    rows = [row.cells() for row in comparison_table(base, final)]
+    text = f"""A LoRA adapter trained with FIRM: federated PPO with one policy gradient per
+objective, a regularised MGDA problem inside every client, and FedAvg of the adapters.
+
+## Figures on held-out prompts
+
+Mean ± standard error over prompts; the change is paired by prompt. Scores are raw.
+
+{markdown_table(["", "base", "aligned", "change", "z"], rows)}
+
+## How it was made
+
+{markdown_table(["", ""], list(facts.items()))}"""
+    return model_card(cfg.policy.path, ", ".join(cfg.rewards), text)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from firm.alignment.hyperparameters import Departure, departures, hyperparameters
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.model_card import markdown_table
 from firm.jobs.paper_claims import (
     Section,
     figure_1,
     figure_2,
     figure_3,
     heterogeneity,
-    markdown_table,
     plain,
     table_1,
 )

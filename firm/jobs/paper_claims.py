@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from scipy.stats import spearmanr
 
+from firm.jobs.model_card import markdown_table
 from firm.jobs.paper_drawings import BETAS, PREFERENCES, WORLDS
 from firm.report import Record
 from firm.report.trajectories import (
@@ -365,9 +366,3 @@ def _replies(record: Record, which: Literal["first", "last"]) -> dict[str, dict]
 def plain(text: str) -> str:
     """Returns a text as it stands in one cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table in Markdown."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
-    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])

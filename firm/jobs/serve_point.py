@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
 from firm.fronts import Expectation, Front, Point, expected_rewards, nearest, neighbours
+from firm.jobs.model_card import markdown_table, model_card
 from firm.run import UserError, dated_folder
 from firm.run.files import whole_folder
 
@@ -132,7 +133,7 @@ def serve_point(cfg: ServeConfig) -> ServedPoint:
         return ServedPoint(front, want, parts, folders, None)
     out = cfg.out or dated_folder("merged")
     served = ServedPoint(front, want, parts, folders, out)
-    write_merged(out, folders, [share for _, share in parts], model_card(served))
+    write_merged(out, folders, [share for _, share in parts], merged_card(served))
     return served
 
 
@@ -282,52 +283,22 @@ def _shapes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in adapter.items()}
 
 
-def model_card(served: ServedPoint) -> ModelCard:
+def merged_card(served: ServedPoint) -> ModelCard:
     """Returns the card of a merged adapter: what it is made of, and what it should earn."""
     base_model = _read_settings(served.folders[0])["base_model_name_or_path"]
-    header = ModelCardData(
-        base_model=base_model,
-        library_name="peft",
-        tags=["firm", "ppo", "lora", "multi-objective", "federated", "merge"],
-    )
     parts = [
         [point.name, served.in_words(point.preference), f"{share:.4f}"]
         for point, share in served.parts
     ]
-    return ModelCard(f"""---
-{header.to_yaml()}
----
+    front, seed = served.front, served.parts[0][0].seed
+    text = f"""A LoRA adapter: the mean of {len(parts)} adapters that {front.strategy} trained
+from the same start (seed {seed}) for other preferences.
 
-# {base_model}, aligned to {served.in_words(served.want)}
-
-A LoRA adapter: the mean of {len(parts)} adapters that {served.front.strategy} trained from the same
-start (seed {served.parts[0][0].seed}) for other preferences.
-
-| adapter | trained for | share |
-|---|---|---|
-{_markdown(parts)}
+{markdown_table(["adapter", "trained for", "share"], parts)}
 
 ## Expected reward
 
 {served.evidence}
 
-| reward in [0, 1] | base | expected |
-|---|---|---|
-{_markdown(served.reward_rows)}
-
-The learned rewards say what the reward models prefer, not what is true or safe.
-
-## Use
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})
-model = PeftModel.from_pretrained(base, "path/of/this/folder")
-```
-""")
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+{markdown_table(["reward in [0, 1]", "base", "expected"], served.reward_rows)}"""
+    return model_card(base_model, served.in_words(served.want), text, "merge")

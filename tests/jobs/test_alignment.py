@@ -24,8 +24,7 @@ from firm.federation import RoundFailed
 from firm.jobs.alignment import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.report import read_record
-from firm.report.tables import rows_of as rows_of_record
-from firm.report.tables import tidy
+from firm.report.tables import Setting
 from firm.run import parse
 from firm.run.checkpoint import load_state, save_state
 from firm.run.earlier import FIGURES
@@ -196,10 +195,7 @@ def test_a_run_that_an_earlier_version_began_goes_on_in_unbroken_curves(finished
     before, after = (row for row in read_rows(out, "client") if row["client"] == "client_0")
     assert {"reward", "reward_raw"} <= before.keys()
     assert {"scores", "rewards"} <= after.keys()
-    tables = [
-        tidy(rows_of_record(record), record.objectives)
-        for record in map(read_record, (out, finished))
-    ]
+    tables = [Setting.of("run", 0, [read_record(path)]).table for path in (out, finished)]
     timed = ["seconds", "bytes_up"]  # seconds are sent, with as many digits as they have
     same = [table[~table["quantity"].isin(timed)] for table in tables]
     assert same[0].equals(same[1])
