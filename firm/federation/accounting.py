@@ -1,4 +1,4 @@
-"""What privacy a run has spent: ε at its δ, by Google's dp-accounting.
+"""The privacy that a run has spent: ε at its δ, by Google's dp-accounting.
 
 Two federations are neighbours when one client, with all its data, is replaced by another: the sum
 of their clipped deltas differs by at most 2S, so that noise of standard deviation zS is z/2 times
@@ -104,7 +104,7 @@ def spend(
     models = _models(cfg, sizes)
     statistics = {message: longest} if cfg.statistics == "noisy" else {}
     # a client is in its own rounds alone, and the fewest updates hide it least
-    models_seen = dict(_fewest(cfg, sizes, longest))
+    models_seen = _models(cfg, sorted(sizes)[:longest])
     entry = {"epsilon": _finite(_compose(models_seen, statistics, cfg.delta))}
     if len(asked) < num_clients and not has_regulars:
         sample = (len(asked), num_clients)
@@ -140,10 +140,6 @@ def _models(cfg: PrivacyConfig, sizes: Sequence[int]) -> Counter[float]:
     """
     factor = cfg.noise_multiplier / 2
     return Counter(factor * (size**0.5 if cfg.at == "client" else 1.0) for size in sizes)
-
-
-def _fewest(cfg: PrivacyConfig, sizes: Sequence[int], count: int) -> Counter[float]:
-    return _models(cfg, sorted(sizes)[:count])
 
 
 def _compose(first: Mapping[float, int], second: Mapping[float, int], delta: float) -> float:

@@ -1,7 +1,7 @@
 """The server's step: from the clients' adapters to the server's next one."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -12,8 +12,8 @@ from firm.federation.messages import Update
 Aggregation = Literal["uniform", "by_examples"]
 
 
-def shares(updates: Sequence[Update], *, by: Aggregation) -> list[int]:
-    """Returns what each client counts for, not scaled: 1 each, or the sizes of their shards.
+def shares(updates: Sequence[Any], *, by: Aggregation) -> list[int]:
+    """Returns what each client counts for, not scaled: 1 each, or the update's ``num_examples``.
 
     Raises:
         ValueError: A size is negative, or all are zero.

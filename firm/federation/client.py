@@ -18,7 +18,8 @@ Adapter = dict[str, torch.Tensor]
 """The trained parameters by name: detached CPU float tensors, always in the same order."""
 
 State = dict[str, Any]
-"""What a checkpoint can hold: nested dicts and lists of tensors, numbers, strings, bools, None."""
+"""The contents of a checkpoint: nested dicts and lists of tensors, numbers, strings, bools, None.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Gradients:
     losses: torch.Tensor
     """Loss of each objective, shape [M]."""
     aux: Any = None
-    """What the client's own ``step`` needs beside (a critic's gradients, say); opaque here."""
+    """Opaque input of the client's own ``step``, such as a critic's gradients."""
 
 
 class Batch(Protocol):
@@ -170,7 +171,7 @@ def missing(client: str, capability: Capability, *, strategy: str = "the strateg
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client answered, and the serialized bytes that went each way."""
+    """A client's answer, and the serialized bytes that went each way."""
 
     client: str
     content: Any
@@ -196,7 +197,7 @@ class Failure:
     """Kind of the error and the machine's number for it, which quote no data; empty where there was
     no error."""
     cause: BaseException | None = field(default=None, compare=False)
-    """What was raised, where that happened in this process."""
+    """The exception, where it was raised in this process."""
 
 
 class ProcessLost(RuntimeError):

@@ -117,7 +117,7 @@ class Estimate:
     """n / |R_j|, which makes a mean over all clients one over those that serve j; 0 where nobody
     does; shape [M]."""
     clients: list[str]
-    """Who trains."""
+    """Names of the clients that train."""
     num_skipped: int = 0
     """Batches that the training leaves out, since they were used for the matrix."""
     also: tuple[str, ...] = ()
@@ -148,11 +148,10 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
     replies = _jacobians(this_round, this_round.sampled, fields, state, cfg)
     if cfg.communication == "two_way":
         messages = {reply.client: _message(reply) for reply in replies}
-        answer = broadcast(
-            list(messages.values()),
-            _compressor(cfg, next(iter(messages.values()))),
-            generator=torch.Generator().manual_seed(fields["seed"]),
-        )
+        budget = int(cfg.upload_budget * next(iter(messages.values())).shape[1])
+        compressor: Any = COMPRESSORS[cfg.compressor]
+        generator = torch.Generator().manual_seed(fields["seed"])
+        answer = broadcast(list(messages.values()), compressor(budget), generator=generator)
         correction = {**fields, "broadcast": message_to_dict(answer)}
         corrections = this_round.ask(
             this_round.request(CorrectionRequest, correction), list(messages)
@@ -273,11 +272,6 @@ def _mean_jacobian(replies: Sequence[Reply]) -> torch.Tensor:
 
 def _message(reply: Reply) -> Message:
     return message_from_dict(reply.content.message)
-
-
-def _compressor(cfg: GramConfig, message: Message) -> Any:
-    compressor: Any = COMPRESSORS[cfg.compressor]
-    return compressor(int(cfg.upload_budget * message.shape[1]))
 
 
 def _jacobians(

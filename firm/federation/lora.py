@@ -92,7 +92,10 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
             "the adapter has no pair lora_A and lora_B whose products could be averaged, first "
             f"{next(iter(first), None)!r}; set lora_mean to factors."
         )
-    mean = {name: _plain_mean(name, adapters, weights) for name in first}
+    mean = {}
+    for name in first:
+        terms = [w * adapter[name].double() for adapter, w in zip(adapters, weights, strict=True)]
+        mean[name] = torch.stack(terms).sum(dim=0) / sum(weights)
     for pair in pairs:
         product = mean_product(pair, adapters, weights)
         mean[pair.a], mean[pair.b] = _factors(product, mean[pair.a], mean[pair.b])
@@ -106,11 +109,6 @@ class Product:
     left: torch.Tensor  # [out, k]
     core: torch.Tensor  # [k, l], both at most C r
     right: torch.Tensor  # [in, l]
-
-
-def _plain_mean(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> torch.Tensor:
-    terms = [w * adapter[name].double() for adapter, w in zip(adapters, weights, strict=True)]
-    return torch.stack(terms).sum(dim=0) / sum(weights)
 
 
 def mean_product(pair: LoraPair, adapters: Sequence[Adapter], weights: Sequence[float]) -> Product:

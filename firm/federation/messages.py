@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Message:
-    """What travels between a server and a client; each field's annotation has its schema.
+    """A message between a server and a client; each field's annotation has its schema.
 
     Attributes:
         column_fields: Names of the fields whose tensors grow with a Jacobian's columns.
@@ -81,7 +81,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """What a client answers; unknown fields are left out and counted."""
+    """A client's answer to a request; unknown fields are left out and counted."""
 
     @classmethod
     def read(cls, content: Any, reading: Reading) -> Self:
@@ -96,7 +96,7 @@ class Answer(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Message):
-    """What a server asks of clients; to each client goes what concerns it alone.
+    """A server's request to clients, each of which receives only its own part.
 
     Attributes:
         task: Name of the registered task that carries it out; no code travels.
@@ -158,7 +158,7 @@ DECIDED_BY_SERVER = "decided by the server"
 
 @dataclass(frozen=True)
 class Update(Answer):
-    """What a client sends after its local training."""
+    """The answer to a local training."""
 
     client: Annotated[str, Text()]
     adapter: Annotated[Adapter, Parameters()]

@@ -1,4 +1,4 @@
-"""What came from outside, made safe to show on a terminal and to use as the name of a file.
+"""Texts from outside, made safe for a terminal and as the name of a file.
 
 A site's reasons, the names in a stranger's files and those in a job's configuration pass through
 here once, where they enter the program.
@@ -22,13 +22,9 @@ def printable(text: object, *, max_length: int = 500) -> str:
     """
     shown = str(text)[: max_length + 1]
     escaped = "".join(
-        character if character.isprintable() else _escaped(character) for character in shown
+        character if character.isprintable() else ascii(character)[1:-1] for character in shown
     )
     return escaped if len(escaped) <= max_length else escaped[: max_length - 1] + "…"
-
-
-def _escaped(character: str) -> str:
-    return ascii(character)[1:-1]
 
 
 def check_name(name: str, what: str) -> str:

@@ -1,7 +1,7 @@
-"""Who owns which examples: partitions of a data set among clients.
+"""Partitions of a data set's examples among clients.
 
-No example goes to two clients, and each client's indices are in rising order. Every example goes
-to a client, but where sizes are fixed or clients are chosen.
+No example goes to two clients, and each client's indices are in rising order. Every example goes to
+a client, but where sizes are fixed or clients are chosen.
 """
 
 from collections.abc import Hashable, Sequence

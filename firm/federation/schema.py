@@ -45,7 +45,7 @@ class Invalid(ValueError):
 
 @dataclass
 class Reading:
-    """What a message is read against, and what was left out of it."""
+    """The context in which a message is read, and what was left out of it."""
 
     objectives: Sequence[str]
     adapter: Mapping[str, torch.Tensor]

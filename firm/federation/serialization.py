@@ -29,7 +29,7 @@ _MALFORMED = (
     TypeError,
     ValueError,
 )
-"""What reading bytes that are no message can raise on the way."""
+"""Errors that reading can raise on bytes that are no message."""
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:

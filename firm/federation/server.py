@@ -26,7 +26,7 @@ from firm.federation.strategy import StrategyConfig
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the server carries from round to round."""
+    """The server's state from round to round."""
 
     adapter: Adapter
     """Parameters of the global model's adapter, θ_t."""
@@ -39,7 +39,7 @@ class ServerState:
     accepted: dict[str, int] = field(default_factory=dict)
     """The last round whose update was accepted, by client; clients without one are absent."""
     memory: State = field(default_factory=dict)
-    """What a strategy itself carries from round to round, such as the last round's weights."""
+    """A strategy's own state from round to round, such as the last round's weights."""
 
     def advance(
         self, adapter: Adapter, clients: Sequence[str], *, memory: State | None = None
@@ -188,6 +188,7 @@ def round_metrics(
     updates = [reply.content for reply in replies]
     norms = [row for update in updates for row in update.metrics.get("gradient_norms", ())]
     ratio = median(map(norm_ratio, norms)) if norms else inf
+    dropped = {reply.client: reply.dropped for reply in replies if reply.dropped}
     return {
         "round": {
             "kind": "round",
@@ -200,7 +201,7 @@ def round_metrics(
             "bytes_down": sum(item.bytes_down for item in [*replies, *failures]),
             "bytes_up": sum(item.bytes_up for item in [*replies, *failures]),
             **_spread(before.objectives, updates),
-            **_dropped(replies),
+            **({"dropped_fields": dropped} if dropped else {}),
             "drift": drift([update.adapter for update in updates], after.adapter, before.adapter),
             "norm_ratio": ratio if isfinite(ratio) else None,
             **_gram_metrics([update for update in updates if "gram" in update.metrics]),
@@ -218,11 +219,6 @@ def round_metrics(
             for reply in replies
         ],
     }
-
-
-def _dropped(replies: Sequence[Reply]) -> dict[str, dict[str, int]]:
-    counts = {reply.client: reply.dropped for reply in replies if reply.dropped}
-    return {"dropped_fields": counts} if counts else {}
 
 
 def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What an engine can ask of a client, by name: the name travels, never code."""
+"""The tasks that an engine can ask of a client, by name: the name travels, never code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Task:
     function: Callable[[Client, Any], Answer]
     """From a client and the request to the answer."""
     request: type[Request]
-    """What the server sends."""
+    """The message that asks for it."""
 
 
 TASKS: dict[str, Task] = {}

@@ -126,9 +126,9 @@ class LocalTraining(Request):
     skipped_batches: SkippedBatches = 0
     """Batches that are drawn and left before the first one that is used."""
     factors: Annotated[list[float], PerObjective(Number(0))] | None = None
-    """What each objective's fixed weight is multiplied by, shape [M]."""
+    """Factor of each objective's fixed weight, shape [M]."""
     privacy: PrivacyConfig | None = None
-    """What may leave the client."""
+    """Limits of what leaves the client."""
 
     @property
     def num_trainings(self) -> int:

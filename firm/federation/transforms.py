@@ -1,4 +1,4 @@
-"""What a server does with a round's updates: transformations that are composed, as in optax.
+"""The server's step from a round's updates: transformations that are composed, as in optax.
 
 Some change which updates count and for how much, one takes their mean, others change the mean. Each
 checks for itself what it can follow.
@@ -35,11 +35,11 @@ class ServerStep:
     num_refused: int
     """Clients whose answers were refused."""
     memory: State
-    """What the strategy carries from round to round."""
+    """The strategy's memory from round to round."""
     weights: Sequence[float] = ()
-    """What each update counts for, not scaled."""
+    """Weight of each update, not scaled."""
     lengths: Sequence[float] | None = None
-    """What each update is divided by; None leaves them as they are."""
+    """Divisor of each update; None leaves them as they are."""
     adapter: Adapter = field(default_factory=dict)
     """θ_{t+1}, once there is a mean."""
     learning_rate: float = 1.0
@@ -130,7 +130,7 @@ class Mean:
     """Takes the weighted mean of the updates; see ``server_step``."""
 
     of: LoraMean = "factors"
-    """What of a LoRA layer is averaged."""
+    """The part of a LoRA layer that is averaged."""
     learning_rate: float = 1.0
     """η, inside the sum."""
 

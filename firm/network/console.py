@@ -1,4 +1,4 @@
-"""What an administrator does from afar: submit a run, watch it, stop it."""
+"""An administrator's actions from afar: submit a run, watch it, stop it."""
 
 import contextlib
 import io

@@ -26,7 +26,7 @@ from firm.network.wire import TASK, from_model, to_model
 logger = logging.getLogger(__name__)
 
 REASON, RESTART = "the run ended early: ", "the run is to be started again: "
-"""What stands before the reason in the server's log."""
+"""Prefixes of the reason in the server's log."""
 
 RETURNED = "firm.returned"
 """The command by which an administrator tells a running job of sites that are back."""
@@ -106,8 +106,8 @@ class FlareChannel:
         self._controller = controller
         self._returned: list[str] = []
         self.transcript = Transcript(sys.stdout)
-        self._engine.register_app_command(RETURNED, self._told_of_returned)
-        self._engine.register_app_command(SAID, self._asked_what_was_said)
+        self._engine.register_app_command(RETURNED, self._note_returned)
+        self._engine.register_app_command(SAID, self._lines_since)
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
         """Returns what each site answered, or why it did not; see ``Channel``.
@@ -115,13 +115,13 @@ class FlareChannel:
         Raises:
             Stopped: Somebody stopped the job meanwhile.
         """
-        found: dict[str, bytes | Lost] = {}
+        answers: dict[str, bytes | Lost] = {}
         changed = threading.Condition()
 
         def received(site: str, client_task: ClientTask, fl_ctx: FLContext) -> None:
             answer, client_task.result = _read(client_task.result), None
             with changed:
-                found.setdefault(site, answer)
+                answers.setdefault(site, answer)
                 changed.notify()
 
         tasks = {}
@@ -139,7 +139,7 @@ class FlareChannel:
         next_look, missed = time.monotonic() + _LOOK, set[str]()
         while time.monotonic() < deadline:
             with changed:
-                waiting = [site for site in messages if site not in found]
+                waiting = [site for site in messages if site not in answers]
                 if not waiting:
                     break
                 changed.wait(min(0.2, deadline - time.monotonic()))
@@ -149,15 +149,15 @@ class FlareChannel:
                 missed_before, missed = missed, self._missing(waiting)
                 with changed:
                     for site in missed & missed_before:  # a connection may break and come back
-                        found.setdefault(site, Lost("it is not connected"))
+                        answers.setdefault(site, Lost("it is not connected"))
                 next_look = time.monotonic() + _LOOK
         with changed:
-            for site in messages.keys() - found.keys():
-                found[site] = Lost(f"no answer within {timeout:g} s")
-            for site, answer in found.items():
+            for site in messages.keys() - answers.keys():
+                answers[site] = Lost(f"no answer within {timeout:g} s")
+            for site, answer in answers.items():
                 if isinstance(answer, Lost):
                     self._controller.cancel_task(tasks[site], fl_ctx=self._context)
-            return {site: found[site] for site in messages}
+            return {site: answers[site] for site in messages}
 
     def returned(self) -> list[str]:
         """Returns the sites that are connected again: FLARE gives them no part in a running job."""
@@ -166,13 +166,11 @@ class FlareChannel:
     def close(self) -> None:
         """Lets the sites go; they hear of the job's end by FLARE."""
 
-    def _told_of_returned(self, topic: str, told: Any, fl_ctx: FLContext) -> dict[str, Any]:
-        self._returned = [printable(site, max_length=MAX_NAME) for site in told["sites"]]
+    def _note_returned(self, topic: str, returned: Any, fl_ctx: FLContext) -> dict[str, Any]:
+        self._returned = [printable(site, max_length=MAX_NAME) for site in returned["sites"]]
         return {"returned": self._returned}  # FLARE takes an empty answer for none
 
-    def _asked_what_was_said(
-        self, topic: str, asked: dict[str, int], fl_ctx: FLContext
-    ) -> dict[str, Any]:
+    def _lines_since(self, topic: str, asked: dict[str, int], fl_ctx: FLContext) -> dict[str, Any]:
         return {"lines": self.transcript.lines[asked["num_heard"] :]}
 
     def _missing(self, sites: list[str]) -> set[str]:

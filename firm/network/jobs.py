@@ -138,8 +138,8 @@ def problem_of_app(folder: Path, allowed: App) -> str | None:
             return _refused(f"the file {name}", "is missing")
         try:
             with files[name].open("rb") as file:
-                found = _parse(file.read(_MAX_BYTES + 1))
-            if problem := _difference(found, content, Path(name).name):
+                value = _parse(file.read(_MAX_BYTES + 1))
+            if problem := _difference(value, content, Path(name).name):
                 return problem
         except (ValueError, RecursionError) as error:
             return _refused(f"the file {name}", f"cannot be read: {printable(error)}")
@@ -184,49 +184,49 @@ def _parse(content: bytes) -> Any:
     return json.loads(content.decode("utf-8"), object_pairs_hook=unique)
 
 
-def _difference(found: Any, allowed: Any, where: str) -> str | None:
+def _difference(value: Any, allowed: Any, where: str) -> str | None:
     """Returns what of a value is not allowed, by the kind of what allows it; None if nothing."""
     parts: list[tuple[Any, Any, str]] = []
     match allowed:
         case Free():
             return None
         case Between(low, high):
-            number = isinstance(found, int | float) and not isinstance(found, bool)
-            if not number or not low <= found <= high:  # NaN is in no range
-                return _refused(where, f"must be from {low:g} to {high:g}", found)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not low <= value <= high:  # NaN is in no range
+                return _refused(where, f"must be from {low:g} to {high:g}", value)
         case Names():
-            if not isinstance(found, list) or not all(map(_is_name, found)):
-                return _refused(where, "must be a list of names", found)
+            if not isinstance(value, list) or not all(map(_is_name, value)):
+                return _refused(where, "must be a list of names", value)
         case str() if allowed == NAME:
-            if not _is_name(found):
-                return _refused(where, "must be a name", found)
+            if not _is_name(value):
+                return _refused(where, "must be a name", value)
         case dict():
-            if not isinstance(found, dict):
-                return _refused(where, "must be a mapping", found)
-            if strange := sorted(map(str, found.keys() - allowed.keys())):
+            if not isinstance(value, dict):
+                return _refused(where, "must be a mapping", value)
+            if strange := sorted(map(str, value.keys() - allowed.keys())):
                 key = printable(strange[0], max_length=100)
                 return _refused(f"{where}.{key}", "may not be there")
-            if missing := [key for key in allowed if key not in found]:
+            if missing := [key for key in allowed if key not in value]:
                 return _refused(f"{where}.{missing[0]}", "is missing")
-            parts = [(found[key], value, f"{where}.{key}") for key, value in allowed.items()]
+            parts = [(value[key], rule, f"{where}.{key}") for key, rule in allowed.items()]
         case list():
-            if not isinstance(found, list) or len(found) != len(allowed):
-                return _refused(where, f"must have {len(allowed)} entries", found)
-            pairs = enumerate(zip(found, allowed, strict=True))
-            parts = [(mine, value, f"{where}[{index}]") for index, (mine, value) in pairs]
-        case _ if type(found) is not type(allowed) or found != allowed:
-            return _refused(where, f"must be {allowed!r}", found)
+            if not isinstance(value, list) or len(value) != len(allowed):
+                return _refused(where, f"must have {len(allowed)} entries", value)
+            pairs = enumerate(zip(value, allowed, strict=True))
+            parts = [(item, rule, f"{where}[{index}]") for index, (item, rule) in pairs]
+        case _ if type(value) is not type(allowed) or value != allowed:
+            return _refused(where, f"must be {allowed!r}", value)
     return next(filter(None, (_difference(*part) for part in parts)), None)
 
 
-def _is_name(found: Any) -> bool:
+def _is_name(value: Any) -> bool:
     try:
-        check_name(found, "it")
+        check_name(value, "it")
     except ValueError:
         return False
     return True
 
 
-def _refused(what: str, why: str, *found: Any) -> str:
-    got = f", got {printable(repr(found[0]), max_length=100)}" if found else ""
+def _refused(what: str, why: str, *received: Any) -> str:
+    got = f", got {printable(repr(received[0]), max_length=100)}" if received else ""
     return f"the job is refused: {what} {why}{got}"

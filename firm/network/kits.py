@@ -1,4 +1,4 @@
-"""What each party of a network installs: keys, addresses, and what it allows.
+"""The kit of each party of a network: keys, addresses, and what it allows.
 
 Kits are made by FLARE's own provisioning; here stands what our job needs of them and, above all,
 what it does not: no kit runs code that comes with a job, and no component but ours.
@@ -23,7 +23,7 @@ from firm.network.jobs import EXECUTOR
 from firm.network.link import write_profile
 
 ADMIN = "admin@firm.org"
-"""Who submits runs."""
+"""The party that submits runs."""
 
 SERVER_RIGHTS = (
     "submit_job",

@@ -39,8 +39,8 @@ class DiskStates:
             shutil.rmtree(self._path(client, round))
 
     def _rounds(self, client: str) -> list[int]:
-        found = (re.fullmatch(r"round_(\d+)", path.name) for path in self._of(client).glob("*"))
-        return sorted(int(match[1]) for match in found if match)
+        names = (re.fullmatch(r"round_(\d+)", path.name) for path in self._of(client).glob("*"))
+        return sorted(int(match[1]) for match in names if match)
 
     def _path(self, client: str, round: int) -> Path:
         return self._of(client) / f"round_{round:06d}"

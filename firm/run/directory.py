@@ -172,10 +172,10 @@ class Run:
     def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
         check_not_held(self.path)
         self.record()
-        if found := differences(self.settings(), config, ignore):
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        if changed := differences(self.settings(), config, ignore):
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise UserError(
-                f"the run at {self.path} has another configuration: {', '.join(found[:3])}"
+                f"the run at {self.path} has another configuration: {', '.join(changed[:3])}"
                 f"{more}; resume with its config.yaml or choose another path."
             )
         for name, length in _log_lengths(self._latest_envelope()).items():
@@ -195,7 +195,8 @@ class Run:
             if log.exists() and log.stat().st_size > length:
                 os.truncate(log, length)
                 sync(log)
-        self._qualities = self._qualities_on_disk(envelope)
+        qualities = envelope.get("scores", {}) if envelope else {}
+        self._qualities = {n: qualities[n] for n, _ in self._checkpoints() if n in qualities}
         record["status"] = "running"
         record.setdefault("resumed", []).append(session())
         replace_text(self.path / _RUN, json.dumps(record, indent=2))
@@ -303,7 +304,7 @@ class Run:
                 f"the quality of round {round} must be finite, got {quality}: pass None where it "
                 "is not measured."
             )
-        path = self._folder(round)
+        path = self.path / "checkpoints" / f"round_{round:04d}"
         log_bytes = {}
         comfort = "older ones are whole: " if self._checkpoints() else ""
         with file_errors(f"the checkpoint of round {round} in {path.parent}", comfort):
@@ -365,14 +366,6 @@ class Run:
                 "from a copy, or start a new run."
             )
         return None
-
-    def _qualities_on_disk(self, envelope: State | None) -> dict[int, float]:
-        qualities = envelope.get("scores", {}) if envelope else {}
-        numbers = [number for number, _ in self._checkpoints()]
-        return {number: quality for number, quality in qualities.items() if number in numbers}
-
-    def _folder(self, round: int) -> Path:
-        return self.path / "checkpoints" / f"round_{round:04d}"
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """Returns round and folder of all checkpoints, whole or not, by rising round."""

@@ -179,19 +179,19 @@ def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Ro
     for number, row in enumerate(rows, start=1):
         is_second = bool(header) and isinstance(row, dict) and row.get("kind") == "run"
         objectives = header.get("objectives")
-        found, problems = valid_row(
+        checked, problems = valid_row(
             row,
             kind=kind,
             num_objectives=None if objectives is None else len(objectives),
             last_round=header.get("rounds"),
         )
-        if is_second or found is None:
+        if is_second or checked is None:
             left_out.append(f"row {number}: {_short(row)}")
             continue
         left_out += problems
-        valid.append(found)
-        if found.get("kind") == "run":
-            header = found
+        valid.append(checked)
+        if checked.get("kind") == "run":
+            header = checked
     return valid, left_out
 
 
@@ -225,11 +225,11 @@ def valid_row(
     check = _Check(num_objectives)
     keys = KEYS.get(kind or "", ())
     try:
-        found = check.fields(row, Fields({"kind": Text(), "round": rounds, **shapes}, keys), "")
+        checked = check.fields(row, Fields({"kind": Text(), "round": rounds, **shapes}, keys), "")
     except _Invalid:
         return None, []
-    place = _place(found)
-    return found, [f"{path} of {place}: {value}" for path, value in check.left_out]
+    place = _place(checked)
+    return checked, [f"{path} of {place}: {value}" for path, value in check.left_out]
 
 
 class _Invalid(Exception):
@@ -273,17 +273,17 @@ class _Check:
 
     def fields(self, value: Mapping[str, Any], shape: Fields, path: str) -> Row:
         """Returns the valid fields, or raises ``_Invalid`` where a required one is missing."""
-        found = {}
+        checked = {}
         for key, item in value.items():
             own = shape.shapes.get(key, Plain())
             if item is None and not isinstance(own, Number | Plain):
                 continue  # as good as absent
             item = self._or_left_out(item, own, f"{path}{key}")
             if item is not _LEFT_OUT:
-                found[key] = item
-        if not all(key in found for key in shape.required):
+                checked[key] = item
+        if not all(key in checked for key in shape.required):
             raise _Invalid
-        return found
+        return checked
 
     def _or_left_out(self, item: Any, shape: Shape, path: str) -> Any:
         before = len(self.left_out)

@@ -1,4 +1,4 @@
-"""Who runs what: the program, its versions and its commit."""
+"""The surroundings of a run: the program, its versions and its commit."""
 
 import importlib.metadata
 import platform

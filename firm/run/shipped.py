@@ -1,4 +1,4 @@
-"""What comes with the package, found from any working directory: configurations and checkpoints."""
+"""Configurations and checkpoints that come with the package, from any working directory."""
 
 import dataclasses
 import difflib
@@ -44,18 +44,18 @@ def with_shipped_paths(value: Value) -> Value:
     Texts and paths that begin with `firm/`, and that lead nowhere from here, are made absolute
     where the package has such a file or folder.
     """
-    found: Any = value
+    result: Any = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if field.init)
         old = {name: getattr(value, name) for name in fields}
         new = {name: with_shipped_paths(each) for name, each in old.items()}
         changed = {name: each for name, each in new.items() if each != old[name]}
-        found = dataclasses.replace(value, **changed) if changed else value
+        result = dataclasses.replace(value, **changed) if changed else value
     elif isinstance(value, Mapping):
-        found = {key: with_shipped_paths(each) for key, each in value.items()}
+        result = {key: with_shipped_paths(each) for key, each in value.items()}
     elif isinstance(value, list | tuple):
-        found = type(value)(with_shipped_paths(each) for each in value)
+        result = type(value)(with_shipped_paths(each) for each in value)
     elif isinstance(value, str | Path) and str(value).startswith("firm/"):
         shipped = _ROOT / value
-        found = type(value)(shipped) if shipped.exists() and not Path(value).exists() else value
-    return found
+        result = type(value)(shipped) if shipped.exists() and not Path(value).exists() else value
+    return result

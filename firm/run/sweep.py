@@ -71,13 +71,13 @@ class Sweep:
         path = Path(path)
         asked = {"config": dict(config), "points": {n: dict(p) for n, p in points.items()}}
         if (path / SWEEP_NAME).exists():
-            found = _read(path)
+            manifest = _read(path)
             if not resume:
                 raise UserError(
                     f"there is a sweep at {path} already; continue it with --resume true or "
                     "choose another path."
                 )
-            if changed := differences({k: found[k] for k in asked}, asked):
+            if changed := differences({k: manifest[k] for k in asked}, asked):
                 more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
                 raise UserError(
                     f"the sweep at {path} is another one: {', '.join(changed[:3])}{more}; "

@@ -1,4 +1,4 @@
-"""What a site has agreed to do for a server, whatever the server asks.
+"""A site's agreement with a server, which holds whatever the server asks.
 
 A site has the run's configuration, from which every field of every request follows, but those that
 the algorithm has the server decide. A request that differs is refused, and what is carried out has
@@ -31,7 +31,7 @@ class Refused(PermissionError):
 
 
 class Agreement:
-    """What a site does for a server, by the run's strategy as the site has it."""
+    """The requests that a site carries out, by the run's strategy as the site has it."""
 
     def __init__(
         self,

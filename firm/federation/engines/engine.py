@@ -1,4 +1,4 @@
-"""What a strategy may ask of any engine."""
+"""The interface of every engine, and the registry of those that a configuration may choose."""
 
 import errno
 import os

@@ -31,7 +31,7 @@ from firm.federation.tasks import TASKS
 Result = TypeVar("Result")
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What a launcher sets for a process beside its RANK."""
+"""Variables that a launcher sets for a process beside its RANK."""
 
 _MOMENT = 0.2
 """Seconds in which a process that was gone before shows that it is, and one that is told to end now

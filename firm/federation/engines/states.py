@@ -1,4 +1,4 @@
-"""Where an engine keeps its clients' states: the accepted ones, and those that are pending."""
+"""Storage of the clients' states for an engine: the accepted ones, and those that are pending."""
 
 from typing import Protocol
 

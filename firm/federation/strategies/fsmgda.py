@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from firm.federation.aggregation import moved, server_step, update_matrix, weighted_mean
-from firm.federation.client import Adapter, Reply
+from firm.federation.aggregation import moved, server_step, shares, update_matrix, weighted_mean
+from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request, Update
 from firm.federation.rounds import Round
@@ -80,11 +80,11 @@ def fsmgda(
 
     # Δ_s is the mean over R_s, the clients that serve s
     contents = [reply.content for reply in replies]
-    means = {
-        name: _mean_update(name, contents, cfg)
-        for name in state.objectives
-        if any(name in content.updates for content in contents)
-    }
+    means = {}
+    for name in state.objectives:
+        if serving := [content for content in contents if name in content.updates]:
+            counts = shares(serving, by=cfg.aggregation)
+            means[name] = weighted_mean([content.updates[name] for content in serving], counts)
 
     # λ* = argmin ‖Σ λ_s Δ_s‖² over the simplex
     rows = update_matrix(state.adapter, list(means.values()))
@@ -99,13 +99,6 @@ def fsmgda(
     )
     combined = [_as_update(reply, state, weights) for reply in replies]
     return this_round.finish(adapter, combined, entries={"weights": weights})
-
-
-def _mean_update(name: str, contents: Sequence[ObjectiveUpdates], cfg: StrategyConfig) -> Adapter:
-    serving = [content for content in contents if name in content.updates]
-    uniform = cfg.aggregation == "uniform"
-    counts = [1 if uniform else content.num_examples for content in serving]
-    return weighted_mean([content.updates[name] for content in serving], counts)
 
 
 def _as_update(reply: Reply, state: ServerState, weights: dict[str, float]) -> Reply:

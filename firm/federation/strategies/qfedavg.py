@@ -17,7 +17,7 @@ from firm.federation.strategy import strategy
 from firm.federation.transforms import zero_updates
 
 MIN_LOSS = 1e-10
-"""What a zero loss counts as; its power q - 1 would be infinite below q = 1."""
+"""Replaces a zero loss, whose power q - 1 would be infinite below q = 1."""
 
 
 @dataclass(frozen=True)
