@@ -37,10 +37,10 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-import transformers
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
+from benchmarks.measure import quiet
 from firm.alignment import (
     LoraSettings,
     PolicyConfig,
@@ -97,10 +97,7 @@ HINDSIGHT = "own Grams, scale fitted to the truth"
 
 
 def main() -> None:
-    """Computes all Jacobians, applies all methods and prints the table."""
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     start, start_cpu = time.perf_counter(), time.process_time()
     errors: dict[str, dict[str, list[float]]] = {}  # by column and method
     costs: dict[str, dict[str, Estimate]] = {}
@@ -145,7 +142,6 @@ def methods() -> dict[str, Method]:
 
 
 def own_grams(jacobians: Sequence[torch.Tensor], seed: int) -> Estimate:
-    """The free baseline: no message at all."""
     grams = [gram_matrix(client) for client in jacobians]
     return Estimate(mean_own_gram(grams), grams[0].nbytes)
 
@@ -195,7 +191,6 @@ def two_way(compressor: Compressor) -> Method:
 
 
 def compressed(compressor: Compressor, jacobians: Sequence[torch.Tensor], seed: int) -> list[Any]:
-    """One message per client."""
     generator = torch.Generator().manual_seed(seed)
     return [
         compressor.compress(client, generator=generator, shared_seed=seed) for client in jacobians

@@ -68,8 +68,6 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is tried."""
-
     engines: list[Literal["local", "processes", "nvflare"]] = field(
         default_factory=lambda: ["local", "processes", "nvflare"]
     )
@@ -78,15 +76,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault."""
-
     engine: str
     fault: str
     seconds: float
     """Those of the faulty round beyond the fastest one, or until the run stopped."""
     rounds: list[float]
     """Seconds of each round."""
-    told: str
+    message: str
     """What the run says, of whom."""
     equal: bool | None
     """Whether the adapter is that of a run without the culprit in the rounds that it missed; None
@@ -114,16 +110,13 @@ class FaultyClient:
 
     @property
     def num_examples(self) -> int:
-        """How many examples it claims."""
         return COUNTS.get(self._fault, 0) if self._now(COUNTS) else self._client.num_examples
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Begins a round."""
         self._num_loads += 1
         self._client.load(adapter, round)
 
     def step(self, *arguments: Any, **options: Any) -> None:
-        """Steps, or does not."""
         if self._now((RAISES,)):
             raise ArithmeticError("the reward model has no memory left")
         if self._now((HANGS, KILLED)) and not self._done.exists():
@@ -134,7 +127,6 @@ class FaultyClient:
         self._client.step(*arguments, **options)
 
     def adapter(self) -> Any:
-        """What it sends."""
         adapter = self._client.adapter()
         return UPDATES[self._fault](adapter, min(adapter)) if self._now(UPDATES) else adapter
 
@@ -161,7 +153,6 @@ class Runs:
         self._calibrations = common_calibrations(self.loaded, self.cfg, folder)
 
     def clients(self, names: Sequence[str], fault: str) -> list[Any]:
-        """The clients of these names, of which one may misbehave."""
         clients = build_clients(self.loaded, self.cfg, self._calibrations, names)
         done = self.folder / f"{fault.replace(' ', '_')}.done"
         return [
@@ -192,21 +183,20 @@ class Runs:
         }
         seconds = [row["seconds"] for row in run["rounds"]]
         usual = min(seconds[number - 1] for number, lost in missed.items() if not lost)
-        told = [f for row in run["rounds"] for f in row["failures"]]
+        failures = [f for row in run["rounds"] for f in row["failures"]]
         return Outcome(
             name,
             fault,
             max(0.0, seconds[FAULTY_ROUND - 1] - usual),
             seconds,
-            f"{told[0]['client']}: {told[0]['reason']}" if told else "nothing",
+            f"{failures[0]['client']}: {failures[0]['reason']}" if failures else "nothing",
             self._reference(missed, name, fault) == run["adapter"],
         )
 
     def _reference(self, missed: Mapping[int, Collection[str]], engine: str, fault: str) -> str:
         """The adapter of honest clients of which some are not drawn, or one raises once."""
         is_own = fault in OWN or (fault == HANGS and engine != "nvflare")  # there its site is lost
-        told = {number: sorted(lost) for number, lost in missed.items()}
-        key = json.dumps([told, is_own])
+        key = json.dumps([{number: sorted(lost) for number, lost in missed.items()}, is_own])
         if key not in self._references:
             engine_alone = LocalEngine(self.clients(self.names, RAISES if is_own else ""))
             reference = self.go(engine_alone, {} if is_own else missed)
@@ -232,7 +222,6 @@ _OVERRIDES: list[tuple[str, Any]] = [
 
 
 def local(folder: Path) -> list[Outcome]:
-    """All clients in this process."""
     runs = Runs(Processes(), folder)
     return [
         runs.outcome("local", fault, LocalEngine(runs.clients(runs.names, fault), timeout=TIMEOUT))
@@ -241,7 +230,6 @@ def local(folder: Path) -> list[Outcome]:
 
 
 def processes(folder: Path) -> list[Outcome]:
-    """Two processes under torchrun."""
     out = folder / "outcomes.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     subprocess.run(
@@ -255,7 +243,6 @@ def processes(folder: Path) -> list[Outcome]:
 
 
 def member(out: Path) -> None:
-    """One of the two processes."""
     joined = Processes.join()
     runs = Runs(joined, out.parent)
     outcomes: list[Outcome] = []
@@ -270,8 +257,8 @@ def member(out: Path) -> None:
             outcomes.append(runs.outcome("processes", fault, engine))
         except RuntimeError as error:
             seconds = time.perf_counter() - start
-            told = f"the run stops: {error}"
-            outcomes.append(Outcome("processes", fault, seconds, [], told, None))
+            message = f"the run stops: {error}"
+            outcomes.append(Outcome("processes", fault, seconds, [], message, None))
         engine.close()
     if joined.is_server:
         out.write_text(json.dumps([vars(outcome) for outcome in outcomes]), encoding="utf-8")
@@ -288,7 +275,6 @@ class Program(SitesController):
         self._folder = Path(folder)
 
     def work(self, channel: FlareChannel) -> None:
-        """Writes down what became of each fault."""
         runs = Runs(Processes(), self._folder)
         outcomes = []
         for fault in FAULTS["nvflare"]:
@@ -318,12 +304,12 @@ def site_process(profile: Path, client: str, folder: Path) -> None:
             known[:] = [(message["setup"]["fault"], new_site(message["setup"]["fault"]))]
             answers.clear()
         fault, site = known[0]
-        told = site.answer(packed)
+        reply = site.answer(packed)
         if message["do"] == "map":
-            answers.append(told)
+            answers.append(reply)
             if client == CULPRIT and len(answers) == FAULTY_ROUND and fault in (EARLIER, TWICE):
-                told = answers[0] if fault == EARLIER else _twice(told)
-        return told
+                reply = answers[0] if fault == EARLIER else _twice(reply)
+        return reply
 
     def new_site(fault: str) -> Site:
         states = DiskStates(folder / "states" / fault.replace(" ", "_"))
@@ -349,7 +335,6 @@ def _twice(packed: bytes) -> bytes:
 
 
 def nvflare(folder: Path) -> list[Outcome]:
-    """A server and three sites on this machine."""
     clients = {f"site_{index}": f"client_{index}" for index in range(3)}
 
     def site_command(site: str, profile: Path) -> list[str]:
@@ -357,8 +342,9 @@ def nvflare(folder: Path) -> list[Outcome]:
         own.mkdir()
         return [sys.executable, __file__, "--site", str(profile), clients[site], str(own)]
 
-    reason = run_job(
+    outcomes = run_job(
         folder / "kits",
+        out=folder / "outcomes.json",
         name="faults",
         controller=CONTROLLER,
         arguments={"folder": str(folder)},
@@ -367,10 +353,7 @@ def nvflare(folder: Path) -> list[Outcome]:
         environment=ENVIRONMENT,
         heartbeat_timeout=8.0,
     )
-    if not (folder / "outcomes.json").exists():
-        raise RuntimeError(f"the job ended early: {reason}")
-    told = json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
-    return [Outcome(**fields) for fields in told]
+    return [Outcome(**fields) for fields in outcomes]
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -379,21 +362,20 @@ ENGINES = {"local": local, "processes": processes, "nvflare": nvflare}
 
 
 def outcomes_of(engine: str) -> list[Outcome]:
-    """What became of each fault that an engine can have."""
     with tempfile.TemporaryDirectory() as folder:
         return ENGINES[engine](Path(folder))
 
 
 def main(cfg: Config) -> None:
-    """Tries all, and prints what became of them."""
     torch.set_num_threads(1)
     rows = []
     for engine in cfg.engines:
         for outcome in outcomes_of(engine):
             adapter = {None: "–", True: "as without it", False: "ANOTHER"}[outcome.equal]
             rounds = " ".join(f"{seconds:.1f}" for seconds in outcome.rounds) or "–"
-            told = outcome.told if len(outcome.told) < 60 else f"{outcome.told[:57]}..."
-            rows.append([engine, outcome.fault, f"{outcome.seconds:.1f}", rounds, told, adapter])
+            message = outcome.message
+            message = message if len(message) < 60 else f"{message[:57]}..."
+            rows.append([engine, outcome.fault, f"{outcome.seconds:.1f}", rounds, message, adapter])
     print_table(
         "client_1 misbehaves in round 2 of 4",
         ["engine", "fault", "noticed, s", "rounds, s", "what the run says", "final adapter"],

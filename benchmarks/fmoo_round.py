@@ -87,7 +87,6 @@ Variant = Callable[[], tuple[float, float]]
 
 
 def main(data: str | None, rounds: int) -> None:
-    """Times all variants in turn, measures the memory, and prints both."""
     torch.set_num_threads(1)
     print_share("start")
     splits = load_splits(data)
@@ -122,7 +121,6 @@ def print_share(when: str) -> None:
 
 
 def load_splits(data: str | None) -> Splits:
-    """MultiMNIST where its folder is given, else two digits, with as many pairs."""
     name = "multi_mnist" if data else "two_digits"
     return load_data(DataConfig(name, path=data))
 
@@ -151,13 +149,11 @@ def all_variants(splits: Splits, stack: ExitStack) -> dict[tuple[str, str], Vari
 
 
 def new_workspace(train: TaskData) -> Workspace:
-    """The model and the data of all clients."""
     cfg = LocalConfig(lr=LEARNING_RATE, batch_size=BATCH, rotation=ROTATION)
     return Workspace(build_model(ModelConfig("lenet"), train, seed=0), train, cfg)
 
 
 def new_clients(workspace: Workspace, indices: Sequence[torch.Tensor]) -> list[SupervisedClient]:
-    """One client for each array of indices."""
     return [
         SupervisedClient(f"client_{i}", workspace, shard, seed=0) for i, shard in enumerate(indices)
     ]
@@ -171,7 +167,6 @@ def our_variant(
     cfg: Any,
     test: TaskData,
 ) -> Variant:
-    """A round on an engine."""
     names = [client.name for client in clients]
     state = ServerState(clients[0].adapter(), clients[0].objectives, seed=0)
 
@@ -211,14 +206,11 @@ class PlainLeNet(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """Logits of every objective."""
         features = self.encoder(images)
         return [head(features) for head in self.heads]
 
 
 class PlainImages(Dataset):
-    """Normalised images with their labels, one at a time."""
-
     def __init__(self, data: TaskData, indices: torch.Tensor, mean: float, std: float) -> None:
         self.data, self.indices, self.mean, self.std = data, indices, mean, std
 
@@ -232,7 +224,6 @@ class PlainImages(Dataset):
 
 
 def turned(images: torch.Tensor) -> torch.Tensor:
-    """Images at random angles."""
     angles = (2 * torch.rand(len(images)) - 1) * torch.pi * ROTATION / 180
     cosines, sines, zeros = angles.cos(), angles.sin(), torch.zeros_like(angles)
     rows = [torch.stack([cosines, -sines, zeros], 1), torch.stack([sines, cosines, zeros], 1)]
@@ -241,7 +232,6 @@ def turned(images: torch.Tensor) -> torch.Tensor:
 
 
 def losses_of(model: PlainLeNet, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of every objective, shape [M]."""
     pairs = zip(model(images), labels.unbind(1), strict=True)
     return torch.stack([functional.cross_entropy(logits, column) for logits, column in pairs])
 
@@ -270,7 +260,6 @@ class PlainLoop:
         self.new_model = lambda: PlainLeNet(shape[1], shape[2], self.num_objectives)
 
     def batches(self, client: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """As many batches, epoch after epoch."""
         while count > 0:
             for images, labels in self.loaders[client]:
                 yield turned(images), labels
@@ -289,7 +278,6 @@ class PlainLoop:
         return vector_of(local) - vector_of(model)
 
     def jacobian(self, model: PlainLeNet, client: int) -> torch.Tensor:
-        """The encoder's gradients on one batch, shape [M, d]."""
         ((images, labels),) = self.batches(client, 1)
         rows = []
         for loss in losses_of(model, images, labels):
@@ -301,7 +289,6 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, model: PlainLeNet, loader: DataLoader) -> torch.Tensor:
-        """Mean losses and accuracies, shape [2, M]."""
         model.eval()
         sums, count = torch.zeros(2, self.num_objectives), 0
         for images, labels in loader:
@@ -314,7 +301,6 @@ class PlainLoop:
         return sums / count
 
     def fsmgda(self, model: PlainLeNet, sampled: Sequence[int], cfg: FsmgdaConfig) -> torch.Tensor:
-        """The server's step, shape [d]."""
         weights = torch.eye(self.num_objectives)
         updates = [[self.update(model, client, row) for client in sampled] for row in weights]
         means = torch.stack([torch.stack(each).mean(0) for each in updates])
@@ -325,7 +311,6 @@ class PlainLoop:
     def fedcmoo(
         self, model: PlainLeNet, sampled: Sequence[int], cfg: FedCmooConfig | FedCmooPrefConfig
     ) -> torch.Tensor:
-        """The server's step, shape [d]."""
         gram = self.gram([self.jacobian(model, client) for client in sampled], cfg)
         if isinstance(cfg, FedCmooPrefConfig):
             loaders = [self.loaders[client] for client in sampled]
@@ -344,7 +329,6 @@ class PlainLoop:
     def gram(
         self, jacobians: Sequence[torch.Tensor], cfg: FedCmooConfig | FedCmooPrefConfig
     ) -> torch.Tensor:
-        """The Gram matrix of the mean Jacobian from compressed ones."""
         generator, compressor = torch.Generator().manual_seed(0), LowRankCompressor()
         messages = [compressor.compress(rows, generator=generator) for rows in jacobians]
         if cfg.communication == "one_way":
@@ -355,12 +339,10 @@ class PlainLoop:
 
 
 def vector_of(model: nn.Module) -> torch.Tensor:
-    """All parameters, shape [d]."""
     return parameters_to_vector(model.parameters()).detach()
 
 
 def plain_variant(plain: PlainLoop, cfg: Any) -> Variant:
-    """A round of the plain loop."""
     torch.manual_seed(0)
     model, names, rounds = plain.new_model(), [str(i) for i in range(NUM_CLIENTS)], 0
     step: Callable[..., torch.Tensor] = (
@@ -409,7 +391,6 @@ def memory(data: str | None, num_clients: int) -> tuple[float, float]:
 
 
 def run_round(clients: Sequence[SupervisedClient]) -> None:
-    """One round of FedCMOO on two workers."""
     names = [client.name for client in clients]
     state = ServerState(clients[0].adapter(), clients[0].objectives, seed=0)
     with closing(LocalEngine(clients, num_workers=2)) as engine:

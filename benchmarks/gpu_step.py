@@ -104,7 +104,6 @@ class Stages:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Everything inside belongs to the stage of this name."""
         if self._is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -118,7 +117,6 @@ class Stages:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Builds the checkpoints, runs both variants, and prints a table of each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

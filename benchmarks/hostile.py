@@ -86,8 +86,6 @@ AGREEMENTS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is tried."""
-
     engines: list[Literal["memory", "nvflare"]] = field(
         default_factory=lambda: ["memory", "nvflare"]
     )
@@ -127,7 +125,6 @@ NAMES = ("", "../../x", "\x1b[2J", "kind", "round", "n" * 10_000)
 
 
 def example(schema: Schema, reading: Reading) -> Any:
-    """A value that a schema accepts."""
     match schema:
         case schemas.Optional():
             return example(schema.schema, reading)
@@ -266,7 +263,6 @@ class Quadratic(Client):
         }
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Starts from an adapter."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if adapter[name].shape != parameter.shape:
@@ -275,24 +271,20 @@ class Quadratic(Client):
 
     @property
     def whole(self) -> None:
-        """The batch."""
+        return None
 
     def minibatches(self) -> Iterator[None]:
-        """One."""
         yield None
 
     def batches(self, num_steps: int) -> Iterator["Quadratic"]:
-        """The same batch in every step."""
         for _ in range(num_steps):
             yield self
 
     def gradients(self, minibatch: Any) -> Gradients:
-        """Those of the losses."""
         losses = self._losses()
         return Gradients(jacobian(losses, self._parameters.values()), losses.detach())
 
     def losses(self) -> torch.Tensor:
-        """At the present parameters, shape [M]."""
         return self._losses().detach()
 
     def _losses(self) -> torch.Tensor:
@@ -300,7 +292,6 @@ class Quadratic(Client):
         return (point - self._targets).square().sum(dim=1) / 2
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Descends."""
         direction = weights.float() @ gradients.jacobian.float()
         with torch.no_grad():
             for parameter, change in zip(
@@ -309,18 +300,15 @@ class Quadratic(Client):
                 parameter -= 0.1 * change
 
     def adapter(self) -> Adapter:
-        """The parameters."""
         return {name: value.detach().clone() for name, value in self._parameters.items()}
 
     def state(self) -> State:
-        """Nothing."""
         return {}
 
     def restore(self, state: State) -> None:
-        """Does nothing."""
+        pass
 
     def metrics(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
 
@@ -329,12 +317,10 @@ READING = Reading(OBJECTIVES, START)
 
 
 def new_state() -> ServerState:
-    """The server's state before the first round."""
     return ServerState(dict(START), objectives=OBJECTIVES, seed=0)
 
 
 def new_site(client: str, cfg: Any) -> Site:
-    """A site of one client."""
     agreement = Agreement(cfg, objectives=OBJECTIVES, num_rounds=NUM_ROUNDS, clients=[client])
     return Site(
         lambda setup: LocalEngine([Quadratic(client)]),
@@ -356,7 +342,6 @@ class MemoryChannel:
         self._answer_fns = answer_fns
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
-        """The sites' answers."""
         return {site: self._answer_fns[site](message) for site, message in messages.items()}
 
     def returned(self) -> list[str]:
@@ -364,7 +349,7 @@ class MemoryChannel:
         return []
 
     def close(self) -> None:
-        """Does nothing."""
+        pass
 
 
 # --- Hostile sites --------------------------------------------------------------------------------
@@ -402,7 +387,6 @@ def honest_answer(task: str) -> dict[str, Any]:
 
 @cache
 def mutated_answers(task: str) -> list[tuple[str, Any]]:
-    """Mutations of an honest answer to a task."""
     return list(mutated_messages(TASKS[task].request.answer, honest_answer(task), READING))
 
 
@@ -411,16 +395,15 @@ def hostile(site: Site, task: str, most: int = sys.maxsize) -> Callable[[bytes],
     answers = iter(evenly(mutated_answers(task), most))
 
     def answer(packed: bytes) -> bytes:
-        message, told = unpack(packed), unpack(site.answer(packed))
-        if message.get("task") == task and told.get("replies"):
-            told["replies"][0]["content"] = next(answers)[1]
-        return pack(told)
+        message, reply = unpack(packed), unpack(site.answer(packed))
+        if message.get("task") == task and reply.get("replies"):
+            reply["replies"][0]["content"] = next(answers)[1]
+        return pack(reply)
 
     return answer
 
 
 def evenly(items: list[tuple[str, Any]], most: int) -> list[tuple[str, Any]]:
-    """At most so many of the items, evenly chosen."""
     count = min(most, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
@@ -434,7 +417,7 @@ def try_answer(engine: SitesEngine, task: str, what: str) -> Outcome:
         beta_alarm([*rows["clients"], {"kind": "client", "round": 3}], 0.01)
     except RoundFailed as error:
         return Outcome(task, what, f"THE ROUND FAILED: {error}")
-    except Exception as error:
+    except Exception as error:  # whatever it is, it must not have ended the run
         return Outcome(task, what, f"THE RUN ENDED: {type(error).__name__}: {error}"[:200])
     if not all(parameter.isfinite().all() for parameter in state.adapter.values()):
         return Outcome(task, what, "THE MODEL IS NOT FINITE")
@@ -451,7 +434,6 @@ def try_answer(engine: SitesEngine, task: str, what: str) -> Outcome:
 def answers_in_memory(
     tasks: Sequence[str] = tuple(ROUNDS), most: int = sys.maxsize
 ) -> list[Outcome]:
-    """Mutated answers to each of some tasks, within this process."""
     outcomes = []
     for task in tasks:
         cfg = ROUNDS[task][1]
@@ -498,15 +480,16 @@ def honest_request(agreement: str) -> dict[str, Any]:
 
 def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
     """Messages of a server that asks for something else."""
-    message, found = honest_request(agreement), []
+    message = honest_request(agreement)
+    requests: list[tuple[str, Any]] = []
     kind = TASKS[message["task"]].request
     for what, content in mutated_messages(kind, message["request"], READING):
-        found.append((what, {**message, "request": content}))
+        requests.append((what, {**message, "request": content}))
     for name in ("do", "task", "clients"):
         for what, changed in mutations(schemas.Text(), message[name], READING):
-            found.append((f"{name} {what}", {**message, name: changed}))
-    found.extend((f"task is {task}", {**message, "task": task}) for task in TASKS)
-    found.append(("clients are of another site", {**message, "clients": [HONEST]}))
+            requests.append((f"{name} {what}", {**message, name: changed}))
+    requests.extend((f"task is {task}", {**message, "task": task}) for task in TASKS)
+    requests.append(("clients are of another site", {**message, "clients": [HONEST]}))
     if message["request"].get("privacy"):
         agreed = message["request"]["privacy"]
         for change in (
@@ -520,8 +503,8 @@ def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
             {"delta": 0.5},
         ):
             request = {**message["request"], "privacy": {**agreed, **change}}
-            found.append((f"privacy has {change}", {**message, "request": request}))
-    return found
+            requests.append((f"privacy has {change}", {**message, "request": request}))
+    return requests
 
 
 def check_request(agreement: str, what: str, answer: bytes, agreed: Mapping[str, Any]) -> Outcome:
@@ -536,16 +519,16 @@ def check_request(agreement: str, what: str, answer: bytes, agreed: Mapping[str,
     name = f"{AGREEMENTS[agreement][0]}, {agreement}"
     if SECRET.encode() in answer:
         return Outcome(name, what, "AN ERROR'S TEXT LEFT THE SITE")
-    told = unpack(answer)
-    if told.get("problem") or told.get("failures"):
-        reasons = [told.get("problem"), *(f["reason"] for f in told.get("failures", ()))]
+    reply = unpack(answer)
+    if reply.get("problem") or reply.get("failures"):
+        reasons = [reply.get("problem"), *(f["reason"] for f in reply.get("failures", ()))]
         if not all(reason.isprintable() for reason in reasons if reason):
             return Outcome(name, what, "A REASON HOLDS CONTROL CHARACTERS")
         return Outcome(name, what, "refused")
-    if "replies" not in told:
-        is_meeting = set(told) == {"clients", "number"}
-        return Outcome(name, what, "used" if is_meeting else f"IT ANSWERED {sorted(told)}")
-    content = told["replies"][0]["content"]
+    if "replies" not in reply:
+        is_meeting = set(reply) == {"clients", "number"}
+        return Outcome(name, what, "used" if is_meeting else f"IT ANSWERED {sorted(reply)}")
+    content = reply["replies"][0]["content"]
     if content.keys() != agreed.keys():
         return Outcome(name, what, f"IT SENT {sorted(content.keys() - agreed.keys())}")
     extra = content.get("metrics", {}).keys() - agreed.get("metrics", {}).keys()
@@ -563,7 +546,6 @@ def check_request(agreement: str, what: str, answer: bytes, agreed: Mapping[str,
 def requests_in_memory(
     agreements: Sequence[str] = tuple(AGREEMENTS), most: int = sys.maxsize
 ) -> list[Outcome]:
-    """Mutated requests under each of some agreements, within this process."""
     outcomes = []
     for agreement in agreements:
         site = new_site(CULPRIT, AGREEMENTS[agreement][1])
@@ -588,7 +570,6 @@ class Program(SitesController):
         self._out, self._most = Path(out), most
 
     def work(self, channel: FlareChannel) -> None:
-        """Writes down what became of each."""
         outcomes = []
         for task in ROUNDS:
             engine = _met(channel, {"answers": task, "most": self._most})
@@ -599,8 +580,8 @@ class Program(SitesController):
             honest = pack(honest_request(agreement))
             agreed = unpack(_answer(channel, honest))["replies"][0]["content"]
             for what, message in evenly(mutated_requests(agreement), self._most // 3):
-                told = _answer(channel, pack(message))
-                outcomes.append(check_request(agreement, what, told, agreed))
+                answer = _answer(channel, pack(message))
+                outcomes.append(check_request(agreement, what, answer, agreed))
         rows = [vars(outcome) for outcome in outcomes]
         self._out.write_text(json.dumps(rows), encoding="utf-8")
 
@@ -637,8 +618,9 @@ def over_flare(most: int) -> list[Outcome]:
         def site_command(site: str, profile: Path) -> list[str]:
             return [sys.executable, __file__, "--site", str(profile), SITES[site]]
 
-        reason = run_job(
+        outcomes = run_job(
             Path(folder) / "kits",
+            out=out,
             name="hostile",
             controller=CONTROLLER,
             arguments={"out": str(out), "most": most},
@@ -647,9 +629,7 @@ def over_flare(most: int) -> list[Outcome]:
             environment={**search_path(ROOT), "OMP_NUM_THREADS": "1"},
             heartbeat_timeout=20.0,
         )
-        if not out.exists():
-            raise RuntimeError(f"the job ended early: {reason}")
-        return [Outcome(**fields) for fields in json.loads(out.read_text(encoding="utf-8"))]
+        return [Outcome(**fields) for fields in outcomes]
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -667,7 +647,6 @@ def outcomes_of(engine: str, most: int = Config.most) -> dict[str, list[Outcome]
 
 
 def main(cfg: Config) -> None:
-    """Tries all, and prints what became of them."""
     torch.set_num_threads(1)
     rows, broken = [], []
     for engine in cfg.engines:

@@ -23,7 +23,6 @@ PACKAGES = ("firm", "recipes", "reward_models", "benchmarks", "tests")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--round", action="store_true", help="trace a round of the smoke job")
     options = parser.parse_args(argv)
@@ -62,12 +61,10 @@ def row(name: str, files: Sequence[Path]) -> list[str]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns the Python files below a folder."""
     return sorted(file for file in folder.rglob("*.py") if "__pycache__" not in file.parts)
 
 
 def num_lines(file: Path) -> int:
-    """Returns how many lines a file has."""
     return len(file.read_text(encoding="utf-8").splitlines())
 
 

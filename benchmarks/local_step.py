@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
@@ -34,6 +33,7 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig as StockConfig
 from trl.experimental.ppo import PPOTrainer as StockTrainer
 
+from benchmarks.measure import quiet
 from firm.alignment import (
     KLConfig,
     LoraSettings,
@@ -48,6 +48,7 @@ from firm.alignment import (
 from firm.alignment.policy import without_needless_warnings
 from firm.federation import RandomStream
 from firm.miniature import checkpoint_path
+from firm.run import print_table
 from reward_models import SequenceClassifierReward, load_sequence_classifier
 
 REPEATS = 3
@@ -66,7 +67,6 @@ class StepTimes(TrainerCallback):
     ends: list[float] = field(default_factory=list)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after a local step."""
         self.ends.append(time.perf_counter())
 
     @property
@@ -76,10 +76,7 @@ class StepTimes(TrainerCallback):
 
 
 def main() -> None:
-    """Runs all variants in turn and prints the table and the ratio."""
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     logging.disable(logging.WARNING)
     policy_config = PolicyConfig(str(checkpoint_path("policy")), lora=LoraSettings(dropout=0.0))
     tokenizer = load_tokenizer(policy_config)
@@ -99,17 +96,17 @@ def main() -> None:
                 times, by_stage = run()
             seconds[name] += times
             stages[name].append({stage: by_stage.get(stage, 0.0) / STEPS for stage in STAGES})
-    print(f"median of {REPEATS * (STEPS - 1)} local steps, milliseconds; batch {BATCH}, ", end="")
-    print(f"minibatch {MINIBATCH}, {EPOCHS} epochs, {TOKENS} new tokens, 1 thread")
-    print(f"{'':24}{'step':>8}" + "".join(f"{stage:>11}" for stage in STAGES))
+    rows, peer = [], median(seconds["TRL, M = 1"])
     for name, times in seconds.items():
         row = [median(run[stage] for run in stages[name]) for stage in STAGES]
-        cells = "".join(f"{1e3 * s:11.2f}" for s in row) if any(row) else ""
-        print(f"{name:24}{1e3 * median(times):8.0f}{cells}")
-    peer = median(seconds["TRL, M = 1"])
-    print()
-    for name in list(variants)[1:]:
-        print(f"{name} / TRL, M = 1: {median(seconds[name]) / peer:.3f}")
+        cells = [f"{1e3 * s:.2f}" if any(row) else "" for s in row]
+        rows.append([name, f"{1e3 * median(times):.0f}", f"{median(times) / peer:.3f}", *cells])
+    print_table(
+        f"median of {REPEATS * (STEPS - 1)} local steps, milliseconds; batch {BATCH}, minibatch "
+        f"{MINIBATCH}, {EPOCHS} epochs, {TOKENS} new tokens, 1 thread",
+        ["", "step", "/ TRL", *STAGES],
+        rows,
+    )
 
 
 def stock(

@@ -1,5 +1,6 @@
 """A FLARE server and its sites on this machine, with mutual TLS, for as long as one job takes."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -74,16 +75,17 @@ def federation(
         yield Running(made, daemons)
 
 
-def run_job(folder: Path, *, heartbeat_timeout: float, **options: Any) -> str:
-    """Runs one job of a federation to its end, and ends everything.
+def run_job(folder: Path, *, out: Path, heartbeat_timeout: float, **options: Any) -> Any:
+    """Returns what one job of a federation has written as JSON when it has come to its end.
 
     Args:
         folder: For the kits; empty.
+        out: The file that the job's controller writes.
         heartbeat_timeout: Seconds without a sign of life after which a site's process is dead.
         options: The other arguments of ``federation``; its name is the job's.
 
-    Returns:
-        Why the job ended early, or an empty text.
+    Raises:
+        RuntimeError: The job ended early; with FLARE's reason.
     """
     with (
         federation(folder, **options) as running,
@@ -96,7 +98,10 @@ def run_job(folder: Path, *, heartbeat_timeout: float, **options: Any) -> str:
             heartbeat_timeout=heartbeat_timeout,
         )
         running.status_at_end(opened, job)
-        return console.reason(opened, job)[0]
+        reason = console.reason(opened, job)[0]
+    if not out.exists():
+        raise RuntimeError(f"the job ended early: {reason}")
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def _redirect(kit: Path, port: int, other: int) -> None:

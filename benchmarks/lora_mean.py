@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -27,12 +28,13 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 
 from benchmarks.lora_errors import averaging_error, truncation_error
+from benchmarks.measure import interleaved
 from firm.cli.align import main
-from firm.federation import Adapter, Engine, Failure, Reply, ServerState
+from firm.federation import Adapter, Engine, ServerState
 from firm.federation.aggregation import weighted_mean
-from firm.federation.messages import Request
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.fmoo.progress import Recorder
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, print_table
 
@@ -59,27 +61,6 @@ SPREADS = (0.1, 1.0)
 REPEATS = 3
 
 
-class Watched:
-    """An engine that keeps the updates of its last round.
-
-    Args:
-        engine: Who does the work.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.adapters: list[Adapter] = []
-
-    def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
-        """As the engine does."""
-        replies, failures = self._engine.map(request, clients)
-        self.adapters = [reply.content.adapter for reply in replies]
-        return replies, failures
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[float, float]]]:
     """Gives a list that grows by the averaging and the truncation error of each round of FIRM."""
@@ -88,15 +69,14 @@ def watched() -> Iterator[list[tuple[float, float]]]:
     def round_of_firm(
         state: ServerState, clients: Sequence[str], engine: Engine, cfg: FirmConfig
     ) -> tuple[ServerState, dict[str, Any]]:
-        seen: Any = Watched(engine)
-        result = firm_round(state, clients, seen, cfg)
-        weights = [1.0] * len(seen.adapters)
+        recorder: Any = Recorder(engine)
+        result = firm_round(state, clients, recorder, cfg)
+        adapters = [reply.content.adapter for reply in recorder.replies]
+        weights = [1.0] * len(adapters)
         if not any("lora_A" in name for name in state.adapter):
             errors.append((0.0, 0.0))  # with one A for all the mean of B is exact
         else:
-            errors.append(
-                (averaging_error(seen.adapters, weights), truncation_error(seen.adapters, weights))
-            )
+            errors.append((averaging_error(adapters, weights), truncation_error(adapters, weights)))
         return result
 
     STRATEGIES["firm"] = round_of_firm
@@ -108,8 +88,6 @@ def watched() -> Iterator[list[tuple[float, float]]]:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave."""
-
     errors: list[tuple[float, float]]
     """By round: of averaging factors, and of rank r."""
     changes: dict[str, float]
@@ -120,7 +98,6 @@ class Result:
 
 
 def run(settings: dict[str, Any], seed: int) -> Result:
-    """Trains and evaluates once."""
     arguments = ["--config", str(ROOT / "configs/miniature.yaml"), "--seed", str(seed)]
     for key, value in {**SIZES, **settings}.items():
         arguments += [f"--{key}", str(value)]
@@ -173,7 +150,6 @@ def measure_runs(seeds: Sequence[int], rounds: int, local_steps: Sequence[int]) 
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard error over seeds."""
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return f"{fmean(values):.3f} ± {error:.3f}"
 
@@ -183,19 +159,14 @@ def measure_seconds() -> None:
     rows = []
     for share in SPREADS:
         adapters, weights = made_up(share), [1.0] * NUM_CLIENTS
-        seconds = {}
-        for way in ("factors", "products"):
-            times = []
-            for _ in range(REPEATS):
-                start = time.process_time()
-                weighted_mean(adapters, weights, lora_mean=way)
-                times.append(time.process_time() - start)
-            seconds[way] = median(times)
+        ways = {
+            way: partial(weighted_mean, adapters, weights, lora_mean=way)
+            for way in ("factors", "products")
+        }
         rows.append(
             [
                 f"{share:g}",
-                f"{seconds['factors']:.2f}",
-                f"{seconds['products']:.2f}",
+                *(f"{median(s):.2f}" for s in interleaved(ways, repeats=REPEATS).values()),
                 f"{100 * averaging_error(adapters, weights):.2f}",
                 f"{100 * truncation_error(adapters, weights):.2f}",
             ]
@@ -230,7 +201,6 @@ def made_up(share: float) -> list[Adapter]:
 
 
 def cli() -> None:
-    """Measures everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=6)

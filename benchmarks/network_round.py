@@ -38,8 +38,6 @@ LIMITS = {"one phase": 1.5, "two phases": 2.5}
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured."""
-
     num_sites: int = 1
     """Sites; all share this machine, so each adds its own work to a round."""
     megabytes: float = 18.0
@@ -64,7 +62,6 @@ class Rounds(SitesController):
         self._size, self._num_rounds = round(megabytes * 1e6 / 4), num_rounds
 
     def work(self, channel: FlareChannel) -> None:
-        """Runs all rounds of both kinds."""
         payload = torch.zeros(self._size)
         rows = []
         for number in range(self._num_rounds):
@@ -93,7 +90,6 @@ class Rounds(SitesController):
 
 
 def main(cfg: Config) -> None:
-    """Measures and prints."""
     sites = [f"site_{index}" for index in range(cfg.num_sites)]
     rows, _ = _run(cfg, sites, cfg.num_rounds)
     counted, wire_bytes = _run(cfg, sites, 3, count_bytes=True)
@@ -114,8 +110,9 @@ def _run(
             relays.append(Relay(port))
             return relays[0].port
 
-        reason = run_job(
+        rows = run_job(
             folder / "kits",
+            out=folder / "rows.json",
             name="benchmark",
             controller=CONTROLLER,
             arguments={
@@ -130,9 +127,6 @@ def _run(
             heartbeat_timeout=20.0,
             reroute=reroute if count_bytes else None,
         )
-        if not (folder / "rows.json").exists():
-            raise RuntimeError(f"the job ended early: {reason}")
-        rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
         return rows, sum(relay.num_bytes for relay in relays)
 
 
@@ -162,9 +156,9 @@ def _print_bytes(cfg: Config, rows: list[dict[str, Any]], wire_bytes: int) -> No
 def _print_processes(sites: list[str], rows: list[dict[str, Any]]) -> None:
     processes = []
     for site in sites:
-        told = [row["sites"][site] for row in rows]
-        identities = {(each["process"], each["model"]) for each in told}
-        memory = max(each["memory"] for each in told) / 1e6
+        answers = [row["sites"][site] for row in rows]
+        identities = {(each["process"], each["model"]) for each in answers}
+        memory = max(each["memory"] for each in answers) / 1e6
         processes.append([site, "yes" if len(identities) == 1 else "no", f"{memory:.0f}"])
     print_table(
         "The sites' own processes",

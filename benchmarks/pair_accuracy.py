@@ -7,8 +7,8 @@ two models of helpfulness see the same pairs: they agree where both prefer the s
 """
 
 import torch
-import transformers
 
+from benchmarks.measure import quiet
 from firm.miniature import World, checkpoint_path
 from firm.miniature.world import Objective, Split
 from firm.run import print_table
@@ -26,8 +26,7 @@ SPLITS: tuple[Split, ...] = ("test", "test_acts")
 
 def main() -> None:
     """Prints one row per reward model and split, and one per split for the agreement of two."""
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     is_right = {(name, split): verdicts(name, split) for name in MODELS for split in SPLITS}
     rows = [[f"{name}, {split}", *share(right)] for (name, split), right in is_right.items()]
     for split in SPLITS:

@@ -13,34 +13,33 @@ import os
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import copy
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.measure import interleaved, quiet
 from firm.alignment import LoraSettings, PolicyConfig, load_policy, load_tokenizer
 from firm.alignment.policy import without_needless_warnings
 from firm.federation import RandomStream
 from firm.gradients import combine, gram_matrix, jacobian
 from firm.gradients.per_sequence import PerSequenceGradients
 from firm.miniature import checkpoint_path
+from firm.run import print_table
 
 REPEATS = 7
 NUM_SEQUENCES = 8
+UNIT = "one forward and backward"
 VOCABULARY_SIZE = 1024
 NUM_OBJECTIVES = (2, 4, 8)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
-    """Measures both models and prints a table for each."""
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     measure(
         "Llama, hidden 256, 6 layers, r = 16 on 7 projections",
         llama(),
@@ -85,9 +84,6 @@ def measure(title: str, model: torch.nn.Module, *, vocabulary_size: int, num_tok
         nll = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
         return nll.sum(dim=1)  # [B]
 
-    def one_backward() -> None:
-        torch.autograd.grad(coefficients[0] @ forward(), parameters)
-
     def loop(num_objectives: int) -> torch.Tensor:
         return jacobian(coefficients[:num_objectives] @ forward(), parameters)
 
@@ -97,45 +93,39 @@ def measure(title: str, model: torch.nn.Module, *, vocabulary_size: int, num_tok
         with gradients:
             return gradients.jacobian(forward(), coefficients[:num_objectives])
 
-    def full_step(rows_fn: Callable[[int], torch.Tensor], num_objectives: int) -> None:
-        rows = rows_fn(num_objectives)
-        weights = gram_matrix(rows).diagonal().softmax(dim=0)  # any weights will do
-        combine(rows, weights)
-
-    methods: dict[str, Callable[[], object]] = {
-        "forward only": forward,
-        "one forward and backward": one_backward,
-    }
     double = copy.deepcopy(model).double()
     exact = jacobian(
         coefficients.double() @ forward(double), [p for p in double.parameters() if p.requires_grad]
     )
-    differences: dict[str, str] = {}
+    methods: dict[str, Callable[[], object]] = {
+        "forward only": forward,
+        UNIT: lambda: torch.autograd.grad(coefficients[0] @ forward(), parameters),
+    }
+    differences: dict[str, list[str]] = {}
     for name, rows_fn in {"loop": loop, "per sequence": per_sequence}.items():
         for m in NUM_OBJECTIVES:
-            methods[f"{name}, M = {m}"] = lambda rows_fn=rows_fn, m=m: rows_fn(m)
+            methods[f"{name}, M = {m}"] = partial(rows_fn, m)
             rows = rows_fn(m)
-            differences[f"{name}, M = {m}"] = "".join(
-                f"{relative_difference(rows, expected):14.1e}" for expected in (loop(m), exact[:m])
-            )
+            differences[f"{name}, M = {m}"] = [
+                f"{relative_difference(rows, expected):.1e}" for expected in (loop(m), exact[:m])
+            ]
         m = max(NUM_OBJECTIVES)
-        methods[f"{name}, Gram and direction, M = {m}"] = lambda rows_fn=rows_fn, m=m: full_step(
-            rows_fn, m
-        )
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(REPEATS):
-        for name, method in methods.items():
-            start = time.process_time()
-            method()
-            times[name].append(time.process_time() - start)
-    unit = median(times["one forward and backward"])
+        methods[f"{name}, Gram and direction, M = {m}"] = partial(full_step, rows_fn, m)
+    seconds = {name: median(s) for name, s in interleaved(methods, repeats=REPEATS).items()}
     num_parameters = sum(parameter.numel() for parameter in parameters)
-    print(f"{title}; d = {num_parameters:,}, B = {NUM_SEQUENCES}, T = {num_tokens}")
-    print(f"{'':40}{'ms':>8}{'ratio':>8}{'from loop':>14}{'from float64':>14}")
-    for name, seconds in times.items():
-        cells = f"{1e3 * median(seconds):8.1f}{median(seconds) / unit:8.2f}"
-        print(f"{name:40}{cells}{differences.get(name, '')}")
-    print()
+    print_table(
+        f"{title}; d = {num_parameters:,}, B = {NUM_SEQUENCES}, T = {num_tokens}",
+        ["", "ms", "ratio", "from loop", "from float64"],
+        [
+            [name, f"{1e3 * s:.1f}", f"{s / seconds[UNIT]:.2f}", *differences.get(name, ["", ""])]
+            for name, s in seconds.items()
+        ],
+    )
+
+
+def full_step(rows_fn: Callable[[int], torch.Tensor], num_objectives: int) -> None:
+    rows = rows_fn(num_objectives)
+    combine(rows, gram_matrix(rows).diagonal().softmax(dim=0))  # any weights will do
 
 
 def relative_difference(rows: torch.Tensor, expected: torch.Tensor) -> float:

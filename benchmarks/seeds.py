@@ -22,7 +22,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
-    """Runs every seed and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--config", default=str(ROOT / "configs/miniature.yaml"))

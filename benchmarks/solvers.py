@@ -29,6 +29,7 @@ import numpy as np
 import scipy.optimize
 import torch
 
+from firm.run import print_table
 from firm.solvers import kkt_gap, min_norm_weights
 from firm.solvers.simplex_qp import simplex_qp
 
@@ -45,7 +46,6 @@ Solve = Callable[[np.ndarray], np.ndarray]
 
 
 def gram_of(family: str, size: int, generator: np.random.Generator) -> np.ndarray:
-    """Returns a Gram matrix of the family, float64, shape [M, M]."""
     rows = generator.standard_normal((size, 2 * size + 10))
     if family == "well":  # lengths within a factor of a few
         rows *= np.exp(0.5 * generator.standard_normal((size, 1)))
@@ -75,7 +75,6 @@ class Cell:
 
 
 def main() -> None:
-    """Solves everything with everything and prints the tables."""
     parser = argparse.ArgumentParser(description="Min-norm weights beside their peers.")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
@@ -86,17 +85,23 @@ def main() -> None:
     for family in cfg.families:
         for size in cfg.sizes:
             solvers = make_solvers(size)
-            found = measure(family, size, solvers, tired)
-            cells.update({(family, size, name): cell for name, cell in found.items()})
+            by_name = measure(family, size, solvers, tired)
+            cells.update({(family, size, name): cell for name, cell in by_name.items()})
     names = list(dict.fromkeys(name for _, _, name in cells))
     for family in cfg.families:
-        print_table(f"{family}: CPU time in microseconds", family, cfg.sizes, names, cells, _time)
-        print_table(
-            f"{family}: largest relative KKT gap, F failures", family, cfg.sizes, names, cells, _gap
-        )
+        header = ["", *(f"M={size}" for size in cfg.sizes)]
+        by_size = [[cells.get((family, size, name)) for size in cfg.sizes] for name in names]
+        entries = {"CPU time in microseconds": _time, "largest relative KKT gap, F failures": _gap}
         if family in UNIQUE:
-            title = f"{family}: largest |λ - λ*| (the last row: 100 ε κ)"
-            print_table(title, family, cfg.sizes, names, cells, _error)
+            entries["largest |λ - λ*| (the last row: 100 ε κ)"] = _error
+        for title, entry in entries.items():
+            rows = [
+                [name, *(entry(cell) if cell else "-" for cell in row)]
+                for name, row in zip(names, by_size, strict=True)
+            ]
+            if entry is _error:
+                rows.append(["100 ε κ", *(_bound(cell) for cell in by_size[0])])
+            print_table(f"{family}: {title}", header, rows)
     print_verdict(cells, cfg.sizes, cfg.families)
     print_batch()
     print_starts()
@@ -104,11 +109,19 @@ def main() -> None:
 
 def make_solvers(size: int) -> dict[str, Solve]:
     """Returns every solver that is installed, from a Gram matrix [M, M] to weights [M]."""
-    ones, zeros, eye = np.ones(size), np.zeros(size), np.eye(size)
     solvers: dict[str, Solve] = {
         "firm (public)": lambda gram: min_norm_weights(torch.from_numpy(gram)).numpy(),
         "firm (core)": simplex_qp,
     }
+    solvers |= cvxpy_solvers(size) | qp_solvers(size) | scipy_solvers(size)
+    if torchjd := _installed("torchjd.aggregation"):
+        weighting = torchjd.MGDAWeighting()
+        solvers["TorchJD MGDA"] = lambda gram: weighting(torch.from_numpy(gram)).numpy()
+    return {**solvers, "Frank-Wolfe, 1000 steps": frank_wolfe}
+
+
+def cvxpy_solvers(size: int) -> dict[str, Solve]:
+    """Returns cvxpy's, which build their problem in each call, or once with parameters (DPP)."""
 
     def naive(gram: np.ndarray, solver: str) -> np.ndarray:
         weights = cvxpy.Variable(size, nonneg=True)
@@ -124,18 +137,24 @@ def make_solvers(size: int) -> dict[str, Solve]:
         problem = cvxpy.Problem(goal, [total])
 
         def solve(gram: np.ndarray) -> np.ndarray:
-            values, vectors = np.linalg.eigh(gram)
-            root.value = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
+            root.value = _root(gram)
             problem.solve(solver=solver)
             return np.asarray(weights.value, dtype=float)
 
         return solve
 
-    solvers["cvxpy naive Clarabel"] = lambda gram: naive(gram, cvxpy.CLARABEL)
-    solvers["cvxpy naive OSQP"] = lambda gram: naive(gram, cvxpy.OSQP)
-    solvers["cvxpy DPP Clarabel"] = parametrised(cvxpy.CLARABEL)
-    solvers["cvxpy DPP OSQP"] = parametrised(cvxpy.OSQP)
+    return {
+        "cvxpy naive Clarabel": lambda gram: naive(gram, cvxpy.CLARABEL),
+        "cvxpy naive OSQP": lambda gram: naive(gram, cvxpy.OSQP),
+        "cvxpy DPP Clarabel": parametrised(cvxpy.CLARABEL),
+        "cvxpy DPP OSQP": parametrised(cvxpy.OSQP),
+    }
 
+
+def qp_solvers(size: int) -> dict[str, Solve]:
+    """Returns those of daqp and quadprog, where they are installed."""
+    solvers: dict[str, Solve] = {}
+    ones, zeros = np.ones(size), np.zeros(size)
     if daqp := _installed("daqp"):
         sense = np.array([0] * size + [5], dtype=np.int32)
         upper, lower = np.append(np.full(size, 1e30), 1.0), np.append(zeros, 1.0)
@@ -149,20 +168,25 @@ def make_solvers(size: int) -> dict[str, Solve]:
 
         solvers["daqp"] = by_daqp
     if quadprog := _installed("quadprog"):
-        sides, bounds = np.hstack([ones[:, None], eye]), np.append(1.0, zeros)
+        sides, bounds = np.hstack([ones[:, None], np.eye(size)]), np.append(1.0, zeros)
         solvers["quadprog"] = lambda gram: quadprog.solve_qp(gram, zeros, sides, bounds, 1)[0]
+    return solvers
+
+
+def scipy_solvers(size: int) -> dict[str, Solve]:
+    """Returns NNLS on the matrix as it is and scaled to a unit diagonal, and SLSQP."""
+    ones, zeros = np.ones(size), np.zeros(size)
 
     def by_nnls(gram: np.ndarray, scale: np.ndarray) -> np.ndarray:
         scaled = gram * scale * scale[:, None]
         try:
             root = np.linalg.cholesky(scaled).T
         except np.linalg.LinAlgError:
-            values, vectors = np.linalg.eigh(scaled)
-            root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
+            root = _root(scaled)
         border = scale / scale.max()
-        found, _ = scipy.optimize.nnls(np.vstack([root, border]), np.append(zeros, 1.0))
-        found = scale * found
-        return found / found.sum()
+        point, _ = scipy.optimize.nnls(np.vstack([root, border]), np.append(zeros, 1.0))
+        point = scale * point
+        return point / point.sum()
 
     def by_scaled_nnls(gram: np.ndarray) -> np.ndarray:
         diagonal = gram.diagonal()
@@ -180,18 +204,20 @@ def make_solvers(size: int) -> dict[str, Solve]:
             raise RuntimeError(result.message)
         return result.x
 
-    solvers["scipy NNLS, unscaled"] = lambda gram: by_nnls(gram, ones)
-    solvers["scipy NNLS, scaled"] = by_scaled_nnls
-    solvers["scipy SLSQP"] = by_slsqp
-    if torchjd := _installed("torchjd.aggregation"):
-        weighting = torchjd.MGDAWeighting()
-        solvers["TorchJD MGDA"] = lambda gram: weighting(torch.from_numpy(gram)).numpy()
-    solvers["Frank-Wolfe, 1000 steps"] = frank_wolfe
-    return solvers
+    return {
+        "scipy NNLS, unscaled": lambda gram: by_nnls(gram, ones),
+        "scipy NNLS, scaled": by_scaled_nnls,
+        "scipy SLSQP": by_slsqp,
+    }
+
+
+def _root(gram: np.ndarray) -> np.ndarray:
+    """Returns R with RᵀR = G."""
+    values, vectors = np.linalg.eigh(gram)
+    return np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
 
 
 def _installed(name: str) -> Any:
-    """A peer's module; None where it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -316,23 +342,8 @@ def _error(cell: Cell) -> str:
     return f"{max(cell.errors):.0e}" if cell.errors else "-"
 
 
-def print_table(
-    title: str,
-    family: str,
-    sizes: list[int],
-    names: list[str],
-    cells: dict[tuple[str, int, str], Cell],
-    entry: Callable[[Cell], str],
-) -> None:
-    """Prints one table, solvers down and sizes across."""
-    print(f"\n{title}")
-    print(f"{'':24}" + "".join(f"{f'M={size}':>10}" for size in sizes))
-    for name in names:
-        row = [cells.get((family, size, name)) for size in sizes]
-        print(f"{name:24}" + "".join(f"{entry(cell) if cell else '-':>10}" for cell in row))
-    if entry is _error:
-        bounds = [cells[family, size, names[0]].bounds for size in sizes]
-        print(f"{'100 ε κ':24}" + "".join(f"{f'{min(b):.0e}' if b else '-':>10}" for b in bounds))
+def _bound(cell: Cell | None) -> str:
+    return f"{min(cell.bounds):.0e}" if cell and cell.bounds else "-"
 
 
 def print_verdict(

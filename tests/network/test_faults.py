@@ -16,8 +16,8 @@ def test_a_fault_is_noticed_in_time_named_and_without_a_trace_in_the_adapter(eng
     for outcome in outcomes:
         assert outcome.seconds < faults.TIMEOUT + faults.MEETING_TIMEOUT, outcome
         if (engine, outcome.fault) == ("processes", faults.KILLED):
-            assert outcome.told.startswith("the run stops: "), outcome  # torchrun ends them all
-            assert faults.CULPRIT in outcome.told, outcome
+            assert outcome.message.startswith("the run stops: "), outcome  # torchrun ends them all
+            assert faults.CULPRIT in outcome.message, outcome
         else:
-            assert outcome.told.startswith(f"{faults.CULPRIT}: "), outcome
+            assert outcome.message.startswith(f"{faults.CULPRIT}: "), outcome
             assert outcome.equal, outcome
