@@ -21,12 +21,9 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
 
     Args:
         values: Shape [B, T].
-        mask: Entries that count, shape [B, T]; at least two of them.
+        mask: Entries that count, shape [B, T]; others are transformed alike, to be masked by the
+            caller.
         shift_mean: False keeps the mean where it was.
-
-    Returns:
-        Shape [B, T]; entries outside the mask are transformed alike and are to be masked by the
-        caller.
 
     Raises:
         ValueError: Fewer than two entries count, so that there is no variance.
@@ -48,13 +45,7 @@ def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     A weighted sum of the rows is then, up to a factor, the advantage of the weighted sum of the
     rewards: linear scalarisation. With ``whiten`` for each row it is a sum of normalised ones.
-
-    Args:
-        values: Shape [M, B, T].
-        mask: Entries that count, shape [B, T]; at least two of them.
-
-    Returns:
-        Shape [M, B, T]; entries outside the mask are to be masked by the caller.
+    Shapes are [M, B, T] and, for the mask, [B, T]; entries outside it are the caller's to mask.
     """
     centred = torch.stack([row - masked_mean(row, mask) for row in values])
     count = mask.sum()
@@ -63,28 +54,25 @@ def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_rewards(
-    scores: torch.Tensor, kl: torch.Tensor, *, kl_coefficient: float, score_index: torch.Tensor
+    rewards: torch.Tensor, kl: torch.Tensor, *, kl_coefficient: float, reward_index: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the reward per token: the KL penalty everywhere, the reward where it ends.
+    """Returns the reward per token, [M, B, T]: the KL penalty everywhere, the reward at the end.
 
     The penalty enters every objective alike; because the weights sum to one, their combination
     carries it exactly once. (The paper names an adaptive KL controller and leaves open where the
     penalty stands.)
 
     Args:
-        scores: One score per objective and response, shape [M, B].
+        rewards: One per objective and response, shape [M, B].
         kl: KL estimate per token, shape [B, T].
         kl_coefficient: Weight of the penalty.
-        score_index: Position of each response's score, shape [B].
-
-    Returns:
-        Shape [M, B, T].
+        reward_index: Position of each response's reward, shape [B].
     """
     rows = torch.arange(kl.size(0), device=kl.device)
-    rewards = (-kl_coefficient * kl).repeat(len(scores), 1, 1)  # [M, B, T]
-    for reward, score in zip(rewards, scores, strict=True):
-        reward[rows, score_index] += score
-    return rewards
+    shaped = (-kl_coefficient * kl).repeat(len(rewards), 1, 1)  # [M, B, T]
+    for row, reward in zip(shaped, rewards, strict=True):
+        row[rows, reward_index] += reward
+    return shaped
 
 
 def gae(
@@ -97,9 +85,6 @@ def gae(
         values: Value estimates of the same shape; the value after the last token is 0.
         gamma: Discount in [0, 1].
         gae_lambda: Bias-variance trade-off in [0, 1]; 1 gives Monte-Carlo returns.
-
-    Returns:
-        Advantages and returns (advantages plus values), each of the shape of `rewards`.
     """
     num_tokens = rewards.size(-1)
     last = torch.zeros_like(rewards[..., 0])

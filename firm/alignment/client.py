@@ -61,23 +61,16 @@ class ExperienceBatch:
 class _FirstBatch:
     """The batch that was drawn first after `load`, for tasks that return to the same state."""
 
-    round: int
+    state: tuple[int, bytes]
+    """Round, and the random streams before the draw, packed."""
     adapter: Adapter
     """The one that was loaded."""
-    start: bytes
-    """The random streams before the draw, packed."""
     batch: ExperienceBatch
     learner: tuple[Learner, int]
     """Who valued the batch, and after how many steps since it was restored."""
     streams: dict[str, Any]
     """The random streams after the draw."""
     seconds: dict[str, float]
-
-    def is_of(self, round: int, adapter: Adapter, start: bytes) -> bool:
-        """Returns whether a draw from this state would give the same batch."""
-        return (self.round, self.start) == (round, start) and all(
-            torch.equal(parameter, adapter[name]) for name, parameter in self.adapter.items()
-        )
 
 
 class AlignmentClient(Client):
@@ -136,6 +129,7 @@ class AlignmentClient(Client):
             for purpose in ("prompts", "rollout", "update")
         )
         self._prompts = PromptStream(prompts, prompt_order)
+        self._streams = {"prompts": self._prompts, "rollout": self._rollout, "update": self._update}
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
@@ -143,12 +137,7 @@ class AlignmentClient(Client):
         self._counts_before = self._counts()
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Starts local training from `adapter`, with this client's learner in charge.
-
-        Args:
-            adapter: The server's; copied.
-            round: The run's round, from 1, which the learning rates' schedule follows.
-        """
+        """Starts local training from a copy of `adapter`, with this client's learner in charge."""
         self._round, self._adapter = round, adapter
         self._trainer.learner = self._learner
         self._trainer.seconds = defaultdict(float)
@@ -158,10 +147,7 @@ class AlignmentClient(Client):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches of one pass over the shard, at least 1.
-
-        Prompts that fill none begin the next batch.
-        """
+        """Whole batches of one pass over the shard, at least 1; other prompts begin the next."""
         return max(1, self.num_examples // self._trainer.config.num_prompts)
 
     def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
@@ -171,12 +157,8 @@ class AlignmentClient(Client):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             self._num_drawn += 1
             batch = self._draw() if self._num_drawn > 1 else self._draw_first()
-            self._batches.append(
-                {
-                    **_batch_metrics(batch.experience),
-                    **trainer.learner.estimator.metrics(batch.experience),
-                }
-            )
+            own = trainer.learner.estimator.metrics(batch.experience)
+            self._batches.append({**_batch_metrics(batch.experience), **own})
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
             num_steps_before = len(self._minibatches)
@@ -186,20 +168,17 @@ class AlignmentClient(Client):
 
     def _draw_first(self) -> ExperienceBatch:
         """Returns the first batch since `load`: the one that is kept, if it is of this state."""
-        trainer, start = self._trainer, pack(self._streams())
+        trainer, first, adapter = self._trainer, self._first, self._adapter
+        state = self._round, pack(self._stream_states())
         learner = self._learner, self._learner.num_steps
-        first = self._first
-        if first is None or not first.is_of(self._round, self._adapter, start):
-            batch = self._draw()
-            self._first = _FirstBatch(
-                self._round,
-                self._adapter,
-                start,
-                batch,
-                learner,
-                self._streams(),
-                dict(trainer.seconds),
-            )
+        if (
+            first is None
+            or first.state != state
+            or not all(torch.equal(values, adapter[name]) for name, values in first.adapter.items())
+        ):
+            batch, seconds = self._draw(), trainer.seconds
+            streams = self._stream_states()
+            self._first = _FirstBatch(state, adapter, batch, learner, streams, dict(seconds))
             return batch
         self._restore_streams(first.streams)
         for stage, seconds in first.seconds.items():
@@ -249,7 +228,7 @@ class AlignmentClient(Client):
         return {
             "learner": self._common.state(),
             "alone": {name: learner.state() for name, learner in self._alone.items()},
-            **self._streams(),
+            **self._stream_states(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -263,12 +242,7 @@ class AlignmentClient(Client):
         self._restore_streams(state)
 
     def alone(self, objective: str, state: dict[str, Any]) -> None:
-        """Returns to a state's prompts and random streams, with the objective's own learner.
-
-        Args:
-            objective: Which is trained by itself.
-            state: What `state()` gave.
-        """
+        """Returns to a state's prompts and random streams, with the objective's own learner."""
         if objective not in self._alone:
             self._alone[objective] = self._new_learner()
         self._learner = self._alone[objective]
@@ -279,45 +253,31 @@ class AlignmentClient(Client):
         for _ in range(self._num_drawn):
             self._prompts.draw(self._trainer.config.num_prompts)
 
-    def _streams(self) -> dict[str, Any]:
-        return {
-            "prompts": self._prompts.state(),
-            "rollout": self._rollout.state(),
-            "update": self._update.state(),
-        }
+    def _stream_states(self) -> dict[str, Any]:
+        return {name: stream.state() for name, stream in self._streams.items()}
 
     def _restore_streams(self, state: dict[str, Any]) -> None:
-        self._prompts.restore(state["prompts"])
-        self._rollout.restore(state["rollout"])
-        self._update.restore(state["update"])
+        for name, stream in self._streams.items():
+            stream.restore(state[name])
 
     def metrics(self) -> dict[str, Any]:
         """Returns figures of the local training since `load`, as means over its minibatches."""
         batch = {key: np.mean([b[key] for b in self._batches], axis=0) for key in self._batches[0]}
-        means = {
-            key: torch.stack([m[key] for m in self._minibatches]).mean(0).tolist()
-            for key in self._minibatches[0]
-        }
-        by_objective = ("scores", "scores_std", "rewards", "score_length_correlation")
         pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
+        correlation = _by_name(pairs, batch.pop("score_correlation"))
+        for key in self._minibatches[0]:
+            batch[key] = torch.stack([m[key] for m in self._minibatches]).mean(0).numpy(force=True)
         return {
-            **{key: self._named(batch.pop(key)) for key in by_objective},
-            "score_correlation": _by_name(pairs, batch.pop("score_correlation")),
+            "score_correlation": correlation,
             "truncated_share": self._truncated_share(),
-            **{key: float(value) for key, value in batch.items()},
-            **{
-                key: self._named(mean) if isinstance(mean, list) else mean
-                for key, mean in means.items()
-            },
+            **{key: self._named(mean) if mean.ndim else float(mean) for key, mean in batch.items()},
             "seconds": dict(self._trainer.seconds),
         }
 
     def _named(self, row: Iterable[float]) -> dict[str, float | None]:
+        served = {self.objectives[j] for j in self.served}
         named = _by_name(self.objectives, row)
-        return {
-            name: value if j in self.served else None
-            for j, (name, value) in enumerate(named.items())
-        }
+        return {name: value if name in served else None for name, value in named.items()}
 
     def _truncated_share(self) -> dict[str, float]:
         """Returns the share of the inputs that each reward model has cut since `load`."""
@@ -338,11 +298,9 @@ class AlignmentClient(Client):
 
 
 def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | None]:
-    """Numbers by name; what is not a number is None, as JSON knows no other way to say so."""
-    return {
-        name: None if np.isnan(value) else float(value)
-        for name, value in zip(names, row, strict=True)
-    }
+    """Returns numbers by name, None for NaN, which JSON does not know."""
+    named = zip(names, row, strict=True)
+    return {name: None if np.isnan(value) else float(value) for name, value in named}
 
 
 def _batch_metrics(experience: Experience) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from firm.alignment.adapters import Reference
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rewards import Calibration, RewardFn, normalize, score
+from firm.alignment.rewards import Calibration, RewardFn, score
 from firm.alignment.rollout import encode_dialogues, rollout
 from firm.federation.randomness import RandomStream
 
@@ -53,7 +53,7 @@ def sample_replies(
     Args:
         model: The policy, in evaluation mode.
         prompts: N dialogues.
-        tokenizer: The policy's, padding left, its pad token unlike EOS.
+        tokenizer: The policy's, as `load_tokenizer` returns it.
         prompt_format: How the policy reads a dialogue.
         config: How to sample and where replies end.
         reference: A context inside which `model` is the base model.
@@ -118,7 +118,7 @@ class Evaluation:
             split: "validation" or "test".
         """
         kl, kl_error = mean_and_error(self.kl)
-        row: dict[str, Any] = {
+        return {
             "kind": "evaluation",
             "round": round,
             "split": split,
@@ -126,10 +126,7 @@ class Evaluation:
             "num_samples": self.num_samples,
             "scores": _summaries(self.scores),
             "rewards": _summaries(self.rewards),
-        }
-        if base is not None:
-            row["change"] = _summaries(self.change(base))
-        return row | {
+            **({} if base is None else {"change": _summaries(self.change(base))}),
             "kl": kl,
             "kl_se": kl_error,
             "length": self.length.mean().item(),
@@ -204,20 +201,16 @@ def evaluate(
         starts = range(0, len(asked), batch_size)
         chunks = [generate(asked[start : start + batch_size]) for start in starts]
     completions = [text for replies in chunks for text in replies.completions]
+    fns = {**reward_fns, **extra_fns}
+    rows = score(fns, asked, completions) if fns else ()  # [M + extras, P * S]
+    scores = dict(zip(fns, rows, strict=True))
 
     def by_prompt(values: torch.Tensor) -> torch.Tensor:
         return values.float().cpu().reshape(len(prompts), num_samples).mean(1)  # [P * S] to [P]
 
-    score_fns = {**reward_fns, **extra_fns}
-    scores = (
-        score(score_fns, asked, completions) if score_fns else torch.empty(0, 0)
-    )  # [M + extras, P * S]
-    scores_by_name = dict(zip(score_fns, scores, strict=True))
-    ordered = {name: calibrations[name] for name in reward_fns}
-    rewards = normalize(scores[: len(reward_fns)], ordered) if reward_fns else ()
     return Evaluation(
-        scores={name: by_prompt(values) for name, values in scores_by_name.items()},
-        rewards={name: by_prompt(values) for name, values in zip(reward_fns, rewards, strict=True)},
+        scores={name: by_prompt(row) for name, row in scores.items()},
+        rewards={name: by_prompt(calibrations[name](scores[name])) for name in reward_fns},
         kl=by_prompt(torch.cat([replies.kl for replies in chunks])),
         length=by_prompt(torch.cat([replies.num_tokens for replies in chunks])),
         ended=by_prompt(torch.cat([replies.ended for replies in chunks])),
@@ -227,13 +220,10 @@ def evaluate(
         samples=[
             {
                 "prompt": prompt,
-                "completion": completions[index * num_samples],
-                "scores": {
-                    name: values[index * num_samples].item()
-                    for name, values in scores_by_name.items()
-                },
+                "completion": completions[at],
+                "scores": {name: row[at].item() for name, row in scores.items()},
             }
-            for index, prompt in enumerate(prompts)
+            for prompt, at in zip(prompts, range(0, len(asked), num_samples), strict=True)
         ],
     )
 
@@ -244,11 +234,7 @@ def _check_measurable(
     extra_fns: Mapping[str, RewardFn],
     calibrations: Mapping[str, Calibration],
 ) -> None:
-    """Checks that prompts allow standard errors, and that each objective has its own calibration.
-
-    Raises:
-        ValueError: See `evaluate`.
-    """
+    """Checks that prompts allow standard errors, and that each objective has its calibration."""
     if len(prompts) < 2:
         raise ValueError(f"an evaluation needs 2 prompts for a standard error, got {len(prompts)}.")
     if len(set(prompts)) != len(prompts):
@@ -299,20 +285,18 @@ class Comparison:
     final_se: float | None
     change: float
     change_se: float | None
-    """Standard error of the change, paired by prompt."""
-    z: float | None
-    """The change in standard errors; none when the change is the same for every prompt."""
+    """Paired by prompt."""
+
+    @property
+    def z(self) -> float | None:
+        """The change in standard errors; none when it is the same for every prompt."""
+        return self.change / self.change_se if self.change_se else None
 
     def cells(self) -> list[str]:
         """Returns name, base, final, change and z as texts for a table."""
         z = "" if self.z is None else f"{self.z:+.1f}"
-        return [
-            self.name,
-            _figure(self.base, self.base_se),
-            _figure(self.final, self.final_se),
-            _figure(self.change, self.change_se, sign="+"),
-            z,
-        ]
+        base, final = _figure(self.base, self.base_se), _figure(self.final, self.final_se)
+        return [self.name, base, final, _figure(self.change, self.change_se, sign="+"), z]
 
 
 def _figure(value: float, error: float | None, *, sign: str = "") -> str:
@@ -328,25 +312,18 @@ def comparison_table(
     With `has_rewards`, the rewards in [0, 1] follow the scores.
     """
     final.change(base)  # checks that the two can be paired
-    figures = [(name, base.scores[name], final.scores[name]) for name in final.scores]
-    if has_rewards:
-        figures += [
-            (f"{name} in [0, 1]", base.rewards[name], values)
-            for name, values in final.rewards.items()
-        ]
-    figures += [
-        ("kl", base.kl, final.kl),
-        ("length", base.length, final.length),
-        ("end_share", base.ended, final.ended),
-    ]
-    rows = []
-    for name, before, after in figures:
-        change, error = mean_and_error(after - before)
-        z = change / error if error > 0 else None
-        rows.append(
-            Comparison(name, *mean_and_error(before), *mean_and_error(after), change, error, z)
+    figures = {name: (base.scores[name], after) for name, after in final.scores.items()}
+    for name, after in final.rewards.items() if has_rewards else ():
+        figures[f"{name} in [0, 1]"] = base.rewards[name], after
+    figures["kl"], figures["length"] = (base.kl, final.kl), (base.length, final.length)
+    figures["end_share"] = base.ended, final.ended
+    rows = [
+        Comparison(
+            name, *mean_and_error(before), *mean_and_error(after), *mean_and_error(after - before)
         )
+        for name, (before, after) in figures.items()
+    ]
     for name in ("distinct_1", "distinct_2"):
         before, after = getattr(base, name), getattr(final, name)
-        rows.append(Comparison(name, before, None, after, None, after - before, None, None))
+        rows.append(Comparison(name, before, None, after, None, after - before, None))
     return rows

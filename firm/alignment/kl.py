@@ -74,12 +74,8 @@ def adapted_kl_coefficient(
 ) -> float:
     """Returns the KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
 
-    Args:
-        coefficient: The coefficient in force.
-        kl: Mean KL per response just measured, nats.
-        num_responses: Responses in the batch. The relative deviation counts up to 20 %, so a
-            horizon's worth of responses changes the coefficient by a fifth or so at most.
-        config: Controller and its constants; a fixed controller returns `coefficient`.
+    The relative deviation of the KL (nats per response) from its target counts up to 20 %, so that
+    a horizon's worth of responses changes the coefficient by a fifth or so at most.
     """
     if config.controller == "fixed":
         return coefficient
@@ -88,11 +84,7 @@ def adapted_kl_coefficient(
 
 
 class KLPenalty:
-    """The KL penalty of one learner, whose coefficient follows the controller.
-
-    Attributes:
-        coefficient: Weight of the penalty, in force now.
-    """
+    """The KL penalty of one learner, whose ``coefficient`` follows the controller."""
 
     def __init__(self, config: KLConfig) -> None:
         self._config = config
@@ -162,11 +154,10 @@ def mismatch_alarm(
 
     Log-probabilities of cached generation and those of a forward pass differ by rounding alone. In
     the KL, whose other half comes from a forward pass, that is noise of mean zero. Raised once: in
-    the first round where the controller aims at a KL, else after some rounds, by their last KL.
+    the first round where the controller aims at a KL, else after ``rounds``, by their last KL.
 
     Args:
-        rows: Rows of the log so far, those of the round that just ended included. Of each client
-            row "kl" and "logprob_mismatch_per_reply" are read, both in nats per reply.
+        rows: Rows of the log so far; of clients "kl" and "logprob_mismatch_per_reply" are read.
         config: The KL controller.
         rounds: Rounds to wait for a KL to compare with, where there is no target.
     """

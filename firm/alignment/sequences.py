@@ -82,7 +82,7 @@ class Rollouts(Sequences):
         return self._positions <= self.last_index.unsqueeze(1) + 1
 
     @property
-    def score_index(self) -> torch.Tensor:
+    def reward_index(self) -> torch.Tensor:
         """Where the score is paid: after the last token, or on it when there is no room, [B]."""
         after = self.last_index + 1
         return torch.where(after < self.logprobs.size(1), after, self.last_index)

@@ -57,14 +57,13 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         rollout_config: How responses are sampled and where they end.
         prompt_format: How the policy reads a dialogue.
         policy: A `PeftModel` with one adapter slot.
-        tokenizer: The policy's, padding left, its pad token unlike EOS.
+        tokenizer: The policy's, as `load_tokenizer` returns it.
         reward_fns: Name and reward function of every objective, in the order of the rows.
         calibrations: How raw scores become rewards; by default they are taken as they are.
         num_rounds: Rounds of the run, at whose end the learning rates' schedule ends; `train()`
             takes as many local steps.
         train_dataset: Tokenised prompts ("input_ids"), needed by `train()` alone.
-        solver: Gram matrix [M, M] to weights [M], used by `train()` alone: a federated client
-            gets its weights from the strategy.
+        solver: Gram matrix [M, M] to weights [M], used by `train()` alone.
         value_model: What the estimator trains beside the adapter; by default a fresh one.
         callbacks: Hugging Face trainer callbacks, called by `train()` alone.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
@@ -123,17 +122,11 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             timed=self._timed,
         )
         self._critic = value_model or config.new_critic(policy, len(reward_fns))
-        with (
-            _temporary_folder(trl_arguments.get("output_dir")) as output_dir,
-            without_needless_warnings(),
-        ):
+        with tempfile.TemporaryDirectory() as folder, without_needless_warnings():
+            # TRL makes its output folder at once: one that is gone afterwards, if none is given
+            arguments = {"output_dir": folder, **trl_arguments}
             super().__init__(
-                args=_trl_config(
-                    config,
-                    rollout_config,
-                    num_rounds,
-                    **{**trl_arguments, "output_dir": output_dir},
-                ),
+                args=_trl_config(config, rollout_config, num_rounds, **arguments),
                 processing_class=tokenizer,
                 model=policy,  # type: ignore[arg-type]  # a PeftModel is what TRL makes of it
                 ref_model=None,
@@ -146,7 +139,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         set_adapter_dropout(policy, lora.lora_dropout)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """TRL's hook: the first learner, whose optimizer and schedule the callbacks see."""
+        """Makes the first learner, whose optimizer and schedule the callbacks see; TRL's hook."""
         self.learner = self.new_learner()
         self.optimizer = self.learner.actor_optimizer
         self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self._rate_factor(step))
@@ -180,12 +173,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         )
 
     def sample(self, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
-        """Stage 2: returns the policy's replies to prompts, as many as the estimator compares.
-
-        Args:
-            queries: The prompts; replies to one stand together.
-            measures_mismatch: See `rollout`.
-        """
+        """Stage 2: returns the policy's replies to prompts; those to one stand together."""
         queries = queries.to(self.accelerator.device)
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
@@ -194,7 +182,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             return rollout(
                 self.policy_model,
                 queries,
-                tokenizer=self.processing_class,  # type: ignore[arg-type]
+                tokenizer=self.processing_class,
                 config=self.rollout_config,
                 reference=self.null_ref_context,
                 team=self.team,
@@ -285,11 +273,8 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     def set_learning_rates(self, rounds_done: float) -> None:
         """Sets the learning rates as the schedule has them when so many rounds are done.
 
-        It follows the round and not a client's own steps: clients that are drawn now and then have
-        the rates of those that always take part.
-
-        Args:
-            rounds_done: At least 0; within a round a fraction counts.
+        It follows the round, with its fraction, and not a client's own steps: clients that are
+        drawn now and then have the rates of those that always take part.
         """
         factor = self._rate_factor(rounds_done)
         for group in self.learner.actor_optimizer.param_groups:
@@ -297,7 +282,6 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.learner.estimator.set_learning_rate(factor)
 
     def _rate_factor(self, rounds_done: float) -> float:
-        """Returns the schedule's factor of the learning rates."""
         if self.config.learning_rate_schedule == "constant":
             return 1.0
         return max(0.0, self.num_rounds - rounds_done) / self.num_rounds
@@ -349,8 +333,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     ) -> dict[str, float]:
         """Returns figures of one batch under TRL's names, with one reward per objective."""
         mean = {
-            key: float(torch.stack([minibatch[key] for minibatch in minibatches]).mean())
-            for key in minibatches[0]
+            trl_name: float(torch.stack([minibatch[name] for minibatch in minibatches]).mean())
+            for name, trl_name in _TRL_NAMES.items()
+            if name in minibatches[0]
         }
         rollouts, eos = experience.rollouts, self.processing_class.eos_token_id
         is_eos = torch.eq(rollouts.responses, eos)  # type: ignore[arg-type]
@@ -366,14 +351,14 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 f"objective/scores/{name}": row.mean().item()
                 for name, row in zip(self.objectives, experience.rewards, strict=True)
             },
-            **{trl_name: mean[name] for name, trl_name in _TRL_NAMES.items() if name in mean},
+            **mean,
             "val/num_eos_tokens": int(is_eos.sum()),
             "lr": float(self.learner.actor_optimizer.param_groups[0]["lr"]),
             "episode": self.state.episode,
         }
 
     def _scores(self, rollouts: Rollouts) -> torch.Tensor:
-        """Scores [M, B], each process of the team asking for its share."""
+        """Returns the scores [M, B]; each process of the team asks for its share."""
         own = rollouts.rows(self.team.share(rollouts.num_rows))
         scores = self.team.together(
             lambda: self.judges.scores(self.objectives, own.queries.prompts, own.completions)
@@ -397,7 +382,7 @@ _TRL_NAMES = {
 
 
 class _NoCritic(torch.nn.Module):
-    """Stands where TRL asks for a value model, for estimators that have none."""
+    """A value model for TRL, for estimators that have none."""
 
     base_model_prefix = "score"
 
@@ -433,13 +418,3 @@ def _trl_config(
             **arguments,
         }
     )
-
-
-@contextmanager
-def _temporary_folder(folder: str | None) -> Iterator[str]:
-    """Yields `folder`, or one that is gone afterwards: TRL makes its output folder at once."""
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield temporary

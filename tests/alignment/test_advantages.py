@@ -117,7 +117,7 @@ def test_penalties_by_hand():
 def test_shaped_rewards_by_hand():
     scores = torch.tensor([[1.0, 2.0], [10.0, 20.0]])  # two objectives, two responses
     kl = torch.tensor([[0.5, 1.0, 0.0], [0.1, 0.2, 0.3]])
-    rewards = shaped_rewards(scores, kl, kl_coefficient=0.2, score_index=torch.tensor([1, 2]))
+    rewards = shaped_rewards(scores, kl, kl_coefficient=0.2, reward_index=torch.tensor([1, 2]))
     expected = torch.tensor(
         [[[-0.1, 0.8, 0.0], [-0.02, -0.04, 1.94]], [[-0.1, 9.8, 0.0], [-0.02, -0.04, 19.94]]]
     )
@@ -129,11 +129,11 @@ def test_shaped_rewards_by_hand():
 def test_every_objective_gets_its_score_once_and_the_penalty_on_every_token(seed, size, num):
     scores, kl = normal(seed, num, size[0]), normal(seed + 1, *size)
     kl_before = kl.clone()
-    score_index = response_mask(seed, *size).sum(1) - 1
-    rewards = shaped_rewards(scores, kl, kl_coefficient=0.3, score_index=score_index)
+    reward_index = response_mask(seed, *size).sum(1) - 1
+    rewards = shaped_rewards(scores, kl, kl_coefficient=0.3, reward_index=reward_index)
     assert rewards.shape == (num, *size)
     torch.testing.assert_close(rewards.sum(-1), scores - 0.3 * kl.sum(-1))
-    is_score = torch.arange(size[1]) == score_index.unsqueeze(1)
+    is_score = torch.arange(size[1]) == reward_index.unsqueeze(1)
     for row, score in zip(rewards, scores, strict=True):
         assert torch.equal(row[~is_score], -0.3 * kl[~is_score])
         torch.testing.assert_close(row[is_score], score - 0.3 * kl[is_score])
@@ -145,8 +145,8 @@ def test_every_objective_gets_its_score_once_and_the_penalty_on_every_token(seed
 def test_a_combination_with_weights_that_sum_to_one_carries_the_penalty_once(seed, size, num):
     scores, kl = normal(seed, num, size[0]), normal(seed + 1, *size)
     weights = normal(seed + 2, num).softmax(0)
-    score_index = response_mask(seed, *size).sum(1) - 1
-    arguments = {"kl_coefficient": 0.3, "score_index": score_index}
+    reward_index = response_mask(seed, *size).sum(1) - 1
+    arguments = {"kl_coefficient": 0.3, "reward_index": reward_index}
     combined = torch.einsum("m,mbt->bt", weights, shaped_rewards(scores, kl, **arguments))
     (alone,) = shaped_rewards((weights @ scores).unsqueeze(0), kl, **arguments)
     torch.testing.assert_close(combined, alone)
@@ -216,7 +216,7 @@ def test_advantages_by_hand():
 def test_an_objective_among_others_gets_bit_for_bit_what_it_would_get_alone(num_objectives):
     scores, kl = normal(0, num_objectives, 8).float(), normal(1, 8, 11).float()
     values = normal(2, num_objectives, 8, 11).float()
-    arguments = {"kl_coefficient": 0.2, "score_index": torch.arange(8)}
+    arguments = {"kl_coefficient": 0.2, "reward_index": torch.arange(8)}
     rewards = shaped_rewards(scores, kl, **arguments)
     advantages, returns = gae(rewards, values, gamma=0.99, gae_lambda=0.95)
     for j in range(num_objectives):

@@ -464,7 +464,7 @@ def test_masks_and_score_places_by_hand():
     assert rollouts.responses.tolist() == [[1, 2, 3], [4, 5, 6], [0, 8, 9]]
     assert rollouts.mask.long().tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0]]
     assert rollouts.value_mask.long().tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
-    assert rollouts.score_index.tolist() == [2, 2, 0]
+    assert rollouts.reward_index.tolist() == [2, 2, 0]
     assert rollouts.num_tokens.tolist() == [2, 3, 0]
 
 

@@ -1,4 +1,4 @@
-"""What an estimator is: how scored replies become M losses, their gradients and a step beside.
+"""How scored replies become M losses and their gradients.
 
 One file is one estimator: a configuration (``EstimatorConfig``) that makes it, and the estimator
 itself (``Estimator``), of which every learner has its own.
@@ -47,12 +47,8 @@ class MinibatchGradients:
 
     def add_(self, other: "MinibatchGradients") -> None:
         """Adds another part's, in place."""
-        self.jacobian.add_(other.jacobian)
-        self.losses.add_(other.losses)
-        for name, figure in self.metrics.items():
-            figure.add_(other.metrics[name])
-        if self.own is not None and other.own is not None:
-            self.own.add_(other.own)
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.add_(theirs)
 
     def summed(self, team: Team) -> "MinibatchGradients":
         """Returns the sum over the members of a team."""
@@ -62,6 +58,10 @@ class MinibatchGradients:
             {name: team.sum(figure) for name, figure in self.metrics.items()},
             None if self.own is None else team.sum(self.own),
         )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        own = () if self.own is None else (self.own,)
+        return [self.jacobian, self.losses, *self.metrics.values(), *own]
 
 
 @dataclass(frozen=True)
@@ -105,28 +105,19 @@ class Estimator(Protocol):
     ) -> Experience:
         """Stage 4: returns a batch with everything that its losses need.
 
-        Args:
-            rollouts: B replies; those to one prompt stand together.
-            scores: As the reward models gave them, shape [M, B].
-            rewards: Calibrated, shape [M, B].
+        Of the B replies those to one prompt stand together; scores and rewards are [M, B].
         """
         ...
 
     def gradients(self, part: Any, minibatch: Any) -> MinibatchGradients:
         """Stages 5 and 6: returns what some rows of a minibatch add to it; steps nothing.
 
-        Args:
-            part: The rows, of the type that `experience` gives.
-            minibatch: All rows of the minibatch, whose means the losses are.
+        Losses are means over the whole minibatch; both are of the type that `experience` returns.
         """
         ...
 
     def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: takes the step of what is trained beside the adapter, if anything is.
-
-        Args:
-            own: The minibatch's `MinibatchGradients.own`.
-        """
+        """Stage 9: steps what is trained beside the adapter, by `MinibatchGradients.own`."""
         ...
 
     def end_batch(self, experience: Any) -> None:
@@ -217,9 +208,7 @@ class EstimatorConfig(ABC):
     @classmethod
     def forms(cls) -> list[type["EstimatorConfig"]]:
         """Returns the registered configurations of this kind, told apart by `name`."""
-        return [
-            ESTIMATORS[name] for name in sorted(ESTIMATORS) if issubclass(ESTIMATORS[name], cls)
-        ]
+        return [form for _, form in sorted(ESTIMATORS.items()) if issubclass(form, cls)]
 
     def check_positive(self, *names: str, or_zero: bool = False) -> None:
         """Raises ``ValueError`` where a field is not finite and positive, or 0 if that will do."""
@@ -242,9 +231,7 @@ class EstimatorConfig(ABC):
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module | None:
         """Returns a fresh module that is trained by Adam beside the adapter; None: nothing is.
 
-        Args:
-            policy: The model with its adapter, perhaps without storage.
-            num_objectives: M.
+        The policy, with its adapter, may have no storage.
         """
         return None
 
@@ -256,22 +243,17 @@ class EstimatorConfig(ABC):
         critic: torch.nn.Module | None,
         optimizer: Callable[..., torch.optim.Optimizer],
     ) -> Estimator:
-        """Returns a fresh estimator.
+        """Returns a fresh estimator on the policy that all share.
 
         Args:
-            policy: The policy, shared by all estimators.
+            policy: The policy.
             critic: A copy of what `new_critic` returned, this estimator's own.
             optimizer: Adam, from parameters and `lr`.
         """
 
     @abstractmethod
     def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> Experience:
-        """Returns an experience without content, with which a plan rehearses `gradients`.
-
-        Args:
-            rollouts: B replies of full length.
-            num_objectives: M.
-        """
+        """Returns an experience without content, with which a plan rehearses `gradients`."""
 
 
 ESTIMATORS: dict[str, type[EstimatorConfig]] = {}

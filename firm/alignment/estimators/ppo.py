@@ -124,14 +124,7 @@ class PPOExperience(Experience):
 
 
 class PPO:
-    """One learner's PPO; implements `Estimator`.
-
-    Args:
-        config: Its hyperparameters.
-        policy: The policy, shared with other learners.
-        critic: This learner's own.
-        optimizer: Adam, from parameters and `lr`.
-    """
+    """One learner's PPO; implements `Estimator`."""
 
     def __init__(
         self,
@@ -158,9 +151,8 @@ class PPO:
             values = values.transpose(0, 1).masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
         with policy.timed("advantages"):
             kl = self.kl.per_token(rollouts)
-            per_token = shaped_rewards(
-                rewards, kl, kl_coefficient=self.kl.coefficient, score_index=rollouts.score_index
-            )  # [M, B, T]
+            coefficient, index = self.kl.coefficient, rollouts.reward_index
+            per_token = shaped_rewards(rewards, kl, kl_coefficient=coefficient, reward_index=index)
             if config.whiten_rewards:
                 mask = rollouts.value_mask
                 per_token = torch.stack(
@@ -261,12 +253,7 @@ class PPO:
         self.kl.coefficient = state["kl_coefficient"]
 
     def _values(self, rows: Sequences, output: Any = None) -> torch.Tensor:
-        """Returns the value of every response position and objective, [M, b, T].
-
-        Args:
-            rows: b rows.
-            output: The policy's on them, if it is there already.
-        """
+        """Returns the values [M, b, T] of b rows, by the policy's output where it is known."""
         critic: Any = self.critic
         if self.config.critic == "network":
             trunk = getattr(critic, critic.base_model_prefix)
