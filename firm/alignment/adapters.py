@@ -33,12 +33,8 @@ def load_adapters(
     """Returns the base model with the adapters of N PEFT folders, in evaluation mode.
 
     Each adapter has the rank and the target modules that its own folder states; `select_adapter`
-    chooses one by its place in `folders`. The model is on the accelerator when there is one.
-
-    Args:
-        config: The base model; its `lora` is not looked at.
-        folders: At least one PEFT folder.
-        check_base: Whether an adapter that names another base model is refused.
+    chooses one by its place in `folders`. The model is on the accelerator when there is one. With
+    `check_base` an adapter that names another base model is refused.
 
     Raises:
         ValueError: There is no such base model, the hub cannot be reached, or a folder holds no
@@ -47,7 +43,8 @@ def load_adapters(
     settings = [_adapter_settings(folder) for folder in folders]  # before the base is loaded
     for folder, lora in zip(folders, settings, strict=True):
         base = lora.base_model_name_or_path or ""
-        if check_base and not _is_same_place(base, config.path):
+        is_same = base == config.path or Path(base).resolve() == Path(config.path).resolve()
+        if check_base and not is_same:
             raise ValueError(
                 f"the adapter in {folder} was made for the base model {base!r}, got {config.path}: "
                 "use that one, or turn check_base off if it is the same model in another place."
@@ -107,7 +104,9 @@ def _adapter_settings(folder: Path) -> LoraConfig:
 
 def _check_ranks(folder: Path, settings: LoraConfig) -> None:
     """Raises `ValueError` where settings state a rank that no tensor of the file can have."""
-    largest = max((size for shape in _shapes(folder) for size in shape), default=0)
+    with _reading(folder), safe_open(folder / _WEIGHTS, "pt") as file:  # only the head is read
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    largest = max((size for shape in shapes for size in shape), default=0)
     patterns = settings.rank_pattern or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{folder}/adapter_config.json: rank_pattern must be an object.")
@@ -117,12 +116,6 @@ def _check_ranks(folder: Path, settings: LoraConfig) -> None:
                 f"the adapter in {folder} states the rank {rank!r}, but the largest size of its "
                 f"tensors is {largest}: restore adapter_config.json and {_WEIGHTS} together."
             )
-
-
-def _shapes(folder: Path) -> list[tuple[int, ...]]:
-    """Shapes of all tensors in an adapter's file, of which only the head is read."""
-    with _reading(folder), safe_open(folder / _WEIGHTS, "pt") as file:
-        return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
 
 
 @contextmanager
@@ -137,19 +130,8 @@ def _reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_same_place(base: str, other: str) -> bool:
-    """Returns whether two folders or names on the hub are the same."""
-    return base == other or Path(base).resolve() == Path(other).resolve()
-
-
 def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "default") -> None:
-    """Fills an adapter slot from a PEFT folder whose every tensor must fit it.
-
-    Args:
-        policy: The model with the slot.
-        folder: The PEFT folder.
-        base: What messages call the base model.
-        name: The slot.
+    """Fills the slot `name` from a PEFT folder whose every tensor must fit it.
 
     Raises:
         ValueError: The folder holds no adapter, another model's, or one that is not finite.
@@ -187,10 +169,7 @@ def _slot_name(index: int) -> str:
 
 @contextmanager
 def select_adapter(policy: PeftModel, index: int | None) -> Iterator[Reference]:
-    """Lets `policy` speak with its adapter of that index, or as the base model under None.
-
-    Gives the `reference` that `sample_replies` takes.
-    """
+    """Selects an adapter by its index, or the base model by None; yields its `reference`."""
     if index is None:
         with policy.disable_adapter():
             yield nullcontext

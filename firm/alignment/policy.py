@@ -96,10 +96,6 @@ class PolicyConfig:
 def take_device(device: str, *, num_processes: int = 1) -> None:
     """Makes a device the one that libraries take for this process; call it before they load.
 
-    Args:
-        device: What `PolicyConfig.device` says.
-        num_processes: Of the run; several are given their devices by their launcher.
-
     Raises:
         ValueError: There is no such device here, or several processes were to share it.
     """
@@ -147,10 +143,10 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
 
 
 def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises a ValueError when the longest prompt and reply exceed the policy's context.
+    """Checks that the longest prompt and reply fit into the policy's context, if it has a limit.
 
-    Only the model's configuration is read. Models without a limit, such as those with ALiBi, take
-    any length.
+    Raises:
+        ValueError: They do not, or the model's configuration cannot be read.
     """
     with _loading_errors("language model", config.path):
         model_config = AutoConfig.from_pretrained(config.path).get_text_config()
@@ -164,12 +160,10 @@ def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_token
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises a ValueError when the tokenizer has tokens that the model has no embedding of.
+    """Checks that the model, called `path` in messages, has an embedding of every token.
 
-    Args:
-        model: A language model, with or without adapters.
-        tokenizer: What its prompts are encoded with.
-        path: What messages call the model.
+    Raises:
+        ValueError: The tokenizer has more tokens.
     """
     num_rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values())
@@ -220,12 +214,10 @@ def _loading_errors(what: str, path: str) -> Iterator[None]:
 def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
     """Returns the frozen base model with one fresh adapter, which changes nothing yet (B = 0).
 
-    Args:
-        config: What to load.
-        stream: Draws the adapter's initial A matrices.
+    The stream draws the adapter's initial A matrices.
 
     Raises:
-        ValueError: There is no such model, or no layer of it is called like `target_modules`.
+        ValueError: As `load_base_model` and `add_adapter`.
     """
     model = load_base_model(config)
     with stream:
@@ -238,30 +230,19 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
     Raises:
         ValueError: No layer is called like `target_modules`, or the rank is larger than all.
     """
-    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    missing = [name for name in config.lora.target_modules if name not in names]
-    if missing:
-        linear = sorted(
-            {
-                n.rsplit(".", 1)[-1]
-                for n, m in model.named_modules()
-                if isinstance(m, torch.nn.Linear | Conv1D)
-            }
-        )
+    lora, modules = config.lora, [(n.rsplit(".", 1)[-1], m) for n, m in model.named_modules()]
+    if missing := sorted(set(lora.target_modules) - {name for name, _ in modules}):
+        linear = sorted({name for name, m in modules if isinstance(m, torch.nn.Linear | Conv1D)})
         raise ValueError(
             f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
             f"choose among {linear}."
         )
-    sizes = [
-        size
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in config.lora.target_modules
-        for size in getattr(getattr(module, "weight", None), "shape", ())
-    ]
-    if config.lora.r > max(sizes, default=config.lora.r):  # before anything of that size is made
+    adapted = [module for name, module in modules if name in lora.target_modules]
+    sizes = [size for m in adapted for size in getattr(getattr(m, "weight", None), "shape", ())]
+    if lora.r > max(sizes, default=lora.r):  # before anything of that size is made
         raise ValueError(
             f"policy.lora.r must be at most {max(sizes)}, the size of the largest matrix that it "
-            f"adapts in {config.path}, got {config.lora.r}."
+            f"adapts in {config.path}, got {lora.r}."
         )
     with without_needless_warnings():
         if config.gradient_checkpointing:  # the reentrant kind sees no gradient in frozen inputs
@@ -270,13 +251,13 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
             model,
             LoraConfig(
                 task_type="CAUSAL_LM",
-                r=config.lora.r,
-                lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float works
-                lora_dropout=config.lora.dropout,
-                target_modules=list(config.lora.target_modules),
+                r=lora.r,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works
+                lora_dropout=lora.dropout,
+                target_modules=list(lora.target_modules),
             ),
         )
-    if config.lora.freeze_a:
+    if lora.freeze_a:
         freeze_a_(policy)
     return policy
 
@@ -297,11 +278,10 @@ def freeze_a_(policy: PeftModel) -> None:
 
 @contextmanager
 def without_needless_warnings() -> Iterator[None]:
-    """Silences what transformers says of its version 6, and of processes that are not its own.
+    """Silences warnings of transformers that a user can do nothing about.
 
-    peft, TRL and `load_policy` use names that transformers 6 will drop; the upper bound in
-    pyproject.toml guards against that. And it takes a process group for a sign of data-parallel
-    training, started in a wrong way. A user can do nothing more about either.
+    peft, TRL and `load_policy` use names that transformers 6 will drop, against which the upper
+    bound in pyproject.toml guards, and a process group is no sign of data-parallel training here.
     """
     logger = logging.getLogger("transformers.training_args")
 

@@ -178,12 +178,7 @@ def _short(value: object) -> str:
 
 
 def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> Calibration:
-    """Returns the map to rewards that fits a reward's scores of base-model replies.
-
-    Args:
-        method: How scores are mapped.
-        scores: Scores of the calibration replies, shape [n].
-        name: The objective, for the message.
+    """Returns the map to rewards that fits the scores [n] of base-model replies.
 
     Raises:
         ValueError: There is no such method, or the scores have no spread to divide by.
@@ -219,13 +214,13 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
 def check_same(
     frozen: Mapping[str, Calibration], found: Mapping[str, Calibration], *, tolerance: float = 0.05
 ) -> None:
-    """Raises ``ValueError`` where calibrations mean another reward than those that were frozen.
+    """Checks that calibrations as they are now mean the rewards of those that were frozen.
 
-    Args:
-        frozen: Calibrations that a run began with, by objective.
-        found: The same, from the reward models and the base model as they are now.
-        tolerance: Largest difference of a figure, in units of the frozen map's width: replies may
-            come out a little different on another machine.
+    Figures may differ by `tolerance`, in units of the frozen map's width: replies may come out a
+    little different on another machine.
+
+    Raises:
+        ValueError: They mean others.
     """
     for name, calibration in frozen.items():
         width = calibration.scale if calibration.method == "sigmoid" else 1.0
@@ -273,11 +268,7 @@ class Judges:
 
 
 def normalize(scores: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
-    """Returns the rewards of scores, shape [M, B], in [0, 1] unless a method is "none".
-
-    Args:
-        scores: One row per objective, shape [M, B].
-        calibrations: One by objective, in the order of the rows.
+    """Returns the rewards of scores [M, B], whose calibrations are in the order of the rows.
 
     Raises:
         ValueError: There are more or fewer calibrations than rows.
