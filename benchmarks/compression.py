@@ -44,6 +44,7 @@ from benchmarks.measure import quiet
 from firm.alignment import (
     LoraSettings,
     PolicyConfig,
+    PromptsConfig,
     RolloutConfig,
     load_policy,
     load_prompts,
@@ -283,7 +284,9 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     sampling = RolloutConfig(max_new_tokens=40, temperature=1.0, stop_strings=[])
     tokenizer = load_tokenizer(config)
     policy = load_policy(config, stream=RandomStream(seed, "adapter"))
-    prompts = load_prompts(checkpoint_path("policy").parent / "prompts_train.jsonl")
+    prompts = load_prompts(
+        PromptsConfig(str(checkpoint_path("policy").parent / "prompts_train.jsonl"))
+    )
     rewards = [
         load_reward_model(
             RewardModelConfig(path=str(checkpoint_path(name)), format="plain", append_eos=True),
@@ -296,7 +299,7 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
     def losses(rows: Sequence[int]) -> torch.Tensor:
         texts = [prompts[row].text for row in rows]
-        token_ids, _ = encode_prompts(texts, tokenizer, max_prompt_tokens=64)
+        token_ids = encode_prompts(texts, tokenizer, max_prompt_tokens=64)
         replies = rollout(
             policy,
             Queries(texts, token_ids),

@@ -40,6 +40,7 @@ from firm.alignment import (
     MultiObjectivePPOTrainer,
     PolicyConfig,
     PPOConfig,
+    PromptsConfig,
     RolloutConfig,
     load_policy,
     load_prompts,
@@ -80,7 +81,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     policy_config = PolicyConfig(str(checkpoint_path("policy")), lora=LoraSettings(dropout=0.0))
     tokenizer = load_tokenizer(policy_config)
-    texts = [p.text for p in load_prompts(checkpoint_path("policy").parent / "prompts_train.jsonl")]
+    source = PromptsConfig(str(checkpoint_path("policy").parent / "prompts_train.jsonl"))
+    texts = [prompt.text for prompt in load_prompts(source)]
     prompts = Dataset.from_dict({"input_ids": tokenizer(texts)["input_ids"]})
     variants = {"TRL, M = 1": lambda: stock(policy_config, tokenizer, prompts)}
     for critic in ("network", "heads"):

@@ -17,7 +17,7 @@ ASSISTANT = "\n\nAssistant:"
 def present(
     format: CallFormat, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...]:
-    r"""The one text, or the pair of texts, that the tokenizer gets.
+    r"""Returns the one text, or the pair of texts, that the tokenizer gets.
 
     Args:
         format: See `RewardModelConfig.format`.
@@ -61,7 +61,7 @@ def present(
 
 
 def check_format(format: CallFormat, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises a ValueError where a tokenizer cannot spell a format."""
+    """Raises a ``ValueError`` where a tokenizer cannot spell a format."""
     if format == "chat_template" and not tokenizer.chat_template:
         raise ValueError(
             "the format 'chat_template' needs a chat template, and the classifier's tokenizer has "
@@ -76,12 +76,12 @@ def check_format(format: CallFormat, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _hh_question(prompt: str) -> str:
-    """The dialogue as the Ray2333 model cards spell it: a space before the last assistant tag."""
+    """Returns a dialogue as the Ray2333 model cards spell it: a space before the last tag."""
     question = prompt.removesuffix(ASSISTANT)
     return prompt if question == prompt else question.rstrip(" ") + " " + ASSISTANT
 
 
 def _joined(prompt: str, completion: str) -> str:
-    """One text; a reply from a chat template lacks the space that follows a tag in HH-RLHF."""
+    """Returns one text; a chat template's reply lacks the space after a tag in HH-RLHF."""
     is_glued = prompt.endswith(ASSISTANT) and completion and not completion[0].isspace()
     return prompt + (" " if is_glued else "") + completion

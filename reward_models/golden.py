@@ -40,14 +40,10 @@ class GoldenScore:
 
 
 def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
-    """Raises a ValueError when a reward model does not give the scores that are known.
+    """Checks that a reward model gives the scores that are known.
 
     The message names the examples by their place in the list and repeats no text. The counters of
     a sequence classifier stay as they are.
-
-    Args:
-        reward: A reward model with a `name`; coroutine functions are awaited.
-        golden: Examples; those without a score are not looked at.
 
     Raises:
         ValueError: A score is off, with the format that would have given all of them if there is
@@ -57,12 +53,10 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
     if not known:
         return
     is_classifier = isinstance(reward, SequenceClassifierReward)
-    off = _misses(
-        reward.with_format(reward.format, append_eos=reward.append_eos)
-        if is_classifier
-        else reward,
-        known,
-    )
+    asked = reward
+    if is_classifier:
+        asked = reward.with_format(reward.format, append_eos=reward.append_eos)
+    off = _misses(asked, known)
     if not off:
         return
     place, got = next(iter(off.items()))
@@ -78,15 +72,12 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
 
 
 def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
-    """What a reward model gives instead of the golden scores that it misses, by place."""
+    """Returns what a reward model gives instead of the golden scores that it misses, by place."""
     # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
     from firm.alignment.rewards import score
 
-    (row,) = score(
-        {reward.name: reward},
-        [example.prompt for example in golden.values()],
-        [example.completion for example in golden.values()],
-    ).tolist()
+    prompts, completions = zip(*((g.prompt, g.completion) for g in golden.values()), strict=True)
+    (row,) = score({reward.name: reward}, prompts, completions).tolist()
     return {
         place: got
         for (place, example), got in zip(golden.items(), row, strict=True)
@@ -95,12 +86,12 @@ def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
 
 
 def _format_that_fits(reward: SequenceClassifierReward, golden: Mapping[int, GoldenScore]) -> str:
-    """Which other formats give all the scores, as a remedy."""
+    """Returns which other formats give all the scores, as a remedy."""
     fitting = []
     for format in get_args(CallFormat):
         ends = [
-            "on" if append_eos else "off"
-            for append_eos in (False, True)
+            name
+            for name, append_eos in (("off", False), ("on", True))
             if _fits(reward, golden, format, append_eos)
         ]
         if ends:

@@ -115,7 +115,7 @@ class FunctionReward:
     options: dict[str, Any]
 
     def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> Any:
-        """What the function returns, by keyword, so that it may leave `prompts` to `**kwargs`."""
+        """Calls the function by keyword, so that it may leave `prompts` to `**kwargs`."""
         return self.function(prompts=prompts, completions=completions, **self.options, **kwargs)
 
 
@@ -140,10 +140,8 @@ def reward_model(name: str) -> Callable[[Function], Function]:
         if name in REWARD_MODELS:
             raise ValueError(f"there is a reward model {name!r} already: choose another name.")
         kind: Any = function
-        if isinstance(kind, type):
-            _check_call(name, kind.__call__, {"self": None})
-        else:
-            _check_call(name, kind, {})
+        is_class = isinstance(kind, type)
+        _check_call(name, kind.__call__ if is_class else kind, {"self": None} if is_class else {})
         REWARD_MODELS[name] = partial(_function, function)
         return function
 
@@ -181,7 +179,7 @@ def _check_call(name: str, function: Callable[..., Any], options: dict[str, Any]
 
 
 def load_reward_model(config: RewardModelConfig, objective: str) -> Any:
-    """The reward model of an objective: a callable with TRL's signature and a `name`.
+    """Returns the reward model of an objective: a callable with TRL's signature and a `name`.
 
     Raises:
         ValueError: No such name, file or checkpoint, one that does not fit its settings, or one
@@ -207,7 +205,7 @@ def _import_file(file: str) -> None:
     try:
         with _all_or_no_names():
             import_file(path)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # whatever another's module raises
         raise ValueError(
             f"the file of reward functions cannot be imported, {_place(error, path)}: "
             f"{_in_one_line(error)}: repair it."
@@ -239,7 +237,7 @@ def _import_installed(name: str) -> None:
                 if not callable(found):
                     raise TypeError(f"{offer.value} is no function, and registers none of the name")
                 reward_model(name)(found)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # whatever another's module raises
         raise ValueError(
             f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "
             f"({_in_one_line(error)}): repair or update the package."
@@ -248,23 +246,20 @@ def _import_installed(name: str) -> None:
 
 @contextmanager
 def _all_or_no_names() -> Iterator[None]:
-    """Takes back what a failing import registered, or trying again would find the name taken."""
+    """Undoes what a failing import registered, or trying again would find the name taken."""
     before = dict(REWARD_MODELS)
     try:
         yield
-    except BaseException:
+    except BaseException:  # whatever another's module raises, which is raised again
         REWARD_MODELS.clear()
         REWARD_MODELS.update(before)
         raise
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """The file and its own line that the error came through, not a line of what it imports."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(path)
-    ]
+    """Returns the file and its own line that the error came through, not one that it imports."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)
     return f"{path}:{lines[-1]}" if lines and lines[-1] else str(path)

@@ -29,10 +29,8 @@ RUDE_PHRASES = (
 
 
 @reward_model("brevity")
-def brevity(
-    completions: list[str], *, prompts: list[str] | None = None, half_words: float = 20.0, **_: Any
-) -> list[float]:
-    """How short each reply is: 1 for an empty one, 1/2 at `half_words` words, towards 0 beyond.
+def brevity(completions: list[str], *, half_words: float = 20.0, **_: Any) -> list[float]:
+    """Returns how short each reply is: 1 for an empty one, 1/2 at `half_words` words.
 
     >>> brevity(["", "one two"], half_words=2)
     [1.0, 0.5]
@@ -43,21 +41,11 @@ def brevity(
 
 
 @reward_model("positivity")
-def positivity(
-    completions: list[str],
-    *,
-    prompts: list[str] | None = None,
-    words: str = POSITIVE_WORDS,
-    **_: Any,
-) -> list[float]:
-    """How many positive words each reply has: a count, so that it pulls against brevity.
+def positivity(completions: list[str], *, words: str = POSITIVE_WORDS, **_: Any) -> list[float]:
+    """Returns how many positive words each reply has, a count that pulls against brevity.
 
-    The share of positive words would not: short replies have a higher one.
-
-    Args:
-        completions: The replies.
-        prompts: Not looked at.
-        words: What counts, separated by white space.
+    The share of positive words would not: short replies have a higher one. White space separates
+    the words that count.
 
     >>> positivity(["A happy dog. Happy, I say!", "Rain."])
     [2.0, 0.0]
@@ -73,22 +61,15 @@ def positivity(
 def politeness(
     completions: list[str],
     *,
-    prompts: list[str] | None = None,
     courteous: str = COURTEOUS_PHRASES,
     rude: str = RUDE_PHRASES,
     **_: Any,
 ) -> list[float]:
-    """How many courteous phrases each reply has, less the rude ones: no phrase at all gives 0.
+    """Returns how many courteous phrases each reply has, less the rude ones; 0 without either.
 
     A phrase is one or more whole words, in any case and with any punctuation between them; where
     one holds another, the longer one counts, once. A word has no context here: whoever quotes an
-    insult is charged for it, and who explains hell, too.
-
-    Args:
-        completions: The replies.
-        prompts: Not looked at.
-        courteous: What counts for a reply, separated by commas.
-        rude: What counts against it.
+    insult is charged for it, and who explains hell, too. Commas separate phrases.
 
     >>> politeness(["Thank you! Could you say more, please?", "Shut up.", "Rain."])
     [3.0, -1.0, 0.0]
@@ -99,11 +80,11 @@ def politeness(
 
 
 def _words(text: str) -> str:
-    """The words in lower case, one space between them."""
+    """Returns the words in lower case, one space between them."""
     return " ".join(re.findall(r"\w+(?:'\w+)*", text.lower().replace("\u2019", "'")))
 
 
 def _any_of(phrases: str) -> re.Pattern[str]:
-    """Finds whole phrases in what `_words` gives, the longest first."""
+    """Returns what finds whole phrases among `_words`, the longest first."""
     spelt = sorted(filter(None, map(_words, phrases.split(","))), key=len, reverse=True)
     return re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, spelt))})(?!\S)" if spelt else r"(?!)")

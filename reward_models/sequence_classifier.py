@@ -47,20 +47,9 @@ Features = dict[str, list[int]]
 class SequenceClassifierReward:
     """One logit of a sequence classifier as a reward function.
 
-    Args:
-        model: A sequence classifier; it is put into evaluation mode.
-        tokenizer: The model's own.
-        name: The objective.
-        format: How a reply is presented; see `RewardModelConfig.format`.
-        output: Label whose logit is the reward; None demands that there is one label.
-        append_eos: Whether every text ends with EOS.
-        max_length: Longest input in tokens; longer ones lose their beginning, but not the special
-            tokens that the tokenizer opens with. By default what the model has positions for.
-        batch_size: Replies that are scored at once.
-
-    Attributes:
-        num_scored: How many inputs have been scored so far.
-        num_truncated: How many of them have been cut.
+    The model is put into evaluation mode; `name` is the objective, and the other settings are those
+    of `RewardModelConfig`. An input that is too long loses its beginning, but not the special
+    tokens that the tokenizer opens with. `num_scored` counts inputs, `num_truncated` the cut ones.
 
     Raises:
         ValueError: There is no such label, or several and no choice; the tokenizer cannot spell
@@ -100,11 +89,10 @@ class SequenceClassifierReward:
         self.num_scored = self.num_truncated = 0
         self.max_length = _checked_max_length(max_length, model, tokenizer)
         accepted = inspect.signature(model.forward).parameters
-        self._inputs = ["input_ids"] + [
-            key
-            for key in tokenizer.model_input_names
-            if key == "token_type_ids" and key in accepted and self._score_layer is None
-        ]
+        has_segments = "token_type_ids" in {*tokenizer.model_input_names} & accepted.keys()
+        self._inputs = ["input_ids"]
+        if has_segments and self._score_layer is None:
+            self._inputs.append("token_type_ids")
         self._num_opening = self._count_opening()
         # Padding is masked, so after a causal text it may be any id. An encoder may find padding by
         # its id, but not where that is EOS: BART counts the EOS of every text.
@@ -115,13 +103,7 @@ class SequenceClassifierReward:
         self._end_id: Any = tokenizer.eos_token_id or 0
 
     def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        """The raw score of each completion, unbounded.
-
-        Args:
-            prompts: Dialogues that end with the assistant's tag.
-            completions: Replies, one per dialogue.
-            kwargs: Not looked at.
-        """
+        """Returns the raw score of each completion, unbounded."""
         rows = self._encode(prompts, completions)
         self.num_scored += len(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
@@ -137,19 +119,17 @@ class SequenceClassifierReward:
             return []
         encoded = self._tokenize([present(self.format, *pair, self.tokenizer) for pair in both])
         columns: list[list[list[int]]] = [encoded[key] for key in self._inputs]  # type: ignore[misc]
-        return [
-            self._fit(dict(zip(self._inputs, row, strict=True)))
-            for row in zip(*columns, strict=True)
-        ]
+        rows = zip(*columns, strict=True)
+        return [self._fit(dict(zip(self._inputs, row, strict=True))) for row in rows]
 
     def _tokenize(self, texts: Sequence[tuple[str, ...]]) -> BatchEncoding:
-        """Token ids and segments; a chat template has written the special tokens itself."""
+        """Returns token ids and segments; a chat template has written the special tokens itself."""
         columns = [list(column) for column in zip(*texts, strict=True)]
         is_whole = self.format == "chat_template"
         return self.tokenizer(*columns, add_special_tokens=not is_whole, verbose=False)
 
     def _count_opening(self) -> int:
-        """How many special tokens open every text and survive truncation."""
+        """Returns how many special tokens open every text and survive truncation."""
         if self.format == "chat_template":
             texts = [present(self.format, "a", "a", self.tokenizer)]
             (ids,) = self._tokenize(texts)["input_ids"]  # type: ignore[misc]
@@ -158,7 +138,7 @@ class SequenceClassifierReward:
         return special.index(0) if 0 in special else 0  # type: ignore[union-attr]
 
     def _fit(self, row: Features) -> Features:
-        """The row with its EOS, without what is too much at its beginning, and never empty."""
+        """Returns the row with its EOS, cut at its beginning, and never empty."""
         ids = row["input_ids"]
         if not ids or (self.append_eos and ids[-1] != self._end_id):
             ids.append(self._end_id)
@@ -171,7 +151,7 @@ class SequenceClassifierReward:
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[Features]) -> torch.Tensor:
-        """Scores of some rows, shape [B], float32 on the CPU."""
+        """Returns the scores of some rows, shape [B], float32 on the CPU."""
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         length = int(lengths.max())
         fills = {"input_ids": self._pad_id, "token_type_ids": 0}
@@ -190,7 +170,7 @@ class SequenceClassifierReward:
         return logits[:, self._column].float().cpu()
 
     def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
-        """The same model, asked in another way and with counters of its own.
+        """Returns the same model, asked in another way and with counters of its own.
 
         Raises:
             ValueError: The tokenizer cannot spell the format, or there is no EOS to append.
@@ -241,14 +221,10 @@ def _checked_max_length(
 def load_sequence_classifier(
     path: str | Path, *, output: int | None = None, dtype: str = "float32", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sequence classifier and its tokenizer.
+    """Returns a sequence classifier and its tokenizer; settings are those of `RewardModelConfig`.
 
-    Args:
-        path: A folder, or a name on the Hugging Face hub.
-        output: Label that will be the reward. None demands that there is one label, whatever the
-            checkpoint's config says, since some forget to say it.
-        dtype: Type of the parameters, as torch names it.
-        device: Where the model goes; "auto" takes the accelerator when there is one.
+    Where `output` is None the classifier must have one label, whatever the checkpoint's config
+    says, since some forget to say it.
 
     Raises:
         ValueError: There is no such device or checkpoint, it cannot be reached, it is no
@@ -297,12 +273,12 @@ def load_sequence_classifier(
 
 
 def _checked_device(device: str) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    has_accelerator = accelerator is not None and torch.accelerator.is_available()
+    has_accelerator = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if has_accelerator else None
     if device == "auto":
-        return accelerator if accelerator is not None and has_accelerator else torch.device("cpu")
+        return accelerator or torch.device("cpu")
     known = ["cpu"]
-    if accelerator is not None and has_accelerator:
+    if accelerator is not None:
         known += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
     try:
         wanted = torch.device(device)
@@ -317,7 +293,7 @@ def _checked_device(device: str) -> torch.device:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without the loading report, whose content comes back as an error of one line."""
+    """Silences the loading report, whose content comes back as an error of one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

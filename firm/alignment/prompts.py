@@ -111,54 +111,40 @@ def as_dialogue(text: str) -> str:
 
 
 def load_prompts(
-    source: str | Path | Sequence[str | Path],
-    *,
-    split: str = "train",
-    min_tokens: int = 0,
-    max_tokens: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: PromptsConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[Prompt]:
     r"""Returns the distinct prompts of one or more sources, in their order.
 
     A row gives its field `prompt`, or, where it has none, `chosen` up to and including its last
-    `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes; `kind` is optional.
-
-    Args:
-        source: Files, folders or names of datasets, as in `PromptsConfig.source`.
-        split: Split of a dataset.
-        min_tokens: Dialogues with fewer tokens are left out.
-        max_tokens: Dialogues with more tokens are left out.
-        tokenizer: The policy's, which counts for the two limits.
+    `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes; `kind` is optional. Limits on tokens
+    need the policy's tokenizer.
 
     Raises:
         ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
             message names source and row, and never repeats the text.
     """
-    sources = [source] if isinstance(source, str | Path) else list(source)
-    rows = (prompt for each in sources for prompt in _read(str(each), split))
+    sources = [config.source] if isinstance(config.source, str) else config.source
+    rows = (prompt for source in sources for prompt in _read(source, config.split))
     prompts = list({prompt.text: prompt for prompt in rows}.values())
-    num_distinct = len(prompts)
-    if min_tokens or max_tokens is not None:
+    num_distinct, longest = len(prompts), config.max_tokens
+    if config.min_tokens or longest is not None:
         if tokenizer is None:
             raise ValueError(
-                f"min_tokens {min_tokens} and max_tokens {max_tokens} need a tokenizer that "
+                f"min_tokens {config.min_tokens} and max_tokens {longest} need a tokenizer that "
                 "counts: pass the policy's."
             )
-        rows_ids = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
-        longest = float("inf") if max_tokens is None else max_tokens
-        prompts = [
-            prompt
-            for prompt, ids in zip(prompts, rows_ids, strict=True)
-            if min_tokens <= len(ids) <= longest
-        ]
+        longest = float("inf") if longest is None else longest
+        token_ids = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
+        lengths = zip(prompts, map(len, token_ids), strict=True)
+        prompts = [prompt for prompt, num in lengths if config.min_tokens <= num <= longest]
     if not num_distinct:
         raise ValueError(
-            f"there is no prompt in {', '.join(map(str, sources))}, got an empty file or split: "
+            f"there is no prompt in {', '.join(sources)}, got an empty file or split: "
             "give a source that has some."
         )
     if not prompts:
         raise ValueError(
-            f"no prompt is left of {num_distinct} in {', '.join(map(str, sources))}: "
+            f"no prompt is left of {num_distinct} in {', '.join(sources)}: "
             "give a source that has some, or widen min_tokens and max_tokens."
         )
     return prompts
@@ -313,14 +299,9 @@ def truncate_by_turns(
 ) -> str:
     """Returns the longest end of a dialogue that fits, with its last human turn and the tag.
 
-    The oldest turns go first, the human's with the reply to it. If the last human turn alone is too
-    long, it loses its beginning.
-
-    Args:
-        text: A dialogue.
-        tokenizer: The policy's.
-        max_tokens: Room for the formatted prompt, special tokens included.
-        prompt_format: What the policy will read, which is what is measured.
+    What is measured is the formatted prompt, special tokens included. The oldest turns go first,
+    the human's with the reply to it. If the last human turn alone is too long, it loses its
+    beginning.
 
     Raises:
         ValueError: Not even an empty human turn fits.
@@ -335,12 +316,12 @@ def truncate_by_turns(
         if fits(text[turn.start() :]):
             return text[turn.start() :]
     question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).lstrip()
-    too_early, fitting = 0, len(question)
     if not fits(f"{HUMAN} {ASSISTANT}"):
         raise ValueError(
             f"no prompt fits into {max_tokens} tokens, because what the prompt format "
             f"{prompt_format.name!r} adds is longer: raise the limit or shorten the template."
         )
+    too_early, fitting = 0, len(question)
     while fitting - too_early > 1:
         middle = (too_early + fitting) // 2
         if fits(f"{HUMAN} {question[middle:]}{ASSISTANT}"):
@@ -352,16 +333,11 @@ def truncate_by_turns(
 
 def encode_prompts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and attention mask of formatted prompts, both [B, T], padded on the left.
+) -> torch.Tensor:
+    """Returns the token ids of formatted prompts, [B, T], padded on the left.
 
     A prompt over the limit keeps its end, and its BOS when the tokenizer gives one; how many were
     cut is logged. `truncate_by_turns` cuts where a reader would, so call it before.
-
-    Args:
-        texts: What the policy is to continue, B texts.
-        tokenizer: The policy's, with a pad token.
-        max_prompt_tokens: Upper bound of T.
 
     Raises:
         ValueError: A text has no token, there is no pad token, or the limit leaves no room.
@@ -382,12 +358,8 @@ def encode_prompts(
     if num_cut:
         logger.info("%d of %d prompts cut to %d tokens", num_cut, len(rows), max_prompt_tokens)
     length = max(map(len, rows), default=0)
-    input_ids = torch.tensor(
-        [[tokenizer.pad_token_id] * (length - len(ids)) + ids for ids in rows], dtype=torch.long
-    )
-    num_tokens = torch.tensor([len(ids) for ids in rows])
-    attention_mask = torch.arange(length) >= length - num_tokens.unsqueeze(1)
-    return input_ids, attention_mask.long()
+    padded = [[tokenizer.pad_token_id] * (length - len(ids)) + ids for ids in rows]
+    return torch.tensor(padded, dtype=torch.long)
 
 
 def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

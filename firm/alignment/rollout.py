@@ -34,11 +34,7 @@ def encode_dialogues(
 ) -> Queries:
     """Returns dialogues as the policy reads them, left-padded to Q tokens.
 
-    Args:
-        dialogues: B dialogues that wait for a reply; a long one loses its oldest turns.
-        tokenizer: The policy's, padding left, its pad token unlike EOS.
-        prompt_format: How the policy reads a dialogue.
-        max_prompt_tokens: Upper bound of Q.
+    One that is longer than `max_prompt_tokens` loses its oldest turns.
     """
     texts = [
         format_prompt(
@@ -48,7 +44,7 @@ def encode_dialogues(
         )
         for dialogue in dialogues
     ]
-    token_ids, _ = encode_prompts(texts, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    token_ids = encode_prompts(texts, tokenizer, max_prompt_tokens=max_prompt_tokens)
     return Queries(list(dialogues), token_ids)
 
 
@@ -68,7 +64,7 @@ def rollout(
     Args:
         model: The policy, a causal language model with an adapter.
         queries: B prompts, left-padded to Q tokens.
-        tokenizer: The policy's tokenizer; its pad token differs from EOS.
+        tokenizer: The policy's, as `load_tokenizer` returns it.
         config: How to sample, where responses end, and where log-probabilities come from.
         reference: A context inside which `model` is the reference policy (adapter off).
         team: Divides the rows among its processes; all get the whole result.

@@ -1,7 +1,7 @@
 """Loads what an alignment run is made of, and builds its clients and its engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
         max_new_tokens=cfg.rollout.max_new_tokens,
     )
     tokenizer = load_tokenizer(cfg.policy)
-    prompts = load_prompts(**asdict(cfg.data.train), tokenizer=tokenizer)
+    prompts = load_prompts(cfg.data.train, tokenizer)
     validation, test = [], []
     if processes.is_server and measures:
         validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
@@ -197,7 +197,7 @@ def _texts(
     config: PromptsConfig, limit: int, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> list[str]:
     """Returns the first prompts of a held-out source, as dialogues."""
-    prompts = load_prompts(**asdict(config), tokenizer=tokenizer)[:limit] if limit else []
+    prompts = load_prompts(config, tokenizer)[:limit] if limit else []
     return [prompt.text for prompt in prompts]
 
 

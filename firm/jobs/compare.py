@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def _evaluations(
         rewards={**cfg.rewards, **cfg.metrics},
         num_threads=cfg.num_threads,
     )
-    prompts = load_prompts(**asdict(cfg.prompts), tokenizer=speakers.tokenizer)[: cfg.num_prompts]
+    prompts = load_prompts(cfg.prompts, speakers.tokenizer)[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 
     evaluations: dict[str, Evaluation] = {}

@@ -61,6 +61,11 @@ def num_tokens(text):
 # Loading
 
 
+def load(source, tokenizer=None, **options):
+    sources = [str(each) for each in source] if isinstance(source, list) else str(source)
+    return load_prompts(PromptsConfig(sources, **options), tokenizer)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path, name):
     rows = [
@@ -71,7 +76,7 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path, name):
     text = json.dumps(rows) if ".jsonl" not in name else "\n\n".join(map(json.dumps, rows))
     data = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    assert load_prompts(tmp_path / name) == [
+    assert load(tmp_path / name) == [
         Prompt(f"{HUMAN} One{ASSISTANT}", "helpful"),
         Prompt(f"{HUMAN} Two{ASSISTANT}", ""),
     ]
@@ -80,7 +85,7 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path, name):
 def test_a_pair_gives_the_dialogue_up_to_the_last_assistant_tag(tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps({"chosen": THREE_TURNS + " Yes.", "rejected": THREE_TURNS + " No."}))
-    assert load_prompts(file) == [Prompt(THREE_TURNS, "")]
+    assert load(file) == [Prompt(THREE_TURNS, "")]
 
 
 def test_a_saved_dataset_and_a_folder_of_files_are_read_by_split(tmp_path):
@@ -94,19 +99,19 @@ def test_a_saved_dataset_and_a_folder_of_files_are_read_by_split(tmp_path):
     for split, rows in table.items():
         (part / f"{split}.jsonl").write_text(json.dumps(rows[0]))
     expected = f"{HUMAN} test?{ASSISTANT}"
-    assert load_prompts(tmp_path / "saved", split="test") == [Prompt(expected, "")]
-    assert load_prompts(part, split="test") == [Prompt(expected, "")]
-    named = load_prompts(f"{tmp_path / 'folder'}:helpful-base", split="test")
+    assert load(tmp_path / "saved", split="test") == [Prompt(expected, "")]
+    assert load(part, split="test") == [Prompt(expected, "")]
+    named = load(f"{tmp_path / 'folder'}:helpful-base", split="test")
     assert named == [Prompt(expected, "helpful-base")]
     with pytest.raises(ValueError, match=r"no split 'dev', only train, test"):
-        load_prompts(tmp_path / "saved", split="dev")
+        load(tmp_path / "saved", split="dev")
 
 
 def test_sources_are_joined_in_order_without_repetition(tmp_path):
     for name, questions in {"a": ["One", "Two"], "b": ["Two", "Three"]}.items():
         rows = [json.dumps({"prompt": question, "kind": name}) for question in questions]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    prompts = load_prompts([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    prompts = load([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
     assert [prompt.text.split()[1] for prompt in prompts] == ["One", "Two", "Three"]
 
 
@@ -115,12 +120,12 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
     questions = ["x" * length for length in (1, 5, 9)]
     file.write_text("\n".join(json.dumps({"prompt": q}) for q in questions))
     around = num_tokens(f"{HUMAN} {ASSISTANT}")
-    kept = load_prompts(file, min_tokens=around + 2, max_tokens=around + 5, tokenizer=TOKENIZER)
+    kept = load(file, min_tokens=around + 2, max_tokens=around + 5, tokenizer=TOKENIZER)
     assert [prompt.text for prompt in kept] == [f"{HUMAN} xxxxx{ASSISTANT}"]
     with pytest.raises(ValueError, match="no prompt is left of 3"):
-        load_prompts(file, min_tokens=10_000, tokenizer=TOKENIZER)
+        load(file, min_tokens=10_000, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match="need a tokenizer"):
-        load_prompts(file, min_tokens=1)
+        load(file, min_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_a_bad_line_is_named_by_its_number_and_never_quoted(tmp_path, line, mess
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message) as caught:
-        load_prompts(file)
+        load(file)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -169,7 +174,7 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
         "nobody/such-a-dataset": "no prompts at nobody/such-a-dataset",
     }.items():
         with pytest.raises(ValueError, match=message) as caught:
-            load_prompts(source)
+            load(source)
         assert "\n" not in str(caught.value)
 
 
@@ -258,25 +263,24 @@ def test_a_truncated_dialogue_fits_and_is_an_end_of_the_whole(turns, room):
 
 
 def test_prompts_are_padded_on_the_left():
-    input_ids, attention_mask = encode_prompts(["abc", "a"], TOKENIZER, max_prompt_tokens=9)
+    input_ids = encode_prompts(["abc", "a"], TOKENIZER, max_prompt_tokens=9)
     a, b, c = TOKENIZER("abc")["input_ids"][1:]
     assert input_ids.tolist() == [[1, a, b, c], [0, 0, 1, a]]
-    assert attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert input_ids.dtype == attention_mask.dtype == torch.long
+    assert input_ids.dtype == torch.long
 
 
 def test_a_long_prompt_keeps_its_bos_and_its_end(caplog):
     caplog.set_level("INFO", logger="firm.alignment.prompts")
-    input_ids, _ = encode_prompts(["abcdef", "a"], TOKENIZER, max_prompt_tokens=4)
+    input_ids = encode_prompts(["abcdef", "a"], TOKENIZER, max_prompt_tokens=4)
     assert TOKENIZER.decode(input_ids[0]) == "<s>def"
     assert "1 of 2 prompts cut to 4 tokens" in caplog.text
-    without_bos, _ = encode_prompts(["abcdef"], byte_tokenizer(adds_bos=False), max_prompt_tokens=4)
+    without_bos = encode_prompts(["abcdef"], byte_tokenizer(adds_bos=False), max_prompt_tokens=4)
     assert TOKENIZER.decode(without_bos[0]) == "cdef"
 
 
 def test_a_bos_that_the_template_spells_out_stands_once():
-    input_ids, _ = encode_prompts(["<s>ab"], TOKENIZER, max_prompt_tokens=9)
-    assert input_ids.tolist() == encode_prompts(["ab"], TOKENIZER, max_prompt_tokens=9)[0].tolist()
+    input_ids = encode_prompts(["<s>ab"], TOKENIZER, max_prompt_tokens=9)
+    assert input_ids.tolist() == encode_prompts(["ab"], TOKENIZER, max_prompt_tokens=9).tolist()
 
 
 def test_prompts_that_cannot_be_encoded_are_refused():
@@ -352,7 +356,7 @@ def test_every_prompt_of_hh_rlhf_is_read_as_it_stands(firm_data):
         file = firm_data / "hh_rlhf" / f"{name}.jsonl.gz"
         with gzip.open(file, "rt", encoding="utf-8") as lines:
             texts = {json.loads(line)["prompt"] for line in lines}
-        prompts = load_prompts(file)
+        prompts = load(file)
         assert len(prompts) == num_distinct
         assert {prompt.text for prompt in prompts} == texts
         assert {prompt.kind for prompt in prompts} == {name}
@@ -363,7 +367,7 @@ def test_real_prompts_fit_a_real_policy(firm_data):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(firm_data / "models" / "stories260K")
-    prompts = load_prompts(firm_data / "hh_rlhf" / "helpful.jsonl.gz")[:200]
+    prompts = load(firm_data / "hh_rlhf" / "helpful.jsonl.gz")[:200]
     frame = PromptFormat("plain", template='One day, a girl asked, "{prompt}" Her mom said, "')
     for prompt_format in (PromptFormat(), frame):
         texts = [
@@ -374,7 +378,8 @@ def test_real_prompts_fit_a_real_policy(firm_data):
             )
             for prompt in prompts
         ]
-        input_ids, attention_mask = encode_prompts(texts, tokenizer, max_prompt_tokens=96)
+        input_ids = encode_prompts(texts, tokenizer, max_prompt_tokens=96)
+        attention_mask = (input_ids != tokenizer.pad_token_id).long()
         first = attention_mask.argmax(1)
         assert input_ids.shape == (200, 96)
         assert (input_ids[torch.arange(200), first] == tokenizer.bos_token_id).all()
