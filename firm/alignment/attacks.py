@@ -66,10 +66,7 @@ class AttackConfig:
 def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Client:
     """Returns the client as the server meets it, an attacker if it attacks updates.
 
-    Args:
-        client: The client. One that attacks rewards has its judges from `attacked_judges`.
-        attack: Its attack; None for an honest client.
-        seed: The run's; colluders share it.
+    One that attacks rewards has its judges from `attacked_judges`. Colluders share the run's seed.
     """
     if attack is None or attack.is_on_rewards:
         return client
@@ -80,9 +77,7 @@ def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Cl
 def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
     """Returns the judges of a client that attacks rewards; as they are for every other.
 
-    Args:
-        judges: The honest ones. Their maps from scores to rewards stay: these are the server's.
-        attack: The attack; None for an honest client.
+    Their maps from scores to rewards stay: these are the server's.
     """
     if attack is None or not attack.is_on_rewards:
         return judges
@@ -114,11 +109,9 @@ class _AttackedReward:
 def _attacked(
     reward_fn: RewardFn, attack: AttackConfig, calibration: Calibration | None
 ) -> RewardFn:
-    if attack.kind == "reward_bias":
-        return _AttackedReward(reward_fn, 1.0, attack.bias)
-    if attack.kind == "reward_scaling":
-        return _AttackedReward(reward_fn, attack.scale, 0.0)
-    return _AttackedReward(reward_fn, -1.0, _mirror(calibration))
+    if attack.kind == "label_flip":
+        return _AttackedReward(reward_fn, -1.0, _mirror(calibration))
+    return _AttackedReward(reward_fn, attack.scale, attack.bias)
 
 
 def _mirror(calibration: Calibration | None) -> float:

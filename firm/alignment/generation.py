@@ -1,5 +1,6 @@
 """Sampling: prompts become tokens with log-probabilities, and tokens become texts that end."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,14 +92,8 @@ def generate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples of at most `max_new_tokens` tokens and their log-probabilities.
 
-    Args:
-        model: The policy; its own sampling defaults are overridden.
-        queries: B prompts of Q tokens.
-        tokenizer: Gives the pad id.
-        config: Length and temperature.
-        end_ids: Tokens after which a row is finished.
-        team: Divides the rows; whatever its size, all rows get the tokens that one process would
-            have sampled.
+    The model's own sampling defaults are overridden. Whatever the team's size, all rows get the
+    tokens that one process would have sampled.
 
     Returns:
         Token ids [B, Q + T], the queries as they came, and log-probabilities [B, T] under the
@@ -190,8 +185,7 @@ class _SharedDraws(LogitsProcessor):
 def _without_sampling_defaults(model: Any) -> Iterator[None]:
     """Hides a checkpoint's own sampling settings, which transformers lays under every request.
 
-    With a `min_p` or `suppress_tokens` of the checkpoint in force, the log-probabilities would be
-    those of another distribution than the one that PPO's ratios are taken in.
+    With its `min_p` in force, log-probabilities would not be those that PPO's ratios compare.
     """
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
@@ -207,13 +201,7 @@ def find_ends(
     config: RolloutConfig,
     end_ids: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Returns where each response ends, whether it ended by itself, and its text.
-
-    Args:
-        responses: Raw response ids, shape [B, T].
-        tokenizer: Decodes them.
-        config: Stop strings.
-        end_ids: Tokens that end a response; they belong to it.
+    """Returns where each of the raw responses [B, T] ends, whether by itself, and its text.
 
     Returns:
         Index of the last token [B] (the end token, or the one that completes a stop string), bool
@@ -244,15 +232,13 @@ def _until_stop(
     token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
 ) -> list[int]:
     """Returns the shortest beginning of `token_ids` whose text holds a stop string."""
-    low, high = 1, len(token_ids)
-    while low < high:
-        middle = (low + high) // 2
-        text = tokenizer.decode(token_ids[:middle], skip_special_tokens=True)
-        if any(stop in text for stop in stop_strings):
-            high = middle
-        else:
-            low = middle + 1
-    return token_ids[:low]
+
+    def has_stop(length: int) -> bool:
+        text: Any = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
+        return any(stop in text for stop in stop_strings)
+
+    lengths = range(1, len(token_ids))
+    return token_ids[: 1 + bisect_left(lengths, True, key=has_stop)]
 
 
 def pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:

@@ -68,8 +68,8 @@ def rollout(
         config: How to sample, where responses end, and where log-probabilities come from.
         reference: A context inside which `model` is the reference policy (adapter off).
         team: Divides the rows among its processes; all get the whole result.
-        measures_mismatch: Whether the `mismatch` is there also where generation's log-probabilities
-            are taken, for another forward pass.
+        measures_mismatch: Measures the `mismatch` also where generation's log-probabilities are
+            taken, by another forward pass.
     """
     end_ids = end_token_ids(tokenizer, config)
     sequences, at_generation = _sampled(model, queries, tokenizer, config, end_ids, team)

@@ -1,7 +1,7 @@
 """Records of rows: whatever belongs to a prompt or a reply is sliced with it, in one place."""
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -19,10 +19,6 @@ BY_OBJECTIVE = {"axis": 1}
 """Metadata of a tensor's field [M, B, ...], whose rows are its second axis."""
 
 
-def _row_axis(column: Field) -> int:
-    return column.metadata.get("axis", 0)
-
-
 @dataclass(frozen=True)
 class Rows:
     """B rows: tensors [B, ...] (or ``BY_OBJECTIVE``), lists of length B, and records of B rows.
@@ -37,16 +33,14 @@ class Rows:
         value = getattr(self, first.name)
         if isinstance(value, Rows):
             return value.num_rows
-        return len(value) if isinstance(value, list) else value.size(_row_axis(first))
+        return len(value) if isinstance(value, list) else value.size(first.metadata.get("axis", 0))
 
     @property
     def device(self) -> torch.device:
         """Where the first tensor is."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, torch.Tensor | Rows):
-                return value.device
-        return torch.device("cpu")
+        values = (getattr(self, f.name) for f in fields(self))
+        devices = (value.device for value in values if isinstance(value, torch.Tensor | Rows))
+        return next(devices, torch.device("cpu"))
 
     def rows(self, index: Index) -> Self:
         """Returns the record of some of the rows, in the order of the index; tensors are copied."""
@@ -61,9 +55,8 @@ class Rows:
                 return value[chosen] if axis == 0 else value[:, chosen]
             return value
 
-        return replace(
-            self, **{f.name: taken(getattr(self, f.name), _row_axis(f)) for f in fields(self)}
-        )
+        values = {f.name: (getattr(self, f.name), f.metadata.get("axis", 0)) for f in fields(self)}
+        return replace(self, **{name: taken(*value) for name, value in values.items()})
 
     def split(self, size: int | None) -> list[Self]:
         """Returns the rows in parts of ``size``, of which the last may be smaller; None: whole."""
@@ -75,21 +68,17 @@ class Rows:
 def by_chunks(
     function: Callable[[Any], torch.Tensor], rows: Rows, *, size: int, team: Team = ALONE
 ) -> torch.Tensor:
-    """Returns what a function of rows gives, shape [B, ...], computed in chunks.
+    """Returns what a function of b rows, [b, ...], gives for all B, computed ``size`` at a time.
 
-    Args:
-        function: From a record of b rows to a tensor [b, ...].
-        rows: B rows.
-        size: Rows of a chunk.
-        team: Processes of which each computes its share of every chunk; all get the whole.
+    Each process of the team computes its share of every chunk; all get the whole.
     """
-    return torch.cat([_by_team(function, chunk, team) for chunk in rows.split(size)])
 
+    def by_team(rows: Rows) -> torch.Tensor:
+        if team.size == 1:
+            return function(rows)
+        own = rows.rows(team.share(rows.num_rows))
+        result = team.together(lambda: function(own) if own.num_rows else None)
+        parts = [part for part in team.gather(result) if part is not None]
+        return torch.cat(parts).to(rows.device)
 
-def _by_team(function: Callable[[Any], torch.Tensor], rows: Rows, team: Team) -> torch.Tensor:
-    if team.size == 1:
-        return function(rows)
-    own = rows.rows(team.share(rows.num_rows))
-    result = team.together(lambda: function(own) if own.num_rows else None)
-    parts = [part for part in team.gather(result) if part is not None]
-    return torch.cat(parts).to(rows.device)
+    return torch.cat([by_team(chunk) for chunk in rows.split(size)])
