@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+from benchmarks import gpu_step
 from tests.runs import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +60,13 @@ def peaks(output: str) -> list[float]:
     return [float(peak) for peak in re.findall(r"^ *step +[\d.]+ +([\d.]+)", output, re.M)]
 
 
-def test_the_benchmark_of_a_step_times_every_stage_with_and_without_checkpointing():
-    output = python("benchmarks/gpu_step.py", "--shape", "tiny", "--device", "cpu")
+def test_the_benchmark_of_a_step_times_every_stage_with_and_without_checkpointing(
+    capsys, monkeypatch
+):
+    for function in ("set_verbosity_error", "disable_progress_bar"):  # of this whole process
+        monkeypatch.setattr(transformers.utils.logging, function, lambda: None)
+    gpu_step.main(["--shape", "tiny", "--device", "cpu"])
+    output = capsys.readouterr().out
     for variant in ("off", "on"):
         assert f"gradient checkpointing {variant}" in output
     for stage in STAGES:

@@ -1,14 +1,17 @@
 """What another package adds with one file each: everything new takes part in a study."""
 
+import contextlib
 import csv
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
 
+from firm.cli.main import main
+from tests.plugins import plugins_forgotten
 from tests.runs import read_rows
 
 FOLDER = Path(__file__).parent
@@ -29,23 +32,16 @@ SETTINGS = {"momentum": {}, "none": {"overrides": {"strategy.momentum": 0.0}}}
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory) -> tuple[Path, str]:
+def study(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     """The study's folder, and what it printed; from an empty working directory."""
     folder = tmp_path_factory.mktemp("extensions")
-    command = [sys.executable, "-m", "firm", "study", "--base", "smoke", "--out", "study"]
+    command = ["study", "--base", "smoke", "--out", "study"]
     options = {"seeds": [0], "settings": SETTINGS, "overrides": OVERRIDES}
     for key, value in options.items():
         command += [f"--{key}", yaml.safe_dump(value, default_flow_style=True)]
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "WANDB_MODE": "offline"},
-    )
-    assert ended.returncode == 0, ended.stderr
-    return folder / "study", ended.stdout
+    with plugins_forgotten(), contextlib.chdir(folder), redirect_stdout(StringIO()) as printed:
+        main(command)
+        yield folder / "study", printed.getvalue()
 
 
 def test_every_extension_takes_part(study):

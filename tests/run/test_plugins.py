@@ -55,6 +55,8 @@ def test_a_file_registers_a_strategy_before_other_keys_are_read(plugin, tmp_path
     assert to_yaml(config.strategy).endswith("gain: 2.0\n")
     again = parse(Config, ["--strategy.name", "newcomer", "--plugins", f"[{plugin}]"])
     assert type(again.strategy) is type(config.strategy)
+    with pytest.raises(UserError, match=r"unknown key strategy\.beta"):
+        compose(Config, [file], [("strategy.beta", 0.1)])
     with pytest.raises(SystemExit):
         parse(Config, ["--help"])
     assert "--strategy.gain" in capsys.readouterr().out

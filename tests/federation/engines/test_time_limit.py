@@ -54,7 +54,7 @@ class Client:
     def restore(self, state):
         if self.name == "client_1" and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(5 if self.name == "client_1" else 0)
+        time.sleep(3 if self.name == "client_1" else 0)
 
 
 joined = Processes.join()
