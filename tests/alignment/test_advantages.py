@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
 from firm.alignment.kl import kl_penalty
+from tests.draws import draw_mask, draw_normal
 
 seeds = st.integers(0, 2**32)
 sizes = st.tuples(st.integers(1, 4), st.integers(2, 7))  # B, T
@@ -12,30 +13,17 @@ fractions = st.floats(0, 1)
 examples = settings(max_examples=30, derandomize=True)
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Standard normal float64 numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def response_mask(seed: int, num_responses: int, num_tokens: int) -> torch.Tensor:
-    """Responses of random lengths, at least two tokens each, [B, T]."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, num_tokens + 1, (num_responses, 1), generator=generator)
-    return torch.arange(num_tokens) < lengths
-
-
 @examples
 @given(seeds, sizes)
 def test_masked_mean_is_the_mean_of_what_the_mask_keeps(seed, size):
-    values, mask = normal(seed, *size), response_mask(seed, *size)
+    values, mask = draw_normal(seed, *size), draw_mask(seed, *size, least=2)
     torch.testing.assert_close(masked_mean(values, mask), values[mask].mean())
 
 
 @examples
 @given(seeds, sizes)
 def test_whitened_values_have_mean_zero_and_variance_one_over_the_mask(seed, size):
-    values, mask = 3 * normal(seed, *size) + 5, response_mask(seed, *size)
+    values, mask = 3 * draw_normal(seed, *size) + 5, draw_mask(seed, *size, least=2)
     values[0, :2] = torch.tensor([4.0, 6.0])  # so that the spread is never near the guard of 1e-8
     whitened = whiten(values, mask)[mask]
     assert abs(whitened.mean()) < 1e-9
@@ -45,7 +33,7 @@ def test_whitened_values_have_mean_zero_and_variance_one_over_the_mask(seed, siz
 @examples
 @given(seeds, sizes)
 def test_whitening_without_shift_has_variance_one_and_keeps_the_mean(seed, size):
-    values, mask = 3 * normal(seed, *size) + 5, response_mask(seed, *size)
+    values, mask = 3 * draw_normal(seed, *size) + 5, draw_mask(seed, *size, least=2)
     values[0, :2] = torch.tensor([4.0, 6.0])
     whitened = whiten(values, mask, shift_mean=False)[mask]
     torch.testing.assert_close(whitened.mean(), values[mask].mean())
@@ -54,7 +42,7 @@ def test_whitening_without_shift_has_variance_one_and_keeps_the_mean(seed, size)
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_whitening_does_not_look_outside_the_mask(shift_mean):
-    values, mask = normal(0, 4, 6), response_mask(1, 4, 6)
+    values, mask = draw_normal(0, 4, 6), draw_mask(1, 4, 6, least=2)
     assert not mask.all()
     other = torch.where(mask, values, torch.full_like(values, 1e6))
     first = whiten(values, mask, shift_mean=shift_mean)[mask]
@@ -62,7 +50,7 @@ def test_whitening_does_not_look_outside_the_mask(shift_mean):
 
 
 def test_whitening_forgets_scale_and_shift():
-    values, mask = normal(0, 4, 6), response_mask(1, 4, 6)
+    values, mask = draw_normal(0, 4, 6), draw_mask(1, 4, 6, least=2)
     torch.testing.assert_close(whiten(7 * values - 3, mask), whiten(values, mask))
 
 
@@ -89,7 +77,7 @@ def test_whitening_fewer_than_two_tokens_is_an_error(num_tokens):
 @examples
 @given(seeds, sizes)
 def test_the_k3_penalty_is_never_negative_and_both_vanish_where_the_policies_agree(seed, size):
-    logprobs, reference = -normal(seed, *size).abs(), -normal(seed + 1, *size).abs()
+    logprobs, reference = -draw_normal(seed, *size).abs(), -draw_normal(seed + 1, *size).abs()
     assert (kl_penalty(logprobs, reference, form="k3") >= 0).all()
     for form in ("k1", "k3"):
         same = kl_penalty(logprobs, logprobs, form=form)
@@ -99,8 +87,8 @@ def test_the_k3_penalty_is_never_negative_and_both_vanish_where_the_policies_agr
 @examples
 @given(seeds, st.sampled_from(["k1", "k3"]))
 def test_the_expected_penalty_under_the_policy_is_the_kl_divergence(seed, form):
-    logprobs = normal(seed, 5).log_softmax(0)
-    reference = normal(seed + 1, 5).log_softmax(0)
+    logprobs = draw_normal(seed, 5).log_softmax(0)
+    reference = draw_normal(seed + 1, 5).log_softmax(0)
     expected = (logprobs.exp() * kl_penalty(logprobs, reference, form=form)).sum()
     divergence = torch.nn.functional.kl_div(reference, logprobs, log_target=True, reduction="sum")
     torch.testing.assert_close(expected, divergence, rtol=1e-10, atol=1e-12)
@@ -127,9 +115,9 @@ def test_shaped_rewards_by_hand():
 @examples
 @given(seeds, sizes, st.integers(1, 4))
 def test_every_objective_gets_its_score_once_and_the_penalty_on_every_token(seed, size, num):
-    scores, kl = normal(seed, num, size[0]), normal(seed + 1, *size)
+    scores, kl = draw_normal(seed, num, size[0]), draw_normal(seed + 1, *size)
     kl_before = kl.clone()
-    reward_index = response_mask(seed, *size).sum(1) - 1
+    reward_index = draw_mask(seed, *size, least=2).sum(1) - 1
     rewards = shaped_rewards(scores, kl, kl_coefficient=0.3, reward_index=reward_index)
     assert rewards.shape == (num, *size)
     torch.testing.assert_close(rewards.sum(-1), scores - 0.3 * kl.sum(-1))
@@ -143,9 +131,9 @@ def test_every_objective_gets_its_score_once_and_the_penalty_on_every_token(seed
 @examples
 @given(seeds, sizes, st.integers(1, 4))
 def test_a_combination_with_weights_that_sum_to_one_carries_the_penalty_once(seed, size, num):
-    scores, kl = normal(seed, num, size[0]), normal(seed + 1, *size)
-    weights = normal(seed + 2, num).softmax(0)
-    reward_index = response_mask(seed, *size).sum(1) - 1
+    scores, kl = draw_normal(seed, num, size[0]), draw_normal(seed + 1, *size)
+    weights = draw_normal(seed + 2, num).softmax(0)
+    reward_index = draw_mask(seed, *size, least=2).sum(1) - 1
     arguments = {"kl_coefficient": 0.3, "reward_index": reward_index}
     combined = torch.einsum("m,mbt->bt", weights, shaped_rewards(scores, kl, **arguments))
     (alone,) = shaped_rewards((weights @ scores).unsqueeze(0), kl, **arguments)
@@ -169,7 +157,7 @@ def brute_force_advantages(rewards, values, gamma, gae_lambda):
 def test_advantages_are_the_discounted_sum_of_temporal_differences(
     seed, size, num, gamma, gae_lambda
 ):
-    rewards, values = normal(seed, num, *size), normal(seed + 1, num, *size)
+    rewards, values = draw_normal(seed, num, *size), draw_normal(seed + 1, num, *size)
     advantages, returns = gae(rewards, values, gamma=gamma, gae_lambda=gae_lambda)
     expected = brute_force_advantages(rewards, values, gamma, gae_lambda)
     torch.testing.assert_close(advantages, expected)
@@ -179,7 +167,7 @@ def test_advantages_are_the_discounted_sum_of_temporal_differences(
 @examples
 @given(seeds, sizes, fractions)
 def test_with_lambda_one_the_return_is_monte_carlo_whatever_the_values(seed, size, gamma):
-    rewards, values = normal(seed, *size), normal(seed + 1, *size)
+    rewards, values = draw_normal(seed, *size), draw_normal(seed + 1, *size)
     _, returns = gae(rewards, values, gamma=gamma, gae_lambda=1.0)
     expected = torch.zeros(size[0], dtype=torch.float64)
     for t in reversed(range(size[1])):
@@ -190,14 +178,14 @@ def test_with_lambda_one_the_return_is_monte_carlo_whatever_the_values(seed, siz
 @examples
 @given(seeds, sizes, fractions)
 def test_with_lambda_zero_the_return_looks_one_token_ahead(seed, size, gamma):
-    rewards, values = normal(seed, *size), normal(seed + 1, *size)
+    rewards, values = draw_normal(seed, *size), draw_normal(seed + 1, *size)
     _, returns = gae(rewards, values, gamma=gamma, gae_lambda=0.0)
     torch.testing.assert_close(returns[:, :-1], rewards[:, :-1] + gamma * values[:, 1:])
     torch.testing.assert_close(returns[:, -1], rewards[:, -1])
 
 
 def test_values_that_are_right_leave_no_advantage():
-    rewards = normal(0, 2, 3, 5)
+    rewards = draw_normal(0, 2, 3, 5)
     _, values = gae(rewards, torch.zeros_like(rewards), gamma=0.9, gae_lambda=1.0)
     advantages, returns = gae(rewards, values, gamma=0.9, gae_lambda=0.5)
     torch.testing.assert_close(advantages, torch.zeros_like(rewards))
@@ -214,8 +202,8 @@ def test_advantages_by_hand():
 
 @pytest.mark.parametrize("num_objectives", [1, 2, 3, 5])
 def test_an_objective_among_others_gets_bit_for_bit_what_it_would_get_alone(num_objectives):
-    scores, kl = normal(0, num_objectives, 8).float(), normal(1, 8, 11).float()
-    values = normal(2, num_objectives, 8, 11).float()
+    scores, kl = draw_normal(0, num_objectives, 8).float(), draw_normal(1, 8, 11).float()
+    values = draw_normal(2, num_objectives, 8, 11).float()
     arguments = {"kl_coefficient": 0.2, "reward_index": torch.arange(8)}
     rewards = shaped_rewards(scores, kl, **arguments)
     advantages, returns = gae(rewards, values, gamma=0.99, gae_lambda=0.95)

@@ -23,27 +23,20 @@ from firm.gradients.gram import CHUNK
 from firm.gradients.messages import COMPRESSORS
 from firm.gradients.quantization import QuantizingCompressor
 from firm.gradients.sketch import CountSketchCompressor, HybridCompressor
+from tests.draws import draw_rows, new_generator
 
 LOSSLESS = TopKCompressor(10_000)
 SKETCHES = ("count_sketch", "hybrid")
 
 
-def _generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def _rows(num_objectives, num_parameters, seed=0):
-    return torch.randn(num_objectives, num_parameters, generator=_generator(seed))
-
-
 def _clients(number, num_objectives=3, num_parameters=300):
     """Jacobians that share a part, so that sums do not vanish."""
-    common = 0.5 * _rows(num_objectives, num_parameters, seed=99)
-    return [common + _rows(num_objectives, num_parameters, seed=i) for i in range(number)]
+    common = 0.5 * draw_rows(num_objectives, num_parameters, seed=99)
+    return [common + draw_rows(num_objectives, num_parameters, seed=i) for i in range(number)]
 
 
 def _compress(compressor, jacobians, seed=0, shared_seed=0):
-    generator = _generator(seed)
+    generator = new_generator(seed)
     return [
         compressor.compress(jacobian, generator=generator, shared_seed=shared_seed)
         for jacobian in jacobians
@@ -56,7 +49,7 @@ def _truth(jacobians):
 
 def _two_way(compressor, jacobians, *, answer_by=None):
     messages = _compress(compressor, jacobians)
-    answer = broadcast(messages, answer_by or compressor, generator=_generator(7))
+    answer = broadcast(messages, answer_by or compressor, generator=new_generator(7))
     replies = [two_way_reply(j, m, answer) for j, m in zip(jacobians, messages, strict=True)]
     return two_way_gram(messages, replies)
 
@@ -77,7 +70,7 @@ def test_messages_without_loss_give_the_gram_matrix_of_the_mean(compressor):
 def test_sketches_do_not_go_two_ways(name):
     messages = _compress(COMPRESSORS[name](), _clients(2))
     with pytest.raises(ValueError, match="Message cannot go two ways"):
-        broadcast(messages, LOSSLESS, generator=_generator())
+        broadcast(messages, LOSSLESS, generator=new_generator())
     with pytest.raises(ValueError, match="Message cannot go two ways"):
         two_way_gram(messages, [])
 
@@ -146,7 +139,7 @@ def test_two_ways_leave_only_the_last_term_of_equation_13(compressor):
 def test_the_recompressed_answer_moves_only_the_correction():
     jacobians = _clients(4)
     messages = _compress(TopKCompressor(150), jacobians)
-    answer = broadcast(messages, TopKCompressor(150), generator=_generator())
+    answer = broadcast(messages, TopKCompressor(150), generator=new_generator())
     total = sum(message.reconstruct() for message in messages)
     flat = total.flatten().abs()
     kept = torch.where(flat >= flat.topk(len(answer.values)).values[-1], total.flatten(), 0.0)
@@ -176,7 +169,7 @@ def test_two_ways_are_better_than_one(compressor):
 
 
 def test_identical_clients_without_loss_are_one_client():
-    jacobian = _rows(3, 300)
+    jacobian = draw_rows(3, 300)
     truth = gram_matrix(jacobian)
     assert nrmse(truth, _two_way(LOSSLESS, [jacobian] * 5)) < 1e-6
     assert nrmse(truth, one_way_gram(_compress(LOSSLESS, [jacobian] * 5))) < 1e-6
@@ -226,7 +219,7 @@ def test_negative_eigenvalues_become_zero_by_hand():
         project_to_psd(torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
         torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64),
     )
-    gram = gram_matrix(_rows(3, 10))
+    gram = gram_matrix(draw_rows(3, 10))
     assert torch.equal(project_to_psd(gram), gram)
 
 
@@ -262,7 +255,7 @@ def test_the_error_by_hand():
 
 
 def test_inner_products_are_float64_sums_over_all_chunks():
-    first, second = _rows(2, 2 * CHUNK + 3), _rows(3, 2 * CHUNK + 3, seed=1)
+    first, second = draw_rows(2, 2 * CHUNK + 3), draw_rows(3, 2 * CHUNK + 3, seed=1)
     exact = first.double() @ second.double().T
     torch.testing.assert_close(inner_products(first, second), exact, rtol=1e-12, atol=1e-9)
 
@@ -272,9 +265,9 @@ def test_messages_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match="There are no messages"):
         one_way_gram([])
     with pytest.raises(ValueError, match="There are no messages"):
-        broadcast([], LOSSLESS, generator=_generator())
+        broadcast([], LOSSLESS, generator=new_generator())
     sketches = [
-        CountSketchCompressor().compress(jacobians[0], generator=_generator(), shared_seed=s)
+        CountSketchCompressor().compress(jacobians[0], generator=new_generator(), shared_seed=s)
         for s in (1, 2)
     ]
     with pytest.raises(ValueError, match="shared_seed: message 0 has 1, message 1 has 2"):

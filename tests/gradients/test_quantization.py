@@ -8,18 +8,11 @@ from firm.gradients.quantization import (
     _packed,
     _unpacked,
 )
-
-
-def _generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def _rows(num_objectives, num_parameters, seed=0):
-    return torch.randn(num_objectives, num_parameters, generator=_generator(seed))
+from tests.draws import draw_rows, new_generator
 
 
 def _draws(compressor, jacobian, number):
-    generator = _generator(1)
+    generator = new_generator(1)
     return torch.stack(
         [compressor.compress(jacobian, generator=generator).reconstruct() for _ in range(number)]
     )
@@ -32,7 +25,7 @@ def _bound(compressor, num_objectives, num_parameters):
 
 @pytest.mark.parametrize("bits", range(2, 17))
 def test_codes_are_packed_without_loss(bits):
-    codes = torch.randint(2**bits, (CHUNK + 13,), generator=_generator(bits), dtype=torch.int32)
+    codes = torch.randint(2**bits, (CHUNK + 13,), generator=new_generator(bits), dtype=torch.int32)
     packed = _packed(codes, bits)
     assert packed.numel() == -(-codes.numel() * bits // 8)
     assert torch.equal(_unpacked(packed, codes.numel(), bits), codes)
@@ -41,14 +34,14 @@ def test_codes_are_packed_without_loss(bits):
 def test_values_on_the_levels_come_back_exactly_by_hand():
     jacobian = torch.tensor([[2.0, -2.0, 0.0, 2.0], [0.0, 0.5, -0.5, 0.0]])
     message = QuantizingCompressor(budget=8, bits=2, bucket=4).compress(
-        jacobian, generator=_generator()
+        jacobian, generator=new_generator()
     )
     assert message.scales.tolist() == [[2.0], [0.5]]
     assert message.codes.tolist() == [0b10_00_01_10, 0b01_10_00_01]  # levels + 1, two bits each
     assert torch.equal(message.reconstruct(), jacobian)
     assert message.num_bytes == 2 + 4 * 2 + 8
     nothing = QuantizingCompressor(budget=8, bits=2, bucket=4).compress(
-        torch.zeros(2, 4), generator=_generator()
+        torch.zeros(2, 4), generator=new_generator()
     )
     assert nothing.codes.tolist() == [0b01_01_01_01] * 2
 
@@ -57,9 +50,9 @@ def test_values_on_the_levels_come_back_exactly_by_hand():
 @pytest.mark.parametrize(
     ("jacobian", "compressor"),
     [
-        (_rows(2, 30), QuantizingCompressor(bits=4, bucket=8)),
-        (_rows(2, 30), QuantizingCompressor(bits=2, bucket=16)),
-        (_rows(40, 60), QuantizingCompressor()),
+        (draw_rows(2, 30), QuantizingCompressor(bits=4, bucket=8)),
+        (draw_rows(2, 30), QuantizingCompressor(bits=2, bucket=16)),
+        (draw_rows(40, 60), QuantizingCompressor()),
     ],
 )
 def test_assumption_5_holds_for_every_objective(jacobian, compressor):
@@ -85,7 +78,7 @@ def test_the_bound_by_hand():
 def test_the_bits_are_those_with_the_smallest_bound():
     for num_objectives in (2, 8, 40):
         chosen = QuantizingCompressor()
-        message = chosen.compress(_rows(num_objectives, 1000), generator=_generator())
+        message = chosen.compress(draw_rows(num_objectives, 1000), generator=new_generator())
         bounds = {
             bits: _bound(QuantizingCompressor(bits=bits), num_objectives, 1000)
             for bits in range(2, 17)
@@ -99,7 +92,7 @@ def test_the_bits_are_those_with_the_smallest_bound():
 @pytest.mark.parametrize("bucket", [1, 7, 128])
 def test_the_budget_is_kept_and_nearly_used(num_objectives, bits, bucket):
     message = QuantizingCompressor(bits=bits, bucket=bucket).compress(
-        _rows(num_objectives, 1001), generator=_generator()
+        draw_rows(num_objectives, 1001), generator=new_generator()
     )
     assert message.num_bytes <= 4 * 1001 + 8
     if message.num_kept < 1001:  # one more entry a row, and a scale for it, would not fit
@@ -108,7 +101,7 @@ def test_the_budget_is_kept_and_nearly_used(num_objectives, bits, bucket):
 
 
 def test_rounding_takes_one_of_the_two_neighbouring_levels():
-    jacobian = _rows(2, 64)
+    jacobian = draw_rows(2, 64)
     compressor = QuantizingCompressor(bits=3, bucket=64)
     step = jacobian.abs().amax(dim=1, keepdim=True) / 3
     for sent in _draws(compressor, jacobian, 20):
@@ -118,7 +111,7 @@ def test_rounding_takes_one_of_the_two_neighbouring_levels():
 
 def test_a_budget_below_one_entry_is_refused():
     with pytest.raises(ValueError, match="2 numbers keeps no entry of 40 objectives"):
-        QuantizingCompressor(2).compress(_rows(40, 100), generator=_generator())
+        QuantizingCompressor(2).compress(draw_rows(40, 100), generator=new_generator())
 
 
 @pytest.mark.parametrize("bits", [1, 17])
@@ -130,7 +123,7 @@ def test_bits_out_of_range_are_refused(bits):
 
 
 def test_messages_that_do_not_fit_together_are_refused():
-    good = QuantizingCompressor(bits=4).compress(_rows(2, 10), generator=_generator())
+    good = QuantizingCompressor(bits=4).compress(draw_rows(2, 10), generator=new_generator())
     with pytest.raises(ValueError, match=r"codes must be uint8 of shape \[10\]"):
         QuantizedMessage(**{**vars(good), "codes": good.codes[:-1]})
     with pytest.raises(ValueError, match=r"scales must be float32 of shape \[2, 1\]"):

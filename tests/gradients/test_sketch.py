@@ -12,21 +12,14 @@ from firm.gradients.sketch import (
     sketched,
     unsketched,
 )
+from tests.draws import draw_rows, new_generator
 
 NUM_SEEDS = 4000
 
 
-def _generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def _rows(num_objectives, num_parameters, seed=0):
-    return torch.randn(num_objectives, num_parameters, generator=_generator(seed))
-
-
 def _sketch(jacobian, seed=0, budget=None):
     return CountSketchCompressor(budget).compress(
-        jacobian, generator=_generator(), shared_seed=seed
+        jacobian, generator=new_generator(), shared_seed=seed
     )
 
 
@@ -44,7 +37,7 @@ def test_the_matrix_has_one_sign_in_every_row_and_even_columns():
 
 
 def test_sketching_and_back_are_products_with_one_matrix_and_its_transpose():
-    matrix, jacobian = sketched(torch.eye(200), 60, 7), _rows(3, 200)
+    matrix, jacobian = sketched(torch.eye(200), 60, 7), draw_rows(3, 200)
     torch.testing.assert_close(sketched(jacobian, 60, 7), jacobian @ matrix)
     torch.testing.assert_close(unsketched(jacobian @ matrix, 200, 7), jacobian @ matrix @ matrix.T)
 
@@ -60,19 +53,19 @@ def test_chunks_are_put_together_without_loss():
 
 
 def test_a_sketch_has_a_row_per_objective_and_as_many_buckets_as_the_budget_pays_for():
-    message = _sketch(_rows(3, 100))
+    message = _sketch(draw_rows(3, 100))
     assert message.sketch.shape == (3, 33)
     assert message.num_bytes == 4 * 99 + 8
 
 
 def test_equal_seeds_give_equal_sketches_and_others_do_not():
-    jacobian = _rows(2, 500)
+    jacobian = draw_rows(2, 500)
     assert torch.equal(_sketch(jacobian, 5).sketch, _sketch(jacobian, 5).sketch)
     assert not torch.equal(_sketch(jacobian, 5).sketch, _sketch(jacobian, 6).sketch)
 
 
 def test_the_sum_of_sketches_is_the_sketch_of_the_sum():
-    first, second = _rows(2, 500), _rows(2, 500, seed=1)
+    first, second = draw_rows(2, 500), draw_rows(2, 500, seed=1)
     added = _sketch(first) + _sketch(second)
     torch.testing.assert_close(added.sketch, _sketch(first + second).sketch)
     securely = one_way_gram([added], num_clients=2)
@@ -82,7 +75,7 @@ def test_the_sum_of_sketches_is_the_sketch_of_the_sum():
 
 
 def test_inner_products_have_the_true_mean_and_the_stated_variance():
-    jacobian = _rows(2, 40)
+    jacobian = draw_rows(2, 40)
     jacobian[1] += jacobian[0]
     grams = torch.stack([gram_matrix(_sketch(jacobian, s).sketch) for s in range(NUM_SEEDS)])
     truth = gram_matrix(jacobian)
@@ -95,14 +88,14 @@ def test_inner_products_have_the_true_mean_and_the_stated_variance():
 
 
 def test_the_reconstruction_is_unbiased():
-    jacobian = _rows(2, 20)
+    jacobian = draw_rows(2, 20)
     back = torch.stack([_sketch(jacobian, s).reconstruct() for s in range(NUM_SEEDS)])
     standard_error = back.std(dim=0) / NUM_SEEDS**0.5
     assert ((back.mean(dim=0) - jacobian).abs() < 5 * standard_error).all()
 
 
 def test_a_budget_that_holds_every_entry_makes_no_error():
-    jacobian = _rows(3, 50)
+    jacobian = draw_rows(3, 50)
     message = _sketch(jacobian, budget=150)
     torch.testing.assert_close(one_way_gram([message]), gram_matrix(jacobian))
     assert torch.equal(message.reconstruct(), jacobian)
@@ -110,31 +103,31 @@ def test_a_budget_that_holds_every_entry_makes_no_error():
 
 def test_a_budget_below_one_bucket_each_is_refused():
     with pytest.raises(ValueError, match=r"budget of 2 numbers.*at least 3"):
-        _sketch(_rows(3, 100), budget=2)
+        _sketch(draw_rows(3, 100), budget=2)
 
 
 def test_sketches_of_different_seeds_or_shapes_are_not_added():
     with pytest.raises(ValueError, match="seeds 1 and 2 cannot be added"):
-        _sketch(_rows(2, 100), 1) + _sketch(_rows(2, 100), 2)
+        _sketch(draw_rows(2, 100), 1) + _sketch(draw_rows(2, 100), 2)
     with pytest.raises(ValueError, match=r"shapes \[2, 50\] and \[2, 45\]"):
-        _sketch(_rows(2, 100)) + _sketch(_rows(2, 90))
+        _sketch(draw_rows(2, 100)) + _sketch(draw_rows(2, 90))
     with pytest.raises(ValueError, match="shared_seed must be from 0"):
-        _sketch(_rows(2, 100), -1)
+        _sketch(draw_rows(2, 100), -1)
     with pytest.raises(ValueError, match=r"sketch must be float32 of shape \[2, 4\]"):
         CountSketchMessage((2, 8), torch.ones(3, 4), 0)
 
 
 def _low_rank_and_rest(scale):
-    low_rank = (_rows(20, 2) @ _rows(2, 20, seed=1)).view(2, 200)
-    return low_rank + scale * _rows(2, 200, seed=2)
+    low_rank = (draw_rows(20, 2) @ draw_rows(2, 20, seed=1)).view(2, 200)
+    return low_rank + scale * draw_rows(2, 200, seed=2)
 
 
 def _hybrid(jacobian, seed, budget=None):
-    return HybridCompressor(budget).compress(jacobian, generator=_generator(), shared_seed=seed)
+    return HybridCompressor(budget).compress(jacobian, generator=new_generator(), shared_seed=seed)
 
 
 def test_the_hybrid_spends_half_on_rank_and_the_rest_on_the_sketch():
-    message = _hybrid(_rows(2, 28_515), 0)
+    message = _hybrid(draw_rows(2, 28_515), 0)
     assert message.left.shape == (238, 29)  # 14,257 // 478
     assert message.sketch.shape == (2, (28_515 - 29 * 478) // 2)
     assert 4 * 28_515 - 8 < message.num_bytes - 8 <= 4 * 28_515
@@ -162,7 +155,7 @@ def test_the_hybrid_is_unbiased_and_its_low_rank_part_makes_no_noise():
 def test_the_hybrid_is_low_rank_plus_a_sketch_of_what_it_leaves():
     jacobian = _low_rank_and_rest(0.5)
     message = _hybrid(jacobian, 4)
-    low_rank = LowRankCompressor(100).compress(jacobian, generator=_generator()).reconstruct()
+    low_rank = LowRankCompressor(100).compress(jacobian, generator=new_generator()).reconstruct()
     width = message.sketch.size(1)
     torch.testing.assert_close(
         message.sketch, sketched(jacobian - low_rank, width, 4), rtol=0, atol=1e-4
@@ -179,4 +172,4 @@ def test_the_hybrid_refuses_a_budget_whose_half_gives_no_rank():
     with pytest.raises(
         ValueError, match=r"half of a budget of 79 numbers gives no rank.*at least 80"
     ):
-        _hybrid(_rows(2, 200), 0, budget=79)
+        _hybrid(draw_rows(2, 200), 0, budget=79)

@@ -7,31 +7,19 @@ from hypothesis import strategies as st
 
 from firm.alignment import KLConfig, PPOConfig
 from firm.alignment.estimators.ppo import entropy, policy_losses, value_losses
+from tests.draws import draw_mask, draw_normal
 
 seeds = st.integers(0, 2**32)
 examples = settings(max_examples=30, derandomize=True)
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Standard normal float64 numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def response_mask(seed: int, num_responses: int, num_tokens: int) -> torch.Tensor:
-    """Responses of random lengths, at least one token each, [B, T]."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, num_tokens + 1, (num_responses, 1), generator=generator)
-    return torch.arange(num_tokens) < lengths
-
-
 @examples
 @given(seeds, st.integers(1, 3))
 def test_where_the_policy_has_not_moved_the_gradient_is_the_plain_policy_gradient(seed, num):
-    logits = normal(seed, 4, 6, 5).requires_grad_()
-    token_ids = normal(seed + 2, 4, 6, 5).argmax(-1, keepdim=True)
+    logits = draw_normal(seed, 4, 6, 5).requires_grad_()
+    token_ids = draw_normal(seed + 2, 4, 6, 5).argmax(-1, keepdim=True)
     logprobs = logits.log_softmax(-1).gather(-1, token_ids).squeeze(-1)
-    advantages, mask = normal(seed + 1, num, 4, 6), response_mask(seed, 4, 6)
+    advantages, mask = draw_normal(seed + 1, num, 4, 6), draw_mask(seed, 4, 6)
     losses, clip_fractions = policy_losses(
         logprobs, logprobs.detach(), advantages, mask, clip_range=0.2
     )
@@ -63,8 +51,8 @@ def test_clipped_policy_loss_by_hand():
 @examples
 @given(seeds, st.floats(0.05, 0.5))
 def test_beyond_the_clip_range_a_better_ratio_gains_nothing(seed, clip_range):
-    advantages, mask = normal(seed, 1, 4, 6), response_mask(seed, 4, 6)
-    old = -normal(seed + 1, 4, 6).abs()
+    advantages, mask = draw_normal(seed, 1, 4, 6), draw_mask(seed, 4, 6)
+    old = -draw_normal(seed + 1, 4, 6).abs()
 
     def loss(ratio_if_good, ratio_if_bad):
         ratio = torch.where(advantages[0] > 0, ratio_if_good, ratio_if_bad)
@@ -77,8 +65,8 @@ def test_beyond_the_clip_range_a_better_ratio_gains_nothing(seed, clip_range):
 
 
 def test_the_loss_is_an_upper_bound_of_the_unclipped_one():
-    logprobs, old = -normal(0, 4, 6).abs(), -normal(1, 4, 6).abs()
-    advantages, mask = normal(2, 3, 4, 6), response_mask(3, 4, 6)
+    logprobs, old = -draw_normal(0, 4, 6).abs(), -draw_normal(1, 4, 6).abs()
+    advantages, mask = draw_normal(2, 3, 4, 6), draw_mask(3, 4, 6)
     losses, _ = policy_losses(logprobs, old, advantages, mask, clip_range=0.2)
     unclipped, _ = policy_losses(logprobs, old, advantages, mask, clip_range=1e9)
     ratio = (logprobs - old).exp()
@@ -88,8 +76,8 @@ def test_the_loss_is_an_upper_bound_of_the_unclipped_one():
 
 
 def test_policy_loss_and_gradient_do_not_look_outside_the_mask():
-    logprobs, old = -normal(0, 4, 6).abs().requires_grad_(), -normal(1, 4, 6).abs()
-    advantages, mask = normal(2, 2, 4, 6), response_mask(3, 4, 6)
+    logprobs, old = -draw_normal(0, 4, 6).abs().requires_grad_(), -draw_normal(1, 4, 6).abs()
+    advantages, mask = draw_normal(2, 2, 4, 6), draw_mask(3, 4, 6)
     assert not mask.all()
     losses, clip_fractions = policy_losses(logprobs, old, advantages, mask, clip_range=0.2)
     other = advantages.masked_fill(~mask, 1e3), old.masked_fill(~mask, -1.0)
@@ -102,10 +90,10 @@ def test_policy_loss_and_gradient_do_not_look_outside_the_mask():
 
 @pytest.mark.parametrize("num_objectives", [1, 2, 5])
 def test_row_j_of_the_losses_is_bit_for_bit_that_of_objective_j_alone(num_objectives):
-    logprobs, old = -normal(0, 8, 11).abs().float(), -normal(1, 8, 11).abs().float()
-    advantages, mask = normal(2, num_objectives, 8, 11).float(), response_mask(3, 8, 11)
+    logprobs, old = -draw_normal(0, 8, 11).abs().float(), -draw_normal(1, 8, 11).abs().float()
+    advantages, mask = draw_normal(2, num_objectives, 8, 11).float(), draw_mask(3, 8, 11)
     values, old_values, returns = (
-        normal(seed, num_objectives, 8, 11).float() for seed in (4, 5, 6)
+        draw_normal(seed, num_objectives, 8, 11).float() for seed in (4, 5, 6)
     )
     losses, clip_fractions = policy_losses(logprobs, old, advantages, mask, clip_range=0.2)
     critic_losses = value_losses(values, old_values, returns, mask, clip_range=0.2)
@@ -135,8 +123,8 @@ def test_clipped_value_loss_by_hand():
 
 
 def test_a_wide_value_clip_range_leaves_half_the_mean_squared_error():
-    values, old_values, returns = (normal(seed, 2, 4, 6) for seed in range(3))
-    mask = response_mask(3, 4, 6)
+    values, old_values, returns = (draw_normal(seed, 2, 4, 6) for seed in range(3))
+    mask = draw_mask(3, 4, 6)
     losses = value_losses(values, old_values, returns, mask, clip_range=1e9)
     expected = [0.5 * (v - r)[mask].square().mean() for v, r in zip(values, returns, strict=True)]
     torch.testing.assert_close(losses, torch.stack(expected))
@@ -151,7 +139,7 @@ def test_the_entropy_of_a_uniform_distribution_is_the_log_of_its_size(size):
 @examples
 @given(seeds)
 def test_entropy_is_that_of_the_categorical_distribution(seed):
-    logits = 3 * normal(seed, 2, 3, 7)
+    logits = 3 * draw_normal(seed, 2, 3, 7)
     expected = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropy(logits), expected)
     torch.testing.assert_close(entropy(logits + 50), expected)
