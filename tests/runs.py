@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Row = dict[str, Any]
@@ -34,6 +34,12 @@ def edit_rows(folder: Path, change: Callable[[Row], Row | None]) -> None:
 def read_adapter(folder: Path) -> dict[str, Tensor]:
     """Returns the adapter that a run ended with."""
     return load_file(folder / "adapter/adapter_model.safetensors")
+
+
+def edit_adapter(folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Applies `change` to the name and value of every tensor of an adapter's own folder."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name: change(name, tensor) for name, tensor in load_file(path).items()}, path)
 
 
 def figures_in(page: Path | str) -> dict[str, Any]:

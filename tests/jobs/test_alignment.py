@@ -1,5 +1,6 @@
 """The main recipe: it runs whole, and resumes to the same adapter."""
 
+import contextlib
 import html
 import json
 import math
@@ -18,21 +19,19 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from firm.alignment import AlignmentClient
+from firm.alignment import AlignmentClient, comparison_table
 from firm.cli.align import main
 from firm.federation import RoundFailed
-from firm.jobs.alignment import alarms_at_start, alarms_of_rounds
+from firm.jobs.alignment import Result, alarms_at_start, alarms_of_rounds, align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.report import read_record
-from firm.report.tables import Setting
+from firm.report.tables import COLUMNS, Setting
 from firm.run import parse
 from firm.run.checkpoint import load_state, save_state
 from firm.run.earlier import FIGURES
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
-
-ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "configs/smoke.yaml"
+from tests.smoke import ROOT, SMOKE, config, run
 
 MORTAL_REWARD = """
 import os
@@ -56,10 +55,6 @@ SHORT = (
 )  # fmt: skip
 
 
-def run(*arguments: object) -> Path:
-    return main(parse(AlignmentConfig, ["--config", str(SMOKE), *map(str, arguments)]))
-
-
 def recipe(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "recipes/firm_hh.py", "--config", SMOKE, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -69,10 +64,14 @@ def recipe(*arguments: object) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        return run("--out", tmp_path_factory.mktemp("runs") / "smoke")
+def result(tmp_path_factory) -> Result:
+    with contextlib.chdir(ROOT):
+        return align(config("--out", tmp_path_factory.mktemp("runs") / "smoke"))
+
+
+@pytest.fixture(scope="module")
+def finished(result) -> Path:
+    return result.path
 
 
 def test_a_run_leaves_everything_that_it_promises(finished):
@@ -93,6 +92,26 @@ def test_a_run_leaves_everything_that_it_promises(finished):
     base = read_rows(finished, "evaluation")[0]
     assert base["kl"] == pytest.approx(0, abs=1e-4)  # the adapter changes nothing yet
     assert all(0 < score["mean"] < 1 for score in base["rewards"].values())
+
+
+def test_a_run_returns_where_everything_is_and_what_it_came_to(result):
+    assert (result.adapter / "adapter_config.json").is_file()
+    assert result.report.is_file()
+    logged = read_rows(result.path, "evaluation", split="test")
+    for evaluation, row in zip((result.base, result.final), logged, strict=True):
+        for name, score in row["scores"].items():
+            assert evaluation.scores[name].mean().item() == pytest.approx(score["mean"])
+    assert result.comparison == comparison_table(result.base, result.final)
+
+
+def test_its_metrics_are_the_logs_as_a_table(result):
+    table = result.metrics
+    assert list(table.columns) == COLUMNS
+    for row in read_rows(result.path, "client"):
+        own = table[(table["client"] == row["client"]) & (table["round"] == row["round"])]
+        (kl,) = own[own["quantity"] == "kl"]["value"]
+        assert kl == pytest.approx(row["kl"])
+    assert set(table["round"]) == {0, 1, 2}
 
 
 def test_every_step_is_logged_with_its_weights(finished):
@@ -358,7 +377,7 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
 
 def test_where_local_work_is_told_in_epochs_the_kl_controller_is_not_judged_by_one_step():
     keys = ["--estimator.kl.controller", "adaptive", "--estimator.kl.horizon", "10000"]
-    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys])
+    cfg = config(*keys)
     assert len(alarms_at_start(cfg)) == 1
     strategy = replace(cfg.strategy, num_local_steps=1, num_local_epochs=5)
     assert alarms_at_start(replace(cfg, strategy=strategy)) == []
@@ -372,7 +391,7 @@ def test_the_plan_of_the_papers_run_says_that_its_kl_controller_cannot_act(capsy
 def test_what_epsilon_does_not_cover_is_said_at_the_start_alone():
     options = {"clip_norm": 1, "noise_multiplier": 0, "statistics": "exact"}
     keys = [f"--strategy.privacy.{key}={value}" for key, value in options.items()]
-    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), *keys, "--estimator.kl.controller=fixed"])
+    cfg = config(*keys, "--estimator.kl.controller=fixed")
     assert alarms_at_start(cfg) == cfg.strategy.privacy.notes()
     assert len(cfg.strategy.privacy.notes()) == 2
     end = {"kind": "round", "round": 1, "failures": []}
@@ -380,7 +399,7 @@ def test_what_epsilon_does_not_cover_is_said_at_the_start_alone():
 
 
 def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn):
-    cfg = parse(AlignmentConfig, ["--config", str(SMOKE), "--strategy.beta", "0.01"])
+    cfg = config("--strategy.beta", "0.01")
     solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}
     rows = [{"kind": "client", "round": at, "client": "a", **solves} for at in (1, 2, 3)]
     end = {"kind": "round", "round": 3, "failures": []}

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
-from firm.cli import align
 from firm.cli.chat import cli, main
-from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.chat import ChatConfig
 from firm.jobs.finished_runs import parse_over_run
-from firm.run import parse
+from tests.runs import edit_adapter
 
 ROOT = Path(__file__).parents[2]
 POLICY = "firm/miniature/checkpoints/policy"
@@ -34,20 +31,11 @@ def overheard(prompts, completions, *, log="", **kwargs):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(run, tmp_path_factory) -> Path:
     """A finished run of one round whose adapter is made strong enough to change replies."""
-    out = tmp_path_factory.mktemp("runs") / "aligned"
-    arguments = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1", "--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        align.main(parse(AlignmentConfig, arguments))
-    scale_adapter(out / "adapter", 6.0)
+    out = Path(shutil.copytree(run, tmp_path_factory.mktemp("runs") / "aligned"))
+    edit_adapter(out / "adapter", lambda _, tensor: tensor * 6.0)
     return out
-
-
-def scale_adapter(folder: Path, factor: float) -> None:
-    path = folder / "adapter_model.safetensors"
-    save_file({name: tensor * factor for name, tensor in load_file(path).items()}, path)
 
 
 @pytest.fixture
@@ -102,7 +90,7 @@ def test_each_side_goes_on_with_its_own_dialogue_until_reset(run, chat, tmp_path
 
 def test_an_adapter_of_zeros_answers_as_the_base_model(run, chat, tmp_path):
     folder = Path(shutil.copytree(run / "adapter", tmp_path / "zero"))
-    scale_adapter(folder, 0.0)
+    edit_adapter(folder, lambda _, tensor: tensor * 0.0)
     arguments = ("--adapter", folder, "--policy.path", POLICY, "--rollout.max_new_tokens", 16)
     text = chat(["Tell me about my sister's mug.", "Why?", "How?"], *arguments)
     assert len(lines_of(text, "base: ")) == 3

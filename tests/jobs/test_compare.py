@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firm.cli import align
 from firm.cli.evaluate import cli, main
 from firm.jobs import compare as module
-from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.compare import CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
-from tests.runs import read_rows, write_rows
+from tests.runs import edit_adapter, read_rows, write_rows
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke.yaml"
@@ -32,16 +30,6 @@ def counted(completions, *, log="", **kwargs):
         file.write(f"{len(completions)}\\n")
     return [float(len(text)) for text in completions]
 """
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run of one round."""
-    out = tmp_path_factory.mktemp("runs") / "aligned"
-    arguments = ["--config", str(SMOKE), "--rounds", "1", "--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        return align.main(parse(AlignmentConfig, arguments))
 
 
 @pytest.fixture
@@ -81,11 +69,6 @@ def replies(out: Path) -> dict[str, list[str]]:
 
 def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_adapter(folder: Path, change) -> None:
-    path = folder / "adapter_model.safetensors"
-    save_file({name: change(name, tensor) for name, tensor in load_file(path).items()}, path)
 
 
 def with_other_calibration(run: Path) -> Path:

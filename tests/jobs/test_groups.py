@@ -6,20 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firm.cli.align import main
-from firm.jobs.alignment_config import AlignmentConfig
-from firm.run import UserError, parse
+from firm.run import UserError
+from tests import smoke
 from tests.runs import read_adapter, read_rows
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1"]
-TINY += ["--evaluation.num_validation_prompts", "0", "--strategy.num_local_steps", "1"]
-
-
-def run(*arguments: object) -> Path:
-    out = main(parse(AlignmentConfig, [*TINY, *map(str, arguments)]))
-    assert out is not None
-    return out
+TINY = (
+    "--rounds", 1, "--evaluation.num_validation_prompts", 0, "--strategy.num_local_steps", 1,
+)  # fmt: skip
 
 
 def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
@@ -27,7 +21,7 @@ def test_groups_have_reward_models_and_objectives_of_their_own(tmp_path):
         "{other: {clients: [1], rewards: {positivity: {name: brevity}}},"
         " partial: {clients: [2], objectives: [brevity]}}"
     )
-    out = run("--out", tmp_path / "run", "--num_clients", 3, "--groups", groups)
+    out = smoke.run(*TINY, "--out", tmp_path / "run", "--num_clients", 3, "--groups", groups)
     (header,) = read_rows(out, "run")
     assert set(header["calibration"]) == {"brevity", "positivity", "other/positivity"}
     usual, other, partial = read_rows(out, "client")
@@ -47,7 +41,7 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
     )
     robust = "{rule: norm_clipping, num_attackers: 1}"
     arguments = ["--num_clients", 3, "--groups", groups, "--strategy.robust", robust]
-    out = run("--out", tmp_path / "run", *arguments)
+    out = smoke.run(*TINY, "--out", tmp_path / "run", *arguments)
     honest, liar, far = read_rows(out, "client")
     for name, is_attacked in (("brevity", True), ("positivity", False)):
         assert (liar["scores"][name] - honest["scores"][name] > 900) == is_attacked
@@ -77,18 +71,18 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
 )
 def test_groups_that_fit_nobody_are_refused(groups, message):
     with pytest.raises(UserError, match=message):
-        parse(AlignmentConfig, [*TINY, "--groups", groups])
+        smoke.config(*TINY, "--groups", groups)
 
 
 def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
     folders = []
     for seed in (0, 1):
-        folders.append(run("--out", tmp_path / str(seed), "--seed", 0) / "adapter")
+        folders.append(smoke.run(*TINY, "--out", tmp_path / str(seed), "--seed", 0) / "adapter")
         if seed:  # the same but for what would follow from more training
             path = folders[1] / "adapter_model.safetensors"
             save_file({k: v + 0.1 for k, v in load_file(path).items()}, path)
     start = f"{{{folders[0]}: 1, {folders[1]}: 3}}"
-    out = run("--out", tmp_path / "mean", "--rounds", 0, "--start", start)
+    out = smoke.run(*TINY, "--out", tmp_path / "mean", "--rounds", 0, "--start", start)
     first = load_file(folders[0] / "adapter_model.safetensors")
     for name, parameter in read_adapter(out).items():
         assert torch.allclose(parameter, first[name] + 0.075, atol=1e-6)
@@ -114,10 +108,10 @@ def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
 )
 def test_a_start_that_means_nothing_is_refused(arguments, message):
     with pytest.raises(UserError, match=message):
-        parse(AlignmentConfig, [*TINY, *arguments])
+        smoke.config(*TINY, *arguments)
 
 
 def test_a_start_that_is_no_adapter_ends_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="has no adapter_model"):
-        run("--out", tmp_path / "run", "--start", f"{{{tmp_path}: 1}}")
+        smoke.run(*TINY, "--out", tmp_path / "run", "--start", f"{{{tmp_path}: 1}}")
     assert list(tmp_path.iterdir()) == []

@@ -7,22 +7,16 @@ import torch
 
 from firm.cli.align import main
 from firm.federation import Processes
-from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan
-from firm.run import parse
+from tests import smoke
 from tests.runs import read_adapter, read_rows
 
-SMOKE = Path(__file__).parents[2] / "configs/smoke.yaml"
-
-
-def config(*arguments: object) -> AlignmentConfig:
-    short = ["--strategy.num_local_steps", "1", "--evaluation.num_validation_prompts", "0"]
-    return parse(AlignmentConfig, ["--config", str(SMOKE), *short, *map(str, arguments)])
+SHORT = ("--strategy.num_local_steps", 1, "--evaluation.num_validation_prompts", 0)
 
 
 def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tmp_path):
     options = ("--policy.lora.freeze_a", "true")
-    cfg = config(*options, "--out", tmp_path / "whole")
+    cfg = smoke.config(*SHORT, *options, "--out", tmp_path / "whole")
     whole = main(cfg)
     (about,) = read_rows(whole, "run")
     plan = make_plan(cfg, about["clients"], Processes(0, 1, 1))
@@ -40,7 +34,7 @@ def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tm
     stopped = Path(shutil.copytree(whole, tmp_path / "stopped"))
     shutil.rmtree(stopped / "checkpoints/round_0002")
     shutil.rmtree(stopped / "adapter")
-    main(config(*options, "--out", stopped, "--resume", "true"))
+    smoke.run(*SHORT, *options, "--out", stopped, "--resume", "true")
     assert len(read_rows(stopped, "round")) == 2
     for name, tensor in read_adapter(stopped).items():
         assert torch.equal(tensor, adapter[name]), name
@@ -48,7 +42,7 @@ def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tm
 
 def test_a_run_can_average_products(tmp_path):
     options = ("--strategy.lora_mean", "products", "--rounds", 1)
-    products = read_adapter(main(config(*options, "--out", tmp_path / "products")))
-    factors = read_adapter(main(config(*options[2:], "--out", tmp_path / "factors")))
+    products = read_adapter(smoke.run(*SHORT, *options, "--out", tmp_path / "products"))
+    factors = read_adapter(smoke.run(*SHORT, *options[2:], "--out", tmp_path / "factors"))
     distances = [(products[n] - t).norm() / t.norm() for n, t in factors.items()]
     assert 0 < max(distances) < 0.5

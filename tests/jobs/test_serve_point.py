@@ -10,29 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firm.cli import align, chat, evaluate
+from firm.cli import chat, evaluate
 from firm.cli.serve_point import main
 from firm.fronts import Front, Point
-from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.jobs.serve_point import ServeConfig, parse_want
 from firm.run import parse, run_cli
-from tests.runs import read_adapter
+from tests.runs import edit_adapter, read_adapter
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = ("brevity", "positivity")
 SHARES = {"low": (0.0, 1.0), "middle": (0.5, 0.5), "high": (1.0, 0.0)}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run of one round."""
-    out = tmp_path_factory.mktemp("runs") / "aligned"
-    arguments = ["--config", str(ROOT / "configs/smoke.yaml"), "--rounds", "1", "--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        align.main(parse(AlignmentConfig, arguments))
-    return out
 
 
 @pytest.fixture
@@ -41,7 +29,7 @@ def front(run, tmp_path) -> Path:
     points = []
     for factor, (name, preference) in enumerate(SHARES.items(), start=1):
         place = shutil.copytree(run, tmp_path / "sweep/points" / name)
-        scale_adapter(place / "adapter", factor)
+        edit_adapter(place / "adapter", lambda _, tensor, factor=factor: tensor * factor)
         rewards = dict(
             zip(OBJECTIVES, (0.4 + 0.4 * preference[0], 0.8 - 0.4 * preference[0]), strict=True)
         )
@@ -68,11 +56,6 @@ def front(run, tmp_path) -> Path:
     )
     whole.save(tmp_path / "sweep/firm.front.json")
     return tmp_path / "sweep/firm.front.json"
-
-
-def scale_adapter(folder: Path, factor: float) -> None:
-    path = folder / "adapter_model.safetensors"
-    save_file({name: tensor * factor for name, tensor in load_file(path).items()}, path)
 
 
 def serve(front: Path, want: str, *arguments: object) -> Path:
@@ -261,7 +244,7 @@ def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, capsys):
         assert "adapter_config.json is malformed" in line
         assert line.isprintable()
     path.write_text(json.dumps(settings))
-    scale_adapter(path.parent, float("nan"))
+    edit_adapter(path.parent, lambda _, tensor: tensor * float("nan"))
     assert "that are not finite; train that point again" in refused(capsys, *arguments)
     assert not (tmp_path / "merged").exists()
 

@@ -1,0 +1,24 @@
+"""Runs of configs/smoke.yaml, the smallest that are whole."""
+
+import contextlib
+from pathlib import Path
+
+from firm.cli.align import main
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.run import parse
+
+ROOT = Path(__file__).parents[1]
+SMOKE = ROOT / "configs/smoke.yaml"
+
+
+def config(*arguments: object) -> AlignmentConfig:
+    """Returns the smoke configuration with the command line's changes."""
+    return parse(AlignmentConfig, ["--config", str(SMOKE), *map(str, arguments)])
+
+
+def run(*arguments: object) -> Path:
+    """Runs it in the project, from where it finds the shipped checkpoints; returns the folder."""
+    with contextlib.chdir(ROOT):
+        folder = main(config(*arguments))
+    assert folder is not None
+    return folder
