@@ -1,6 +1,6 @@
 """Writes Figures 1 to 6 and Table 1 of the FIRM paper, from the runs of configs/figures.yaml."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,10 +20,9 @@ from firm.jobs.paper_claims import (
 from firm.jobs.paper_drawings import WORLDS, draw_all
 from firm.jobs.study import StudyConfig, records, run_config, study_of
 from firm.report import Record
+from firm.report.record import final_reward, final_score
 from firm.report.trajectories import (
-    final_kl,
-    final_reward,
-    final_score,
+    Figure,
     mean_variation,
     megabytes_up,
     over_seeds,
@@ -147,13 +146,12 @@ def _all_settings(runs: Mapping[str, list[Record]]) -> str:
     rows = []
     for setting, of_setting in runs.items():
         first, second = of_setting[0].objectives
-        figures: list[Callable[[Record], float]] = [
+        figures: list[Figure] = [
             final_reward(first),
             final_reward(second),
             final_score("true_helpful"),
             final_score("true_harmless"),
             final_score("parse"),
-            final_kl,
             lambda record: float(weights(record)[:, 0].mean()),
             mean_variation,
             solve_variation,

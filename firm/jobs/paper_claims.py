@@ -10,13 +10,13 @@ from scipy.stats import spearmanr
 from firm.jobs.model_card import markdown_table
 from firm.jobs.paper_drawings import BETAS, PREFERENCES, WORLDS
 from firm.report import Record
+from firm.report.record import final_reward
 from firm.report.trajectories import (
     Difference,
     Figure,
     beta_effect,
     cosine,
     difference,
-    final_reward,
     mean_variation,
     megabytes_up,
     over_seeds,
@@ -175,10 +175,11 @@ def figure_3(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
     objectives = runs["FIRM"][0].objectives
     for place, name in enumerate(objectives):
         order = PREFERENCES if place == 0 else PREFERENCES[::-1]
-        means = [over_seeds(of_p[p], final_reward(name)).mean for p in order]
+        ends_of = {p: over_seeds(of_p[p], final_reward(name)) for p in order}
+        means = [ends_of[p].mean for p in order]
         falls = [f"{a:.3f} to {b:.3f}" for a, b in pairwise(means) if b < a]
         points = [
-            (p if place == 0 else 1 - p, final_reward(name)(run)) for p in order for run in of_p[p]
+            (p if place == 0 else 1 - p, end) for p, own in ends_of.items() for end in own.values
         ]
         correlation = _rank_correlation(points)
         steps = ", ".join(f"{mean:.3f}" for mean in means)

@@ -9,12 +9,12 @@ import numpy as np
 from firm.fronts import exponential_average
 from firm.report import Record
 from firm.report.plane import Cloud
+from firm.report.record import final_reward
 from firm.report.settings_page import base_place, setting_clouds
 from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure, save_figure
 from firm.report.tables import Setting, settings_of
 from firm.report.trajectories import (
     Figure,
-    final_reward,
     over_seeds,
     rewards,
     solves,

@@ -1,60 +1,38 @@
-"""What runs did over their rounds and ended with: the numbers behind curves and claims."""
+"""What runs did over their rounds and ended with: the numbers behind the paper's figures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import fmean
 
 import numpy as np
 from scipy import stats
 
 from firm.fronts import total_variation
-from firm.report.record import Record, final_row
-from firm.run.directory import Row
+from firm.report.record import Record
+from firm.report.tables import Setting
+from firm.run.rows import Row
 
-Figure = Callable[[Record], float]
-"""One number of one run."""
+Figure = Callable[[Record], float | None]
+"""One number of one run; None where it has none."""
 
 
 def rewards(record: Record) -> np.ndarray:
     """Returns the mean reward of each round's training batches over the clients, shape [T, M]."""
-    by_round: list[list[list[float]]] = [[] for _ in range(record.last_round)]
-    for client in record.trainings.values():
-        for row in client:
-            own = row.get("by_objective") or dict.fromkeys(record.objectives, row)
-            values = [
-                (own.get(name, row).get("rewards") or {}).get(name) for name in record.objectives
-            ]
-            by_round[row["round"] - 1].append([np.nan if v is None else v for v in values])
-    return np.array([np.nanmean(rows, axis=0) for rows in by_round])
-
-
-def weights_by_client(record: Record) -> dict[str, np.ndarray]:
-    """Returns λ of each client's rounds, the mean of a round's solves, shape [rounds, M] by client.
-
-    Where the server weighs the objectives, its weights count as every client's.
-    """
-    server = {row["round"]: row["weights"] for row in record.rounds if row.get("weights")}
-    curves = {}
-    for client, rows in record.trainings.items():
-        curves[client] = np.array(
-            [
-                [server[row["round"]][name] for name in record.objectives]
-                if row["round"] in server
-                else np.mean(row["weights"], axis=0)
-                for row in rows
-            ]
-        )
-    return curves
+    return _curves(record, "rewards")
 
 
 def weights(record: Record) -> np.ndarray:
-    """Returns λ of each round, the mean over its clients, shape [T, M]."""
-    curves = weights_by_client(record)
-    by_round: list[list[np.ndarray]] = [[] for _ in range(record.last_round)]
-    for client, rows in record.trainings.items():
-        for row, value in zip(rows, curves[client], strict=True):
-            by_round[row["round"] - 1].append(value)
-    return np.array([np.mean(values, axis=0) for values in by_round])
+    """Returns λ of each round, the mean over its clients, shape [T, M].
+
+    Where the server weighs the objectives, its weights count as every client's.
+    """
+    return _curves(record, "weights")
+
+
+def _curves(record: Record, quantity: str) -> np.ndarray:
+    run = Setting.of(record.name, 0, [record])
+    return np.stack([run.curves(quantity, name)[0] for name in record.objectives], axis=1)
 
 
 def solves_by_client(record: Record) -> dict[str, np.ndarray]:
@@ -71,19 +49,26 @@ def solves(record: Record) -> np.ndarray:
 
     Of clients that make unequal numbers of solves in a round, the first ones that all make count.
     """
-    server = {row["round"]: row["weights"] for row in record.rounds if row.get("weights")}
-    by_round: list[list[np.ndarray]] = [[] for _ in range(record.last_round)]
-    for rows in record.trainings.values():
-        for row in rows:
-            own = row.get("weights")
-            if own is None:
-                own = [[server[row["round"]][name] for name in record.objectives]]
-            by_round[row["round"] - 1].append(np.array(own))
+    server = _server_weights(record)
     means = []
-    for clients in by_round:
+    for at, rows in _by_round(record):
+        clients = [np.array(row.get("weights") or [server[at]]) for row in rows]
         shortest = min(map(len, clients))
         means.append(np.mean([client[:shortest] for client in clients], axis=0))
     return np.concatenate(means)
+
+
+def _server_weights(record: Record) -> dict[int, list[float]]:
+    """The server's weights by round, where it weighs the objectives."""
+    rows = (row for row in record.rounds if row.get("weights"))
+    return {row["round"]: [row["weights"][name] for name in record.objectives] for row in rows}
+
+
+def _by_round(record: Record) -> list[tuple[int, list[Row]]]:
+    """The clients' rows by round."""
+    rows = [row for own in record.trainings.values() for row in own]
+    ordered = sorted(rows, key=lambda row: row["round"])
+    return [(at, list(own)) for at, own in groupby(ordered, lambda row: row["round"])]
 
 
 def mean_variation(record: Record) -> float:
@@ -91,10 +76,7 @@ def mean_variation(record: Record) -> float:
 
     The mean over a round's clients and solves is what the paper's curves show. It is the calmer the
     more it averages, by √n for n independent solves, whatever the algorithm: compare algorithms
-    that average unequal numbers by ``solve_variation``.
-
-    Returns:
-        From 0 to T - 1 for T rounds.
+    that average unequal numbers by ``solve_variation``. From 0 to T - 1 for T rounds.
     """
     return float(total_variation(weights(record))[0])
 
@@ -105,12 +87,9 @@ def solve_variation(record: Record) -> float:
     That is the mean over clients of Σ |λ_t - λ_{t-1}| with λ_t of the client's first solve in a
     round, which all clients make at the global model. Where the server weighs the objectives, its
     weights count as every client's. A client that was not drawn in every round has fewer changes;
-    their mean counts T - 1 times.
-
-    Returns:
-        From 0 to T - 1 for T rounds; NaN where no client took part twice.
+    their mean counts T - 1 times. NaN where no client took part twice.
     """
-    if any(row.get("weights") for row in record.rounds):
+    if _server_weights(record):
         return mean_variation(record)
     changes = []
     for rows in record.trainings.values():
@@ -125,14 +104,11 @@ def weights_disagreement(record: Record) -> float:
 
     It is that of one solve each, the mean over all solves and rounds; 0 where the server decides.
     """
-    if any(row.get("weights") for row in record.rounds):
+    if _server_weights(record):
         return 0.0
-    by_round: dict[int, list[np.ndarray]] = {}
-    for rows in record.trainings.values():
-        for row in rows:
-            by_round.setdefault(row["round"], []).append(np.array(row["weights"])[:, 0])
     spreads = []
-    for clients in by_round.values():
+    for _, rows in _by_round(record):
+        clients = [np.array(row["weights"])[:, 0] for row in rows]
         shortest = min(map(len, clients))
         if len(clients) > 1:
             spreads.append(np.std([c[:shortest] for c in clients], axis=0, ddof=1).mean())
@@ -141,24 +117,17 @@ def weights_disagreement(record: Record) -> float:
 
 def cosine(record: Record) -> float:
     """Returns the mean cosine of the first pair of gradients over all solves; NaN without any."""
-    values = [
-        pair[0]
-        for rows in record.trainings.values()
-        for row in rows
-        for pair in row.get("cosines") or ()
-    ]
-    return fmean(values) if values else float("nan")
+    return _mean_over_solves(record, "cosines")
 
 
 def beta_effect(record: Record) -> float:
     """Returns how far β moved the weights towards uniform ones, the mean over all solves."""
-    values = [
-        value
-        for rows in record.trainings.values()
-        for row in rows
-        for value in row.get("beta_effect") or ()
-    ]
-    return fmean(values) if values else float("nan")
+    return _mean_over_solves(record, "beta_effect")
+
+
+def _mean_over_solves(record: Record, key: str) -> float:
+    entries = [e for _, rows in _by_round(record) for row in rows for e in row.get(key) or ()]
+    return fmean(e[0] if isinstance(e, list) else e for e in entries) if entries else float("nan")
 
 
 def megabytes_up(record: Record) -> float:
@@ -182,26 +151,7 @@ def reward_within(name: str, megabytes: float, *, num_rounds: int = 3) -> Figure
     return read
 
 
-def final_reward(name: str) -> Figure:
-    """Returns the function that reads an objective's mean reward on the test prompts at the end."""
-    return lambda record: _final(record)["rewards"][name]["mean"]
-
-
-def final_score(name: str) -> Figure:
-    """Returns the function that reads a raw or further score on the test prompts at the end."""
-    return lambda record: _final(record)["scores"][name]["mean"]
-
-
-def final_kl(record: Record) -> float:
-    """Returns the final model's KL from the base model on the test prompts, in nats per reply."""
-    return _final(record)["kl"]
-
-
-def _final(record: Record) -> Row:
-    row = final_row(record)
-    if row is None:
-        raise ValueError(f"the run {record.name} has no final evaluation; let it finish.")
-    return row
+# --- Over seeds -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,19 +166,25 @@ class Spread:
         """The mean over the seeds."""
         return float(np.mean(self.values))
 
-    @property
-    def sd(self) -> float:
-        """The standard deviation with n - 1; 0 for one seed."""
-        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else 0.0
-
     def text(self, digits: int = 3) -> str:
-        """Returns mean ± standard deviation."""
-        return f"{self.mean:.{digits}f} ± {self.sd:.{digits}f}"
+        """Returns mean ± standard deviation, 0 for one seed."""
+        deviation = np.std(self.values, ddof=1) if len(self.values) > 1 else 0.0
+        return f"{self.mean:.{digits}f} ± {deviation:.{digits}f}"
 
 
 def over_seeds(records: Sequence[Record], figure: Figure) -> Spread:
-    """Returns a figure of each of a setting's runs."""
-    return Spread(tuple(figure(record) for record in records))
+    """Returns a figure of each of a setting's runs.
+
+    Raises:
+        ValueError: A run has no such figure.
+    """
+    values = []
+    for record in records:
+        value = figure(record)
+        if value is None:
+            raise ValueError(f"the run {record.name} has no final evaluation; let it finish.")
+        values.append(value)
+    return Spread(tuple(values))
 
 
 @dataclass(frozen=True)
@@ -255,7 +211,7 @@ class Difference:
 def difference(
     first: Sequence[Record], second: Sequence[Record], figure: Figure, *, level: float = 0.95
 ) -> Difference:
-    """Returns how much larger a figure is in the first setting, from runs of the same seeds.
+    """Returns how much larger a figure is in the first setting, paired by seed.
 
     Args:
         first: Runs of a setting.
@@ -264,12 +220,13 @@ def difference(
         level: Of the interval.
 
     Raises:
-        ValueError: With fewer than two seeds, or other seeds.
+        ValueError: With fewer than two seeds, other seeds, or a run without the figure.
     """
     seeds = [[record.settings["seed"] for record in records] for records in (first, second)]
     if seeds[0] != seeds[1] or len(seeds[0]) < 2:
         raise ValueError(f"two settings are compared on the same two seeds or more, got {seeds}.")
-    values = np.array([figure(a) - figure(b) for a, b in zip(first, second, strict=True)])
+    ends = [over_seeds(records, figure).values for records in (first, second)]
+    values = np.array(ends[0]) - np.array(ends[1])
     mean, error = float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
     reach = float(stats.t.ppf((1 + level) / 2, len(values) - 1)) * error
     return Difference(mean, mean - reach, mean + reach, len(values))

@@ -3,14 +3,11 @@
 import numpy as np
 import pytest
 
-from firm.report.record import Record
+from firm.report.record import Record, final_figure, final_reward, final_score
 from firm.report.trajectories import (
     beta_effect,
     cosine,
     difference,
-    final_kl,
-    final_reward,
-    final_score,
     mean_variation,
     megabytes_up,
     over_seeds,
@@ -28,7 +25,7 @@ LAMBDA = {"client_0": [[0.2, 0.4], [0.6, 0.8]], "client_1": [[0.6, 0.8], [0.6, 0
 REWARDS = {"client_0": [0.1, 0.3], "client_1": [0.3, None]}
 
 
-def record(tmp_path, *, seed=0, final=0.5, server=(), by_objective=False) -> Record:
+def record(tmp_path, *, seed=0, final=0.5, server=()) -> Record:
     trainings = {}
     for client, rounds in LAMBDA.items():
         trainings[client] = []
@@ -38,15 +35,19 @@ def record(tmp_path, *, seed=0, final=0.5, server=(), by_objective=False) -> Rec
                 "cosines": [[0.5], [1.0]],
                 "beta_effect": [0.1, 0.3],
             }
-            row = {"round": index + 1}
-            row |= {"by_objective": {"a": own, "b": own}} if by_objective else own
+            row = {"round": index + 1, "client": client, **own}
             if not server:
                 row["weights"] = [[value, 1 - value] for value in values]
             trainings[client].append(row)
     rows = [{"round": index + 1, "bytes_up": 1_500_000} for index in range(2)]
     for row, value in zip(rows, server, strict=False):
         row["weights"] = {"a": value, "b": 1 - value}
-    test = {"round": 2, "rewards": {"a": {"mean": final}}, "scores": {"t": {"mean": 7.0}}}
+    test = {
+        "round": 2,
+        "split": "test",
+        "rewards": {"a": {"mean": final}},
+        "scores": {"t": {"mean": 7.0}},
+    }
     return Record(
         name="run",
         path=tmp_path,
@@ -72,7 +73,6 @@ def test_curves_are_the_means_over_the_clients_of_each_round(tmp_path):
     assert solves_by_client(run)["client_1"][:, 0] == pytest.approx([0.6, 0.8, 0.6, 0.4])
     # a client that lacks a reward is left out of its mean
     assert rewards(run) == pytest.approx(np.array([[0.2, 0.5], [0.3, 0.5]]))
-    assert rewards(record(tmp_path, by_objective=True)) == pytest.approx(rewards(run))
 
 
 def test_a_reward_within_an_upload_is_that_of_the_last_rounds_that_it_allows(tmp_path):
@@ -118,7 +118,8 @@ def test_figures_of_the_solves_and_of_the_end_are_read_off(tmp_path):
     assert cosine(run) == pytest.approx(0.75)
     assert beta_effect(run) == pytest.approx(0.2)
     assert megabytes_up(run) == pytest.approx(3.0)
-    assert (final_reward("a")(run), final_score("t")(run), final_kl(run)) == (0.5, 7.0, 0.25)
+    assert (final_reward("a")(run), final_score("t")(run)) == (0.5, 7.0)
+    assert final_figure("kl")(run) == 0.25
 
 
 def test_a_difference_is_paired_by_seed_with_students_interval(tmp_path):
@@ -145,4 +146,4 @@ def test_a_run_without_an_end_is_named(tmp_path):
     run = record(tmp_path)
     run.evaluations["test"][0]["round"] = 0
     with pytest.raises(ValueError, match="the run run has no final evaluation"):
-        final_kl(run)
+        over_seeds([run], final_figure("kl"))
