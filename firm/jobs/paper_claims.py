@@ -98,10 +98,7 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
         ]
         findings += [
             _finding(f"{world}: total variation of λ, {of}", "smaller", firm, server, variation)
-            for of, variation in (
-                ("mean", mean_variation),
-                ("first solves", solve_variation),
-            )
+            for of, variation in (("mean", mean_variation), ("first solves", solve_variation))
         ]
         findings.append(_finding(f"{world}: MB uploaded", "smaller", firm, server, megabytes_up))
     share = over_seeds(runs["FIRM"], megabytes_up).mean

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firm.report import formats
-from firm.report.page import Bar, Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
+from firm.report.page import Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
 from firm.report.record import Record
-from firm.run.comparison import Line, Measure, compare
+from firm.run.comparison import Line, compare
 
 TITLE = "Base against aligned model"
 
@@ -108,29 +108,14 @@ def write_comparison(
     write_page(path, Page(product="FIRM evaluation", title=title, blocks=blocks, facts=facts))
 
 
-def bar(change: Measure, reach: float) -> Bar:
-    """Returns the place of a change on an axis that ends at ± `reach`.
-
-    >>> bar(Measure(0.2, 0.2), 0.4)
-    Bar(center=75.0, low=50.0, high=100.0)
-    """
-    se = change.se or 0.0
-    ends = change.mean, change.mean - se, change.mean + se
-    return Bar(*(50 + 50 * end / (reach or 1.0) for end in ends))
-
-
 def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
     """The changes of each score, with an axis that ends where the farthest error bar does."""
     groups = {}
     for own in zip(*lines.values(), strict=True):
-        changes = [
-            (name, line.change)
-            for name, line in zip(lines, own, strict=True)
-            if line.change and line.is_score
-        ]
+        pairs = zip(lines, own, strict=True)
+        changes = {name: line.change for name, line in pairs if line.change and line.is_score}
         if changes:
-            reach = max(abs(change.mean) + (change.se or 0.0) for _, change in changes)
-            groups[own[0].label] = [(n, change, bar(change, reach)) for n, change in changes]
+            groups[own[0].label] = changes
     return Bars(
         "changes",
         "Change of each score",

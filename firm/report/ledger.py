@@ -15,7 +15,8 @@ UPLOADS: dict[str, Callable[[int, int, int], int]] = {
     ),
     "FSMGDA": lambda num_objectives, num_trainable, adapter_bytes: num_objectives * adapter_bytes,
 }
-"""Bytes that one client uploads in one round, of objectives, parameters and the adapter's bytes.
+"""Bytes of parameters and gradients that one client uploads in one round, of M, d and the adapter's
+bytes. Names, shapes and metrics come on top, some kilobytes with every algorithm alike.
 
 FIRM sends the adapter, FedCMOO-A, the uncompressed FedCMOO with adapters, the Jacobian besides,
 FSMGDA one adapter for each objective.
@@ -23,31 +24,6 @@ FSMGDA one adapter for each objective.
 
 WOULD_BE = ("FedCMOO-A", "FSMGDA")
 """The algorithms that a run is set beside."""
-
-
-def upload_bytes(
-    algorithm: str, *, num_objectives: int, num_trainable: int, adapter_bytes: int
-) -> int:
-    """Returns the bytes of parameters and gradients that one client uploads in one round.
-
-    Names, shapes and metrics come on top, some kilobytes with every algorithm alike.
-
-    Args:
-        algorithm: One of `UPLOADS`.
-        num_objectives: M.
-        num_trainable: Parameters of the adapter, d.
-        adapter_bytes: Bytes of the adapter.
-
-    Raises:
-        ValueError: On another algorithm.
-
-    >>> sizes = {"num_objectives": 2, "num_trainable": 1000, "adapter_bytes": 4000}
-    >>> [upload_bytes(name, **sizes) for name in UPLOADS]
-    [4000, 12000, 8000]
-    """
-    if algorithm not in UPLOADS:
-        raise ValueError(f"algorithm must be one of {', '.join(UPLOADS)}, got {algorithm!r}.")
-    return UPLOADS[algorithm](num_objectives, num_trainable, adapter_bytes)
 
 
 def uploads_so_far(record: Record, algorithm: str) -> list[tuple[int, int]]:
@@ -58,12 +34,8 @@ def uploads_so_far(record: Record, algorithm: str) -> list[tuple[int, int]]:
     header = record.header
     if not {"num_trainable", "adapter_bytes"} <= header.keys():
         return []
-    each = upload_bytes(
-        algorithm,
-        num_objectives=len(record.objectives),
-        num_trainable=header["num_trainable"],
-        adapter_bytes=header["adapter_bytes"],
-    )
+    sizes = header["num_trainable"], header["adapter_bytes"]
+    each = UPLOADS[algorithm](len(record.objectives), *sizes)
     totals = accumulate(each * len(row.get("clients") or ()) for row in record.rounds)
     return [(row["round"], total) for row, total in zip(record.rounds, totals, strict=True)]
 

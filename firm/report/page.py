@@ -106,24 +106,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Bars:
-    """Changes with their standard errors, one axis below each heading."""
+    """Changes with their standard errors by heading and name, one axis below each heading."""
 
     kind: ClassVar = "bars"
     name: str
     title: str
     text: str
-    groups: Mapping[str, Sequence[tuple[str, Measure, "Bar"]]]
-    """By heading: name, change and place of each bar."""
+    groups: Mapping[str, Mapping[str, Measure]]
     is_shown: ClassVar = True
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A change and its standard error on an axis from 0 to 100 whose middle is no change."""
-
-    center: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -168,7 +158,6 @@ class Choice:
     """What the reader may show or put away in all figures: traces by their legend group."""
 
     keys: Sequence[Key]
-    """The groups, and how they are drawn."""
     shown: frozenset[str]
     """Labels of those that are shown at first."""
     sets: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -195,7 +184,6 @@ class Page:
     blocks: Sequence[Block]
     """Those that have nothing to show are left out."""
     summary: Sequence[str] = ()
-    """Sentences."""
     facts: Mapping[str, str] = field(default_factory=dict)
     status: str = ""
     headlines: Sequence[Headline] = ()
@@ -220,34 +208,26 @@ class Page:
 def render(page: Page, *, inline: bool = True) -> str:
     """Returns a page as HTML that asks nothing of the network.
 
-    Args:
-        page: What it says.
-        inline: Whether plotly stands in the page; if not, the page loads it from its own folder.
+    With plotly inline it stands alone; otherwise it loads plotly from its own folder.
     """
     panels = page.panels
-    return (
-        _environment()
-        .get_template("page.html.jinja")
-        .render(
-            page=page,
-            blocks=[block for block in page.blocks if block.is_shown],
-            num_open_samples=NUM_OPEN_SAMPLES,
-            figures=script_json(panels) if panels else None,
-            plotly=plotly.offline.get_plotlyjs() if inline and panels else None,
-            plotly_name=None if inline else PLOTLY_NAME,
-            nonce=secrets.token_urlsafe(16),
-        )
+    template = _environment().get_template("page.html.jinja")
+    return template.render(
+        page=page,
+        blocks=[block for block in page.blocks if block.is_shown],
+        num_open_samples=NUM_OPEN_SAMPLES,
+        figures=script_json(panels) if panels else None,
+        plotly=plotly.offline.get_plotlyjs() if inline and panels else None,
+        plotly_name=None if inline else PLOTLY_NAME,
+        nonce=secrets.token_urlsafe(16),
     )
 
 
 def write_page(path: Path, page: Page, *, final: bool = True) -> Path:
     """Writes a page in one step, so that a reader never meets half of it, and returns its path.
 
-    Args:
-        path: The page to be.
-        page: What it says.
-        final: Whether it stands alone, with plotly inside. If not, plotly.min.js lies beside it, so
-            that rewriting the page stays cheap.
+    The final page stands alone. Before, plotly.min.js lies beside it, so that rewriting the page
+    stays cheap.
 
     Raises:
         OSError: The page cannot be written.
@@ -276,22 +256,14 @@ def drawn_block(title: str, draw: Callable[[], Block], *, name: str) -> Block:
             script_json(block.panels)
         return replace(block, name=name) if isinstance(block, Section | Table) else block
 
-    return drawn(
-        f"The section {title!r}",
-        checked,
-        instead=lambda note: Section(name, title, "", [], note=note),
-    )
+    notes: list[str] = []
+    empty = Section(name, title, "", [])
+    block = drawn_part(notes, f"The section {title!r}", checked, empty)
+    return replace(empty, note=notes[0]) if notes else block
 
 
 def drawn_part(notes: list[str], what: str, draw: Callable[[], T], default: T) -> T:
-    """Returns a part of a page or, where it cannot be drawn, a default, and adds a note on that.
-
-    Args:
-        notes: The notes of the page, to which one may be added.
-        what: Opens the note.
-        draw: Returns the part.
-        default: Stands in for it.
-    """
+    """Returns a part of a page or, where it cannot be drawn, a default, and adds a note on that."""
 
     def leave_out(note: str) -> T:
         notes.append(note)
@@ -303,9 +275,7 @@ def drawn_part(notes: list[str], what: str, draw: Callable[[], T], default: T) -
 def alarms(rows: Iterable[Row]) -> list[Alarm]:
     """Returns all warnings of a run, in the order of its rows; equal texts stand together.
 
-    Args:
-        rows: The run's own row, which may have alarms of its start, and those of the rounds by
-            rising round.
+    The run's own row may have alarms of its start; those of the rounds stand by rising round.
     """
     rounds_by_text: dict[str, list[int]] = {}
     for row in rows:
@@ -359,6 +329,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "number": formats.number,
         "measure": formats.measure,
+        "reach": lambda change: abs(change.mean) + (change.se or 0.0),
         "group": html.escape,  # as figures write names
     }
     return environment

@@ -8,17 +8,7 @@ from html import escape
 from itertools import combinations
 
 from firm.report import formats
-from firm.report.drawing import (
-    INK,
-    MUTED,
-    Key,
-    Panel,
-    Trace,
-    bars,
-    curve,
-    nonempty,
-    rounds_figure,
-)
+from firm.report.drawing import INK, MUTED, Key, Panel, Trace, bars, curve, nonempty, rounds_figure
 from firm.report.ledger import uploads_so_far
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.record import Record, score

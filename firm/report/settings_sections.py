@@ -14,13 +14,7 @@ from firm.report.page import Block, Samples, Section, Table, drawn_block, left_o
 from firm.report.record import Record
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
-from firm.report.tables import (
-    Setting,
-    drawn_objectives,
-    mean_and_error,
-    quantity_panel,
-    seeds_text,
-)
+from firm.report.tables import Setting, drawn_objectives, mean_and_error, quantity_panel, seeds_text
 from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_SAMPLES = 8

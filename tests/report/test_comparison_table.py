@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from firm.report.comparison import bar, write_comparison
+from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, Turn
 from firm.run.comparison import Line, Measure
 
@@ -77,12 +77,14 @@ def test_scores_alone_are_drawn(write):
     assert "<svg" not in write(rows=[row("length", *changes, is_score=False)])
 
 
-def test_bars_end_at_the_edge_and_no_change_is_the_middle():
-    changes = Measure(0.3, 0.1), Measure(-0.1, 0.1)
-    bars = [bar(change, 0.4) for change in changes]
-    assert (bars[0].center, bars[0].low, bars[0].high) == pytest.approx((87.5, 75, 100))
-    assert (bars[1].center, bars[1].low, bars[1].high) == pytest.approx((37.5, 25, 50))
-    assert bar(Measure(0.0, 0.0), 0.0).center == 50
+def test_bars_end_at_the_edge_and_no_change_is_the_middle(write):
+    def ends(*changes):
+        found = re.findall(r'x1="([\d.]+)" x2="([\d.]+)" y1="5"', write(rows=[row("a", *changes)]))
+        return [tuple(map(float, pair)) for pair in found]
+
+    drawn = ends(Measure(0.3, 0.1), Measure(-0.1, 0.1))
+    assert drawn == [(75, 100), (87.5, 87.5), (25, 50), (37.5, 37.5)]
+    assert ends(Measure(0.0, 0.0), Measure(0.0)) == [(50, 50)] * 4
 
 
 def test_replies_stand_side_by_side_and_many_are_folded(write):
