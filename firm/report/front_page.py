@@ -50,13 +50,13 @@ from firm.report.page import (
     Table,
     drawn_block,
     drawn_part,
+    left_out_notes,
     write_page,
 )
 from firm.report.plane import KL, REWARD, Cloud, Spot, clouds_of, planes
 from firm.report.record import Record
 from firm.report.settings_sections import (
     ledger_table,
-    left_out_notes,
     shared_samples,
     training_blocks,
     weights_section,

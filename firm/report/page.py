@@ -14,6 +14,7 @@ import plotly.offline
 
 from firm.report import formats
 from firm.report.drawing import Key, Panel
+from firm.report.record import Record
 from firm.report.samples import Sample
 from firm.run.comparison import Measure
 from firm.run.guard import drawn
@@ -93,7 +94,11 @@ class Table:
     """Colours of rows by their first cell."""
     is_stacked: bool = False
     """Whether a narrow screen shows each row as a list of its cells."""
-    is_shown: ClassVar = True
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is anything to see."""
+        return bool(self.rows)
 
     @classmethod
     def of(
@@ -292,6 +297,11 @@ def left_out_note(place: str, left_out: Sequence[str]) -> str:
         f"{formats.count(count, 'entry', 'entries')} in {place} {'is' if count == 1 else 'are'} "
         f"not valid and left out: {'; '.join(left_out[:NUM_LEFT_OUT])}{more}."
     )
+
+
+def left_out_notes(records: Iterable[Record]) -> list[str]:
+    """Returns a sentence for each run on what was not valid in its files; none where all was."""
+    return [left_out_note(f"the log of {r.name}", r.left_out) for r in records if r.left_out]
 
 
 def replace_file(path: Path, text: str) -> None:

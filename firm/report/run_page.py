@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,11 +26,11 @@ from firm.report.page import (
     alarms,
     drawn_block,
     drawn_part,
-    left_out_note,
+    left_out_notes,
     write_page,
 )
 from firm.report.record import Record, read_record
-from firm.report.samples import samples_of
+from firm.report.samples import Sample, samples_of
 from firm.report.tables import Setting
 from firm.run.guard import drawing
 from firm.run.quantities import shown
@@ -39,10 +39,7 @@ from firm.run.quantities import shown
 def write_report(run_path: Path, *, final: bool) -> Path:
     """Writes the report of a run, at whatever stage it is, and returns the page's path.
 
-    Args:
-        run_path: The run's directory.
-        final: Whether the run is over. The page then carries plotly itself and stands alone;
-            before, plotly.min.js lies beside it, so that rewriting it every round stays cheap.
+    The final page carries plotly itself and stands alone.
 
     Raises:
         UserError: There is no run at `run_path`.
@@ -68,47 +65,32 @@ def run_page(record: Record) -> Page:
     notes: list[str] = []
     part = partial(drawn_part, notes)
     comparison = part("The comparison", lambda: best_comparison(record), None)
-    samples = part("The section 'Samples'", lambda: samples_of(record), [])
     run = Setting.of(record.name, 0, [record])
-    blocks: dict[str, Block] = {
-        name: drawn_block(name.capitalize(), partial(draw, run), name=name)
-        for name, draw in SECTIONS.items()
+    draws: dict[str, Callable[[], Block]] = {
+        name: partial(draw, run) for name, draw in SECTIONS.items()
     }
     if comparison:
-        blocks["evaluation"] = drawn_block(
-            "Evaluation", lambda: _evaluation(record, comparison), name="evaluation"
-        )
-    blocks["samples"] = Samples(
-        "The same prompts answered by the base model"
-        + (
-            " and by the aligned one; the small figures are the change of each score."
-            if samples and len(samples[0].replies) > 1
-            else "; the aligned model's replies follow at the end of the run."
-        ),
-        samples,
-        ["Base", "Aligned"],
-        has_changes=True,
-    )
-    failures = _failures(record)
-    if failures:
-        blocks["failures"] = failures
+        draws["evaluation"] = partial(_evaluation, record, comparison)
+    blocks = {name: drawn_block(name.capitalize(), draw, name=name) for name, draw in draws.items()}
+    blocks["samples"] = _samples(part("The section 'Samples'", lambda: samples_of(record), []))
+    blocks["failures"] = failures = _failures(record)
     blocks["settings"] = _origin(record)
     summary = part("The summary", lambda: _summary(record, comparison), "")
+    facts = part("The list of facts", lambda: _facts(record), {})
+    notes += left_out_notes([record]) + _dropped_fields(record)
+    if num_failed := len(failures.rows):
+        link = Markup('<a href="#failures">{}</a> left out of the average.')
+        notes.append(link.format(formats.count(num_failed, "failed update")))
     return Page(
         product="FIRM run report",
         title=record.name,
         status=record.run.get("status", "unknown"),
         summary=[summary],
-        facts=part("The list of facts", lambda: _facts(record), {}),
+        facts=facts,
         headlines=_headlines(record, comparison) if comparison else [],
         stats=_stats(record, comparison) if record.rounds else [],
         alarms=[(alarm.when, alarm.text) for alarm in alarms([record.header, *record.rounds])],
-        notices=[
-            *notes,
-            *([left_out_note(f"the log of {record.name}", o)] if (o := record.left_out) else []),
-            *_dropped_fields(record),
-            *([_failed(len(failures.rows))] if failures else []),
-        ],
+        notices=notes,
         blocks=[blocks[name] for name in ORDER if name in blocks],
     )
 
@@ -205,13 +187,9 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
             has_base = line.base and name != "kl"
             base = f"base {formats.number(line.base.mean)}" if line.base and has_base else ""
             stats.append((label, formats.number(line.aligned and line.aligned.mean), base))
-    both = sum(total_bytes(record, key) for key in ("bytes_up", "bytes_down"))
-    seconds = sum(row.get("seconds") or 0 for row in record.rounds)
-    return [
-        *stats,
-        ("Sent, both ways", formats.size(both), ""),
-        ("Time in rounds", formats.duration(seconds), ""),
-    ]
+    sent = formats.size(sum(total_bytes(record, key) for key in ("bytes_up", "bytes_down")))
+    time = formats.duration(sum(row.get("seconds") or 0 for row in record.rounds))
+    return [*stats, ("Sent, both ways", sent, ""), ("Time in rounds", time, "")]
 
 
 def _dropped_fields(record: Record) -> list[str]:
@@ -223,12 +201,6 @@ def _dropped_fields(record: Record) -> list[str]:
         return []
     clients = ", ".join(f"{name} ({count})" for name, count in (+counts).items())
     return [f"Fields that the server does not know were dropped from the metrics of {clients}."]
-
-
-def _failed(count: int) -> str:
-    return Markup('<a href="#failures">{}</a> left out of the average.').format(
-        formats.count(count, "failed update")
-    )
 
 
 # --- The sections ---------------------------------------------------------------------------------
@@ -281,18 +253,20 @@ def _truth(run: Setting) -> Section:
     )
 
 
-def _quantities(run: Setting, name: str, title: str, text: str) -> Section:
+def _quantities(run: Setting, name: str) -> Section:
     """All registered quantities of a section."""
+    title, text = TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
     drawn = {panel.name for panel in panels}
-    helps = [
+    texts = [text] if text else []
+    texts += [
         quantity.help
         for quantity in shown(name)
         if quantity.help and any(panel.startswith(quantity.name) for panel in drawn)
     ]
-    if any(key == figures.SERVER for key in keys):
-        helps.append("Here the server finds the weights, for all clients alike.")
-    return Section(name, title, " ".join(filter(None, [text, *helps])), panels, keys)
+    if figures.SERVER in keys:
+        texts.append("Here the server finds the weights, for all clients alike.")
+    return Section(name, title, " ".join(texts), panels, keys)
 
 
 def _cost(run: Setting) -> Section:
@@ -341,20 +315,27 @@ def _privacy(run: Setting) -> Section:
     )
 
 
-def _failures(record: Record) -> Table | None:
-    rows = [
-        [str(row["round"]), failure["client"], failure["reason"]]
-        for row in record.rounds
-        for failure in row.get("failures") or ()
-    ]
-    if not rows:
-        return None
+def _samples(samples: Sequence[Sample]) -> Samples:
+    text = (
+        " and by the aligned one; the small figures are the change of each score."
+        if samples and len(samples[0].replies) > 1
+        else "; the aligned model's replies follow at the end of the run."
+    )
+    text = f"The same prompts answered by the base model{text}"
+    return Samples(text, samples, ["Base", "Aligned"], has_changes=True)
+
+
+def _failures(record: Record) -> Table:
     return Table(
         "Failures",
         "Updates that did not arrive or were refused; their clients count as not sampled in that "
         "round.",
         ["Round", "Client", "Reason"],
-        rows,
+        [
+            [str(row["round"]), failure["client"], failure["reason"]]
+            for row in record.rounds
+            for failure in row.get("failures") or ()
+        ],
         words=frozenset({1, 2}),
         name="failures",
     )
@@ -385,55 +366,36 @@ def _origin(record: Record) -> Origin:
     )
 
 
+TEXTS = {
+    "scores": (
+        "Scores by round",
+        "Bold: mean score of the global model on the validation prompts, with its standard error. "
+        "Thin: what each client saw on its own prompts while it trained.",
+    ),
+    "diagnostics": (
+        "Can the scores be trusted?",
+        "What the reward models said of the clients' training replies, mean over clients.",
+    ),
+    "weights": ("Weights of the clients", ""),
+    "gradients": ("Conflict of the gradients", ""),
+    "training": (
+        "Health of the training",
+        "Thin: each client, mean over its round. Bold: the global model on the validation prompts.",
+    ),
+    "further": ("Further quantities", "Thin: each client, mean over its round."),
+}
+"""Title and first sentences of the sections of registered quantities."""
 SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "trade-off": _trade_off,
-    "scores": partial(
-        _quantities,
-        name="scores",
-        title="Scores by round",
-        text="Bold: mean score of the global model on the validation prompts, with its standard "
-        "error. Thin: what each client saw on its own prompts while it trained.",
-    ),
     "truth": _truth,
-    "diagnostics": partial(
-        _quantities,
-        name="diagnostics",
-        title="Can the scores be trusted?",
-        text="What the reward models said of the clients' training replies, mean over clients.",
-    ),
-    "weights": partial(_quantities, name="weights", title="Weights of the clients", text=""),
-    "gradients": partial(_quantities, name="gradients", title="Conflict of the gradients", text=""),
-    "training": partial(
-        _quantities,
-        name="training",
-        title="Health of the training",
-        text="Thin: each client, mean over its round. Bold: the global model on the validation "
-        "prompts.",
-    ),
-    "further": partial(
-        _quantities,
-        name="further",
-        title="Further quantities",
-        text="Thin: each client, mean over its round.",
-    ),
+    **{name: partial(_quantities, name=name) for name in TEXTS},
     "cost": _cost,
     "privacy": _privacy,
 }
 """The parts of the page that hold figures; one without figures is left out."""
 ORDER = (
-    "trade-off",
-    "evaluation",
-    "scores",
-    "truth",
-    "samples",
-    "diagnostics",
-    "weights",
-    "gradients",
-    "training",
-    "further",
-    "cost",
-    "privacy",
-    "failures",
-    "settings",
+    *("trade-off", "evaluation", "scores", "truth", "samples"),
+    *("diagnostics", "weights", "gradients", "training", "further"),
+    *("cost", "privacy", "failures", "settings"),
 )
 """The page's blocks: what came out, what it looks like, how it came about, what it cost."""

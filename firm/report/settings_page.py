@@ -17,6 +17,7 @@ from firm.report.page import (
     Table,
     drawn_block,
     drawn_part,
+    left_out_notes,
     write_page,
 )
 from firm.report.plane import KL, Cloud, Spot, clouds_of, planes
@@ -32,7 +33,6 @@ from firm.report.record import (
 from firm.report.settings_sections import (
     further_quantities,
     ledger_table,
-    left_out_notes,
     reward_quantity,
     reward_section,
     shared_samples,

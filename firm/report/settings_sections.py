@@ -10,8 +10,7 @@ from typing import Any
 from firm.report import formats
 from firm.report.drawing import Panel, Series, axis, bars, figure, nonempty, series_panel
 from firm.report.ledger import FLOAT_BYTES, WOULD_BE, total_bytes, uploads_so_far
-from firm.report.page import Block, Samples, Section, Table, drawn_block, left_out_note
-from firm.report.record import Record
+from firm.report.page import Block, Samples, Section, Table, drawn_block
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
 from firm.report.tables import Setting, drawn_objectives, mean_and_error, quantity_panel, seeds_text
@@ -233,12 +232,3 @@ def shared_samples(settings: Sequence[Setting]) -> Samples:
     names = [f"{setting.name}, seed {setting.records[0].seed}" for setting in named]
     text = "Replies to the same prompts, with the raw scores of each."
     return Samples(text, samples, ["base model", *names] if named else [])
-
-
-def left_out_notes(records: Sequence[Record]) -> list[str]:
-    """Returns a sentence for each run on what was not valid in its files; none where all was."""
-    return [
-        left_out_note(f"the log of {record.name}", record.left_out)
-        for record in records
-        if record.left_out
-    ]

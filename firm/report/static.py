@@ -91,11 +91,8 @@ class PaperFigure:
 def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
     """Writes STEM.png, STEM.svg and STEM.csv and returns their paths.
 
-    Equal figures give equal files, byte for byte, with one version of matplotlib.
-
-    Args:
-        figure: What to draw.
-        stem: Path without an ending; its folder is made when absent.
+    Equal figures give equal files, byte for byte, with one version of matplotlib. The folder is
+    made when absent.
 
     Raises:
         OSError: A file cannot be written.
@@ -115,14 +112,9 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
 def plane_figure(
     clouds: Sequence[Cloud], objectives: Sequence[str], *, base: Place | None = None
 ) -> PaperFigure:
-    """Returns the trade-off plane: one column wide with one pair of objectives, else two.
+    """Returns the trade-off plane of `planes`; its data are one row per mean or model.
 
-    The data are one row per mean or model.
-
-    Args:
-        clouds: As for `planes`.
-        objectives: As for `planes`.
-        base: Where the base model is.
+    With one pair of objectives it is one column wide, else two.
     """
     figure = static_figure(planes("plane", clouds, objectives, base=base), has_titles=False)
     names = list(dict.fromkeys(name for cloud in clouds for s in cloud.spots for name in s.facts))
@@ -183,16 +175,11 @@ def curves_figure(
 
 
 def static_figure(panels: Sequence[Panel], *, has_titles: bool = True) -> Figure:
-    """Returns figures of a page side by side, drawn by matplotlib, with one legend below them.
-
-    Args:
-        panels: Lines, bands and markers over linear or logarithmic axes.
-        has_titles: Whether the panels' titles stand above them.
-    """
+    """Returns a page's lines, bands and markers side by side, with one legend below them."""
     with matplotlib.rc_context(STYLE):
         names = {t["name"] for panel in panels for t in panel.figure["data"] if _is_named(t)}
-        figure, all_axes = _grid(len(panels), num_keys=len(names))
-        for axes, panel in zip(all_axes, panels, strict=True):
+        figure = _grid(len(panels), num_keys=len(names))
+        for axes, panel in zip(figure.axes, panels, strict=True):
             layout = panel.figure["layout"]
             for trace in panel.figure["data"]:
                 _draw(axes, trace)
@@ -203,7 +190,7 @@ def static_figure(panels: Sequence[Panel], *, has_titles: bool = True) -> Figure
                     axes.set(**{f"{name}scale": "log"})
             if has_titles:
                 axes.set_title(panel.title)
-        _legend(figure, all_axes)
+        _legend(figure)
     return figure
 
 
@@ -246,21 +233,18 @@ def _draw(axes: Axes, trace: Trace) -> None:
         return
     symbols = marker.get("symbol", "circle")
     symbols = [symbols] * len(xs) if isinstance(symbols, str) else symbols
+    color = light_color(marker["color"])
+    bars = {name: trace.get(f"error_{name}", {}).get("array") for name in ("x", "y")}
     for place, symbol in enumerate(symbols):
-        name = symbol if symbol in MARKERS else symbol.removesuffix("-open")
-        errors = {}
-        for axis in ("x", "y"):
-            bars = trace.get(f"error_{axis}", {}).get("array")
-            errors[f"{axis}err"] = bars[place] if bars else None
-        color = light_color(marker["color"])
+        shape = symbol if symbol in MARKERS else symbol.removesuffix("-open")
         axes.errorbar(
             xs[place],
             ys[place],
-            **errors,
-            fmt=MARKERS[name],
+            **{f"{name}err": own[place] if own else None for name, own in bars.items()},
+            fmt=MARKERS[shape],
             color=color,
             markersize=POINTS_PER_PIXEL["marker"] * marker["size"],
-            markerfacecolor=color if name == symbol else "white",
+            markerfacecolor=color if shape == symbol else "white",
             alpha=marker.get("opacity", 1.0),
             elinewidth=0.7,
             label=label,
@@ -268,7 +252,7 @@ def _draw(axes: Axes, trace: Trace) -> None:
         label = None
 
 
-def _grid(number: int, *, num_keys: int) -> tuple[Figure, list[Axes]]:
+def _grid(number: int, *, num_keys: int) -> Figure:
     """A figure with so many panels, and room for a legend below them."""
     num_columns = min(number, 3)
     num_rows = -(-number // max(num_columns, 1))
@@ -276,15 +260,16 @@ def _grid(number: int, *, num_keys: int) -> tuple[Figure, list[Axes]]:
     legend_in = 0.16 * -(-num_keys // (2 if number == 1 else 4)) + 0.1
     figure = Figure(figsize=(width, num_rows * PANEL_IN + legend_in), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(num_rows, num_columns, place + 1) for place in range(number)]
-    return figure, axes
+    for place in range(number):
+        figure.add_subplot(num_rows, num_columns, place + 1)
+    return figure
 
 
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+def _legend(figure: Figure) -> None:
     """One legend for all panels, below them."""
     entries: dict[str, Artist] = {}
-    for panel in axes:
-        handles, labels = panel.get_legend_handles_labels()
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
     if "base model" in entries:  # lines come before markers, and the base model is to be last
         entries["base model"] = entries.pop("base model")

@@ -186,12 +186,7 @@ class Setting:
         return self.table[self.table["quantity"] == quantity]
 
     def finals(self, quantity: str, objectives: Sequence[str] = ("",)) -> np.ndarray:
-        """Returns the last values of each run that has some, shape [S, M]; NaN where it diverged.
-
-        Args:
-            quantity: Its name.
-            objectives: M of them.
-        """
+        """Returns the last values of each run that has some, shape [S, M]; NaN for lost ones."""
         lines = self.values(quantity)
         last = lines[lines["round"] == lines.groupby("seed")["round"].transform("max")]
         table = last.pivot(index="seed", columns="objective", values="value")
@@ -221,11 +216,7 @@ class Setting:
         return pd.DataFrame(by_seed).sort_index().dropna()
 
     def bytes_so_far(self, quantity: str) -> Frame:
-        """Returns the bytes sent up to each round, a column for each seed.
-
-        Args:
-            quantity: bytes_up or bytes_down.
-        """
+        """Returns the bytes sent up to each round, a column for each seed."""
         runs = {seed: self.lines(quantity, seed=seed) for seed in range(len(self.runs))}
         sent = pd.DataFrame({seed: lines[""] for seed, lines in runs.items() if "" in lines})
         return sent.sort_index().cumsum().ffill()
@@ -239,24 +230,24 @@ def series_of(
     quantity: str,
     objective: str | None = None,
     *,
-    how: How = "mean",
     over: Over = "rounds",
     window: int = 1,
     key: Key | None = None,
+    how: How = "mean",
 ) -> Series | None:
     """Returns a quantity's mean over the seeds, in the rounds in which all of them have it.
 
-    A seed that has it in no round is left out; where nothing is left there is no series.
+    Returns None where nothing is left to show.
 
     Args:
-        setting: The runs.
+        setting: The runs; a seed that has the quantity in no round is left out.
         quantity: Its name.
-        objective: As for `Setting.curves`.
-        how: As for `Setting.curves`.
+        objective: The objective, or None for all of them.
         over: Uploaded megabytes are averaged over the seeds.
         window: Each point is the mean of so many values of a seed, up to its round; the error is
             that of these means.
         key: Of the line; by default the setting's.
+        how: As for `Setting.curves`.
     """
     curves = setting.curves(quantity, objective, how=how)
     curves = curves.rolling(window).mean().dropna() if window > 1 else curves
@@ -285,15 +276,8 @@ def quantity_panel(
 ) -> Panel:
     """Returns a quantity over the rounds or the uploaded megabytes, a line for each setting.
 
-    Args:
-        name: Of the panel, unique on its page.
-        settings: Those without the quantity are left out.
-        quantity: What is drawn.
-        objective: As for `Setting.curves`.
-        title: Of the panel; by default the quantity's.
-        num_bands: Around more lines there are no bands of their errors; by default around all.
-        over: What the x-axis counts.
-        options: As for `series_of`.
+    Settings without the quantity are left out; further options are those of `series_of`. The title
+    is by default the quantity's, and all lines have bands unless `num_bands` is less.
     """
     lines = [series_of(s, quantity.name, objective, over=over, **options) for s in settings]
     series = [line for line in lines if line]
