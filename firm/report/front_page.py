@@ -20,6 +20,8 @@ from firm.fronts import (
     preference_correlations,
 )
 from firm.report import formats
+from firm.report import front_tables as tables
+from firm.report import settings_sections as sections
 from firm.report.drawing import (
     Key,
     Panel,
@@ -32,22 +34,13 @@ from firm.report.drawing import (
     scatter,
     series_panel,
 )
-from firm.report.front_tables import (
-    Runs,
-    beaten_by,
-    cost_table,
-    hypervolume_table,
-    point_table,
-    steering_table,
-    volumes_by_round,
-)
+from firm.report.front_tables import Runs
 from firm.report.page import (
+    Block,
     Choice,
     Origin,
     Page,
-    Samples,
     Section,
-    Table,
     drawn_block,
     drawn_part,
     left_out_notes,
@@ -55,12 +48,6 @@ from firm.report.page import (
 )
 from firm.report.plane import KL, REWARD, Cloud, Spot, clouds_of, planes
 from firm.report.record import Record
-from firm.report.settings_sections import (
-    ledger_table,
-    shared_samples,
-    training_blocks,
-    weights_section,
-)
 from firm.report.static import PaperFigure, plane_figure
 from firm.report.tables import Frame, Setting, mean_and_error, settings_of
 from firm.run.errors import UserError
@@ -74,20 +61,32 @@ METHOD = (
 )
 
 
-def write_front_page(
-    path: Path,
+def write_front_page(path: Path, fronts: Mapping[str, Front], **options: Any) -> Path:
+    """Writes the page of a sweep, in one step, and returns its path.
+
+    Args:
+        path: The page to be, in the folder of the fronts' files, so that the adapters' paths on it
+            hold.
+        fronts: The front of each method, by its name.
+        options: As for `front_page`.
+
+    Raises:
+        UserError: There are no points, or the fronts are not comparable; nothing is written then.
+    """
+    return write_page(path, front_page(fronts, **options))
+
+
+def front_page(
     fronts: Mapping[str, Front],
     *,
     runs: Runs,
     prompt_rewards: Mapping[str, ArrayLike] | None = None,
     config: str = "",
     title: str = "A sweep over preferences",
-) -> Path:
-    """Writes the page of a sweep, in one step, and returns its path.
+) -> Page:
+    """Returns what the page of a sweep says.
 
     Args:
-        path: The page to be, in the folder of the fronts' files, so that the adapters' paths on it
-            hold.
         fronts: The front of each method, by its name.
         runs: The runs behind the points.
         prompt_rewards: Rewards of each method's points by test prompt, shape [N, P, M], for the
@@ -96,45 +95,32 @@ def write_front_page(
         title: Heading.
 
     Raises:
-        UserError: There are no points, or the fronts are not comparable; nothing is written then.
+        UserError: As `write_front_page`.
     """
-    page = front_page(
-        fronts, runs=runs, prompt_rewards=prompt_rewards or {}, config=config, title=title
-    )
-    return write_page(path, page)
-
-
-def front_page(
-    fronts: Mapping[str, Front],
-    *,
-    runs: Runs,
-    prompt_rewards: Mapping[str, ArrayLike],
-    config: str,
-    title: str,
-) -> Page:
-    """Returns what the page of a sweep says; the arguments are those of `write_front_page`."""
     _check(fronts)
     first = next(iter(fronts.values()))
     notices: list[str] = []
     notes: list[str] = []
     part = partial(drawn_part, notices)
+    rewards = prompt_rewards or {}
     settings = part("The trainings", lambda: _settings(fronts, runs), [])
-    draws: dict[str, tuple[str, Callable[[], Section | Table]]] = {
+    draws: dict[str, tuple[str, Callable[[], Block]]] = {
         "trade-off": ("The trade-off", lambda: _plane_section(fronts)),
         "hypervolume": ("The hypervolume", lambda: _hypervolume_section(fronts, runs)),
         "preference": ("The preference", lambda: _preference_section(fronts)),
-        "volumes": ("Hypervolume", lambda: hypervolume_table(fronts, prompt_rewards, notes)),
-        "steering": ("Preference and outcome", lambda: steering_table(fronts)),
-        "models": ("Models", lambda: point_table(fronts)),
-        "costs": ("Cost of a front", lambda: cost_table(fronts, runs)),
+        "volumes": ("Hypervolume", lambda: tables.hypervolumes(fronts, rewards, notes)),
+        "steering": ("Preference and outcome", lambda: tables.steering(fronts)),
+        "models": ("Models", lambda: tables.models(fronts)),
+        "costs": ("Cost of a front", lambda: tables.costs(fronts, runs)),
     }
     if settings:
-        draws["ledger"] = ("Communication", lambda: ledger_table(settings))
+        draws |= {
+            "ledger": ("Communication", lambda: sections.ledger_table(settings)),
+            "samples": ("Samples", lambda: sections.shared_samples(settings)),
+            "weights": ("Weights", lambda: sections.weights_section(settings)),
+        }
     blocks = [drawn_block(name, draw, name=key) for key, (name, draw) in draws.items()]
-    if settings:
-        blocks.append(part("The samples", lambda: shared_samples(settings), Samples("", [], [])))
-        blocks.append(drawn_block("Weights", lambda: weights_section(settings), name="weights"))
-        blocks += training_blocks(settings)
+    blocks += sections.training_blocks(settings) if settings else []
     # the trainings' figures have a line and a button for each method and preference
     keys = [setting.key for setting in [*_methods(fronts), *settings]]
     records = {record.path: record for own in runs.values() for record in own.values()}
@@ -170,7 +156,7 @@ def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
     rewards and better in one. The path joins the means that no mean of their own front dominates,
     by rising first reward.
     """
-    beaten = beaten_by(fronts)
+    beaten = tables.beaten_by(fronts)
     groups, singles = {}, []
     for setting, front in zip(_methods(fronts), fronts.values(), strict=True):
         method = setting.name
@@ -293,7 +279,7 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
     series = []
     for method in _methods(fronts):
         try:
-            table = volumes_by_round(fronts[method.name], runs.get(method.name, {}))
+            table = tables.volumes_by_round(fronts[method.name], runs.get(method.name, {}))
         except ValueError:  # more than three objectives without moocore; the table says so
             table = {}
         if table:
@@ -371,6 +357,5 @@ def _summary(fronts: Mapping[str, Front]) -> list[str]:
         text = f"{method}: {len(front.points)} models of {len(preferences)} preferences"
         if steer:
             text += f", rank correlation of preference and reward {', '.join(steer)}"
-        num_collapsed = sum(point.collapse is not None for point in front.points)
-        sentences.append(f"{text}; {num_collapsed or 'none'} collapsed.")
+        sentences.append(f"{text}; {tables.num_collapsed(front) or 'none'} collapsed.")
     return sentences

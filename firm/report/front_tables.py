@@ -39,7 +39,7 @@ def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
     }
 
 
-def hypervolume_table(
+def hypervolumes(
     fronts: Mapping[str, Front], prompt_rewards: Mapping[str, ArrayLike], notes: list[str]
 ) -> Table:
     """The hypervolumes; why one is missing is put into the notes."""
@@ -97,7 +97,7 @@ def num_collapsed(front: Front) -> int:
     return sum(point.collapse is not None for point in front.points)
 
 
-def steering_table(fronts: Mapping[str, Front]) -> Table:
+def steering(fronts: Mapping[str, Front]) -> Table:
     """Whether preferences steer, in figures and words, and how many models collapsed."""
     objectives = next(iter(fronts.values())).objectives
     rows = []
@@ -122,27 +122,27 @@ def steering_table(fronts: Mapping[str, Front]) -> Table:
     )
 
 
-def point_table(fronts: Mapping[str, Front]) -> Table:
+def models(fronts: Mapping[str, Front]) -> Table:
     """Every model."""
     objectives = next(iter(fronts.values())).objectives
     beaten = beaten_by(fronts)
     points = [(method, point) for method, front in fronts.items() for point in front.points]
-    models = [point for _, point in points]
-    columns: dict[str, list[str]] = {"model": [point.name for point in models]}
+    everyone = [point for _, point in points]
+    columns: dict[str, list[str]] = {"model": [point.name for point in everyone]}
     words = []
     if len(fronts) > 1:
         words.append(len(columns))
         columns["method"] = [method for method, _ in points]
-    columns["preference"] = [formats.shares(point.preference) for point in models]
+    columns["preference"] = [formats.shares(point.preference) for point in everyone]
     for name in objectives:
-        measures = [Measure(point.rewards[name], point.errors[name]) for point in models]
+        measures = [Measure(point.rewards[name], point.errors[name]) for point in everyone]
         columns[name] = [formats.measure(measure) for measure in measures]
-    for name in dict.fromkeys(name for point in models for name in point.scores):
-        scores = [formats.number(point.scores.get(name)) for point in models]
+    for name in dict.fromkeys(name for point in everyone for name in point.scores):
+        scores = [formats.number(point.scores.get(name)) for point in everyone]
         columns[score_label(name)] = scores
-    columns["KL"] = [formats.number(point.kl) for point in models]
-    if any(point.collapse for point in models):
-        columns["collapsed"] = [point.collapse or "no" for point in models]
+    columns["KL"] = [formats.number(point.kl) for point in everyone]
+    if any(point.collapse for point in everyone):
+        columns["collapsed"] = [point.collapse or "no" for point in everyone]
     words.append(len(columns))
     columns["dominated by"] = [_names(beaten[method, point.name]) for method, point in points]
     return Table.of(
@@ -161,7 +161,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def cost_table(fronts: Mapping[str, Front], runs: Runs) -> Table:
+def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
     """What each method's runs sent and how long they trained."""
     rows = []
     for method, front in fronts.items():

@@ -234,13 +234,13 @@ def _draw(axes: Axes, trace: Trace) -> None:
     symbols = marker.get("symbol", "circle")
     symbols = [symbols] * len(xs) if isinstance(symbols, str) else symbols
     color = light_color(marker["color"])
-    bars = {name: trace.get(f"error_{name}", {}).get("array") for name in ("x", "y")}
+    bars = [trace.get(f"error_{name}", {}).get("array") for name in ("y", "x")]
     for place, symbol in enumerate(symbols):
         shape = symbol if symbol in MARKERS else symbol.removesuffix("-open")
         axes.errorbar(
             xs[place],
             ys[place],
-            **{f"{name}err": own[place] if own else None for name, own in bars.items()},
+            *(own[place] if own else None for own in bars),
             fmt=MARKERS[shape],
             color=color,
             markersize=POINTS_PER_PIXEL["marker"] * marker["size"],
