@@ -1,8 +1,7 @@
 """The page and the tables of a measurement of the theory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,18 +30,21 @@ from firm.theory.sweeps import (
 PAGE_NAME = "theory.html"
 NUM_SHOWN_PAIRS = 100
 """Pairs of clients that the figure of Lemma 1 shows for each β."""
-LABELS = {
-    SPREAD: "spread of λ*",
-    BOUND: "bound on the drift of λ*",
-    SOLVED: "drift of λ*",
-    DRIFT: "drift of λ (Eq. 7)",
-    "spread_steps": "spread of λ*, no noise",
-    "drift_steps": "drift of λ*, no noise",
-    "t12": "client drift T₁,₂",
-    "gradient_error": "gradient error",
-    "stationarity": "‖∇J(θ̄) λ̄‖², mean up to T",
-    "min_norm": "min ‖∇J(θ̄) λ‖², mean up to T",
+COLORS = [f"var(--objective-{place})" for place in range(4)]
+KEYS = {
+    SPREAD: Key("spread of λ*", COLORS[0]),
+    BOUND: Key("bound on the drift of λ*", COLORS[1]),
+    SOLVED: Key("drift of λ*", COLORS[2]),
+    DRIFT: Key("drift of λ (Eq. 7)", COLORS[3]),
+    "spread_steps": Key("spread of λ*, no noise", COLORS[0]),
+    "drift_steps": Key("drift of λ*, no noise", COLORS[2]),
+    "t12": Key("client drift T₁,₂", COLORS[1]),
+    "gradient_error": Key("gradient error", COLORS[0]),
+    "stationarity": Key("‖∇J(θ̄) λ̄‖², mean up to T", COLORS[0]),
+    "min_norm": Key("min ‖∇J(θ̄) λ‖², mean up to T", COLORS[1]),
 }
+"""How the pages name and draw each quantity."""
+LINES = [Key("fitted slope", MUTED), Key("theorem's slope", INK, "dot")]
 AXES = {
     "beta": "β",
     "batch_size": "B",
@@ -110,7 +112,7 @@ def slopes_summary(slopes: Mapping[Law, Slope]) -> str:
 def law_cells(law: Law, slope: Slope) -> list[str]:
     """Returns a law's row of the table."""
     return [
-        LABELS[law.quantity],
+        KEYS[law.quantity].label,
         AXES[law.sweep.removeprefix("exact_")],
         slope_text(slope),
         f"{law.exponent:+g}".replace("-", "−") if law.exponent else "0",
@@ -151,45 +153,63 @@ def point_rows(values: Values, cfg: SweepsConfig) -> list[dict[str, Any]]:
 
 # --- The page -------------------------------------------------------------------------------------
 
-COLORS = {
-    SPREAD: "var(--objective-0)",
-    "spread_steps": "var(--objective-0)",
-    BOUND: "var(--objective-1)",
-    "t12": "var(--objective-1)",
-    SOLVED: "var(--objective-2)",
-    "drift_steps": "var(--objective-2)",
-    DRIFT: "var(--objective-3)",
-    "gradient_error": "var(--objective-0)",
-    "stationarity": "var(--objective-0)",
-    "min_norm": "var(--objective-1)",
+LAW_SECTIONS = {
+    "disagreement": (
+        "The disagreement drift",
+        "Theorem 1 bounds it by M^(3/2) α K / (β √B). The exponents are those of the "
+        "clients' spread of λ*, which Lemma 1 bounds and in which the proof ends. Eq. 7 itself "
+        "is the squared covariance of gradients and weights over the clients, as the "
+        "deviations of λ sum to zero; it is of higher order, and falls faster. The proof's "
+        "bound between them lies above it in every step.",
+        ("beta", "batch", "objectives", "time", "steps", "alpha"),
+        (SPREAD, BOUND, SOLVED, DRIFT),
+    ),
+    "local-steps": (
+        "What the local steps alone do",
+        "Theorem 1 prints α K / √B as a product; the proof's last line (Eq. 33) has "
+        "the sum of 1/√B and αK, and above, noise hides the second. Here λ* is solved from "
+        "exact gradients at each client's own θ, so that nothing but the local steps is left. "
+        "Beside it the classical client drift, which the theorem bounds by α²K².",
+        ("steps_alone", "alpha_alone"),
+        ("spread_steps", "drift_steps", "t12"),
+    ),
+    "variance": (
+        "The gradient error",
+        "The first part of Eq. 7, with the critics at their TD fixed point: what "
+        "remains is sampling noise, and falls as 1/(CB).",
+        ("variance_clients", "variance_batch"),
+        ("gradient_error",),
+    ),
+    "convergence": (
+        "Convergence",
+        "T-FIRM as it is, with TD critics: mean over the local steps up to T of the "
+        "squared norm that Theorem 1 bounds by log T / (α T) and its floors, and of the "
+        "smallest one over all λ, which measures Pareto stationarity itself. The slope is "
+        "fitted to the last decade.",
+        ("convergence",),
+        ("stationarity", "min_norm"),
+    ),
 }
-LINES = [Key("fitted slope", MUTED), Key("theorem's slope", INK, "dot")]
+"""Title, text, figures and quantities of the sections on the theorem's terms, by their name."""
 
 
 def points_of(law: Law, values: Values, cfg: SweepsConfig) -> Series:
     """Returns a quantity's geometric means over the seeds, where x is positive."""
     xs, (means, ses) = positions(law.sweep, cfg), geometric_mean(values[law.sweep, law.quantity])
     kept = xs > 0
-    key = Key(LABELS[law.quantity], COLORS[law.quantity])
-    return Series(key, xs[kept], means[kept], ses[kept])
+    return Series(KEYS[law.quantity], xs[kept], means[kept], ses[kept])
 
 
 def law_panel(name: str, slopes: Mapping[Law, Slope], values: Values, cfg: SweepsConfig) -> Panel:
     """Draws one figure of all laws that share it."""
     laws = [law for law in slopes if law.panel == name]
-    fits = [
-        Fit(
-            points_of(law, values, cfg),
-            slopes[law].mean,
-            law.exponent,
-            slope_text(slopes[law]),
-            fitted_from(law.sweep, cfg),
-        )
-        for law in laws
-    ]
-    return scaling_panel(
-        name, PANELS[name], fits, x_title=AXES[laws[0].sweep.removeprefix("exact_")]
-    )
+    fits = []
+    for law in laws:
+        points, slope = points_of(law, values, cfg), slopes[law]
+        start = fitted_from(law.sweep, cfg)
+        fits.append(Fit(points, slope.mean, law.exponent, slope_text(slope), start))
+    x_title = AXES[laws[0].sweep.removeprefix("exact_")]
+    return scaling_panel(name, PANELS[name], fits, x_title=x_title)
 
 
 def lemma_panel(pairs: Sequence[Mapping[str, float]]) -> Panel:
@@ -241,7 +261,32 @@ def page_of(
     summary: Sequence[str],
 ) -> Page:
     """Returns the page of a measurement."""
-    panels = partial(_law_panels, slopes, values, cfg)
+    lemma = Section(
+        "lemma-1",
+        "Lemma 1",
+        "Two clients' weights differ by no more than their gradients do, times 4RM/β. "
+        "Each point is a pair of clients in one local step; its colour deepens with β. On the "
+        "dotted line both sides would be equal, above it the lemma would be false. R is the "
+        "largest gradient of the pair, the smallest value that the proof allows.",
+        [lemma_panel(pairs)],
+    )
+    terms = [
+        Section(
+            name,
+            title,
+            text,
+            [law_panel(panel, slopes, values, cfg) for panel in panels],
+            [*(KEYS[quantity] for quantity in quantities), *LINES],
+            is_wide=len(panels) > 4,
+        )
+        for name, (title, text, panels, quantities) in LAW_SECTIONS.items()
+    ]
+    unregularised = Section(
+        "unregularised",
+        "Without regularisation",
+        "Root mean square distance of the clients' λ* from their mean. Dashed: β = 0.",
+        [unregularised_panel(values, cfg)],
+    )
     origin = Origin(
         "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
         "uniform policy, so that a term is measured at one place whatever the step size; the runs "
@@ -254,94 +299,8 @@ def page_of(
         title="The convergence theory, measured",
         summary=summary,
         facts=_facts(cfg),
-        blocks=[
-            *_disagreement_sections(panels, pairs),
-            *_convergence_sections(panels, values, cfg),
-            _slopes_table(slopes),
-            origin,
-        ],
+        blocks=[lemma, *terms, unregularised, _slopes_table(slopes), origin],
     )
-
-
-def _law_panels(
-    slopes: Mapping[Law, Slope], values: Values, cfg: SweepsConfig, *names: str
-) -> list[Panel]:
-    return [law_panel(name, slopes, values, cfg) for name in names]
-
-
-def _keys(*quantities: str) -> list[Key]:
-    return [Key(LABELS[name], COLORS[name]) for name in quantities] + LINES
-
-
-def _disagreement_sections(
-    panels: Callable[..., list[Panel]], pairs: Sequence[Mapping[str, float]]
-) -> list[Section]:
-    """Returns what is said of the clients' weights."""
-    return [
-        Section(
-            "lemma-1",
-            "Lemma 1",
-            "Two clients' weights differ by no more than their gradients do, times 4RM/β. "
-            "Each point is a pair of clients in one local step; its colour deepens with β. On the "
-            "dotted line both sides would be equal, above it the lemma would be false. R is the "
-            "largest gradient of the pair, the smallest value that the proof allows.",
-            [lemma_panel(pairs)],
-        ),
-        Section(
-            "disagreement",
-            "The disagreement drift",
-            "Theorem 1 bounds it by M^(3/2) α K / (β √B). The exponents are those of the "
-            "clients' spread of λ*, which Lemma 1 bounds and in which the proof ends. Eq. 7 itself "
-            "is the squared covariance of gradients and weights over the clients, as the "
-            "deviations of λ sum to zero; it is of higher order, and falls faster. The proof's "
-            "bound between them lies above it in every step.",
-            panels("beta", "batch", "objectives", "time", "steps", "alpha"),
-            _keys(SPREAD, BOUND, SOLVED, DRIFT),
-            is_wide=True,
-        ),
-        Section(
-            "local-steps",
-            "What the local steps alone do",
-            "Theorem 1 prints α K / √B as a product; the proof's last line (Eq. 33) has "
-            "the sum of 1/√B and αK, and above, noise hides the second. Here λ* is solved from "
-            "exact gradients at each client's own θ, so that nothing but the local steps is left. "
-            "Beside it the classical client drift, which the theorem bounds by α²K².",
-            panels("steps_alone", "alpha_alone"),
-            _keys("spread_steps", "drift_steps", "t12"),
-        ),
-    ]
-
-
-def _convergence_sections(
-    panels: Callable[..., list[Panel]], values: Values, cfg: SweepsConfig
-) -> list[Section]:
-    """Returns what is said of the gradients, and of where they lead."""
-    return [
-        Section(
-            "variance",
-            "The gradient error",
-            "The first part of Eq. 7, with the critics at their TD fixed point: what "
-            "remains is sampling noise, and falls as 1/(CB).",
-            panels("variance_clients", "variance_batch"),
-            _keys("gradient_error"),
-        ),
-        Section(
-            "convergence",
-            "Convergence",
-            "T-FIRM as it is, with TD critics: mean over the local steps up to T of the "
-            "squared norm that Theorem 1 bounds by log T / (α T) and its floors, and of the "
-            "smallest one over all λ, which measures Pareto stationarity itself. The slope is "
-            "fitted to the last decade.",
-            panels("convergence"),
-            _keys("stationarity", "min_norm"),
-        ),
-        Section(
-            "unregularised",
-            "Without regularisation",
-            "Root mean square distance of the clients' λ* from their mean. Dashed: β = 0.",
-            [unregularised_panel(values, cfg)],
-        ),
-    ]
 
 
 def _facts(cfg: SweepsConfig) -> dict[str, str]:

@@ -50,7 +50,6 @@ def comparison_page(
         is_log_loss: Whether the axes of the losses are logarithmic.
         alarms: Warnings of the runs: which run and when, and the text.
         notices: What was left out, in sentences.
-
     """
     objectives_of = {field: settings[0].objectives_with(field) for field in FIELDS}
     main = "accuracies" if objectives_of["accuracies"] else "losses"
