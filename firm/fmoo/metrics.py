@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from firm.fronts.correlation import rank_correlation
+from firm.solvers.checks import check_finite
 
 
 def delta_m(
@@ -155,7 +156,5 @@ def _array(
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")
     if array.size == 0:
         raise ValueError(f"{name} must not be empty.")
-    if not np.isfinite(array).all():
-        place = np.argwhere(~np.isfinite(array))[0].tolist()
-        raise ValueError(f"{name} must be finite, got {array[tuple(place)]} at {place}.")
+    check_finite(array, name=name)
     return array

@@ -4,6 +4,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from firm.solvers.checks import check_finite
+
 
 def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
     """Returns the running average in which a value counts half after every `half_life` steps.
@@ -39,7 +41,5 @@ def _as_steps(values: ArrayLike) -> np.ndarray:
     steps = np.asarray(values, dtype=np.float64)
     if steps.ndim == 0 or steps.size == 0:
         raise ValueError(f"values must have at least one step, got shape {list(steps.shape)}.")
-    if not np.isfinite(steps).all():
-        first = np.argwhere(~np.isfinite(steps))[0].tolist()
-        raise ValueError(f"values must be finite, got {steps[tuple(first)]} at {first}.")
+    check_finite(steps, name="values")
     return steps

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from firm.fronts.hypervolume import as_reference, volumes
+from firm.solvers.checks import check_finite
 
 
 def bootstrap_hypervolume(
@@ -58,7 +59,5 @@ def _as_points_by_prompt(points: ArrayLike) -> np.ndarray:
             "points must have shape [N, P, M] with at least 2 prompts, got "
             f"{list(points.shape)}: give one row per point and prompt."
         )
-    if not np.isfinite(points).all():
-        first = np.argwhere(~np.isfinite(points))[0].tolist()
-        raise ValueError(f"points must be finite, got {points[tuple(first)]} at {first}.")
+    check_finite(points, name="points")
     return points

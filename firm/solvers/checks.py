@@ -77,13 +77,16 @@ def as_float64(values: torch.Tensor | np.ndarray, *, name: str) -> np.ndarray:
     else:
         kind = getattr(values, "dtype", type(values).__name__)
         raise ValueError(f"{name} must be a float tensor or array, got {kind}.")
-    is_finite = np.isfinite(wide)
+    check_finite(wide, name=name, remedy="; look at the gradients")
+    return wide
+
+
+def check_finite(values: np.ndarray, *, name: str, remedy: str = "") -> None:
+    """Raises ``ValueError`` with the first value that is NaN or infinite, and its place."""
+    is_finite = np.isfinite(values)
     if not is_finite.all():
         first = np.argwhere(~is_finite)[0].tolist()
-        raise ValueError(
-            f"{name} must be finite, got {wide[tuple(first)]} at {first}; look at the gradients."
-        )
-    return wide
+        raise ValueError(f"{name} must be finite, got {values[tuple(first)]} at {first}{remedy}.")
 
 
 def as_shares(
@@ -101,55 +104,30 @@ def as_shares(
     return shares / shares.sum()
 
 
-def as_bounds(
-    lower: float | Sequence[float] | np.ndarray,
-    upper: float | Sequence[float] | np.ndarray,
-    num_objectives: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bounds of weights within [0, 1], float64, two of shape [M], with room for sum 1."""
-    bounds = []
-    for name, values in (("lower", lower), ("upper", upper)):
-        bound = np.array(values, dtype=np.float64)
-        if bound.shape not in ((), (num_objectives,)) or np.isnan(bound).any():
-            raise ValueError(
-                f"{name} must be one number or one for each of the {num_objectives} objectives, "
-                f"got {values}."
-            )
-        bounds.append(np.clip(np.broadcast_to(bound, num_objectives), 0.0, 1.0))
-    least, most = bounds
-    slack = 4 * num_objectives * EPS  # sums of bounds round
-    if (wrong := least > most).any():
-        index = int(wrong.argmax())
-        raise ValueError(
-            f"The box is empty: objective {index} has the lower bound {least[index]:g} above its "
-            f"upper bound {most[index]:g}."
-        )
-    if least.sum() > 1 + slack or most.sum() < 1 - slack:
-        raise ValueError(
-            f"The box is empty: weights within it sum to between {least.sum():g} and "
-            f"{most.sum():g}, never to 1."
-        )
-    return least, most
-
-
 def as_box(
     center: Sequence[float] | np.ndarray | None, radius: float | None, num_objectives: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bounds of the box |λ - center| ≤ radius, see ``as_bounds``."""
+    """Returns the bounds of the box |λ - center| ≤ radius within [0, 1], two of shape [M]."""
     if radius is None:
         raise ValueError("center needs a radius, the box's half width; got none.")
     if not 0 <= radius < np.inf:
         raise ValueError(f"radius must be non-negative and finite, got {radius}.")
     if center is None:
-        middle = np.full(num_objectives, 1.0 / num_objectives)
-    else:
-        middle = np.array(center, dtype=np.float64)
-        if middle.shape != (num_objectives,) or not np.isfinite(middle).all():
-            raise ValueError(
-                f"center must have one finite entry for each of the {num_objectives} objectives, "
-                f"got {center}."
-            )
-    return as_bounds(middle - radius, middle + radius, num_objectives)
+        center = np.full(num_objectives, 1.0 / num_objectives)
+    middle = np.array(center, dtype=np.float64)
+    if middle.shape != (num_objectives,) or not np.isfinite(middle).all():
+        raise ValueError(
+            f"center must have one finite entry for each of the {num_objectives} objectives, "
+            f"got {center}."
+        )
+    lower, upper = np.clip([middle - radius, middle + radius], 0.0, 1.0)
+    slack = 4 * num_objectives * EPS  # sums of bounds round
+    if lower.sum() > 1 + slack or upper.sum() < 1 - slack:
+        raise ValueError(
+            f"The box is empty: weights within it sum to between {lower.sum():g} and "
+            f"{upper.sum():g}, never to 1."
+        )
+    return lower, upper
 
 
 def as_start(start: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
