@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from firm.federation import Update
-from firm.federation.engines.engine import RequestSizes
+from firm.federation.engines.engine import request_sizes
 from firm.federation.messages import Request, Sizes
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Invalid, Reading, fields_of
@@ -87,7 +87,7 @@ def test_the_seed_of_the_noise_never_leaves_the_program():
 
 @pytest.mark.parametrize("client", ["x", "y", "z", "nobody"])
 def test_the_size_of_a_request_is_that_of_the_clients_own(client):
-    assert RequestSizes(REQUEST).of(client) == len(pack(REQUEST.of(client)))
+    assert request_sizes(REQUEST)(client) == len(pack(REQUEST.of(client)))
 
 
 @pytest.mark.parametrize("task", TASKS)

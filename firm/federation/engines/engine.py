@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from firm.federation.client import Client, Failure, Reply, State
+from firm.federation.client import Failure, Reply, State
 from firm.federation.messages import Request
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid
@@ -43,21 +43,8 @@ class Engine(Protocol):
         ...
 
 
-class EngineFactory(Protocol):
-    """Builds an engine in this process, with arguments as of `LocalEngine`."""
-
-    def __call__(
-        self,
-        clients: Sequence[Client],
-        *,
-        num_workers: int = 1,
-        timeout: float | None = None,
-        interrupt: bool = True,
-        on_event: Callable[..., None] | None = None,
-    ) -> Engine:
-        """Returns the engine; the clients' present states are those of round 0."""
-        ...
-
+EngineFactory = Callable[..., Engine]
+"""Builds an engine in this process from its clients, with the options of ``LocalEngine``."""
 
 ENGINES: dict[str, EngineFactory] = {}
 """Engines that a configuration may choose, by name."""
@@ -119,17 +106,10 @@ def check_states(states: State, clients: Collection[str]) -> None:
         )
 
 
-class RequestSizes:
-    """Sizes of a request as it goes to single clients, without packing it for each of them."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._num_bytes = len(pack(request.of()))
-        self._empty = _text_bytes(request.of())
-
-    def of(self, client: str) -> int:
-        """Returns the bytes of the client's own request."""
-        return self._num_bytes + _text_bytes(self._request.of(client)) - self._empty
+def request_sizes(request: Request) -> Callable[[str], int]:
+    """Returns a function from a client to the bytes of its own request, which it does not pack."""
+    num_bytes, num_text_bytes = len(pack(request.of())), _text_bytes(request.of())
+    return lambda client: num_bytes + _text_bytes(request.of(client)) - num_text_bytes
 
 
 def _text_bytes(request: Request) -> int:

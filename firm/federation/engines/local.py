@@ -13,12 +13,12 @@ import torch
 
 from firm.federation.client import Client, Failure, ProcessLost, Reply, State, TeamLost
 from firm.federation.engines.engine import (
-    RequestSizes,
     check_states,
     checked_reply,
     divided,
     engine,
     error_kind,
+    request_sizes,
     tell_finished,
 )
 from firm.federation.engines.states import ClientStates, MemoryStates
@@ -110,7 +110,7 @@ class LocalEngine:
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the program's main thread can keep a time limit.")
-        run = partial(self._run_and_tell, request, RequestSizes(request))
+        run = partial(self._run_and_tell, request, request_sizes(request))
         return divided(self._pool.map(run, clients) if self._pool else map(run, clients))
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
@@ -136,10 +136,12 @@ class LocalEngine:
         if self._pool:
             self._pool.shutdown()
 
-    def _run_and_tell(self, request: Request, sizes: RequestSizes, name: str) -> Reply | Failure:
+    def _run_and_tell(
+        self, request: Request, size_of: Callable[[str], int], name: str
+    ) -> Reply | Failure:
         self._tell("client_started", client=name, round=request.round)
         start = time.perf_counter()
-        outcome = self._run(request, sizes, name)
+        outcome = self._run(request, size_of, name)
         seconds = time.perf_counter() - start
         tell_finished(self._tell, outcome, request.round, seconds=seconds)
         return outcome
@@ -148,11 +150,11 @@ class LocalEngine:
         with self._event_lock:
             self._on_event(event, **info)
 
-    def _run(self, request: Request, sizes: RequestSizes, name: str) -> Reply | Failure:
+    def _run(self, request: Request, size_of: Callable[[str], int], name: str) -> Reply | Failure:
         client, accepted_round = self._clients[name], request.accepted.get(name, 0)
         accepted_state = self._states.read(name, accepted_round)
         self._states.forget(name, accepted_round)  # an older pending state was rejected
-        bytes_down = sizes.of(name)
+        bytes_down = size_of(name)
         try:
             with time_limit(self._timeout, name, interrupt=self._interrupt):
                 client.restore(accepted_state)

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from firm.federation.client import Failure, Reply, State
 from firm.federation.engines.engine import (
-    RequestSizes,
     check_states,
     checked_reply,
     divided,
+    request_sizes,
     tell_finished,
 )
 from firm.federation.messages import Request
@@ -131,7 +131,7 @@ class SitesEngine:
         for names in asked.values():
             for name in names:
                 self._on_event("client_started", client=name, round=request.round)
-        sizes = RequestSizes(request)
+        size_of = request_sizes(request)
         answers = self._ask(
             {
                 site: {
@@ -146,7 +146,7 @@ class SitesEngine:
             max_bytes={site: len(names) * _most_bytes(request) for site, names in asked.items()},
         )
         for site, names in asked.items():
-            outcomes.update(_outcomes(site, names, answers[site], request, sizes))
+            outcomes.update(_outcomes(site, names, answers[site], request, size_of))
         for name in clients:
             tell_finished(self._on_event, outcomes[name], request.round)
         return divided(outcomes[name] for name in clients)
@@ -238,14 +238,14 @@ def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
 
 
 def _outcomes(
-    site: str, names: Sequence[str], answer: Any, request: Request, sizes: RequestSizes
+    site: str, names: Sequence[str], answer: Any, request: Request, size_of: Callable[[str], int]
 ) -> dict[str, Reply | Failure]:
     """Returns the reply or failure of each client that a site was asked for."""
     if isinstance(answer, Lost):
         return {name: Failure(name, f"its site {site} is lost: {answer.reason}") for name in names}
     if problem := answer.get("problem"):
         reason = printable(f"at {site}: {problem}")
-        return {name: Failure(name, reason, sizes.of(name)) for name in names}
+        return {name: Failure(name, reason, size_of(name)) for name in names}
     outcomes: dict[str, Reply | Failure] = {}
     for key in ("replies", "failures"):
         entries = answer.get(key)
@@ -256,10 +256,10 @@ def _outcomes(
             if name in outcomes:
                 outcomes[name] = Failure(name, f"{site} answered for it twice", is_refused=True)
             elif key == "failures":
-                outcomes[name] = Failure(name, printable(fields.get("reason")), sizes.of(name))
+                outcomes[name] = Failure(name, printable(fields.get("reason")), size_of(name))
             else:
                 content = fields.get("content")  # whose bytes the server counts itself
-                sizes_of = sizes.of(name), len(pack(content))
-                outcomes[name] = checked_reply(request, name, content, *sizes_of)
+                sizes = size_of(name), len(pack(content))
+                outcomes[name] = checked_reply(request, name, content, *sizes)
     silent = f"{site} said nothing of it"
     return {name: outcomes.get(name) or Failure(name, silent) for name in names}
