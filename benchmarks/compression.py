@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def methods() -> dict[str, Method]:
-    """Every way of estimating the Gram matrix, by the name of its row."""
+    """Returns every way of estimating the Gram matrix, by the name of its row."""
     compressors: dict[str, Compressor] = {
         "low rank (SVD)": LowRankCompressor(),
         "top-k": TopKCompressor(),
@@ -148,7 +148,7 @@ def own_grams(jacobians: Sequence[torch.Tensor], seed: int) -> Estimate:
 
 
 def one_way(compressor: Compressor) -> Method:
-    """Algorithm 3."""
+    """Returns Algorithm 3."""
 
     def estimate(jacobians: Sequence[torch.Tensor], seed: int) -> Estimate:
         messages = compressed(compressor, jacobians, seed)
@@ -158,7 +158,7 @@ def one_way(compressor: Compressor) -> Method:
 
 
 def with_own_grams(compressor: Compressor) -> Method:
-    """Algorithm 3, with the products within each client exact."""
+    """Returns Algorithm 3 with the products within each client exact."""
 
     def estimate(jacobians: Sequence[torch.Tensor], seed: int) -> Estimate:
         messages = compressed(compressor, jacobians, seed)
@@ -171,7 +171,7 @@ def with_own_grams(compressor: Compressor) -> Method:
 
 
 def two_way(compressor: Compressor) -> Method:
-    """Algorithm 6 with its second option."""
+    """Returns Algorithm 6 with its second option."""
 
     def estimate(jacobians: Sequence[torch.Tensor], seed: int) -> Estimate:
         messages = compressed(compressor, jacobians, seed)
@@ -224,7 +224,7 @@ def digit_pairs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def predicates(labels: torch.Tensor) -> torch.Tensor:
-    """The 40 binary targets of a pair of digits, float [N, 40]."""
+    """Returns the 40 binary targets of a pair of digits, float [N, 40]."""
     left, right = labels.unbind(dim=1)
     total, loops, primes = left + right, torch.tensor([0, 6, 8, 9]), torch.tensor([2, 3, 5, 7])
     columns = [side == digit for side in (left, right) for digit in range(10)]
@@ -334,7 +334,7 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def print_errors(errors: dict[str, dict[str, list[float]]]) -> None:
-    """The table of errors, and how much better the best and the sketch are than the paper's."""
+    """Prints the errors, and how much better the best and the sketch are than the paper's."""
     means = {
         column: {name: mean(values) for name, values in by_method.items()}
         for column, by_method in errors.items()

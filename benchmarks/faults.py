@@ -161,7 +161,7 @@ class Runs:
         ]
 
     def go(self, engine: Engine, absent: Mapping[int, Collection[str]]) -> dict[str, Any]:
-        """A run without some clients in some rounds: its rounds, and a digest of its adapter."""
+        """Runs without some clients in some rounds; returns its rounds and its adapter's digest."""
         state = ServerState(
             self.loaded.start, objectives=tuple(self.cfg.rewards), seed=self.cfg.seed
         )
@@ -194,7 +194,7 @@ class Runs:
         )
 
     def _reference(self, missed: Mapping[int, Collection[str]], engine: str, fault: str) -> str:
-        """The adapter of honest clients of which some are not drawn, or one raises once."""
+        """Returns the adapter of honest clients of which some are not drawn, or one raises once."""
         is_own = fault in OWN or (fault == HANGS and engine != "nvflare")  # there its site is lost
         key = json.dumps([{number: sorted(lost) for number, lost in missed.items()}, is_own])
         if key not in self._references:

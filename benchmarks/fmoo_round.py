@@ -103,7 +103,7 @@ def main(data: str | None, rounds: int) -> None:
 
 
 def print_share(when: str) -> None:
-    """How busy the machine is, and what is left of it for a second thread."""
+    """Prints how busy the machine is, and what is left of it for a second thread."""
     block = bytes(50_000_000)  # hashing it frees the interpreter's lock
 
     def seconds(num_threads: int) -> float:
@@ -126,7 +126,7 @@ def load_splits(data: str | None) -> Splits:
 
 
 def all_variants(splits: Splits, stack: ExitStack) -> dict[tuple[str, str], Variant]:
-    """The variants by algorithm and name; the stack closes their engines."""
+    """Returns the variants by algorithm and name; the stack closes their engines."""
     assert splits.train.groups is not None
     groups = splits.train.groups.tolist()
     shards = balanced_dirichlet_partition(groups, NUM_CLIENTS, alpha=ALPHA, seed=0)
@@ -268,7 +268,7 @@ class PlainLoop:
                     return
 
     def update(self, model: PlainLeNet, client: int, weights: torch.Tensor) -> torch.Tensor:
-        """What local training on the weighted sum adds to the parameters, shape [d]."""
+        """Returns what local training on the weighted sum adds to the parameters, shape [d]."""
         local = copy.deepcopy(model)
         optimizer = torch.optim.SGD(local.parameters(), lr=LEARNING_RATE)
         for images, labels in self.batches(client, STEPS):
@@ -370,7 +370,7 @@ def plain_variant(plain: PlainLoop, cfg: Any) -> Variant:
 
 
 def memory(data: str | None, num_clients: int) -> tuple[float, float]:
-    """MB of the process before there are clients, and what it needs beyond at most (Linux)."""
+    """Returns MB of the process before there are clients, and what it needs beyond (Linux)."""
     torch.set_num_threads(1)
     train = load_splits(data).train
     workspace = new_workspace(train)
@@ -434,7 +434,6 @@ def print_seconds(seconds: dict[tuple[str, str], list[tuple[float, float]]]) -> 
 
 
 def print_memory(data: str | None) -> None:
-    """MB by number of clients."""
     rows = []
     for count in CLIENT_COUNTS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:

@@ -159,7 +159,7 @@ def save_random(
 
 
 def configuration(shape: Shape, folder: Path, device: torch.device) -> AlignmentConfig:
-    """The run of which a local step is measured: bfloat16, LoRA of rank 16, two rewards."""
+    """Returns the run of which a local step is measured: bfloat16, LoRA of rank 16, two rewards."""
     reward = RewardModelConfig(
         path=str(folder / "reward"), format="plain", dtype="bfloat16", device=device.type
     )
@@ -202,7 +202,7 @@ def report(cfg: AlignmentConfig, device: torch.device) -> None:
 
 
 def local_step(trainer: MultiObjectivePPOTrainer, stages: Stages) -> None:
-    """A local step on random prompts of full length, as a client takes it."""
+    """Takes a local step on random prompts of full length, as a client does."""
     tokenizer, rollout, estimator = trainer.processing_class, trainer.rollout_config, trainer.config
     size = (estimator.batch_size, rollout.max_prompt_tokens)
     query_ids = torch.randint(len(SPECIAL), len(tokenizer), size)

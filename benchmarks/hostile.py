@@ -153,7 +153,7 @@ def example(schema: Schema, reading: Reading) -> Any:
 
 
 def mutations(schema: Schema, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Values in place of one that a schema accepts, and what was done; the schema says where."""
+    """Yields values in place of one that a schema accepts, and what was done."""
     for junk in JUNK:
         yield f"is {schemas.shown(junk)}", junk
     if isinstance(schema, schemas.Optional):
@@ -223,14 +223,14 @@ def _tensors(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _inner(schema: Schema) -> Schema:
-    """The schema of a container's items; a number's where it has none."""
+    """Returns the schema of a container's items; a number's where it has none."""
     return getattr(schema, "schema", schemas.Number())
 
 
 def mutated_messages(
     kind: type[Any], fields: Mapping[str, Any], reading: Reading
 ) -> Iterator[tuple[str, Any]]:
-    """A message's fields with one of them mutated, or something else in place of all."""
+    """Yields a message's fields with one of them mutated, or something else in place of all."""
     yield from ((f"message is {schemas.shown(junk)}", junk) for junk in JUNK)
     yield "message has an unknown field", {**fields, "extra": 1}
     for name, schema in schemas.fields_of(kind).schemas.items():
@@ -345,7 +345,6 @@ class MemoryChannel:
         return {site: self._answer_fns[site](message) for site, message in messages.items()}
 
     def returned(self) -> list[str]:
-        """None is ever away."""
         return []
 
     def close(self) -> None:
@@ -366,7 +365,7 @@ class Outcome:
 
 
 def honest_answer(task: str) -> dict[str, Any]:
-    """An honest client's answer to a task, with every metric that is registered."""
+    """Returns an honest client's answer to a task, with every metric that is registered."""
     strategy, cfg = ROUNDS[task]
     answers: list[dict[str, Any]] = []
 
@@ -391,7 +390,7 @@ def mutated_answers(task: str) -> list[tuple[str, Any]]:
 
 
 def hostile(site: Site, task: str, most: int = sys.maxsize) -> Callable[[bytes], bytes]:
-    """How a site answers whose answers to a task are one mutation after the other."""
+    """Returns how a site answers whose answers to a task are one mutation after the other."""
     answers = iter(evenly(mutated_answers(task), most))
 
     def answer(packed: bytes) -> bytes:
@@ -459,7 +458,7 @@ def _met(channel: Any, setup: Mapping[str, Any]) -> SitesEngine:
 
 
 def honest_request(agreement: str) -> dict[str, Any]:
-    """The request that was agreed, as its message."""
+    """Returns the request that was agreed, as its message."""
     task, cfg = AGREEMENTS[agreement]
     kind = TASKS[task].request
     decided = {"seed": 11, "weighting_options": {"weights": [0.5, 0.5]}, "factors": None}
@@ -479,7 +478,7 @@ def honest_request(agreement: str) -> dict[str, Any]:
 
 
 def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
-    """Messages of a server that asks for something else."""
+    """Returns messages of a server that asks for something else."""
     message = honest_request(agreement)
     requests: list[tuple[str, Any]] = []
     kind = TASKS[message["task"]].request
@@ -508,14 +507,7 @@ def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
 
 
 def check_request(agreement: str, what: str, answer: bytes, agreed: Mapping[str, Any]) -> Outcome:
-    """What a site's answer to a mutated request gives away.
-
-    Args:
-        agreement: What was agreed.
-        what: The mutation.
-        answer: The packed answer.
-        agreed: The honest answer's content.
-    """
+    """Returns what a site's answer to a mutated request gives away beyond the agreed content."""
     name = f"{AGREEMENTS[agreement][0]}, {agreement}"
     if SECRET.encode() in answer:
         return Outcome(name, what, "AN ERROR'S TEXT LEFT THE SITE")
@@ -611,7 +603,7 @@ def site_process(profile: Path, client: str) -> None:
 
 
 def over_flare(most: int) -> list[Outcome]:
-    """Mutated answers and requests over a server and two sites on this machine."""
+    """Tries mutated answers and requests over a server and two sites on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
 
@@ -636,7 +628,7 @@ def over_flare(most: int) -> list[Outcome]:
 
 
 def outcomes_of(engine: str, most: int = Config.most) -> dict[str, list[Outcome]]:
-    """What became of mutated answers and requests, by which of the two they were."""
+    """Returns the outcomes of mutated answers and of mutated requests."""
     if engine == "memory":
         return {"answer": answers_in_memory(), "request": requests_in_memory()}
     outcomes = over_flare(most)

@@ -114,7 +114,7 @@ def main() -> None:
 def stock(
     config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, prompts: Dataset
 ) -> tuple[list[float], dict[str, float]]:
-    """TRL's trainer: seconds of its steps; it does not tell stages apart."""
+    """Runs TRL's trainer; returns the seconds of its steps, which have no stages of their own."""
     times = StepTimes()
     scorer = partial(
         AutoModelForSequenceClassification.from_pretrained,
@@ -166,7 +166,7 @@ def ours(
     num_objectives: int,
     critic: Any,
 ) -> tuple[list[float], dict[str, float]]:
-    """FIRM's trainer with M reward models: seconds of its steps and of each stage."""
+    """Runs FIRM's trainer with M reward models; returns the seconds of its steps and stages."""
     times = StepTimes()
     rewards = {}
     for j in range(num_objectives):

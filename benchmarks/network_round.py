@@ -101,7 +101,7 @@ def main(cfg: Config) -> None:
 def _run(
     cfg: Config, sites: list[str], num_rounds: int, *, count_bytes: bool = False
 ) -> tuple[list[dict[str, Any]], int]:
-    """The rounds of a job, and the bytes that it sent, which takes time and so a job of its own."""
+    """Returns a job's rounds and the bytes it sent, whose count takes time and so its own job."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         relays: list[Relay] = []

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def llama() -> torch.nn.Module:
-    """A Llama of random parameters under an adapter on every projection, B not zero."""
+    """Returns a Llama of random parameters under an adapter on every projection, B not zero."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,

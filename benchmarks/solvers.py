@@ -278,7 +278,7 @@ def _attempt(solve: Solve, gram: np.ndarray) -> np.ndarray | None:
 
 
 def _seconds(solve: Solve, gram: np.ndarray) -> float:
-    """The mean CPU time of a call, over as many as fit the cell."""
+    """Returns the mean CPU time of a call, over as many as fit the cell."""
     start = time.process_time()
     if _attempt(solve, gram) is None:
         return time.process_time() - start
@@ -378,7 +378,7 @@ def _ratios(
     name: str,
     largest_gap: float,
 ) -> str:
-    """How many times faster one is than the fastest cvxpy form whose gaps are small enough."""
+    """Returns how many times faster it is than the fastest cvxpy form of small enough gaps."""
     ratios = []
     for family in families:
         peers = [

@@ -132,7 +132,7 @@ class MoleculeEncoder(nn.Module):
     def _edges(
         self, positions: torch.Tensor, bonds: torch.Tensor, present: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden units of every edge's network, shape [N, 29, 29, 129], zero where no edge is.
+        """Returns hidden units of every edge's network, [N, 29, 29, 129], zero where no edge is.
 
         The last one is 1 on edges: the unit that the bias of the edge matrix belongs to.
         """
@@ -159,7 +159,7 @@ class MoleculeEncoder(nn.Module):
         return self.root(hidden) + received / num_neighbours
 
     def _read(self, hidden: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """Set2Set of Vinyals et al. (2016) in three steps, shape [N, 128]."""
+        """Returns Set2Set of Vinyals et al. (2016) in three steps, shape [N, 128]."""
         query = hidden.new_zeros(len(hidden), self.width)
         cell, read = query, query
         for _ in range(3):

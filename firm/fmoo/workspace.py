@@ -195,12 +195,12 @@ def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) ->
 
 
 def _centres(size: int) -> torch.Tensor:
-    """The pixels' places on a side that reaches from -1 to 1, shape [size]."""
+    """Returns the pixels' places on a side that reaches from -1 to 1, shape [size]."""
     return torch.linspace(-1, 1, size) * (size - 1) / size
 
 
 def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of each channel, of pixels in [0, 1]; shape [C, 1, 1]."""
+    """Returns mean and deviation of each channel of pixels in [0, 1], shape [C, 1, 1]."""
     if inputs.dtype != torch.uint8:
         return torch.zeros(()), torch.ones(())
     channels = inputs.transpose(0, 1).flatten(1)  # [C, N H W]
@@ -214,7 +214,7 @@ def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _accuracy(loss: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of right labels; 0 for regression, which has none."""
+    """Returns the share of right labels; 0 for regression, which has none."""
     if loss in CLASS_LOSSES:
         return (outputs.argmax(dim=1) == targets).double().mean().item()
     if loss == "binary":

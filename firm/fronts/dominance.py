@@ -42,6 +42,6 @@ def non_dominated(points: ArrayLike) -> np.ndarray:
 
 
 def _dominates(points: np.ndarray) -> np.ndarray:
-    """Whether point i dominates point j, bool [N, N]."""
+    """Returns whether point i dominates point j, bool [N, N]."""
     first, second = points[:, None], points[None]  # [N, 1, M], [1, N, M]
     return np.all(first >= second, axis=2) & np.any(first > second, axis=2)

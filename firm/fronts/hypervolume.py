@@ -98,7 +98,7 @@ def _by_falling(gains: np.ndarray, objective: int) -> np.ndarray:
 
 
 def _steps(falling: np.ndarray) -> np.ndarray:
-    """How far each value lies above the next one, the last above 0, shape [..., N]."""
+    """Returns how far each value lies above the next one, the last above 0, shape [..., N]."""
     return falling - np.concatenate([falling[..., 1:], np.zeros_like(falling[..., :1])], axis=-1)
 
 

@@ -100,7 +100,7 @@ def _with_preference(front: Front) -> Front:
 
 
 def _sound(front: Front) -> Front:
-    """The models with a preference that speak and that no model that speaks dominates."""
+    """Returns the models with a preference, neither collapsed nor dominated by one that is not."""
     speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not speaking.points:
         return speaking
@@ -120,7 +120,7 @@ class _Mixture:
 
 
 def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
-    """All sets of at most M models that give the target with positive shares."""
+    """Yields all sets of at most M models that give the target with positive shares."""
     preferences, values = front.preferences(), front.rewards() @ target
     distances = np.linalg.norm(preferences - target, axis=1)
     for size in range(1, min(len(front.objectives), len(front.points)) + 1):

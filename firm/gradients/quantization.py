@@ -139,7 +139,7 @@ class QuantizingCompressor:
         )
 
     def _rate(self, num_objectives: int, num_parameters: int) -> tuple[int, int]:
-        """Bits per entry and entries per objective."""
+        """Returns bits per entry and entries per objective."""
         budget = num_parameters if self.budget is None else self.budget
         available = 8 * FLOAT_BYTES * budget // num_objectives  # bits per objective
         rates: list[tuple[int, int]] = []
@@ -163,7 +163,7 @@ class QuantizingCompressor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes below 2^bits [N] as a stream of bits, the highest first: uint8 [⌈N·bits/8⌉]."""
+    """Returns codes below 2^bits [N] as a stream of bits, the highest first: uint8 [⌈N·bits/8⌉]."""
     shifts = np.arange(bits - 1, -1, -1)
     pieces = [
         np.packbits((chunk.numpy()[:, None] >> shifts & 1).astype(np.uint8))
@@ -173,7 +173,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, num_codes: int, bits: int) -> torch.Tensor:
-    """What `_packed` was given, int32 [N] on the CPU."""
+    """Returns what `_packed` was given, int32 [N] on the CPU."""
     powers = 2 ** np.arange(bits - 1, -1, -1, dtype=np.int32)
     num_bytes = CHUNK * bits // 8
     pieces = [

@@ -218,7 +218,7 @@ def unsketched(sketch: torch.Tensor, num_parameters: int, seed: int) -> torch.Te
 def _buckets_and_signs(
     num_parameters: int, num_buckets: int, seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bucket, an integer below k, and sign, int8, of every column; shape [d] both."""
+    """Returns bucket, an integer below k, and sign, int8, of every column; shape [d] both."""
     generator = torch.Generator().manual_seed(seed)
     dtype = index_dtype(num_parameters)
     order = torch.randperm(num_parameters, generator=generator, dtype=dtype)

@@ -257,12 +257,12 @@ def _with_exact_critics(experiment: ExperimentConfig) -> ExperimentConfig:
 
 
 def _edges(cfg: SweepsConfig) -> list[int]:
-    """Bounds of the bins 1, 2, 3 to 4, 5 to 8 and so on; the last one may be short."""
+    """Returns bounds of the bins 1, 2, 3 to 4, 5 to 8 and so on; the last one may be short."""
     steps = cfg.experiment.num_steps
     return [0, *(2**power for power in range(steps.bit_length()) if 2**power < steps), steps]
 
 
 def _horizons(cfg: SweepsConfig) -> list[int]:
-    """T of the convergence's points, evenly on a log axis; the last one is a whole round's end."""
+    """Returns T of the convergence's points, even on a log axis; the last ends a whole round."""
     last = cfg.num_convergence_steps - cfg.num_convergence_steps % cfg.experiment.num_local_steps
     return sorted({round(last ** (place / NUM_POINTS)) for place in range(NUM_POINTS + 1)})

@@ -152,7 +152,6 @@ def _grams(gradients: np.ndarray) -> np.ndarray:
 
 
 def _spread(weights: np.ndarray) -> np.ndarray:
-    """[T, C, M] to [T]."""
     return np.sqrt(_square(weights - weights.mean(axis=1, keepdims=True)).mean(axis=1))
 
 

@@ -88,7 +88,7 @@ def _paired(
     *,
     default_pairs: int = 1,
 ) -> Splits:
-    """Pairs of every split; a pair's images are of its split, so that no image is in two."""
+    """Returns pairs of each split's own images, so that no image is in two splits."""
     per_image = cfg.pairs_per_image or default_pairs
 
     def pair(split: str) -> TaskData:
@@ -153,7 +153,6 @@ def _class(part: Table, num_classes: int = 10, **users: Any) -> TaskData:
 def _ten_classes(
     cfg: DataConfig, path: str | None, layout: Layout, *, side: int
 ) -> dict[str, Table]:
-    """Images of ten classes by split."""
     tables = read_tables(path, layout)
     tables = _with_classes(tables, channels=layout.channels, side=side, num_classes=10)
     return complete_splits(tables, cfg, order="random")

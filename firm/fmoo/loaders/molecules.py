@@ -91,7 +91,7 @@ def dense_molecules(graphs: Iterable[Any]) -> Table:
 
 
 def _pack_molecules(table: Table) -> np.ndarray:
-    """Molecules as one float32 array [N, 29, 43]: atom, position, and bonds to the others."""
+    """Returns molecules as float32 [N, 29, 43]: atom, position, and bonds to the others."""
     num = len(table["atoms"])
     shapes = {
         "atoms": (num, MAX_ATOMS, 11),

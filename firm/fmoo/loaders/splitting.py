@@ -111,12 +111,12 @@ def complete_splits(
 
 
 def _before(cut: int, num: int, gap: int) -> int:
-    """Where a part ends that a gap parts from the next one; it takes all where there is none."""
+    """Returns where a part ends that a gap parts from the next one, if there is one."""
     return cut if cut == num else max(0, cut - gap)
 
 
 def _pieces(train: Table, order: Order, seed: int) -> list[np.ndarray]:
-    """Rows in the order in which they are cut: all together, or an array per natural client."""
+    """Returns rows in the order in which they are cut: all together, or by natural client."""
     rows = np.arange(len(next(iter(train.values()))))
     if order in ("random", "within_clients"):
         rows = np.random.default_rng(derive_seed(seed, "splits")).permutation(rows)

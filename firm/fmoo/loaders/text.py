@@ -101,7 +101,7 @@ def _read_roles(file: Path) -> Iterable[tuple[str, str]]:
 
 
 def _hub_windows(cfg: DataConfig) -> dict[str, Table]:
-    """LEAF's samples, every ``window_stride``-th; rows of one role lie in the order of the text."""
+    """Reads every ``window_stride``-th of LEAF's samples; a role's lie in the order of the text."""
     tables = read_tables(cfg.path, SHAKESPEARE, stride=cfg.window_stride)
     for table in tables.values():
         texts = [x + y for x, y in zip(table.pop("x"), table.pop("y"), strict=True)]
