@@ -119,6 +119,13 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
 
 
+@pytest.fixture
+def gradients(network):
+    """The block of the whole network, which a test works in."""
+    with PerSequenceGradients(network, network.parameters()) as gradients:
+        yield gradients
+
+
 def _network_losses(network, num_tokens=6, num_sequences=NUM_SEQUENCES):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num_sequences, num_tokens, 3, generator=generator)
@@ -157,25 +164,15 @@ def test_rows_equal_the_loop_under_gradient_checkpointing():
     assert len(num_calls) > 1  # computed again
 
 
-def test_rows_of_bfloat16_parameters_equal_the_loop_to_bfloat16_accuracy():
-    model = _llama().to(torch.bfloat16)
+def _autocast(losses_fn):
+    with torch.autocast("cpu", torch.bfloat16):
+        return losses_fn().float()
+
+
+def test_rows_of_bfloat16_parameters_or_under_autocast_equal_the_loop_to_bfloat16_accuracy():
+    model, whole = _llama().to(torch.bfloat16), _llama()
     _compare(model, lambda: _losses(model), BFLOAT16)
-
-
-def test_rows_under_autocast_equal_the_loop_to_bfloat16_accuracy():
-    model = _llama()
-
-    def losses():
-        with torch.autocast("cpu", torch.bfloat16):
-            return _losses(model)
-
-    _compare(model, losses, BFLOAT16)
-
-
-def test_rows_of_a_float64_model_equal_the_loop(network):
-    x = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    network.double()
-    _compare(network, lambda: network(x).exp().sum(dim=(1, 2)))
+    _compare(whole, lambda: _autocast(lambda: _losses(whole)), BFLOAT16)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 6])
@@ -187,31 +184,25 @@ def test_a_single_sequence_is_a_batch(network):
     _compare(network, lambda: _network_losses(network, num_sequences=1))
 
 
-def test_an_input_without_a_dimension_of_tokens_is_one_token_per_sequence(network):
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    _compare(network, lambda: network(x).exp().sum(dim=1))
-
-
-def test_an_input_with_two_dimensions_of_tokens_is_covered(network):
-    x = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
-    _compare(network, lambda: network(x).exp().sum(dim=(1, 2, 3)))
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((4, 6, 3), torch.float64), ((4, 3), torch.float32), ((4, 2, 3, 3), torch.float32)],
+    ids=["float64", "one token per sequence", "two dimensions of tokens"],
+)
+def test_an_input_of_another_type_or_without_or_with_more_dimensions_of_tokens_is_covered(
+    network, shape, dtype
+):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    network.to(dtype)
+    _compare(network, lambda: network(x).exp().flatten(1).sum(dim=1))
 
 
 def test_a_layer_called_twice_gets_both_calls_gradients():
     torch.manual_seed(0)
     model = Shared()
     _compare(model, lambda: _network_losses(model))
-
-
-def test_a_layer_called_twice_under_autocast_which_casts_its_weight_once_is_covered():
-    torch.manual_seed(0)
-    model = Shared()
-
-    def losses():
-        with torch.autocast("cpu", torch.bfloat16):
-            return _network_losses(model).float()
-
-    _compare(model, losses, BFLOAT16)
+    # autocast casts its weight once
+    _compare(model, lambda: _autocast(lambda: _network_losses(model)), BFLOAT16)
 
 
 def test_one_weight_in_two_layers_gets_both_layers_gradients():
@@ -327,13 +318,12 @@ def test_other_passes_within_the_block_are_what_they_always_are(network):
     _assert_rows_equal(rows, plain, FLOAT32)
 
 
-def test_the_graph_is_freed_unless_it_is_to_be_retained(network):
-    with PerSequenceGradients(network, network.parameters()) as gradients:
-        losses = _network_losses(network)
-        kept = gradients.jacobian(losses, _coefficients(2), retain_graph=True)
-        assert torch.equal(gradients.jacobian(losses, _coefficients(2)), kept)
-        with pytest.raises(RuntimeError, match="second time"):
-            gradients.jacobian(losses, _coefficients(2))
+def test_the_graph_is_freed_unless_it_is_to_be_retained(network, gradients):
+    losses = _network_losses(network)
+    kept = gradients.jacobian(losses, _coefficients(2), retain_graph=True)
+    assert torch.equal(gradients.jacobian(losses, _coefficients(2)), kept)
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients.jacobian(losses, _coefficients(2))
 
 
 def test_out_is_filled_whatever_it_held(network):
@@ -484,11 +474,10 @@ def test_a_forward_pass_before_the_block_is_refused(network):
         gradients.jacobian(losses, _coefficients(2))
 
 
-def test_a_weight_used_outside_its_layer_is_refused(network):
-    with PerSequenceGradients(network, network.parameters()) as gradients:
-        losses = _network_losses(network) + network[2].weight.square().sum()
-        with pytest.raises(ValueError, match=r"2\.weight acts on the losses 2 times, of which 1"):
-            gradients.jacobian(losses, _coefficients(2))
+def test_a_weight_used_outside_its_layer_is_refused(network, gradients):
+    losses = _network_losses(network) + network[2].weight.square().sum()
+    with pytest.raises(ValueError, match=r"2\.weight acts on the losses 2 times, of which 1"):
+        gradients.jacobian(losses, _coefficients(2))
 
 
 def test_reentrant_checkpointing_is_refused(network):
@@ -534,33 +523,30 @@ def test_rows_outside_the_block_and_a_block_within_itself_are_refused(network):
         gradients.jacobian(losses, _coefficients(2))
 
 
-def test_bad_losses_are_refused(network):
-    with PerSequenceGradients(network, network.parameters()) as gradients:
-        losses = _network_losses(network)
-        for bad in (losses.sum(), losses[:, None], losses[:0]):
-            with pytest.raises(ValueError, match=r"losses must have shape \[B\]"):
-                gradients.jacobian(bad, _coefficients(2))
-        with pytest.raises(ValueError, match="losses have no gradient"):
-            gradients.jacobian(losses.detach(), _coefficients(2))
-        spoiled = losses * torch.tensor([1.0, 1.0, 1.0, torch.nan, 1.0])
-        with pytest.raises(ValueError, match="loss of sequence 3 is not finite"):
-            gradients.jacobian(spoiled, _coefficients(2))
+def test_bad_losses_are_refused(network, gradients):
+    losses = _network_losses(network)
+    for bad in (losses.sum(), losses[:, None], losses[:0]):
+        with pytest.raises(ValueError, match=r"losses must have shape \[B\]"):
+            gradients.jacobian(bad, _coefficients(2))
+    with pytest.raises(ValueError, match="losses have no gradient"):
+        gradients.jacobian(losses.detach(), _coefficients(2))
+    spoiled = losses * torch.tensor([1.0, 1.0, 1.0, torch.nan, 1.0])
+    with pytest.raises(ValueError, match="loss of sequence 3 is not finite"):
+        gradients.jacobian(spoiled, _coefficients(2))
 
 
-def test_bad_coefficients_are_refused(network):
-    with PerSequenceGradients(network, network.parameters()) as gradients:
-        losses = _network_losses(network)
-        for bad in (torch.ones(NUM_SEQUENCES), torch.ones(2, 4), torch.ones(0, NUM_SEQUENCES)):
-            with pytest.raises(ValueError, match=r"shape \[M, 5\], one per objective and sequence"):
-                gradients.jacobian(losses, bad)
-        spoiled = torch.ones(3, NUM_SEQUENCES)
-        spoiled[1, 4] = torch.inf
-        with pytest.raises(ValueError, match="objective 1 and sequence 4 is not finite"):
-            gradients.jacobian(losses, spoiled)
+def test_bad_coefficients_are_refused(network, gradients):
+    losses = _network_losses(network)
+    for bad in (torch.ones(NUM_SEQUENCES), torch.ones(2, 4), torch.ones(0, NUM_SEQUENCES)):
+        with pytest.raises(ValueError, match=r"shape \[M, 5\], one per objective and sequence"):
+            gradients.jacobian(losses, bad)
+    spoiled = torch.ones(3, NUM_SEQUENCES)
+    spoiled[1, 4] = torch.inf
+    with pytest.raises(ValueError, match="objective 1 and sequence 4 is not finite"):
+        gradients.jacobian(losses, spoiled)
 
 
-def test_a_gradient_that_is_not_finite_is_refused(network):
-    with PerSequenceGradients(network, network.parameters()) as gradients:
-        losses = (network(torch.ones(2, 1, 3)) * 0).sum(dim=(1, 2)).sqrt()  # slope infinite at 0
-        with pytest.raises(ValueError, match="gradient of objective 0 is not finite"):
-            gradients.jacobian(losses, _coefficients(2, 2))
+def test_a_gradient_that_is_not_finite_is_refused(network, gradients):
+    losses = (network(torch.ones(2, 1, 3)) * 0).sum(dim=(1, 2)).sqrt()  # slope infinite at 0
+    with pytest.raises(ValueError, match="gradient of objective 0 is not finite"):
+        gradients.jacobian(losses, _coefficients(2, 2))
