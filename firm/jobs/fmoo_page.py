@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from firm.fmoo.metrics import delta_m, preference_correlation, rounds_to_loss, user_summary
 from firm.report.classic_page import FIELDS, comparison_page, worst
@@ -24,7 +25,7 @@ from firm.report.classic_sections import (
     weights_section,
 )
 from firm.report.page import Block, Section, alarms, drawn_block, left_out_note, write_page
-from firm.report.tables import Setting
+from firm.report.tables import Frame, Setting
 from firm.run import to_dict
 from firm.run.guard import drawing, drawn
 from firm.run.quantities import QUANTITIES, shown
@@ -137,17 +138,14 @@ def alarms_of(cfg: "ClassicConfig", settings: Sequence[Setting]) -> list[tuple[s
 def summary(cfg: "ClassicConfig", settings: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
     """Returns the header and the rows of the final figures, means over the seeds."""
     settings, _ = readable(cfg, settings)
-    objectives = settings[0].objectives_with("losses")
+    objectives, field = settings[0].objectives_with("losses"), _main_field(settings)
     columns = _columns(cfg, settings)
     lines = []
     for setting in settings:
-        field = _main_field(settings)
         means = setting.finals(field, objectives).mean(axis=0)  # [M]
         cells = [f"{value:.3f}" for value in [*means, means.mean(), *worst(means[None], field)]]
         more = [column.get(setting.name, "") for column in columns.values()]
-        sent = setting.bytes_so_far("bytes_up").reindex(columns=range(len(setting.runs)))
-        upload = sent.iloc[-1:].fillna(0.0).to_numpy().mean() / 1e6 if len(sent) else 0.0
-        lines.append([setting.name, *cells, *more, f"{upload:.1f}"])
+        lines.append([setting.name, *cells, *more, f"{setting.megabytes_up or 0.0:.1f}"])
     return ["", *objectives, "mean", "worst", *columns, "MB up"], lines
 
 
@@ -191,37 +189,28 @@ def _relative_loss(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns
 
 def _users(settings: Sequence[Setting]) -> Columns:
     """The users' final accuracies in per cent, one by one or, where they are many, their spread."""
-    accuracies: dict[str, list[dict[str, float]]] = {}
+    accuracies: dict[str, Frame] = {}  # [S, C] in per cent, NaN where a seed has no such user
     for setting in settings:
         names = setting.objectives_with("users")
-        finals = setting.finals("users", names)  # [S, C]
-        users = [
-            {name: value for name, value in zip(names, row, strict=True) if np.isfinite(value)}
-            for row in finals
-        ]
-        if len(users) == len(setting.runs) and all(users):
+        users = pd.DataFrame(100 * setting.finals("users", names), columns=names)
+        if len(users) == len(setting.runs) and users.notna().any(axis=1).all():
             accuracies[setting.name] = users
     if not accuracies:
         return {}
     # a seed's partition may leave a user without a sample
-    everyone = [seed for seeds in accuracies.values() for seed in seeds]
-    shared = [user for user in everyone[0] if all(user in seed for seed in everyone)]
+    everyone = pd.concat(accuracies)
+    shared = everyone.columns[everyone.notna().all()]
     if len(shared) <= NUM_TABLE_USERS:
-        return {
-            user: {
-                name: f"{100 * fmean(seed[user] for seed in seeds):.1f}"
-                for name, seeds in accuracies.items()
-            }
-            for user in shared
-        }
+        means = {name: users[shared].mean() for name, users in accuracies.items()}
+        return {user: {name: f"{own[user]:.1f}" for name, own in means.items()} for user in shared}
     spreads = {
-        name: [user_summary(list(seed.values())) for seed in seeds]
-        for name, seeds in accuracies.items()
+        name: [user_summary(seed.dropna().tolist()) for _, seed in users.iterrows()]
+        for name, users in accuracies.items()
     }
     headings = {"users": "mean", "SD": "std", "worst 5 %": "worst", "best 5 %": "best"}
     return {
         heading: {
-            name: f"{100 * fmean(getattr(seed, attribute) for seed in seeds):.1f}"
+            name: f"{fmean(getattr(seed, attribute) for seed in seeds):.1f}"
             for name, seeds in spreads.items()
         }
         for heading, attribute in headings.items()
@@ -286,6 +275,7 @@ def _preferences(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Section |
         setting.name: tuple(wish)
         for setting in settings
         if (wish := getattr(cfg.algorithms[setting.name].strategy, "preference", None))
+        and min(wish) > 0
     }
     ends = {setting.name: setting.finals("losses", objectives) for setting in settings}
     pairs = [

@@ -29,7 +29,7 @@ def comparison_page(
     method: str,
     config: str,
     columns: Mapping[str, Mapping[str, str]] | None = None,
-    sections: Sequence[Block | None] = (),
+    sections: Sequence[Block] = (),
     split: str = "test",
     is_log_loss: bool = False,
     alarms: Sequence[tuple[str, str]] = (),
@@ -44,8 +44,7 @@ def comparison_page(
         method: How the runs were made, in sentences.
         config: The configuration as YAML.
         columns: Further columns of the table, such as Δ_M: heading -> setting -> cell.
-        sections: Further sections, shown after the page's own; None stands for one that has
-            nothing to show.
+        sections: Further sections, shown after the page's own.
         split: Of which data the losses and accuracies are.
         is_log_loss: Whether the axes of the losses are logarithmic.
         alarms: Warnings of the runs: which run and when, and the text.
@@ -71,7 +70,7 @@ def comparison_page(
     headlines = drawn_part(
         notes, "The summary", lambda: _headlines(settings, main, objectives_of[main]), []
     )
-    shown = [block for block in [*own, *sections] if block and block.is_shown]
+    shown = [block for block in [*own, *sections] if block.is_shown]
     return Page(
         product="FIRM · federated multi-objective learning",
         title=title,
@@ -202,12 +201,7 @@ def _headlines(settings: Sequence[Setting], field: str, objectives: Sequence[str
 
 
 def worst(values: np.ndarray, field: str) -> np.ndarray:
-    """Returns the worst objective's value of each seed: the lowest accuracy or the highest loss.
-
-    Args:
-        values: Of each seed and objective, shape [S, M].
-        field: accuracies or losses.
-    """
+    """Returns the lowest accuracy or the highest loss of each seed, [S, M] to [S]."""
     return values.min(axis=1) if field == "accuracies" else values.max(axis=1)
 
 
@@ -260,7 +254,8 @@ def _table(
             quantities += [finals.mean(axis=1), worst(finals, field)]
         cells = [_cell(values, 100 if unit else 1) for values in quantities]
         cells += [cell_by_name.get(setting.name, MISSING) for cell_by_name in columns.values()]
-        table.append([setting.name, *cells, _total_upload(setting), _last_round(setting, field)])
+        rounds = setting.values(field).groupby("seed")["round"].max().tolist()
+        table.append([setting.name, *cells, number(setting.megabytes_up), span_text(rounds)])
     if len(headings) > max(NUM_COLUMNS, len(settings)):
         table = [list(row) for row in zip(*table, strict=True)]
         table[0][0] = "quantity"
@@ -286,13 +281,3 @@ def _text(value: Measure | None, scale: float) -> str:
     if value is None:
         return MISSING
     return measure(Measure(scale * value.mean, None if value.se is None else scale * value.se))
-
-
-def _total_upload(setting: Setting) -> str:
-    sent = setting.bytes_so_far("bytes_up")
-    totals = sent.reindex(columns=range(len(setting.runs))).iloc[-1:].to_numpy()
-    return number(float(totals.mean()) / 1e6) if totals.size else MISSING
-
-
-def _last_round(setting: Setting, field: str) -> str:
-    return span_text(setting.values(field).groupby("seed")["round"].max().tolist())

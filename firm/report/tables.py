@@ -221,6 +221,14 @@ class Setting:
         sent = pd.DataFrame({seed: lines[""] for seed, lines in runs.items() if "" in lines})
         return sent.sort_index().cumsum().ffill()
 
+    @property
+    def megabytes_up(self) -> float | None:
+        """What the clients uploaded in a whole run, the mean over the seeds, where all say it."""
+        sent = self.bytes_so_far("bytes_up")
+        if sent.empty or len(sent.columns) < len(self.runs):
+            return None
+        return float(sent.iloc[-1].mean()) / 1e6
+
 
 # --- Over seeds -----------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ def test_errors_are_promised_where_there_are_bands():
 
 def test_the_callers_sections_follow_the_pages_own():
     extra = Section("users", "Users", "", [Panel("u", "U", {"data": [{}], "layout": {}})], [])
-    made = study(GOOD, sections=[extra, None])
+    made = study(GOOD, sections=[extra])
     assert sections(made)[-1] is extra
 
 
