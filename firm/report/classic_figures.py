@@ -89,13 +89,8 @@ def radar_panel(
 ) -> Panel:
     """Returns a radar chart: one spoke per objective, one closed line per setting.
 
-    Args:
-        name: Of the panel.
-        title: Of the panel. Say there where the centre is not 0.
-        values: Each setting's value per objective, M of them, on one scale.
-        objectives: M names, at least three.
-        span: Values at the centre and at the rim.
-        radial_axis: Further attributes of plotly's radial axis.
+    The values of each setting are on one scale, which spans from the centre to the rim. Say in the
+    title where the centre is not 0.
     """
     broken = [
         wrap(name.replace("_", "_ "), SPOKE_WIDTH, break_long_words=False) for name in objectives
@@ -144,15 +139,9 @@ def preference_plane(
 ) -> Panel:
     """Returns where each preference asked the losses to end, as a ray, and where they ended.
 
-    On the ray of r both r₁F₁ and r₂F₂ are equal (Figure 4 of FedCMOO, Askin et al.).
-
-    Args:
-        name: Of the panel.
-        title: Of the panel.
-        outcomes: One per setting with a preference.
-        objectives: Names of both objectives.
-        limits: Least loss of each objective trained alone; what lies beyond is grey, for no model
-            is expected there.
+    On the ray of r both r₁F₁ and r₂F₂ are equal (Figure 4 of FedCMOO, Askin et al.). The limits are
+    the least loss of each objective trained alone; what lies beyond is grey, for no model is
+    expected there.
     """
     reached = [mean_and_error(outcome.losses) for outcome in outcomes]
     reach = np.array([means + ses for means, ses in reached] + [limits or (0.0, 0.0)]).max(axis=0)
@@ -242,13 +231,9 @@ def user_histograms(
 ) -> list[Panel]:
     """Returns how the users' accuracies are spread, one histogram per setting on equal axes.
 
-    The users of all seeds are counted together. A dashed line marks their mean; the titles say mean
-    and standard deviation, that of the users of one seed averaged over the seeds.
-
-    Args:
-        name: What the panels' names begin with.
-        users: Accuracies of each seed and user in [0, 1], shape [S, C], by setting.
-        num_bins: Bins between the lowest and the highest accuracy of all.
+    The users of all seeds are counted together; their accuracies have shape [S, C]. A dashed line
+    marks the mean; the titles say mean and standard deviation, that of the users of one seed
+    averaged over the seeds.
     """
     everyone = np.concatenate([accuracies.ravel() for accuracies in users.values()])
     low, high = everyone.min(), everyone.max()

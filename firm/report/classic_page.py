@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -24,31 +25,27 @@ FIELDS = ("accuracies", "losses")
 def comparison_page(
     settings: Sequence[Setting],
     *,
-    title: str,
-    facts: Mapping[str, str],
     method: str,
     config: str,
     columns: Mapping[str, Mapping[str, str]] | None = None,
     sections: Sequence[Block] = (),
     split: str = "test",
     is_log_loss: bool = False,
-    alarms: Sequence[tuple[str, str]] = (),
     notices: Sequence[str] = (),
+    **head: Any,
 ) -> Page:
     """Returns the page that sets settings side by side, from the rows of their runs.
 
     Args:
         settings: In the order of the legend, one or more, each with runs of the same objectives.
-        title: Heading.
-        facts: Data, clients, local steps and so on: label to text.
         method: How the runs were made, in sentences.
         config: The configuration as YAML.
         columns: Further columns of the table, such as Δ_M: heading -> setting -> cell.
         sections: Further sections, shown after the page's own.
         split: Of which data the losses and accuracies are.
         is_log_loss: Whether the axes of the losses are logarithmic.
-        alarms: Warnings of the runs: which run and when, and the text.
         notices: What was left out, in sentences.
+        head: Title, facts and alarms of the page.
     """
     objectives_of = {field: settings[0].objectives_with(field) for field in FIELDS}
     main = "accuracies" if objectives_of["accuracies"] else "losses"
@@ -73,12 +70,10 @@ def comparison_page(
     shown = [block for block in [*own, *sections] if block.is_shown]
     return Page(
         product="FIRM · federated multi-objective learning",
-        title=title,
         summary=headlines,
-        facts=facts,
-        alarms=alarms,
         notices=notes,
         blocks=[*shown, table, Origin(method, {CONFIG: config})],
+        **head,
     )
 
 

@@ -78,15 +78,14 @@ def preferences_section(
 ) -> Section | None:
     """Returns which ratio of two losses the preferences asked for, and where the losses ended.
 
+    None unless the losses have two objectives, and a setting that did not diverge a preference.
+
     Args:
         settings: One without a preference, and seeds that diverged, are left out.
         preferences: r, positive, by setting: it asks for r₁F₁ = r₂F₂ (Figure 4 of FedCMOO), with
             the objectives in the order of the rows' "losses".
         limits: Least loss of each objective trained alone.
         correlation: Rank correlation of the wanted and reached ratios, in [-1, 1].
-
-    Returns:
-        None unless the losses have two objectives, and a setting that did not diverge a preference.
     """
     objectives = settings[0].objectives_with("losses")
     if len(objectives) != 2:
@@ -138,16 +137,8 @@ def parameter_section(
 ) -> Section | None:
     """Returns the final means over the objectives against a parameter (Figure 2 of FedCMOO).
 
-    Args:
-        families: Settings by the parameter's value, of each line. A line has the colour of its
-            first setting; a value with which a seed diverged has no point.
-        title: Heading.
-        x_title: The parameter.
-        name: Of the section, unique on its page.
-        is_log_loss: Whether the axis of the losses is logarithmic.
-
-    Returns:
-        None without two values.
+    The settings by the parameter's value are a line for each family, in the colour of its first
+    setting; a value with which a seed diverged has no point. None without two values.
     """
     panels, legend, has_gap = [], {}, False
     for field in FIELDS:

@@ -50,10 +50,7 @@ def comparison_table(
 ) -> Table:
     """Returns the table that sets models beside their base model.
 
-    Args:
-        lines: The same scores and figures of each model, by its name.
-        text: Opens the text above the table.
-        chips: Colours of scores by their name.
+    The lines are the same scores and figures of each model; chips are colours of scores by name.
     """
     rows = [
         [own[0].label, _base(own[0]), *(_cell(line) for line in own)]

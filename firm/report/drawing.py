@@ -73,17 +73,10 @@ def scatter(
     hover: str = "",
     **attributes: Any,
 ) -> Trace:
-    """Returns lines or markers in the colour and dash of a key.
+    """Returns lines or markers in the colour and dash of a key, whose label is the trace's name.
 
-    Args:
-        key: Its label is the trace's name.
-        xs: Places, [N].
-        ys: Places, [N].
-        mode: Of plotly: markers, lines, or both.
-        size: Of the markers, in CSS pixels.
-        width: Of the lines, in CSS pixels.
-        hover: What the pointer shows, a template of plotly; it shows nothing where it is empty.
-        attributes: Further attributes of the trace.
+    The mode is one of plotly's: markers, lines, or both; sizes are in CSS pixels. The pointer shows
+    what the template `hover` says, and nothing where it is empty.
     """
     pointer = {"hovertemplate": f"{hover}<extra></extra>"} if hover else {"hoverinfo": "skip"}
     return {
@@ -217,13 +210,7 @@ def rounds_figure(
 ) -> dict[str, Any]:
     """Returns a figure whose x-axis counts the rounds or megabytes so far.
 
-    Args:
-        traces: Those without points are left out.
-        y_title: Quantity or unit.
-        over: What the x-axis counts.
-        reference: Where a dashed horizontal line lies.
-        height: Of the figure.
-        y_axis: Further attributes of plotly's y-axis.
+    Traces without points are left out. A dashed horizontal line lies at the reference.
     """
     data = [trace for trace in traces if trace["x"]]
     xs = [x for trace in data for x in trace["x"]] or [0]

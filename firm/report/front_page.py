@@ -64,11 +64,8 @@ METHOD = (
 def write_front_page(path: Path, fronts: Mapping[str, Front], **options: Any) -> Path:
     """Writes the page of a sweep, in one step, and returns its path.
 
-    Args:
-        path: The page to be, in the folder of the fronts' files, so that the adapters' paths on it
-            hold.
-        fronts: The front of each method, by its name.
-        options: As for `front_page`.
+    It belongs into the folder of the fronts' files, so that the adapters' paths on it hold. Options
+    are those of `front_page`.
 
     Raises:
         UserError: There are no points, or the fronts are not comparable; nothing is written then.
@@ -93,9 +90,6 @@ def front_page(
             hypervolume's interval; without them there is none.
         config: The sweep's configuration as YAML.
         title: Heading.
-
-    Raises:
-        UserError: As `write_front_page`.
     """
     _check(fronts)
     first = next(iter(fronts.values()))

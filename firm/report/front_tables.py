@@ -183,13 +183,8 @@ def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
 def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, list[float]]:
     """Returns each seed's hypervolume on the validation prompts after every round.
 
-    Args:
-        front: Whose objectives and reference point these are; points without a preference are
-            left out.
-        records: The runs by the points' names.
-
-    Returns:
-        Values [S] by round, where every run was evaluated; empty where a run has no rounds.
+    Values [S] stand by the rounds in which every run was evaluated; where a run has no rounds,
+    there are none.
     """
     by_seed: dict[int, list[dict[int, list[float]]]] = {}
     for point in front.points:

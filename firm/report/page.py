@@ -249,10 +249,7 @@ def write_page(path: Path, page: Page, *, final: bool = True) -> Path:
 def drawn_block(title: str, draw: Callable[[], Block], *, name: str) -> Block:
     """Returns a block under its name or, where it cannot be drawn, a section that says so.
 
-    Args:
-        title: Heading of that section.
-        draw: Returns the block; figures must be finite numbers, texts and lists.
-        name: Of the block, unique on its page.
+    Figures must be finite numbers, texts and lists. The name is unique on its page.
     """
 
     def checked() -> Block:

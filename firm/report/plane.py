@@ -91,11 +91,7 @@ def clouds_of(
     """Returns the means of groups of models, by setting, and the models behind means of several.
 
     A mean is dominated where another one, of any setting, is at least as good in all rewards and
-    better in one.
-
-    Args:
-        groups: Groups of one or more models, with the facts that open those of their mean.
-        objectives: Their names.
+    better in one. With each group of models stand the facts that open those of its mean.
     """
     means = {setting: [_mean(*group) for group in own] for setting, own in groups.items()}
     everything = [mean for own in means.values() for mean in own]
@@ -137,16 +133,8 @@ def planes(
 ) -> list[Panel]:
     """Returns one plane per pair of objectives; with a single one, its value against the KL.
 
-    The axes hold all models and the base model. A reference point that lies beyond them is among
-    the data, and a note says where it is.
-
-    Args:
-        name: Opens the panels' names.
-        clouds: The models.
-        objectives: Their names.
-        unit: Of the objectives.
-        base: Where the base model is.
-        reference: Where hypervolumes begin.
+    The axes hold all models and the base model. A reference point, where hypervolumes begin, is
+    among the data; a note says where it is if it lies beyond the axes.
     """
     panels = []
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [(KL, objectives[0])]:

@@ -39,15 +39,11 @@ Points = dict[int, float]
 
 
 def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list[float | None]]:
-    """Returns the numbers of a run's rows, value and standard error by place, by rising round.
+    """Returns the numbers of valid rows, value and standard error by place, by rising round.
 
     The client is empty where a number is the server's or the global model's. A quantity of an
     evaluation on a split has the split before its name, "test/scores". Nested entries have their
-    path as name and their last key as objective.
-
-    Args:
-        rows: Valid rows; those without a round have no numbers.
-        objectives: Names of the M objectives.
+    path as name and their last key as objective. Rows without a round have no numbers.
     """
     numbers: dict[Place, list[float | None]] = {}
     for row in sorted((row for row in rows if "round" in row), key=lambda row: row["round"]):
@@ -76,15 +72,10 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list
 def tidy(
     numbers: Mapping[Place, Sequence[float | None]], *, setting: str = "", seed: int = 0
 ) -> Frame:
-    """Returns a run's numbers, one in each row of a table with the columns `COLUMNS`.
+    """Returns the numbers of `measured`, one in each row of a table with the columns `COLUMNS`.
 
     A value that was not measured, or is not a finite number, is NaN, and so is a standard error
     that is not known.
-
-    Args:
-        numbers: Those of `measured`.
-        setting: Name of the run's setting.
-        seed: What tells the run from the others of its setting.
     """
     values = np.array(list(numbers.values()), dtype=float).reshape(-1, 2)
     values[~np.isfinite(values)] = np.nan

@@ -211,13 +211,7 @@ class Difference:
 def difference(
     first: Sequence[Record], second: Sequence[Record], figure: Figure, *, level: float = 0.95
 ) -> Difference:
-    """Returns how much larger a figure is in the first setting, paired by seed.
-
-    Args:
-        first: Runs of a setting.
-        second: Runs of another, of the same seeds in the same order.
-        figure: What is compared.
-        level: Of the interval.
+    """Returns how much larger a figure is in the first setting, paired by seed, with its interval.
 
     Raises:
         ValueError: With fewer than two seeds, other seeds, or a run without the figure.
