@@ -13,6 +13,8 @@ from firm.solvers import firm_weights
 
 INERT_EFFECT = 0.05
 """Below this β-effect a regulariser is said to do nothing."""
+ALARM_ROUNDS = 3
+"""Rounds after which an inert β, or a client that fails in all of them, is an alarm."""
 
 
 def gradient_norms(gram: torch.Tensor) -> torch.Tensor:
@@ -84,14 +86,14 @@ def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
     return 10.0**high
 
 
-def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 3) -> str | None:
+def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
     """Returns an alarm about a β that does nothing; None while there is none.
 
-    It is given once, after so many rounds, when the median β-effect of all solves in the log's rows
-    is below 5 %. A β of 0 is meant so, and with privacy there may be no solves.
+    It is given once, after ``ALARM_ROUNDS``, when the median β-effect of all solves in the log's
+    rows is below 5 %. A β of 0 is meant so, and with privacy there may be no solves.
     """
     clients = [row for row in rows if row.get("kind") == "client" and "beta_effect" in row]
-    if beta == 0 or not clients or max(row["round"] for row in clients) != rounds:
+    if beta == 0 or max((row["round"] for row in clients), default=0) != ALARM_ROUNDS:
         return None
     effect = median(value for row in clients for value in row["beta_effect"])
     if effect >= INERT_EFFECT:
@@ -103,8 +105,9 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float, *, rounds: int = 
         if any(norms)
     ]
     return (
-        f"beta {beta:g} is inert: over {rounds} rounds it moved the weights by {effect:.1%} of the "
-        f"way to uniform ones; about {median(solves):.2g} would move them by {INERT_EFFECT:.0%}."
+        f"beta {beta:g} is inert: over {ALARM_ROUNDS} rounds it moved the weights by "
+        f"{effect:.1%} of the way to uniform ones; about {median(solves):.2g} would move them by "
+        f"{INERT_EFFECT:.0%}."
     )
 
 
@@ -195,11 +198,11 @@ def _distance(first: Adapter, second: Adapter) -> float:
     return torch.stack(norms).norm().item()
 
 
-def failure_alarms(rows: Sequence[Mapping[str, Any]], *, rounds: int = 3) -> list[str]:
+def failure_alarms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns alarms about clients that fail again and again, from the log's rows so far.
 
-    An alarm names a client once it has failed in so many rounds in a row in which it was asked, and
-    again whenever their number has doubled.
+    An alarm names a client once it has failed in ``ALARM_ROUNDS`` rounds in a row in which it was
+    asked, and again whenever their number has doubled.
     """
     history = [row for row in rows if row.get("kind") == "round"]
     if not history:
@@ -212,7 +215,7 @@ def failure_alarms(rows: Sequence[Mapping[str, Any]], *, rounds: int = 3) -> lis
                 break
             if any(other["client"] == failure["client"] for other in row["failures"]):
                 streak.append(row["round"])
-        doublings = len(streak) / rounds
+        doublings = len(streak) / ALARM_ROUNDS
         if doublings >= 1 and doublings == 2 ** round(math.log2(doublings)):
             alarms.append(
                 f"{failure['client']} has failed in {len(streak)} rounds in a row, from round "

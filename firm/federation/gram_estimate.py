@@ -260,7 +260,7 @@ def train_on_sum(
     }
     replies = this_round.train(fields, clients=estimate.clients)
     by_objective = dict(zip(state.objectives, weights, strict=True))
-    return this_round.aggregate(
+    return this_round.finish(
         replies, memory=memory, also=estimate.also, entries={"weights": by_objective, **entries}
     )
 

@@ -101,43 +101,10 @@ class Round:
 
         return self.ask(request, self.sampled if clients is None else clients, check=check)
 
-    def aggregate(
-        self,
-        replies: Sequence[Reply],
-        *,
-        memory: State | None = None,
-        also: Sequence[str] = (),
-        entries: State | None = None,
-    ) -> tuple[ServerState, dict[str, Any]]:
-        """Takes the server's step that the configuration composes, and finishes the round.
-
-        Arguments and result are those of ``finish``; the step adds its own entries.
-        """
-        step = ServerStep(
-            start=self._state.adapter,
-            updates=[reply.content for reply in replies],
-            round=self.number,
-            sampled=self.sampled,
-            num_clients=self._num_clients,
-            num_refused=num_refused(self._failures),
-            memory=self._state.memory if memory is None else memory,
-        )
-        step = self._cfg.server(self._state.round)(step)
-        after, rows = self.finish(
-            step.adapter,
-            replies,
-            memory=step.memory,
-            also=also,
-            entries={**(entries or {}), **step.entries},
-        )
-        for name in step.hidden:
-            del rows["round"][name]
-        return after, rows
-
     def finish(
         self,
-        adapter: Adapter,
         replies: Sequence[Reply],
+        adapter: Adapter | None = None,
         *,
         memory: State | None = None,
         also: Sequence[str] = (),
@@ -146,16 +113,22 @@ class Round:
         """Returns the server's state after the round, and the round's rows for the log.
 
         Args:
-            adapter: θ_{t+1}.
             replies: The accepted replies; their contents are updates.
+            adapter: θ_{t+1}; by default the result of the server's step that the configuration
+                composes, which adds entries of its own.
             memory: What the strategy carries on; as before when None.
             also: Clients without an update whose states count as after this round all the same.
             entries: What else the round's row holds, JSON-able.
         """
-        if self._cfg.privacy is not None and "privacy" not in (entries or {}):
+        entries, hidden = dict(entries or {}), ()
+        if adapter is None:
+            step = self._cfg.server(self._state.round)(self._step(replies, memory))
+            adapter, memory, hidden = step.adapter, step.memory, step.hidden
+            entries |= step.entries
+        if self._cfg.privacy is not None and "privacy" not in entries:
             raise RuntimeError(
                 "with privacy a round ends with the server's noise, which Privacy adds at the end "
-                "of the server's step; finish it by aggregate."
+                "of the server's step; finish it without an adapter."
             )
         names = [reply.client for reply in replies]
         after = self._state.advance(adapter, [*names, *also], memory=memory)
@@ -166,8 +139,21 @@ class Round:
         seconds = time.perf_counter() - self._start
         rows = round_metrics(self._state, after, totals, self._failures, seconds=seconds)
         down, up = (sum(counts) for counts in zip(*self._bytes.values(), strict=True))
-        rows["round"].update(bytes_down=down, bytes_up=up, **(entries or {}))
+        rows["round"].update(bytes_down=down, bytes_up=up, **entries)
+        for name in hidden:
+            del rows["round"][name]
         return after, rows
+
+    def _step(self, replies: Sequence[Reply], memory: State | None) -> ServerStep:
+        return ServerStep(
+            start=self._state.adapter,
+            updates=[reply.content for reply in replies],
+            round=self.number,
+            sampled=self.sampled,
+            num_clients=self._num_clients,
+            num_refused=num_refused(self._failures),
+            memory=self._state.memory if memory is None else memory,
+        )
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:

@@ -26,7 +26,7 @@ def momentum_round(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round, and the round's rows for the log."""
     this_round = Round(state, clients, engine, cfg)
-    after, rows = this_round.aggregate(this_round.train(cfg.local_training()))
+    after, rows = this_round.finish(this_round.train(cfg.local_training()))
     old = state.memory.get("velocity", {})
     velocity = {
         name: after.adapter[name] - value + (cfg.momentum * old[name] if name in old else 0)

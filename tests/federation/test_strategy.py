@@ -30,7 +30,7 @@ def first(state, clients, engine, cfg: FirstConfig) -> tuple[Any, dict[str, Any]
     this_round = Round(state, clients, engine, cfg)
     fields = {"weighting_options": {"weights": None}}
     replies = this_round.train({**cfg.requests(state.objectives)[LocalTraining], **fields})
-    return this_round.finish(replies[0].content.adapter, replies)
+    return this_round.finish(replies, replies[0].content.adapter)
 
 
 @dataclass(frozen=True)

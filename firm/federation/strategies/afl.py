@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from firm.federation.aggregation import moved, server_step
+from firm.federation.aggregation import by_client, moved, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
@@ -83,7 +83,7 @@ def afl(
         learning_rate=cfg.learning_rate(state.round),
     )
 
-    losses = dict(zip(names, losses_of(updates, cfg.weights), strict=True))
+    losses = by_client(updates, losses_of(updates, cfg.weights))
     climbed = torch.tensor(
         [before[name] + cfg.weights_learning_rate * losses.get(name, 0.0) for name in clients],
         dtype=torch.float64,
@@ -92,9 +92,8 @@ def afl(
     memory = {**state.memory, "client_weights": after}
     if cfg.average_iterates:
         memory["iterate"] = adapter
-    finished, rows = this_round.finish(
-        adapter, replies, memory=memory, entries={"weights": dict(zip(names, weights, strict=True))}
-    )
+    entries = {"weights": by_client(updates, weights)}
+    finished, rows = this_round.finish(replies, adapter, memory=memory, entries=entries)
     if cfg.average_iterates:  # 1/t of the new iterate, and the rest of the mean so far
         finished = replace(finished, adapter=moved(model, [adapter], [1 / finished.round]))
     return finished, rows

@@ -103,4 +103,4 @@ def fedavg(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedAvg, and the round's rows for the log."""
     this_round = Round(state, clients, engine, cfg)
-    return this_round.aggregate(this_round.train(cfg.local_training()))
+    return this_round.finish(this_round.train(cfg.local_training()))

@@ -88,4 +88,4 @@ def fedmgda(
         lengths=lengths,
     )
     entries = {"weights": by_client(updates, weights), **zero_updates(updates, lengths)}
-    return this_round.finish(adapter, replies, entries=entries)
+    return this_round.finish(replies, adapter, entries=entries)

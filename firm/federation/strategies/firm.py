@@ -171,4 +171,4 @@ def firm_round(
 
     # the server averages what came back whole, or what a robust rule makes of it, and steps
     # towards it: θ_{t+1}
-    return this_round.aggregate(replies)
+    return this_round.finish(replies)

@@ -98,7 +98,7 @@ def fsmgda(
         state.adapter, list(means.values()), solved, learning_rate=cfg.server_learning_rate
     )
     combined = [_as_update(reply, state, weights) for reply in replies]
-    return this_round.finish(adapter, combined, entries={"weights": weights})
+    return this_round.finish(combined, adapter, entries={"weights": weights})
 
 
 def _as_update(reply: Reply, state: ServerState, weights: dict[str, float]) -> Reply:

@@ -95,4 +95,4 @@ def qfedavg(
     adapters = [update.adapter for update in updates]
     adapter = moved(state.adapter, adapters, per_length(factors, lengths))
     entries = {"weights": by_client(updates, weights), **zero_updates(updates, lengths)}
-    return this_round.finish(adapter, replies, entries=entries)
+    return this_round.finish(replies, adapter, entries=entries)
