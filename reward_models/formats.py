@@ -9,6 +9,8 @@ from typing import Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from firm.federation.outside import first_line
+
 CallFormat = Literal["hh_pair", "question_answer", "chat_template", "plain", "response"]
 
 ASSISTANT = "\n\nAssistant:"
@@ -51,7 +53,7 @@ def present(
             messages, tokenize=False, date_string=PromptFormat.date_string
         )
     except (TemplateError, TypeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             "the classifier's chat template refuses a dialogue of "
             f"{', '.join(turn['role'] for turn in messages)} ({reason}): choose another `format`."

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from firm.federation.outside import first_line
 from reward_models.formats import CallFormat, check_format, present
 
 _LOADING_ERRORS = (
@@ -247,7 +248,7 @@ def load_sequence_classifier(
                 output_loading_info=True,
             )
     except _LOADING_ERRORS as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             f"no sequence classifier could be loaded from the folder {path} ({reason}): "
             "give the folder of a whole checkpoint, tokenizer included."

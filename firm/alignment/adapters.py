@@ -17,7 +17,12 @@ from peft import (
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError, safe_open
 
-from firm.alignment.policy import PolicyConfig, load_base_model, without_needless_warnings
+from firm.alignment.policy import (
+    PolicyConfig,
+    check_fits,
+    load_base_model,
+    without_needless_warnings,
+)
 
 _WEIGHTS = "adapter_model.safetensors"
 _FROM_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -139,18 +144,9 @@ def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "de
     with _reading(folder):
         adapter = load_peft_weights(str(folder), device="cpu")
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
-    remedy = "use the base model that it was made for."
-    if odd := sorted(adapter.keys() ^ slot.keys()):
-        raise ValueError(
-            f"the adapter in {folder} does not fit {base}: {len(odd)} names stand on one side "
-            f"only, such as {odd[0]!r}: {remedy}"
-        )
+    problem = f"the adapter in {folder} does not fit {base}"
+    check_fits(adapter, slot, problem=problem, remedy="use the base model that it was made for.")
     for key, values in slot.items():
-        if adapter[key].shape != values.shape:
-            raise ValueError(
-                f"the adapter in {folder} does not fit {base}: {key} has shape "
-                f"{list(adapter[key].shape)}, expected {list(values.shape)}: {remedy}"
-            )
         adapter[key] = adapter[key].to(values.dtype)
         if not adapter[key].isfinite().all():
             raise ValueError(

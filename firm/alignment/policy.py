@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.prompts import PromptFormat
 from firm.federation import Adapter, RandomStream
+from firm.federation.outside import first_line
 
 _LOADING_ERRORS = (
     OSError,
@@ -201,7 +202,7 @@ def _loading_errors(what: str, path: str) -> Iterator[None]:
     try:
         yield
     except _LOADING_ERRORS as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
+        reason = first_line(error).rstrip(".: ")
         raise ValueError(
             f"policy.path: no {what} could be loaded from the folder {path} ({reason}): give the "
             "folder of a whole checkpoint, model and tokenizer."
@@ -319,6 +320,22 @@ def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:
     return {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
 
 
+def check_fits(
+    adapter: Adapter, slot: Mapping[str, torch.Tensor], *, problem: str, remedy: str
+) -> None:
+    """Raises ``ValueError`` where the names or a shape of an adapter are not those of its slot."""
+    if odd := sorted(adapter.keys() ^ slot.keys()):
+        raise ValueError(
+            f"{problem}: {len(odd)} names stand on one side only, such as {odd[0]!r}: {remedy}"
+        )
+    for name, values in slot.items():
+        if adapter[name].shape != values.shape:
+            raise ValueError(
+                f"{problem}: {name} has shape {list(adapter[name].shape)}, expected "
+                f"{list(values.shape)}: {remedy}"
+            )
+
+
 @torch.no_grad()
 def load_adapter_(parameters: dict[str, torch.nn.Parameter], adapter: Adapter) -> None:
     """Copies an adapter into the live parameters; optimizers stay bound to them.
@@ -326,18 +343,7 @@ def load_adapter_(parameters: dict[str, torch.nn.Parameter], adapter: Adapter) -
     Raises:
         ValueError: The names or a shape do not fit this model.
     """
-    if adapter.keys() != parameters.keys():
-        odd = sorted(adapter.keys() ^ parameters.keys())
-        raise ValueError(
-            f"the adapter does not fit the policy: {len(odd)} names stand on one side only, such "
-            f"as {odd[0]!r}: use the rank, target modules and base model it was made with."
-        )
-    for name, parameter in parameters.items():
-        if adapter[name].shape != parameter.shape:
-            raise ValueError(
-                f"the adapter does not fit the policy: {name} has shape "
-                f"{list(adapter[name].shape)}, expected {list(parameter.shape)}: "
-                "use the rank that it was made with."
-            )
+    remedy = "use the rank, target modules and base model that it was made with."
+    check_fits(adapter, parameters, problem="the adapter does not fit the policy", remedy=remedy)
     for name, parameter in parameters.items():
         parameter.copy_(adapter[name])

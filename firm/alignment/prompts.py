@@ -21,6 +21,8 @@ import torch
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
+from firm.federation.outside import first_line
+
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 logger = logging.getLogger(__name__)
@@ -208,7 +210,7 @@ def _open_dataset(name: str, folder: str, split: str) -> Any:
             return dataset[split]
         return datasets.load_dataset(name, data_dir=folder or None, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             f"no prompts at {name}: it is no file, and no dataset could be loaded ({reason}): "
             "give the path of a .jsonl file or a folder, or the name of a dataset within reach."

@@ -260,26 +260,11 @@ class Judges:
         """Returns the rewards [M, B] of scores; those of objectives that nobody judges stay 0."""
         if self.calibrations is None:
             return scores
-        judged = {name: self.calibrations[name] for name in objectives if name in self.reward_fns}
-        places = [objectives.index(name) for name in judged]
         rewards = scores.clone()
-        rewards[places] = normalize(scores[places], judged)
+        for j, name in enumerate(objectives):
+            if name in self.reward_fns:
+                rewards[j] = self.calibrations[name](scores[j])
         return rewards
-
-
-def normalize(scores: torch.Tensor, calibrations: Mapping[str, Calibration]) -> torch.Tensor:
-    """Returns the rewards of scores [M, B], whose calibrations are in the order of the rows.
-
-    Raises:
-        ValueError: There are more or fewer calibrations than rows.
-    """
-    if len(scores) != len(calibrations):
-        raise ValueError(
-            f"{len(scores)} rows of scores need one calibration each, got {len(calibrations)}: "
-            "calibrate every objective."
-        )
-    rows = zip(scores, calibrations.values(), strict=True)
-    return torch.stack([calibration(row) for row, calibration in rows])
 
 
 def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -27,6 +27,11 @@ def printable(text: object, *, max_length: int = 500) -> str:
     return escaped if len(escaped) <= max_length else escaped[: max_length - 1] + "…"
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def check_name(name: str, what: str) -> str:
     """Returns a name that may become part of a path, as it is.
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from firm.alignment.rewards import (
     Calibration,
+    Judges,
     calibrate,
     check_same,
-    normalize,
     reward_diagnostics,
     score,
 )
@@ -202,18 +202,17 @@ def test_calibrations_survive_being_written_down():
     assert calibrate("sigmoid", raw).to_dict().keys() == {"method", "mean", "scale", "num_samples"}
 
 
-def test_every_row_is_normalized_by_its_own_calibration():
+def test_every_row_is_mapped_by_its_own_calibration():
     raw = torch.tensor([[0.0, 1.0], [5.0, 10.0], [0.25, 7.0]])
     calibrations = {
         "a": Calibration("sigmoid"),
         "b": Calibration("minmax", low=0.0, high=10.0),
         "c": Calibration("none"),
     }
-    rewards = normalize(raw, calibrations)
+    judges = Judges(dict.fromkeys("abc", len), calibrations)
+    rewards = judges.rewards("abc", raw)
     assert rewards[0].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))])
     assert rewards[1:].tolist() == [[0.5, 1.0], [0.25, 7.0]]
-    with pytest.raises(ValueError, match="2 rows of scores need one calibration each, got 3"):
-        normalize(raw[:2], calibrations)
 
 
 def test_diagnostics_are_means_spreads_and_pearson_correlations():

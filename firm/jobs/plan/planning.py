@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Pretrai
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.federation import Processes
+from firm.federation.outside import first_line
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
@@ -46,7 +47,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         except (RuntimeError, AttributeError) as error:  # what depends on the tensors' content
             notes.append(
                 f"{cfg.policy.path}: no estimate of its memory without weights "
-                f"({_first_line(error)})."
+                f"({first_line(error)})."
             )
     rewards = {
         name: _reward_figures(reward, f"--{key}.path", notes)
@@ -92,14 +93,10 @@ def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | N
     except (OSError, ValueError) as error:
         notes.append(
             f"{path}: no config.json could be read, so what depends on this model is not shown "
-            f"({_first_line(error)}). That file alone is needed: put it into a folder and give "
+            f"({first_line(error)}). That file alone is needed: put it into a folder and give "
             f"{key} FOLDER."
         )
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:

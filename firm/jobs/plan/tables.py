@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from firm.jobs.plan.record import Plan, Table
+from firm.report import formats
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -24,14 +25,14 @@ def _model_table(plan: Plan) -> Table:
             ("parameters", f"{figures.num_parameters:,} in {plan.dtype}"),
             ("trainable", trainable),
             *((f"  {name}", f"{count:,}") for name, count in figures.trainable_by_module.items()),
-            ("adapter", f"{_size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
-            ("down, per client and round", _size(figures.bytes_down)),
-            ("up, per client and round", _size(figures.bytes_up)),
-            ("both, in all", _size(both)),
+            ("adapter", f"{formats.size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
+            ("down, per client and round", formats.size(figures.bytes_down)),
+            ("up, per client and round", formats.size(figures.bytes_up)),
+            ("both, in all", formats.size(both)),
         ]
     for name, reward in plan.rewards.items():
         count = reward.num_parameters
-        size = "" if count is None else f", {count:,} parameters, {_size(reward.num_bytes)}"
+        size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
     return Table("What would run", ("", ""), rows)
 
@@ -69,25 +70,25 @@ def _memory_tables(plan: Plan) -> Iterator[Table]:
         used = {plan.gradient_checkpointing: ", as configured"}
         sizes = plan.policy.bytes_by_dtype.items()
         rows = [
-            *((f"policy, {dtype}", _size(size)) for dtype, size in sizes),
-            ("adapter", _size(plan.policy.adapter_bytes)),
-            ("per client: critic, moments, saved states", _size(memory.learner)),
-            ("Jacobian [M, d]", _size(memory.jacobian)),
+            *((f"policy, {dtype}", formats.size(size)) for dtype, size in sizes),
+            ("adapter", formats.size(plan.policy.adapter_bytes)),
+            ("per client: critic, moments, saved states", formats.size(memory.learner)),
+            ("Jacobian [M, d]", formats.size(memory.jacobian)),
         ]
         for is_on, peak in memory.update.items():
             how = f"{'with' if is_on else 'without'} gradient checkpointing"
             rows += [
-                (f"update {how}{used.get(is_on, '')}", _size(peak)),
-                ("  of which kept for the backward pass", _size(memory.saved[is_on])),
+                (f"update {how}{used.get(is_on, '')}", formats.size(peak)),
+                ("  of which kept for the backward pass", formats.size(memory.saved[is_on])),
             ]
         rows += [
-            ("rollout: keys and values", _size(memory.cache)),
-            ("rollout: logits of the reply", _size(memory.scores)),
-            ("log-probabilities of a rollout", _size(memory.scoring)),
+            ("rollout: keys and values", formats.size(memory.cache)),
+            ("rollout: logits of the reply", formats.size(memory.scores)),
+            ("log-probabilities of a rollout", formats.size(memory.scoring)),
         ]
         yield Table("Memory of a process", ("", "bytes"), rows)
     by_device = sorted(plan.memory_by_device().items())
-    if rows := [(name, _size(size)) for name, size in by_device if size]:
+    if rows := [(name, formats.size(size)) for name, size in by_device if size]:
         yield Table("Memory by device, at the worst moment", ("", "bytes"), rows)
 
 
@@ -100,14 +101,6 @@ def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
     yield Table("Given by the paper", ("key", "value", "paper", "where", "equal"), rows)
     rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.source]
     yield Table("Not in the paper", ("key", "value"), rows)
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes in the largest unit of 1000 that leaves a number above 1."""
-    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
 
 
 def _text(value: Any) -> str:
