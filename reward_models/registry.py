@@ -232,11 +232,11 @@ def _import_installed(name: str) -> None:
     (offer,) = offers.select(name=name)
     try:
         with _all_or_no_names():
-            found = offer.load()
+            function = offer.load()
             if name not in REWARD_MODELS:
-                if not callable(found):
+                if not callable(function):
                     raise TypeError(f"{offer.value} is no function, and registers none of the name")
-                reward_model(name)(found)
+                reward_model(name)(function)
     except (Exception, SystemExit) as error:  # whatever another's module raises
         raise ValueError(
             f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "

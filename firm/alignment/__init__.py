@@ -33,7 +33,6 @@ from firm.alignment.policy import (
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
-from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import MultiObjectivePPOTrainer
 
 __all__ = [
@@ -54,7 +53,6 @@ __all__ = [
     "Replies",
     "RewardFn",
     "RolloutConfig",
-    "Rollouts",
     "calibrate",
     "check_context",
     "check_same",

@@ -93,7 +93,7 @@ class AlignmentClient(Client):
         judges: Reward functions of its own; the trainer's by default. Gradients of objectives that
             are not among them are zero.
         stream_name: By default `name`; equal for clients that are to be identical.
-        on_event: Told of progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
+        on_event: Called with progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
 
     capabilities = frozenset({"epochs"})

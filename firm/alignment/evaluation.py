@@ -50,13 +50,7 @@ def sample_replies(
 ) -> Replies:
     """Returns one sampled reply to each of N dialogues, with its KL from the base model.
 
-    Args:
-        model: The policy, in evaluation mode.
-        prompts: N dialogues.
-        tokenizer: The policy's, as `load_tokenizer` returns it.
-        prompt_format: How the policy reads a dialogue.
-        config: How to sample and where replies end.
-        reference: A context inside which `model` is the base model.
+    The model is in evaluation mode, and the base model inside the context `reference`.
     """
     queries = encode_dialogues(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
@@ -110,12 +104,9 @@ class Evaluation:
         return {name: values - base.scores[name] for name, values in self.scores.items()}
 
     def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
-        """Returns the row of `metrics.jsonl`.
+        """Returns the row of `metrics.jsonl`, with the paired change against the base model.
 
-        Args:
-            base: The base model's evaluation on the same prompts; gives the paired change.
-            round: Round after which the policy was evaluated, 0 for the base model.
-            split: "validation" or "test".
+        The round is the one after which the policy was evaluated, 0 for the base model.
         """
         kl, kl_error = mean_and_error(self.kl)
         return {
@@ -186,9 +177,8 @@ def evaluate(
         batch_size: Replies that are sampled at once.
 
     Raises:
-        ValueError: There are too few prompts for a standard error, a prompt comes twice, two
-            scores share a name, an objective has no calibration, or a score is not one finite
-            number per reply.
+        ValueError: There are too few prompts for a standard error, a prompt comes twice, two scores
+            share a name, an objective has no calibration, or a score is not finite.
     """
     extra_fns = extra_fns or {}
     if num_samples < 1 or batch_size < 1:
@@ -218,14 +208,15 @@ def evaluate(
         distinct_2=distinct(completions, 2),
         num_samples=num_samples,
         samples=[
-            {
-                "prompt": prompt,
-                "completion": completions[at],
-                "scores": {name: row[at].item() for name, row in scores.items()},
-            }
+            _sample(prompt, completions[at], {name: row[at] for name, row in scores.items()})
             for prompt, at in zip(prompts, range(0, len(asked), num_samples), strict=True)
         ],
     )
+
+
+def _sample(prompt: str, completion: str, scores: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    values = {name: score.item() for name, score in scores.items()}
+    return {"prompt": prompt, "completion": completion, "scores": values}
 
 
 def _check_measurable(

@@ -27,15 +27,14 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Returns a deep copy of everything that training changes."""
-        return _copied(
-            {
-                "estimator": self.estimator.state(),
-                "actor_optimizer": self.actor_optimizer.state_dict(),
-            }
-        )
+        state = {
+            "estimator": self.estimator.state(),
+            "actor_optimizer": self.actor_optimizer.state_dict(),
+        }
+        return _copied(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state()` gave; the given state stays untouched."""
+        """Restores what `state()` returned; the given state stays untouched."""
         state = _copied(state)
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         # checkpoints of earlier versions have the estimator's entries beside the optimizer's

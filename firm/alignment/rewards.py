@@ -58,9 +58,9 @@ def _called(name: str, reward_fn: RewardFn, prompts: list[str], completions: lis
     try:
         values = reward_fn(prompts=prompts, completions=completions)
         return asyncio.run(_result(values)) if inspect.isawaitable(values) else values
-    except (ProcessLost, TimeoutError):  # the engine's, who interrupts whatever is at work
+    except (ProcessLost, TimeoutError):  # the engine's, which interrupts whatever is at work
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a user's function raises ends in one line
         text = printable(" ".join(str(error).split()), max_length=300)
         raise ValueError(
             f"reward {name!r} raised {type(error).__name__}{f': {text}' if text else ''}; repair "
@@ -212,9 +212,12 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
 
 
 def check_same(
-    frozen: Mapping[str, Calibration], found: Mapping[str, Calibration], *, tolerance: float = 0.05
+    frozen: Mapping[str, Calibration],
+    measured: Mapping[str, Calibration],
+    *,
+    tolerance: float = 0.05,
 ) -> None:
-    """Checks that calibrations as they are now mean the rewards of those that were frozen.
+    """Checks that calibrations as they are measured now mean the rewards that were frozen.
 
     Figures may differ by `tolerance`, in units of the frozen map's width: replies may come out a
     little different on another machine.
@@ -226,7 +229,7 @@ def check_same(
         width = calibration.scale if calibration.method == "sigmoid" else 1.0
         if calibration.method == "minmax":
             width = calibration.high - calibration.low
-        now = found[name]
+        now = measured[name]
         for figure in ("mean", "scale", "low", "high"):
             was, is_now = getattr(calibration, figure), getattr(now, figure)
             if now.method != calibration.method or abs(was - is_now) > tolerance * width:
