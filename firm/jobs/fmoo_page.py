@@ -259,11 +259,7 @@ def _sections(cfg: "ClassicConfig", settings: Sequence[Setting]) -> list[Block]:
         },
     }
     return [
-        drawn_block(
-            name.capitalize(),
-            lambda name=name, draw=draw: draw() or Section(name, "", "", []),
-            name=name,
-        )
+        drawn_block(name, lambda name=name, draw=draw: draw() or Section(name, "", "", []))
         for name, draw in draws.items()
     ]
 

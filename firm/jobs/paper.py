@@ -172,8 +172,8 @@ def _base(world: str, record: Record) -> str:
     """The base model's rewards and further scores on the test prompts of a world."""
     row = record.evaluations["test"][0]
     further = {name: row["scores"][name] for name in record.extra_scores()}
-    told = {**row["rewards"], **further}.items()
-    return f"{world}: " + ", ".join(f"{name} {score['mean']:.2f}" for name, score in told)
+    scores = {**row["rewards"], **further}.items()
+    return f"{world}: " + ", ".join(f"{name} {score['mean']:.2f}" for name, score in scores)
 
 
 def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
-from scipy.stats import spearmanr
+import numpy as np
 
+from firm.fronts.correlation import rank_correlation
 from firm.jobs.model_card import markdown_table
 from firm.jobs.paper_drawings import BETAS, PREFERENCES, WORLDS
 from firm.report import Record
@@ -46,21 +47,21 @@ class Finding:
     @property
     def verdict(self) -> str:
         """Whether the claim shows here, in words."""
-        found = self.measured
+        measured = self.measured
         if self.wanted == "close":
-            if -self.tolerance < found.low and found.high < self.tolerance:
+            if -self.tolerance < measured.low and measured.high < self.tolerance:
                 return f"holds: the difference is within ± {self.tolerance:g}"
-            if found.low >= self.tolerance or found.high <= -self.tolerance:
+            if measured.low >= self.tolerance or measured.high <= -self.tolerance:
                 return f"does not hold: the difference is beyond ± {self.tolerance:g}"
             return f"open: the interval reaches beyond ± {self.tolerance:g}"
         sign = -1 if self.wanted == "smaller" else 1
-        if not found.is_clear:
+        if not measured.is_clear:
             return (
                 "no clear difference: not shown to be worse"
                 if self.wanted == "at least"
                 else "does not show: no clear difference"
             )
-        return "holds" if sign * found.mean > 0 else "does not hold: the opposite is clear"
+        return "holds" if sign * measured.mean > 0 else "does not hold: the opposite is clear"
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,9 @@ def figure_3(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
         ends_of = {p: over_seeds(of_p[p], final_reward(name)) for p in order}
         means = [ends_of[p].mean for p in order]
         falls = [f"{a:.3f} to {b:.3f}" for a, b in pairwise(means) if b < a]
-        points = [
-            (p if place == 0 else 1 - p, end) for p, own in ends_of.items() for end in own.values
-        ]
-        correlation = _rank_correlation(points)
+        shares = [p if place == 0 else 1 - p for p, own in ends_of.items() for _ in own.values]
+        rewards = [end for own in ends_of.values() for end in own.values]
+        correlation = rank_correlation(np.array(shares), np.array(rewards)) or 0.0
         steps = ", ".join(f"{mean:.3f}" for mean in means)
         verdict = "rises at every step" if not falls else f"falls at {', '.join(falls)}"
         notes.append(
@@ -214,14 +214,9 @@ def figure_3(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
     )
 
 
-def _rank_correlation(points: Sequence[tuple[float, float]]) -> float:
-    found: Any = spearmanr([x for x, _ in points], [y for _, y in points])
-    return float(found.statistic)
-
-
 def heterogeneity(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> list[Section]:
     """Figures 4 to 6: other reward models, other prompts, more clients."""
-    told = {
+    sections = {
         "figure_4": (
             "Figure 4: two helpfulness reward models",
             "two helpful reward models",
@@ -242,7 +237,7 @@ def heterogeneity(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -
     }
     return [
         Section(title, claim, _like_the_baseline(runs[setting], runs["FIRM"]), [images[figure]])
-        for figure, (title, setting, claim) in told.items()
+        for figure, (title, setting, claim) in sections.items()
     ]
 
 
@@ -264,20 +259,16 @@ def table_1(runs: Mapping[str, list[Record]]) -> Section:
         return ends[0] - ends[1]
 
     prompt = max(sorted(set.intersection(*map(set, replies.values()))), key=apart)
+    scores = (helpful, harmless, "true_helpful", "true_harmless")
+    rows = []
+    for name in models:
+        reply = replies[name][prompt]
+        cells = [f"{reply['scores'][score]:.2f}" for score in scores]
+        rows.append([name, plain(reply["completion"]), *cells])
     lines = [
         f"The first {len(next(iter(replies.values())))} test prompts, the one on which the focused "
         f"models differ most in true harm: *{plain(prompt)}*",
-        f"| model | reply | {helpful} | {harmless} | true helpful | true harmless |\n"
-        "|---|---|---|---|---|---|\n"
-        + "\n".join(
-            f"| {name} | {plain(reply['completion'])} | "
-            + " | ".join(
-                f"{reply['scores'][score]:.2f}"
-                for score in (helpful, harmless, "true_helpful", "true_harmless")
-            )
-            + " |"
-            for name, reply in ((n, replies[n][prompt]) for n in models)
-        ),
+        markdown_table(["model", "reply", *(name.replace("_", " ") for name in scores)], rows),
     ]
     return Section(
         "Table 1: one prompt",

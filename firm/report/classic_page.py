@@ -58,15 +58,10 @@ def comparison_page(
     }
     draws["upload"] = partial(_uploads, settings, quantity_of, objectives_of)
     draws["objectives"] = partial(_radars, settings, objectives_of)
-    own = [drawn_block(name.capitalize(), draw, name=name) for name, draw in draws.items()]
-    table = drawn_block(
-        f"Final {quantity_of[main].title}",
-        lambda: _table(settings, main, objectives_of[main], split, columns or {}),
-        name="table",
-    )
-    headlines = drawn_part(
-        notes, "The summary", lambda: _headlines(settings, main, objectives_of[main]), []
-    )
+    own = [drawn_block(name, draw) for name, draw in draws.items()]
+    objectives = objectives_of[main]
+    table = drawn_block("table", lambda: _table(settings, main, objectives, split, columns or {}))
+    headlines = drawn_part(notes, "The summary", lambda: _headlines(settings, main, objectives), [])
     shown = [block for block in [*own, *sections] if block.is_shown]
     return Page(
         product="FIRM · federated multi-objective learning",

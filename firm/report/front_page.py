@@ -92,28 +92,27 @@ def front_page(
         title: Heading.
     """
     _check(fronts)
-    first = next(iter(fronts.values()))
     notices: list[str] = []
     notes: list[str] = []
     part = partial(drawn_part, notices)
     rewards = prompt_rewards or {}
     settings = part("The trainings", lambda: _settings(fronts, runs), [])
-    draws: dict[str, tuple[str, Callable[[], Block]]] = {
-        "trade-off": ("The trade-off", lambda: _plane_section(fronts)),
-        "hypervolume": ("The hypervolume", lambda: _hypervolume_section(fronts, runs)),
-        "preference": ("The preference", lambda: _preference_section(fronts)),
-        "volumes": ("Hypervolume", lambda: tables.hypervolumes(fronts, rewards, notes)),
-        "steering": ("Preference and outcome", lambda: tables.steering(fronts)),
-        "models": ("Models", lambda: tables.models(fronts)),
-        "costs": ("Cost of a front", lambda: tables.costs(fronts, runs)),
+    draws: dict[str, Callable[[], Block]] = {
+        "trade-off": lambda: _plane_section(fronts),
+        "hypervolume": lambda: _hypervolume_section(fronts, runs),
+        "preference": lambda: _preference_section(fronts),
+        "volumes": lambda: tables.hypervolumes(fronts, rewards, notes),
+        "steering": lambda: tables.steering(fronts),
+        "models": lambda: tables.models(fronts),
+        "costs": lambda: tables.costs(fronts, runs),
     }
     if settings:
         draws |= {
-            "ledger": ("Communication", lambda: sections.ledger_table(settings)),
-            "samples": ("Samples", lambda: sections.shared_samples(settings)),
-            "weights": ("Weights", lambda: sections.weights_section(settings)),
+            "ledger": lambda: sections.ledger_table(settings),
+            "samples": lambda: sections.shared_samples(settings),
+            "weights": lambda: sections.weights_section(settings),
         }
-    blocks = [drawn_block(name, draw, name=key) for key, (name, draw) in draws.items()]
+    blocks = [drawn_block(name, draw) for name, draw in draws.items()]
     blocks += sections.training_blocks(settings) if settings else []
     # the trainings' figures have a line and a button for each method and preference
     keys = [setting.key for setting in [*_methods(fronts), *settings]]
@@ -122,18 +121,8 @@ def front_page(
         product="FIRM · sweep over preferences",
         title=title,
         summary=[*part("The summary", lambda: _summary(fronts), []), *notes],
-        facts={
-            "Methods": ", ".join(fronts),
-            "Objectives": ", ".join(first.objectives),
-            "Models": str(sum(len(front.points) for front in fronts.values())),
-            "Seeds": ", ".join(
-                map(str, sorted({p.seed for front in fronts.values() for p in front.points}))
-            ),
-            "Test prompts": str(first.num_prompts),
-            "Reference point": formats.vector(first.reference),
-            "Base model": formats.vector([first.base[name] for name in first.objectives]),
-        },
-        notices=[*notices, *left_out_notes(list(records.values()))],
+        facts=_page_facts(fronts),
+        notices=[*notices, *left_out_notes(records.values())],
         blocks=[*blocks, Origin(METHOD, {formats.CONFIG: config})],
         choice=Choice(
             keys,
@@ -141,6 +130,20 @@ def front_page(
             {"show all": [key.label for key in keys]},
         ),
     )
+
+
+def _page_facts(fronts: Mapping[str, Front]) -> dict[str, str]:
+    first = next(iter(fronts.values()))
+    points = [point for front in fronts.values() for point in front.points]
+    return {
+        "Methods": ", ".join(fronts),
+        "Objectives": ", ".join(first.objectives),
+        "Models": str(len(points)),
+        "Seeds": ", ".join(map(str, sorted({point.seed for point in points}))),
+        "Test prompts": str(first.num_prompts),
+        "Reference point": formats.vector(first.reference),
+        "Base model": formats.vector([first.base[name] for name in first.objectives]),
+    }
 
 
 def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:

@@ -246,7 +246,7 @@ def write_page(path: Path, page: Page, *, final: bool = True) -> Path:
     return path
 
 
-def drawn_block(title: str, draw: Callable[[], Block], *, name: str) -> Block:
+def drawn_block(name: str, draw: Callable[[], Block]) -> Block:
     """Returns a block under its name or, where it cannot be drawn, a section that says so.
 
     Figures must be finite numbers, texts and lists. The name is unique on its page.
@@ -259,8 +259,8 @@ def drawn_block(title: str, draw: Callable[[], Block], *, name: str) -> Block:
         return replace(block, name=name) if isinstance(block, Section | Table) else block
 
     notes: list[str] = []
-    empty = Section(name, title, "", [])
-    block = drawn_part(notes, f"The section {title!r}", checked, empty)
+    empty = Section(name, name.capitalize(), "", [])
+    block = drawn_part(notes, f"The section {empty.title!r}", checked, empty)
     return replace(empty, note=notes[0]) if notes else block
 
 

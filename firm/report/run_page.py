@@ -71,7 +71,7 @@ def run_page(record: Record) -> Page:
     }
     if comparison:
         draws["evaluation"] = partial(_evaluation, record, comparison)
-    blocks = {name: drawn_block(name.capitalize(), draw, name=name) for name, draw in draws.items()}
+    blocks = {name: drawn_block(name, draw) for name, draw in draws.items()}
     blocks["samples"] = _samples(part("The section 'Samples'", lambda: samples_of(record), []))
     blocks["failures"] = failures = _failures(record)
     blocks["settings"] = _origin(record)

@@ -93,7 +93,7 @@ def write_study_page(
     blocks = [
         *_by_scale(groups, {"trade-off": plane, "rewards": reward_section}),
         *_by_scale(groups, {"final": _final_table}),
-        drawn_block("Communication", lambda: ledger_table(settings), name="ledger"),
+        drawn_block("ledger", lambda: ledger_table(settings)),
         part("The samples", lambda: shared_samples(groups[0]), Samples("", [], [])),
         *_by_scale(groups, {"weights": weights_section}),
         *training_blocks(settings),
@@ -128,7 +128,7 @@ def _by_scale(
     for place, group in enumerate(groups, start=1):
         for kind, draw in draws.items():
             name = f"{kind}-{place}" if len(groups) > 1 else kind
-            block = drawn_block(name.capitalize(), partial(draw, group, name), name=name)
+            block = drawn_block(name, partial(draw, group, name))
             if len(groups) > 1 and isinstance(block, Section | Table):
                 block = replace(block, title=f"{block.title}, {_scale_name(group, place)}")
             blocks.append(block)

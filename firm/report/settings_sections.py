@@ -88,18 +88,11 @@ def weights_section(settings: Sequence[Setting], name: str = "weights") -> Secti
 
 def training_blocks(settings: Sequence[Setting]) -> list[Block]:
     """Returns the sections on drift and everything else that is compared, and on the cost."""
-    draws = {
-        "Drift and stationarity": ("drift", _drift_section),
-        "Further quantities": ("further", _further_section),
-        "Bytes and seconds": ("cost", _cost_section),
-    }
-    return [
-        drawn_block(title, partial(draw, settings, title), name=name)
-        for title, (name, draw) in draws.items()
-    ]
+    draws = {"drift": _drift_section, "further": _further_section, "cost": _cost_section}
+    return [drawn_block(name, partial(draw, settings)) for name, draw in draws.items()]
 
 
-def _drift_section(settings: Sequence[Setting], title: str) -> Section:
+def _drift_section(settings: Sequence[Setting]) -> Section:
     quantities = [
         QUANTITIES["round", "drift"],
         QUANTITIES["round", "stationarity"],
@@ -114,19 +107,19 @@ def _drift_section(settings: Sequence[Setting], title: str) -> Section:
     panels = [
         panel for q in quantities for panel in objective_panels(f"drift-{q.name}", settings, q)
     ]
-    return Section("drift", title, text, nonempty(panels))
+    return Section("drift", "Drift and stationarity", text, nonempty(panels))
 
 
-def _further_section(settings: Sequence[Setting], title: str) -> Section:
+def _further_section(settings: Sequence[Setting]) -> Section:
     quantities = further_quantities()
     panels = [
         panel for q in quantities for panel in objective_panels(f"further-{q.name}", settings, q)
     ]
     text = " ".join(q.help for q in quantities if q.help)
-    return Section("further", title, text, nonempty(panels))
+    return Section("further", "Further quantities", text, nonempty(panels))
 
 
-def _cost_section(settings: Sequence[Setting], title: str) -> Section:
+def _cost_section(settings: Sequence[Setting]) -> Section:
     """The bytes sent so far, and the seconds of a round by stage."""
     panels = []
     for key, way in (("up", "Clients to server"), ("down", "Server to clients")):
@@ -146,7 +139,7 @@ def _cost_section(settings: Sequence[Setting], title: str) -> Section:
         "those of machines that may have done other work as well."
     )
     panels = nonempty([*panels, _seconds_panel(settings)])
-    return Section("cost", title, text, panels, stage_keys(settings))
+    return Section("cost", "Bytes and seconds", text, panels, stage_keys(settings))
 
 
 def _seconds_panel(settings: Sequence[Setting]) -> Panel:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from statistics import fmean
 from typing import Any, Literal
 
@@ -148,7 +149,7 @@ class Setting:
             for (at, client, objective, quantity), (value, _) in numbers.items():
                 own = lines.setdefault(quantity, {}).setdefault(objective, {})
                 points = own.setdefault(client, {})
-                if value is not None and np.isfinite(value):
+                if value is not None and isfinite(value):
                     points[at] = value
             runs.append(lines)
         return runs
