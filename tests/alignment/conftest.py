@@ -147,7 +147,14 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
     """A trainer of the tiny policy: 3 local steps of 3 epochs and 2 minibatches."""
 
     def make(
-        *, rewards, estimator="ppo", value_model=None, dropout=0.0, policy=None, **changes
+        *,
+        rewards,
+        estimator="ppo",
+        value_model=None,
+        dropout=0.0,
+        policy=None,
+        num_rounds=3,
+        **changes,
     ) -> MultiObjectivePPOTrainer:
         config = {
             "batch_size": 16,
@@ -166,7 +173,7 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
             policy=policy or make_policy(dropout=dropout),
             tokenizer=tokenizer,
             reward_fns=rewards,
-            num_rounds=3,
+            num_rounds=num_rounds,
             train_dataset=prompt_dataset,
             value_model=value_model,
             seed=3,
