@@ -1,14 +1,10 @@
 """Figures of the classic wing: what is drawn is what was measured."""
 
 import json
-import re
-from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 
-import firm.report
 from firm.report.classic_figures import (
     Outcome,
     points_panel,
@@ -20,8 +16,8 @@ from firm.report.classic_figures import (
 from firm.report.drawing import INK, NUM_BANDS, Key, Panel, Series
 from firm.report.tables import Setting, quantity_panel, series_of
 from firm.run.quantities import Quantity
+from tests.figures import assert_colours_are_defined, assert_plotly_accepts, lines
 
-STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
 LEFT = ("accuracies", "left")
 
 
@@ -49,15 +45,6 @@ def series(xs, means, *, ses=None, name="FedCMOO"):
 
 def outcome(preference, losses, *, name="FedCMOO-Pref"):
     return Outcome(algorithm(name=name).key, preference, np.array(losses))
-
-
-def lines(panel):
-    """Trace name -> points of the lines of a panel, its bands and rays left out."""
-    return {
-        trace["name"]: list(zip(trace["x"], trace["y"], strict=True))
-        for trace in panel.figure["data"]
-        if trace.get("hoverinfo") != "skip"
-    }
 
 
 def band(panel):
@@ -289,22 +276,12 @@ def test_users_who_are_all_equal_have_a_histogram():
 
 
 def test_plotly_accepts_every_figure():
-    panels = every_panel()
-    for panel in panels:
-        go.Figure(panel.figure)
-    assert len({panel.name for panel in panels}) == len(panels)
+    assert_plotly_accepts(every_panel())
 
 
 def test_every_colour_is_defined_for_light_and_dark():
-    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
-    drawn = json.dumps([panel.figure for panel in every_panel()], allow_nan=False)
-    drawn += "".join(algorithm(color=color).key.color for color in range(8))
-    used = set(re.findall(r"var\((--[\w-]+)\)", drawn))
-    assert "--objective-3" in used
-    for name in used:
-        assert f"{name}: #" in light
-        assert f"{name}: #" in dark
-    assert not re.findall(r'"#[0-9a-fA-F]{3,8}"', drawn)
+    algorithms = (algorithm(color=color).key.color for color in range(8))
+    assert_colours_are_defined(every_panel(), *algorithms)
 
 
 def test_names_cannot_bring_markup_into_a_figure():

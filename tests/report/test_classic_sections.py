@@ -16,6 +16,7 @@ from firm.report.classic_sections import (
 )
 from firm.report.tables import Setting
 from firm.run.quantities import QUANTITIES
+from tests.figures import lines
 
 NAN = float("nan")
 
@@ -51,15 +52,6 @@ def users(*accuracies, at=0):
         "round": at,
         "losses": {"a": 1.0},
         "users": {f"user {place}": value for place, value in enumerate(accuracies)},
-    }
-
-
-def lines(panel):
-    """Trace name -> points, without bands and rays."""
-    return {
-        trace["name"]: list(zip(trace["x"], trace["y"], strict=True))
-        for trace in panel.figure["data"]
-        if trace.get("hoverinfo") != "skip"
     }
 
 

@@ -1,23 +1,19 @@
 import json
-import re
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
-import plotly.graph_objects as go
 import pytest
 
-import firm.report
 from firm.report import read_record
 from firm.report import run_figures as figures
 from firm.report.drawing import INK, Key, curve, rounds_figure
 from firm.report.formats import number
 from firm.report.run_figures import trade_off_planes
 from firm.report.tables import Setting
+from tests.figures import assert_colours_are_defined, assert_plotly_accepts
 from tests.runs import edit_rows, read_rows
 
 SECTIONS = ("scores", "diagnostics", "weights", "gradients", "training", "further")
-STYLE = Path(firm.report.__file__).with_name("style.css").read_text()
 
 
 def traces(panels, name):
@@ -275,24 +271,14 @@ def test_every_stage_of_a_local_step_has_its_own_colour(make_run):
 
 def test_every_colour_is_defined_for_light_and_dark(make_run):
     record = read_record(make_run(objectives=("a", "b", "c", "d"), num_clients=16))
-    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
-    drawn = json.dumps([panel.figure for panel in every_figure(record)])
-    used = set(re.findall(r"var\((--[\w-]+)\)", drawn))
-    assert "--objective-3" in used
-    for name in used:
-        assert f"{name}: #" in light
-        assert f"{name}: #" in dark
-    assert not re.findall(r'"#[0-9a-fA-F]{3,8}"', drawn)
+    assert_colours_are_defined(every_figure(record))
 
 
 @pytest.mark.parametrize("num_objectives", [1, 2, 3, 4])
 def test_plotly_accepts_every_figure(make_run, num_objectives):
     objectives = ("a", "b", "c", "d")[:num_objectives]
     record = read_record(make_run(objectives=objectives))
-    panels = every_figure(record)
-    for panel in panels:
-        go.Figure(panel.figure)
-    assert len({panel.name for panel in panels}) == len(panels)
+    assert_plotly_accepts(every_figure(record))
     pairs = num_objectives * (num_objectives - 1) // 2
     assert len(trade_off_planes(record)) == max(pairs, 1)
 
