@@ -86,6 +86,28 @@ def new_plugins() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The line in which a command ends with exit code 2, all that it prints.
+
+    Called with the function and what it takes; the words of a command line may be of any type.
+    """
+
+    def line_of(call: Callable[..., object], *arguments: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            call(*([*map(str, each)] if isinstance(each, list) else each for each in arguments))
+        assert end.value.code == 2
+        printed = capsys.readouterr()
+        lines = printed.err.splitlines()
+        assert len(lines) == 1, printed.err
+        assert lines[0].startswith("error: ")
+        assert not printed.out
+        return lines[0]
+
+    return line_of
+
+
 @pytest.fixture(scope="session")
 def firm_data() -> Path:
     """The folder of real data that FIRM_DATA names; skips, saying so, without it."""

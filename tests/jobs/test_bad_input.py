@@ -82,19 +82,6 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def line_of(capsys, call: Callable[[], object]) -> str:
-    """The line in which a call ends with exit code 2."""
-    with pytest.raises(SystemExit) as stop:
-        call()
-    assert stop.value.code == 2
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert len(lines) == 1, printed.err
-    assert lines[0].startswith("error: ")
-    assert not printed.out
-    return lines[0]
-
-
 def recipe(*arguments: object) -> None:
     run_cli(main, AlignmentConfig, ["--config", str(SMOKE), *map(str, arguments)])
 
@@ -353,30 +340,30 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_ends_in_one_line_and_nothing_is_written(case, files, tmp_path, capsys):
+def test_bad_input_ends_in_one_line_and_nothing_is_written(case, files, tmp_path, refusal):
     arguments, messages = CASES[case]
     arguments = [argument.replace("FILES", str(files)) for argument in arguments]
-    line = line_of(capsys, lambda: recipe("--out", tmp_path / "runs/a", *arguments))
+    line = refusal(recipe, "--out", tmp_path / "runs/a", *arguments)
     for message in messages:
         assert message.replace("FILES", str(files)) in line
     assert contents(tmp_path) == {}
 
 
-def test_an_incompatible_adapter_ends_in_one_line_and_nothing_is_written(files, tmp_path, capsys):
+def test_an_incompatible_adapter_ends_in_one_line_and_nothing_is_written(files, tmp_path, refusal):
     arguments = ["--adapters", f"[{files}/adapter]", "--policy.path", POLICY]
     arguments += ["--out", str(tmp_path / "out")]
-    line = line_of(capsys, lambda: evaluate.cli(arguments))
+    line = refusal(evaluate.cli, arguments)
     assert f"the adapter in {files}/adapter does not fit {POLICY}" in line
     assert "use the base model that it was made for" in line
     assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("parent", ["a regular file", "/proc"])
-def test_a_place_without_write_permission_ends_in_one_line(parent, tmp_path, capsys):
+def test_a_place_without_write_permission_ends_in_one_line(parent, tmp_path, refusal):
     (tmp_path / "a regular file").write_text("mine")
     before = contents(tmp_path)
     out = tmp_path / parent / "runs/a"  # an absolute parent outranks tmp_path
-    line = line_of(capsys, lambda: recipe("--out", out))
+    line = refusal(recipe, "--out", out)
     assert f"the run directory {out} cannot be written" in line
     assert "choose another path" in line
     assert contents(tmp_path) == before
@@ -457,7 +444,7 @@ def run_config(path: Path) -> dict:
 
 
 @pytest.mark.parametrize("case", RUN_CASES)
-def test_a_run_directory_that_cannot_be_used_ends_in_one_line_and_stays(case, tmp_path, capsys):
+def test_a_run_directory_that_cannot_be_used_ends_in_one_line_and_stays(case, tmp_path, refusal):
     damage, arguments, messages = RUN_CASES[case]
     path = tmp_path / "run"
     run = Run.create(path, run_config(path))
@@ -467,7 +454,7 @@ def test_a_run_directory_that_cannot_be_used_ends_in_one_line_and_stays(case, tm
     run.close()
     writer = damage(run)
     before = contents(tmp_path)
-    line = line_of(capsys, lambda: recipe("--out", path, *arguments))
+    line = refusal(recipe, "--out", path, *arguments)
     if writer:
         writer.close()
     for message in messages:

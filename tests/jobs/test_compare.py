@@ -223,22 +223,11 @@ def test_replies_can_be_compared_without_any_reward(run, tmp_path):
     }  # fmt: skip
 
 
-def error_of(capsys, *arguments: object) -> str:
-    """The one line in which a command ends."""
-    with pytest.raises(SystemExit) as stop:
-        cli([*map(str, arguments)])
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    return lines[0]
-
-
 def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
-    run, copied, tmp_path, capsys
+    run, copied, tmp_path, refusal
 ):
     runs = f"[{run}, {with_other_calibration(copied('shifted'))}]"
-    error = error_of(capsys, "--runs", runs, "--out", tmp_path / "out")
+    error = refusal(cli, ["--runs", runs, "--out", tmp_path / "out"])
     assert "the map of 'brevity' to [0, 1]" in error
     assert "mean 0.25" in error
     assert "--calibrated false" in error
@@ -253,13 +242,13 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
     [(f"path: {POLICY}", "path: other/policy", "policy.path"), ("name: hh", "name: plain", "name")],
 )
 def test_runs_of_other_base_policies_are_refused_by_name(
-    run, copied, tmp_path, capsys, old, new, key
+    run, copied, tmp_path, refusal, old, new, key
 ):
     other = copied("other")
     config = (other / "config.yaml").read_text()
     assert old in config
     (other / "config.yaml").write_text(config.replace(old, new, 1))
-    error = error_of(capsys, "--runs", f"[{run}, {other}]", "--out", tmp_path / "out")
+    error = refusal(cli, ["--runs", f"[{run}, {other}]", "--out", tmp_path / "out"])
     assert key in error
     assert new.partition(": ")[2] in error
     assert not (tmp_path / "out").exists()
@@ -343,11 +332,11 @@ def huge_rank(run: Path) -> None:
     ],
 )
 def test_an_adapter_that_does_not_fit_ends_in_one_line_with_nothing_written(
-    run, copied, breaks, message, tmp_path, capsys
+    run, copied, breaks, message, tmp_path, refusal
 ):
     broken = copied("broken")
     breaks(broken)
-    error = error_of(capsys, "--runs", f"[{run}, {broken}]", "--out", tmp_path / "out")
+    error = refusal(cli, ["--runs", f"[{run}, {broken}]", "--out", tmp_path / "out"])
     assert message in error
     assert "broken" in error
     assert not (tmp_path / "out").exists()
@@ -380,14 +369,16 @@ def test_the_same_model_in_another_place_is_allowed_when_said(run, copied, tmp_p
         (["--runs", "[RUN]", "--prompts.source", "no.jsonl"], "no.jsonl"),
     ],
 )
-def test_bad_input_ends_in_one_line_with_nothing_written(run, arguments, message, tmp_path, capsys):
+def test_bad_input_ends_in_one_line_with_nothing_written(
+    run, arguments, message, tmp_path, refusal
+):
     arguments = [argument.replace("RUN", str(run)) for argument in arguments]
-    assert message in error_of(capsys, *arguments, "--out", tmp_path / "out")
+    assert message in refusal(cli, [*arguments, "--out", tmp_path / "out"])
     assert not (tmp_path / "out").exists()
 
 
-def test_results_are_never_mixed_with_what_is_there(run, tmp_path, capsys):
+def test_results_are_never_mixed_with_what_is_there(run, tmp_path, refusal):
     (tmp_path / "note.txt").write_text("mine")
-    error = error_of(capsys, "--runs", f"[{run}]", "--out", tmp_path)
+    error = refusal(cli, ["--runs", f"[{run}]", "--out", tmp_path])
     assert "not empty; choose another --out" in error
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]

@@ -352,13 +352,8 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (["--algorithms", "{/a: {strategy: {name: fedcmoo}}}"], "must be the name of a folder"),
     ],
 )
-def test_bad_input_ends_in_one_line(arguments, message, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        cli(["--out", str(tmp_path / "out"), *arguments])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_input_ends_in_one_line(arguments, message, refusal, tmp_path):
+    assert message in refusal(cli, ["--out", str(tmp_path / "out"), *arguments])
 
 
 def test_nobody_else_can_enter_a_study(study):
@@ -366,10 +361,9 @@ def test_nobody_else_can_enter_a_study(study):
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_study_is_never_overwritten(study, capsys):
-    with pytest.raises(SystemExit):
-        cli(["--out", str(study), "--algorithms", "{firm: {strategy: {name: firm}}}"])
-    assert "firm" in capsys.readouterr().err
+def test_a_study_is_never_overwritten(study, refusal):
+    one = ["--algorithms", "{firm: {strategy: {name: firm}}}"]
+    assert "firm" in refusal(cli, ["--out", str(study), *one])
 
 
 def test_rounds_have_no_figures_that_the_page_would_take_for_evaluations(tmp_path):

@@ -176,7 +176,7 @@ def test_no_checkpoint_depends_on_held_out_rows(tmp_path):
     ],
 )
 def test_bad_input_ends_in_code_2_and_one_line_and_leaves_nothing_behind(
-    tmp_path, capsys, arguments, message
+    tmp_path, refusal, arguments, message
 ):
     row = {"prompt": "p", "chosen": "c", "kind": "k"}
     (tmp_path / "bad.jsonl").write_text(json.dumps(row))
@@ -184,12 +184,9 @@ def test_bad_input_ends_in_code_2_and_one_line_and_leaves_nothing_behind(
     (tmp_path / "policy.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     places = {name: tmp_path / f"{name}.jsonl" for name in ("bad", "policy")}
     arguments = [argument.format(**places) for argument in arguments]
-    with pytest.raises(SystemExit) as ended:
-        run_cli(main, BuildConfig, command_line(tmp_path / "out", *arguments))
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+    assert message in refusal(
+        run_cli, main, BuildConfig, command_line(tmp_path / "out", *arguments)
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -144,10 +144,8 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch
 
 
-def test_processes_per_client_that_do_not_divide_are_refused(command_line, runs, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_cli(main, AlignmentConfig, command_line("odd", "--processes_per_client", "2"))
-    assert end.value.code == 2
+def test_processes_per_client_that_do_not_divide_are_refused(command_line, runs, refusal):
+    arguments = command_line("odd", "--processes_per_client", "2")
     message = "processes_per_client must divide the number of processes, got 2 and 1"
-    assert message in capsys.readouterr().err
+    assert message in refusal(run_cli, main, AlignmentConfig, arguments)
     assert not (runs / "odd").exists()

@@ -63,13 +63,10 @@ def serve(front: Path, want: str, *arguments: object) -> Path:
     return main(parse(ServeConfig, given))
 
 
-def refused(capsys, *arguments: object) -> str:
+@pytest.fixture
+def refused(refusal):
     """The one line that a command line ends with."""
-    with pytest.raises(SystemExit) as stopped:
-        run_cli(main, ServeConfig, [*map(str, arguments)])
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+    return lambda *arguments: refusal(run_cli, main, ServeConfig, [*arguments])
 
 
 def printed_command(text: str, what: str) -> list[str]:
@@ -164,36 +161,36 @@ def test_a_front_without_its_runs_still_serves_with_the_base_model_s_name(front,
         ("", "pairs name=share"),
     ],
 )
-def test_a_wish_that_is_none_ends_in_a_line(want, reason, front, capsys):
-    assert reason in refused(capsys, "--front", front, "--want", want)
+def test_a_wish_that_is_none_ends_in_a_line(want, reason, front, refused):
+    assert reason in refused("--front", front, "--want", want)
 
 
 def test_pairs_stand_in_any_order():
     assert parse_want("b=1, a=3", ["a", "b"]) == parse_want("a=3.0,b=1.0", ["a", "b"]) == [3, 1]
 
 
-def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, capsys):
+def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, refused):
     want, sweep = ("--want", "brevity=0.7,positivity=0.3"), front.parent
-    assert "there is no file" in refused(capsys, "--front", tmp_path / "none.json", *want)
-    assert f"such as {front}" in refused(capsys, "--front", sweep, *want)
+    assert "there is no file" in refused("--front", tmp_path / "none.json", *want)
+    assert f"such as {front}" in refused("--front", sweep, *want)
     (tmp_path / "odd.json").write_text("{}")
-    assert "holds no front" in refused(capsys, "--front", tmp_path / "odd.json", *want)
-    assert "add --merge" in refused(capsys, "--front", front, *want, "--out", tmp_path / "merged")
+    assert "holds no front" in refused("--front", tmp_path / "odd.json", *want)
+    assert "add --merge" in refused("--front", front, *want, "--out", tmp_path / "merged")
 
     taken = tmp_path / "taken"
     taken.mkdir()
     merge = (*want, "--merge", "--out", taken)
-    assert "choose another --out" in refused(capsys, "--front", front, *merge)
+    assert "choose another --out" in refused("--front", front, *merge)
     assert not any(taken.iterdir())
 
     (sweep / "points/middle/adapter/adapter_model.safetensors").unlink()
     merge = (*want, "--merge", "--out", tmp_path / "merged")
-    assert "the adapter of middle is gone" in refused(capsys, "--front", front, *merge)
-    assert "the adapter of middle is gone" in refused(capsys, "--front", front, *want)
+    assert "the adapter of middle is gone" in refused("--front", front, *merge)
+    assert "the adapter of middle is gone" in refused("--front", front, *want)
     assert not (tmp_path / "merged").exists()
 
 
-def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, capsys):
+def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, refused):
     path = front.parent / "points/high/adapter/adapter_config.json"
     settings = json.loads(path.read_text())
     settings["target_modules"].reverse()  # peft keeps them in a set
@@ -201,24 +198,24 @@ def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, capsys):
     arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
     serve(front, "brevity=0.7,positivity=0.3", "--merge", "--out", tmp_path / "fine")
     path.write_text(json.dumps(settings | {"lora_alpha": 1}))
-    assert "lora_alpha" in refused(capsys, *arguments, "--out", tmp_path / "merged")
+    assert "lora_alpha" in refused(*arguments, "--out", tmp_path / "merged")
     path.write_text(json.dumps(settings))
     weights = front.parent / "points/high/adapter/adapter_model.safetensors"
     save_file({"other": torch.zeros(2)}, weights)
-    assert "of one shape" in refused(capsys, *arguments, "--out", tmp_path / "merged")
+    assert "of one shape" in refused(*arguments, "--out", tmp_path / "merged")
     weights.write_bytes(b"no tensors")
-    assert "cannot be read" in refused(capsys, *arguments, "--out", tmp_path / "merged")
+    assert "cannot be read" in refused(*arguments, "--out", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp_path, capsys):
+def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp_path, refused):
     text = front.read_text()
     for name, stranger, message in (
         ("middle", "mid\\u001b[2Jdle", r"a point's name must be a printable text in one line"),
         ("points/middle/adapter", "points/../../elsewhere", "must be below the front's file"),
     ):
         front.write_text(text.replace(f'"{name}"', f'"{stranger}"'))
-        line = refused(capsys, "--front", front, "--want", "brevity=1,positivity=1")
+        line = refused("--front", front, "--want", "brevity=1,positivity=1")
         assert message in line
         assert line.isprintable()
 
@@ -226,11 +223,11 @@ def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp
     place = front.parent / "points/middle/adapter"
     shutil.move(place, tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
-    line = refused(capsys, "--front", front, "--want", "brevity=1,positivity=1")
+    line = refused("--front", front, "--want", "brevity=1,positivity=1")
     assert "the adapter of middle is a link that leads out of" in line
 
 
-def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, capsys):
+def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, refused):
     arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
     arguments += ("--out", tmp_path / "merged")
     path = front.parent / "points/high/adapter/adapter_config.json"
@@ -240,12 +237,12 @@ def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, capsys):
         "[" * 100_000,
     ):
         path.write_text(text)
-        line = refused(capsys, *arguments)
+        line = refused(*arguments)
         assert "adapter_config.json is malformed" in line
         assert line.isprintable()
     path.write_text(json.dumps(settings))
     edit_adapter(path.parent, lambda _, tensor: tensor * float("nan"))
-    assert "that are not finite; train that point again" in refused(capsys, *arguments)
+    assert "that are not finite; train that point again" in refused(*arguments)
     assert not (tmp_path / "merged").exists()
 
 

@@ -124,17 +124,11 @@ def test_a_page_that_cannot_be_drawn_leaves_the_figures(tmp_path, monkeypatch, u
         (["--experiment.client.critic.name", "none"], "td, exact"),
     ],
 )
-def test_bad_input_ends_in_one_line(arguments, message, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        cli(["--config", SMOKE, "--out", str(tmp_path / "out"), *arguments])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_input_ends_in_one_line(arguments, message, refusal, tmp_path):
+    out = str(tmp_path / "out")
+    assert message in refusal(cli, ["--config", SMOKE, "--out", out, *arguments])
     assert not (tmp_path / "out").exists()
 
 
-def test_results_are_never_overwritten(results, capsys):
-    with pytest.raises(SystemExit):
-        cli(["--config", SMOKE, "--out", str(results)])
-    assert str(results) in capsys.readouterr().err
+def test_results_are_never_overwritten(results, refusal):
+    assert str(results) in refusal(cli, ["--config", SMOKE, "--out", str(results)])
