@@ -200,7 +200,7 @@ def breach(update: Update, start: Adapter, cfg: PrivacyConfig | None) -> str | N
 
 @contextmanager
 def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
-    """Lets an error out of a client by its type alone, where there is privacy.
+    """Raises a client's error again by its type alone, where there is privacy.
 
     Its text may quote the client's data; it stays the cause in the client's own process.
     """

@@ -29,7 +29,7 @@ REASON, RESTART = "the run ended early: ", "the run is to be started again: "
 """Prefixes of the reason in the server's log."""
 
 RETURNED = "firm.returned"
-"""The command by which an administrator tells a running job of sites that are back."""
+"""The command by which an administrator names sites that are back to a running job."""
 SAID = "firm.said"
 """The command by which an administrator hears what a running job has said so far."""
 

@@ -64,7 +64,7 @@ REQUESTS = frozenset(
     }
 )
 """What a site does for its server, by FLARE's topics. Those that are left out read files of the
-site, set its log's level, stop it, and tell of its machine."""
+site, set its log's level, stop it, and describe its machine."""
 
 Arguments = Sequence[tuple[str, Any]]
 """Of a workflow, in pairs: FLARE takes some mappings for classes to be built."""

@@ -54,7 +54,7 @@ def save_state(path: str | Path, state: State) -> None:
             save_file(tensors, draft / _TENSORS)
         except KeyError as error:  # what safetensors says to a dtype that it does not know
             raise ValueError(f"a tensor of the state has dtype {error}; convert it.") from None
-        except SafetensorError as error:  # which is no OSError, and tells the number in its text
+        except SafetensorError as error:  # which is no OSError, and has the number in its text
             number = re.search(r"os error (\d+)", str(error))
             code = int(number[1]) if number else errno.EIO
             raise OSError(code, os.strerror(code), str(draft / _TENSORS)) from error

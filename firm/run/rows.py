@@ -151,14 +151,14 @@ NOISY: dict[str, Shape] = {
     "weights": Several(Several(Number(may_lack=False), "objectives")),
     "cosines": Several(Several(Number(may_lack=False), "pairs")),
 }
-"""Figures of a client that tells them with noise (``privacy.statistics`` noisy), of any size."""
+"""Figures of a client that adds noise to them (``privacy.statistics`` noisy), of any size."""
 KEYS = {
     "client": ("round", "client"),
     "round": ("round",),
     "evaluation": ("round", "split"),
     "sample": ("round",),
 }
-"""What tells a row of a kind from the others; a row without is left out."""
+"""The keys that identify a row of a kind; a row without them is left out."""
 
 
 # --- Rows -----------------------------------------------------------------------------------------

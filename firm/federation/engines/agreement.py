@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Budget:
-    """Where a site stops, whatever the run goes on with."""
+    """Limits at which a site stops, whatever the run goes on with."""
 
     max_answers: int | None = None
     """Most answers of each client to each task, over all runs of the kit; null: no limit of their

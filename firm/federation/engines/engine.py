@@ -136,7 +136,7 @@ def tell_finished(
     *,
     seconds: float | None = None,
 ) -> None:
-    """Tells ``on_event`` that a client has finished, how, and in how many seconds.
+    """Reports to ``on_event`` that a client has finished, how, and in how many seconds.
 
     By default these are those of its metrics.
     """

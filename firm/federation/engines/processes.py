@@ -336,7 +336,7 @@ class ProcessesEngine:
                 self._processes.send({"do": "restore_client_states", "states": hosted}, rank)
 
     def close(self) -> None:
-        """Lets the other processes end; one that is gone already is left alone."""
+        """Ends the other processes; one that is gone already is left alone."""
         for rank in range(1, self._processes.size):
             try:
                 self._processes.send({"do": "stop"}, rank)

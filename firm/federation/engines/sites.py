@@ -44,7 +44,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets the sites go."""
+        """Releases the sites."""
         ...
 
 
@@ -160,7 +160,7 @@ class SitesEngine:
         check_states(states, self._clients)
 
     def close(self) -> None:
-        """Lets the sites go."""
+        """Releases the sites."""
         self._channel.close()
 
     def _still_lost(self, asked: Mapping[str, Sequence[str]]) -> list[str]:
