@@ -9,19 +9,15 @@ federation, the same as for language models.
 
 from firm.fmoo.attacks import AttackConfig
 from firm.fmoo.client import SupervisedClient
-from firm.fmoo.data import DATASETS, LOSSES, DataConfig, Splits, TaskData, load_data
-from firm.fmoo.models import MODELS, ModelConfig, MultiTaskModel, build_model, num_parameters
+from firm.fmoo.data import DataConfig, Splits, TaskData, load_data
+from firm.fmoo.models import ModelConfig, build_model, num_parameters
 from firm.fmoo.workspace import LocalConfig, Scores, Workspace
 
 __all__ = [
-    "DATASETS",
-    "LOSSES",
-    "MODELS",
     "AttackConfig",
     "DataConfig",
     "LocalConfig",
     "ModelConfig",
-    "MultiTaskModel",
     "Scores",
     "Splits",
     "SupervisedClient",

@@ -87,18 +87,12 @@ class SupervisedClient(Client):
         """Starts a local training from the server's parameters, with a fresh optimizer."""
         self._workspace.load(adapter)
         cfg, parameters = self._workspace.cfg, list(self._workspace.parameters.values())
+        options: dict[str, Any] = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "foreach": True}
+        self._optimizer: torch.optim.Optimizer
         if cfg.optimizer == "adam":
-            self._optimizer: torch.optim.Optimizer = torch.optim.Adam(
-                parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, foreach=True
-            )
+            self._optimizer = torch.optim.Adam(parameters, **options)
         else:
-            self._optimizer = torch.optim.SGD(
-                parameters,
-                lr=cfg.lr,
-                momentum=cfg.momentum,
-                weight_decay=cfg.weight_decay,
-                foreach=True,
-            )
+            self._optimizer = torch.optim.SGD(parameters, momentum=cfg.momentum, **options)
         self._losses: list[list[float]] = []
         self._num_drawn = 0
 

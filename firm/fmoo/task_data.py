@@ -177,20 +177,21 @@ def _check_ranges(data: TaskData) -> None:
         )
     for j, (name, loss) in enumerate(zip(data.objectives, data.losses, strict=True)):
         column = data.targets[:, j]
-        if loss in CLASS_LOSSES and len(column):
-            low, high = int(column.min()), int(column.max())
-            if low < 0 or high >= data.num_outputs[j]:
-                raise ValueError(
-                    f"labels of {name!r} must lie in 0..{data.num_outputs[j] - 1}, got "
-                    f"{low if low < 0 else high}: repair the data."
-                )
+        if loss in CLASS_LOSSES:
+            _check_below(column, data.num_outputs[j], f"labels of {name!r}")
         elif loss == "binary" and not bool(((column == 0) | (column == 1)).all()):
             raise ValueError(f"labels of {name!r} must be 0 or 1, got others: repair the data.")
         elif loss == "squared" and not bool(column.isfinite().all()):
             raise ValueError(f"targets of {name!r} must be finite: drop or repair those rows.")
-    if data.num_tokens is not None and data.inputs.numel():
-        low, high = int(data.inputs.min()), int(data.inputs.max())
-        if low < 0 or high >= data.num_tokens:
+    if data.num_tokens is not None:
+        _check_below(data.inputs, data.num_tokens, "tokens")
+
+
+def _check_below(values: torch.Tensor, size: int, what: str) -> None:
+    if values.numel():
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= size:
             raise ValueError(
-                f"tokens must lie in 0..{data.num_tokens - 1}, got {low if low < 0 else high}."
+                f"{what} must lie in 0..{size - 1}, got {low if low < 0 else high}: repair the "
+                "data."
             )

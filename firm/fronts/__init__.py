@@ -18,7 +18,6 @@ from firm.fronts.dominance import dominators, non_dominated
 from firm.fronts.front import (
     Front,
     Point,
-    SeedHypervolumes,
     by_preference,
     check_comparable,
     differing_figure,
@@ -34,7 +33,6 @@ __all__ = [
     "Expectation",
     "Front",
     "Point",
-    "SeedHypervolumes",
     "Violation",
     "bootstrap_hypervolume",
     "by_preference",

@@ -21,7 +21,7 @@ from firm.report.page import write_page
 from firm.run import Run, dated_folder, to_dict
 from firm.run.files import write_csv
 from firm.run.guard import drawing
-from firm.theory import Slope
+from firm.theory.scaling import Slope
 from firm.theory.sweeps import (
     LAWS,
     Law,

@@ -12,7 +12,7 @@ from firm.report.page import Origin, Page, Section, Table
 from firm.report.scaling import Fit, log_axis, points_trace, reference_line, scaling_panel
 from firm.run import to_yaml
 from firm.run.comparison import Measure
-from firm.theory import Slope, geometric_mean, verdict
+from firm.theory.scaling import Slope, geometric_mean, verdict
 from firm.theory.sweeps import (
     BOUND,
     DRIFT,

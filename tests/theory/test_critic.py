@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from firm.theory import ActorCriticConfig, CriticConfig, TabularClient, exact
+from firm.theory import exact
+from firm.theory.client import ActorCriticConfig, TabularClient
 from firm.theory.critic import (
+    CriticConfig,
     project_to_ball,
     sample_chain,
     td_critic,

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from firm.theory import Mdp, exact
+from firm.theory import exact
+from firm.theory.mdp import Mdp
 
 
 def _lambda_a(mdp, theta):

@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 
 from firm.solvers import firm_weights
-from firm.theory import (
-    ActorCriticConfig,
-    ExperimentConfig,
-    MdpConfig,
-    run_experiment,
-    summarise,
-    trace_of,
-)
+from firm.theory.client import ActorCriticConfig
+from firm.theory.laboratory import ExperimentConfig, run_experiment, summarise, trace_of
+from firm.theory.mdp import MdpConfig
 
 RUN = ExperimentConfig(
     MdpConfig(num_states=3, num_actions=2),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from firm.run import to_dict
-from firm.theory import CriticConfig, ExperimentConfig, MdpConfig, run_experiment, summarise
+from firm.theory.critic import CriticConfig
+from firm.theory.laboratory import ExperimentConfig, run_experiment, summarise
+from firm.theory.mdp import MdpConfig
 from firm.theory.sweeps import (
     LAWS,
     SweepsConfig,
