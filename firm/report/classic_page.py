@@ -62,12 +62,11 @@ def comparison_page(
     objectives = objectives_of[main]
     table = drawn_block("table", lambda: _table(settings, main, objectives, split, columns or {}))
     headlines = drawn_part(notes, "The summary", lambda: _headlines(settings, main, objectives), [])
-    shown = [block for block in [*own, *sections] if block.is_shown]
     return Page(
         product="FIRM · federated multi-objective learning",
         summary=headlines,
         notices=notes,
-        blocks=[*shown, table, Origin(method, {CONFIG: config})],
+        blocks=[*own, *sections, table, Origin(method, {CONFIG: config})],
         **head,
     )
 

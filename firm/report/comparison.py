@@ -93,7 +93,7 @@ def write_comparison(
     """
     origin = Table("", "", ["Adapter", "Folder"], list(adapters.items()), words=frozenset({1}))
     blocks = [
-        *([bars] if (bars := _bars(lines)).groups else []),
+        _bars(lines),
         comparison_table(lines, ""),
         Samples(
             "The first reply of each model to the same prompts, with its raw scores.",

@@ -30,7 +30,7 @@ Runs = Mapping[str, Mapping[str, Record]]
 
 
 def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
-    """By method and point the points of all fronts that dominate it."""
+    """Returns the names of the points of all fronts that dominate a point, by method and name."""
     places = [(method, point.name) for method, front in fronts.items() for point in front.points]
     scores = np.concatenate([front.rewards() for front in fronts.values()])
     return {
@@ -42,7 +42,7 @@ def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
 def hypervolumes(
     fronts: Mapping[str, Front], prompt_rewards: Mapping[str, ArrayLike], notes: list[str]
 ) -> Table:
-    """The hypervolumes; why one is missing is put into the notes."""
+    """Returns the table of the hypervolumes; why one is missing is put into the notes."""
     rows = []
     for method, front in fronts.items():
         volume, by_seed = (
@@ -98,7 +98,7 @@ def num_collapsed(front: Front) -> int:
 
 
 def steering(fronts: Mapping[str, Front]) -> Table:
-    """Whether preferences steer, in figures and words, and how many models collapsed."""
+    """Returns whether preferences steer, in figures and words, and how many models collapsed."""
     objectives = next(iter(fronts.values())).objectives
     rows = []
     for method, front in fronts.items():
@@ -123,7 +123,7 @@ def steering(fronts: Mapping[str, Front]) -> Table:
 
 
 def models(fronts: Mapping[str, Front]) -> Table:
-    """Every model."""
+    """Returns the table of all models, with what dominates them."""
     objectives = next(iter(fronts.values())).objectives
     beaten = beaten_by(fronts)
     points = [(method, point) for method, front in fronts.items() for point in front.points]
@@ -162,7 +162,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
-    """What each method's runs sent and how long they trained."""
+    """Returns what each method's runs sent and how long they trained."""
     rows = []
     for method, front in fronts.items():
         records = [runs[method][p.name] for p in front.points if p.name in runs.get(method, {})]

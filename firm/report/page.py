@@ -61,11 +61,6 @@ class Section:
     is_wide: bool = False
     """Whether a figure needs half of the page's width."""
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether there is anything to see."""
-        return bool(self.panels or self.note)
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -95,11 +90,6 @@ class Table:
     is_stacked: bool = False
     """Whether a narrow screen shows each row as a list of its cells."""
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether there is anything to see."""
-        return bool(self.rows)
-
     @classmethod
     def of(
         cls, title: str, text: str, columns: Mapping[str, Sequence[str]], **options: Any
@@ -118,7 +108,6 @@ class Bars:
     title: str
     text: str
     groups: Mapping[str, Mapping[str, Measure]]
-    is_shown: ClassVar = True
 
 
 @dataclass(frozen=True)
@@ -135,11 +124,6 @@ class Samples:
     has_changes: bool = False
     """Whether scores are shown with their change against the first reply's."""
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether there is anything to see."""
-        return bool(self.samples)
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -152,10 +136,24 @@ class Origin:
     files: Mapping[str, str]
     """Text by heading."""
     table: Table | None = None
-    is_shown: ClassVar = True
 
 
 Block = Section | Table | Bars | Samples | Origin
+
+
+def is_shown(block: Block) -> bool:
+    """Returns whether a block has anything to see."""
+    match block:
+        case Section():
+            return bool(block.panels or block.note)
+        case Table():
+            return bool(block.rows)
+        case Bars():
+            return bool(block.groups)
+        case Samples():
+            return bool(block.samples)
+        case Origin():
+            return True
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ def render(page: Page, *, inline: bool = True) -> str:
     template = _environment().get_template("page.html.jinja")
     return template.render(
         page=page,
-        blocks=[block for block in page.blocks if block.is_shown],
+        blocks=[block for block in page.blocks if is_shown(block)],
         num_open_samples=NUM_OPEN_SAMPLES,
         figures=script_json(panels) if panels else None,
         plotly=plotly.offline.get_plotlyjs() if inline and panels else None,

@@ -8,7 +8,7 @@ import pytest
 
 from firm.report.classic_page import comparison_page
 from firm.report.drawing import NUM_BANDS, Panel
-from firm.report.page import Section, render
+from firm.report.page import Section, is_shown, render
 from firm.report.tables import Setting
 
 NAMES = [f"objective {place}" for place in range(8)]
@@ -42,7 +42,7 @@ def cells(table):
 
 
 def sections(made):
-    return [block for block in made.blocks if isinstance(block, Section)]
+    return [block for block in made.blocks if isinstance(block, Section) and is_shown(block)]
 
 
 GOOD = runs("FedCMOO", [0.8, 0.9], [0.9, 0.8])
