@@ -37,12 +37,17 @@ LONGEST = (
     "alignment/test_plan.py",
     "jobs/test_alignment.py",
     "jobs/test_fmoo.py",
+    "alignment/test_client.py",
+    "extensions/test_extensions.py",
     "alignment/test_trainer.py",
-    "jobs/test_study.py",
-    "jobs/test_miniature.py",
-    "federation/engines/test_hostile.py",
     "jobs/test_sweep.py",
+    "federation/engines/test_hostile.py",
+    "jobs/test_study.py",
+    "run/test_sweep.py",
     "federation/engines/test_time_limit.py",
+    "federation/engines/test_sites.py",
+    "jobs/test_miniature.py",
+    "jobs/test_compare.py",
 )
 """Files that take ten seconds and more. They come first: with `--dist loadfile` a long one that
 came last would leave the other workers without work."""
