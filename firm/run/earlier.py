@@ -19,6 +19,7 @@ def translated_settings(settings: Any) -> Any:
     """Returns a configuration's plain data with today's keys.
 
     The section `ppo` is now `estimator`, whose `name` is ppo; its `kl.estimator` is now `kl.form`.
+    What a site lets go, its `policy.metrics`, has today's names of figures.
     """
     if not isinstance(settings, Mapping):
         return settings
@@ -30,6 +31,9 @@ def translated_settings(settings: Any) -> Any:
         if isinstance(kl, Mapping):
             names = {"estimator": "form"}
             value = {**value, "kl": {names.get(name, name): own for name, own in kl.items()}}
+        metrics = value.get("metrics") if key == "policy" and isinstance(value, Mapping) else None
+        if isinstance(metrics, list):
+            value = {**value, "metrics": [FIGURES.get(str(name), name) for name in metrics]}
         translated[key] = value
     return translated
 

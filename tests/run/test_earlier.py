@@ -37,7 +37,17 @@ def earlier(config) -> dict:
 def test_the_section_of_ppo_is_the_estimator_of_that_name(config, earlier):
     assert translated_settings(earlier) == to_dict(config)
     assert translated_settings({"ppo": None}) == {"estimator": {"name": "ppo"}}
-    for untouched in ({"seed": 3}, {"estimator": None}, {"estimator": {"kl": None}}, None, [1]):
+    site = {"policy": {"metrics": ["kl", "reward", "reward_raw"], "reasons": False}}
+    today = {"policy": {"metrics": ["kl", "rewards", "scores"], "reasons": False}}
+    assert translated_settings(site) == today
+    for untouched in (
+        {"seed": 3},
+        today,
+        {"estimator": None},
+        {"estimator": {"kl": None}},
+        None,
+        [1],
+    ):
         assert translated_settings(untouched) == untouched
 
 
