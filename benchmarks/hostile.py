@@ -12,11 +12,10 @@ this process, `nvflare` by a server and sites with mutual TLS.
 """
 
 import json
-import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,21 +26,14 @@ import torch
 import firm.alignment.client  # registers the metrics of language models
 import firm.fmoo.client  # noqa: F401  # and those of the classic wing
 from benchmarks.loopback import run_job
-from firm.federation import (
-    Adapter,
-    Client,
-    Gradients,
-    LocalEngine,
-    RoundFailed,
-    ServerState,
-    State,
-    beta_alarm,
-)
+from benchmarks.mutations import example, mutated_messages, mutations
+from benchmarks.quadratic import OBJECTIVES, SECRET, START, Quadratic
+from firm.federation import LocalEngine, RoundFailed, ServerState, beta_alarm
 from firm.federation import schema as schemas
 from firm.federation.engines import Agreement, Budget, Lost, Site, SitePolicy, SitesEngine
 from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
-from firm.federation.schema import METRICS, Reading, Schema
+from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
@@ -49,7 +41,6 @@ from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.tasks import TASKS
-from firm.gradients import jacobian
 from firm.network import link
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
@@ -57,12 +48,9 @@ from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent
 CONTROLLER = "benchmarks.hostile.Program"
-OBJECTIVES = ("helpful", "harmless")
 HONEST, CULPRIT = "client_0", "client_1"
 SITES = {"honest": HONEST, "hostile": CULPRIT}
 NUM_ROUNDS = 5
-SECRET = "Human: what I told nobody"
-"""Stands in every error of the clients, and must never leave a site."""
 
 PRIVACY = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client", noise_seed=7)
 ROUNDS: dict[str, tuple[str, Any]] = {
@@ -95,224 +83,9 @@ class Config:
     in memory all are tried."""
 
 
-# --- Examples and mutations, from the schemas ----------------------------------------------------
-
-JUNK: tuple[Any, ...] = (
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e308,
-    -1e308,
-    10**400,
-    -1,
-    0.5,
-    True,
-    None,
-    "",
-    "x",
-    "\x1b[2J\nround 9/9  helpful 1.000",
-    "y" * 100_000,
-    [],
-    [None],
-    [[1e308, 1e308]],
-    {},
-    {"a": {"b": "c"}},
-    (1, 2),
-    torch.zeros(()),
-    torch.full((2, 2), math.nan),
-)
-NAMES = ("", "../../x", "\x1b[2J", "kind", "round", "n" * 10_000)
-
-
-def example(schema: Schema, reading: Reading) -> Any:
-    match schema:
-        case schemas.Optional():
-            return example(schema.schema, reading)
-        case schemas.PerObjective(pairs=pairs):
-            count = len(reading.objectives)
-            return [example(schema.schema, reading)] * (
-                count * (count - 1) // 2 if pairs else count
-            )
-        case schemas.Items():
-            return [example(schema.schema, reading)] * max(2, schema.min_length)
-        case schemas.ByObjective(pairs=True):
-            return {"-".join(reading.objectives): example(schema.schema, reading)}
-        case schemas.ByObjective():
-            return {name: example(schema.schema, reading) for name in reading.objectives}
-        case schemas.Named():
-            return {"name": example(schema.schema, reading)}
-        case schemas.Gram():
-            return [[1.0, 0.2], [0.2, 2.0]]
-        case schemas.Metrics():
-            return {name: example(each.schema, reading) for name, each in METRICS.items()}
-        case schemas.Number():
-            return int(max(schema.low, 1)) if schema.is_integer else float(max(schema.low, 0.5))
-        case schemas.Text():
-            return next(iter(schema.choices)) if schema.choices else "text"
-    return {}  # a mapping with fields of its own
-
-
-def mutations(schema: Schema, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yields values in place of one that a schema accepts, and what was done."""
-    for junk in JUNK:
-        yield f"is {schemas.shown(junk)}", junk
-    if isinstance(schema, schemas.Optional):
-        schema = schema.schema
-    if isinstance(schema, schemas.Text) and schema.choices:
-        yield from ((f"is {choice}", choice) for choice in schema.choices if choice != value)
-    if isinstance(schema, schemas.Flag):
-        yield f"is {not value}", not value
-    if isinstance(schema, schemas.Number) and isinstance(value, int | float):
-        yield from ((f"is {other}", other) for other in (value + 1, value * 2, 2**63))
-    if isinstance(value, torch.Tensor):
-        yield from _tensors(value)
-    elif isinstance(value, dict):
-        yield from _dictionaries(schema, value, reading)
-    elif isinstance(value, list | tuple) and value:
-        yield "lacks an item", list(value[:-1])
-        yield "has an item twice", [*value, value[-1]]
-        yield "is very long", [value[0]] * (schemas.MAX_ITEMS + 1)
-        for what, item in mutations(_inner(schema), value[-1], reading):
-            yield f"'s item {what}", [*value[:-1], item]
-        if isinstance(schema, schemas.Gram):
-            yield "is asymmetric", [[1.0, 0.5], [-0.5, 1.0]]
-            yield "is of no gradients", [[1.0, 9.0], [9.0, 1.0]]
-            yield "is negative", [[-1.0, 0.0], [0.0, 1.0]]
-
-
-def _dictionaries(
-    schema: Schema, value: dict[str, Any], reading: Reading
-) -> Iterator[tuple[str, Any]]:
-    for name in NAMES:
-        yield f"has the name {schemas.shown(name)}", {**value, name: 1.0}
-    many = {f"name {index}": 1.0 for index in range(schemas.MAX_NAMES + 1)}
-    yield "has very many names", {**value, **many}
-    for name, item in value.items():
-        yield f"lacks {name}", {key: value[key] for key in value if key != name}
-        if isinstance(schema, schemas.Metrics):
-            inner = METRICS[name].schema
-        elif isinstance(schema, schemas.Fields):
-            inner = schema.schemas[name]
-        else:
-            inner = _inner(schema)
-        for what, changed in mutations(inner, item, reading):
-            yield f".{name} {what}", {**value, name: changed}
-
-
-def _tensors(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "is NaN", value * math.nan
-    yield "is infinite", value + math.inf
-    yield "is huge", torch.full_like(value, 3e38) if value.is_floating_point() else value
-    yield "is of doubles", value.double()
-    yield "is of integers", value.long()
-    yield "is of bools", value.bool()
-    yield "is flat", value.flatten()
-    yield "is empty", value[:0]
-    yield "is longer", torch.cat([value, value])
-    yield "has more axes", value[None]
-    if value.is_floating_point():
-        generator = torch.Generator().manual_seed(0)
-        for exponent in [*range(-38, 39), *range(-38, 39)]:
-            random = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            yield f"is random, of size 1e{exponent}", (random * 10.0**exponent).to(value.dtype)
-        for index in range(min(value.numel(), 8)):
-            for entry in (math.nan, -math.inf, 1e17, -1e17):
-                changed = value.clone()
-                changed.view(-1)[index] = entry
-                yield f"has {entry} as its entry {index}", changed
-
-
-def _inner(schema: Schema) -> Schema:
-    """Returns the schema of a container's items; a number's where it has none."""
-    return getattr(schema, "schema", schemas.Number())
-
-
-def mutated_messages(
-    kind: type[Any], fields: Mapping[str, Any], reading: Reading
-) -> Iterator[tuple[str, Any]]:
-    """Yields a message's fields with one of them mutated, or something else in place of all."""
-    yield from ((f"message is {schemas.shown(junk)}", junk) for junk in JUNK)
-    yield "message has an unknown field", {**fields, "extra": 1}
-    for name, schema in schemas.fields_of(kind).schemas.items():
-        yield f"{name} is missing", {key: fields[key] for key in fields if key != name}
-        if name in fields:
-            for what, changed in mutations(schema, fields[name], reading):
-                yield f"{name} {what}", {**fields, name: changed}
-
-
 # --- Clients and sites ----------------------------------------------------------------------------
 
 
-class Quadratic(Client):
-    """A client in a page: objective j is half the squared distance to its target.
-
-    Args:
-        name: Its name.
-        num_examples: Size of its shard, which it keeps to itself where privacy says so.
-    """
-
-    objectives = OBJECTIVES
-    capabilities = frozenset({"losses"})
-
-    def __init__(self, name: str, num_examples: int = 17) -> None:
-        self.name, self.num_examples = name, num_examples
-        self._targets = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])
-        self._parameters = {
-            "first": torch.zeros(2, requires_grad=True),
-            "second": torch.zeros(1, requires_grad=True),
-        }
-
-    def load(self, adapter: Adapter, round: int = 1) -> None:
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if adapter[name].shape != parameter.shape:
-                    raise ValueError(f"{SECRET}: another shape")
-                parameter.copy_(adapter[name])
-
-    @property
-    def whole(self) -> None:
-        return None
-
-    def minibatches(self) -> Iterator[None]:
-        yield None
-
-    def batches(self, num_steps: int) -> Iterator["Quadratic"]:
-        for _ in range(num_steps):
-            yield self
-
-    def gradients(self, minibatch: Any) -> Gradients:
-        losses = self._losses()
-        return Gradients(jacobian(losses, self._parameters.values()), losses.detach())
-
-    def losses(self) -> torch.Tensor:
-        return self._losses().detach()
-
-    def _losses(self) -> torch.Tensor:
-        point = torch.cat(list(self._parameters.values()))
-        return (point - self._targets).square().sum(dim=1) / 2
-
-    def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        direction = weights.float() @ gradients.jacobian.float()
-        with torch.no_grad():
-            for parameter, change in zip(
-                self._parameters.values(), direction.split([2, 1]), strict=True
-            ):
-                parameter -= 0.1 * change
-
-    def adapter(self) -> Adapter:
-        return {name: value.detach().clone() for name, value in self._parameters.items()}
-
-    def state(self) -> State:
-        return {}
-
-    def restore(self, state: State) -> None:
-        pass
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
-
-
-START = {"first": torch.tensor([0.1, 0.2]), "second": torch.tensor([0.3])}
 READING = Reading(OBJECTIVES, START)
 
 

@@ -1,0 +1,152 @@
+"""Examples and mutations of messages, made from their schemas."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from firm.federation import schema as schemas
+from firm.federation.schema import METRICS, Reading, Schema
+
+JUNK: tuple[Any, ...] = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e308,
+    -1e308,
+    10**400,
+    -1,
+    0.5,
+    True,
+    None,
+    "",
+    "x",
+    "\x1b[2J\nround 9/9  helpful 1.000",
+    "y" * 100_000,
+    [],
+    [None],
+    [[1e308, 1e308]],
+    {},
+    {"a": {"b": "c"}},
+    (1, 2),
+    torch.zeros(()),
+    torch.full((2, 2), math.nan),
+)
+NAMES = ("", "../../x", "\x1b[2J", "kind", "round", "n" * 10_000)
+
+
+def example(schema: Schema, reading: Reading) -> Any:
+    match schema:
+        case schemas.Optional():
+            return example(schema.schema, reading)
+        case schemas.PerObjective(pairs=pairs):
+            count = len(reading.objectives)
+            return [example(schema.schema, reading)] * (
+                count * (count - 1) // 2 if pairs else count
+            )
+        case schemas.Items():
+            return [example(schema.schema, reading)] * max(2, schema.min_length)
+        case schemas.ByObjective(pairs=True):
+            return {"-".join(reading.objectives): example(schema.schema, reading)}
+        case schemas.ByObjective():
+            return {name: example(schema.schema, reading) for name in reading.objectives}
+        case schemas.Named():
+            return {"name": example(schema.schema, reading)}
+        case schemas.Gram():
+            return [[1.0, 0.2], [0.2, 2.0]]
+        case schemas.Metrics():
+            return {name: example(each.schema, reading) for name, each in METRICS.items()}
+        case schemas.Number():
+            return int(max(schema.low, 1)) if schema.is_integer else float(max(schema.low, 0.5))
+        case schemas.Text():
+            return next(iter(schema.choices)) if schema.choices else "text"
+    return {}  # a mapping with fields of its own
+
+
+def mutations(schema: Schema, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
+    """Yields values in place of one that a schema accepts, and what was done."""
+    for junk in JUNK:
+        yield f"is {schemas.shown(junk)}", junk
+    if isinstance(schema, schemas.Optional):
+        schema = schema.schema
+    if isinstance(schema, schemas.Text) and schema.choices:
+        yield from ((f"is {choice}", choice) for choice in schema.choices if choice != value)
+    if isinstance(schema, schemas.Flag):
+        yield f"is {not value}", not value
+    if isinstance(schema, schemas.Number) and isinstance(value, int | float):
+        yield from ((f"is {other}", other) for other in (value + 1, value * 2, 2**63))
+    if isinstance(value, torch.Tensor):
+        yield from _tensors(value)
+    elif isinstance(value, dict):
+        yield from _dictionaries(schema, value, reading)
+    elif isinstance(value, list | tuple) and value:
+        yield "lacks an item", list(value[:-1])
+        yield "has an item twice", [*value, value[-1]]
+        yield "is very long", [value[0]] * (schemas.MAX_ITEMS + 1)
+        for what, item in mutations(_inner(schema), value[-1], reading):
+            yield f"'s item {what}", [*value[:-1], item]
+        if isinstance(schema, schemas.Gram):
+            yield "is asymmetric", [[1.0, 0.5], [-0.5, 1.0]]
+            yield "is of no gradients", [[1.0, 9.0], [9.0, 1.0]]
+            yield "is negative", [[-1.0, 0.0], [0.0, 1.0]]
+
+
+def _dictionaries(
+    schema: Schema, value: dict[str, Any], reading: Reading
+) -> Iterator[tuple[str, Any]]:
+    for name in NAMES:
+        yield f"has the name {schemas.shown(name)}", {**value, name: 1.0}
+    many = {f"name {index}": 1.0 for index in range(schemas.MAX_NAMES + 1)}
+    yield "has very many names", {**value, **many}
+    for name, item in value.items():
+        yield f"lacks {name}", {key: value[key] for key in value if key != name}
+        if isinstance(schema, schemas.Metrics):
+            inner = METRICS[name].schema
+        elif isinstance(schema, schemas.Fields):
+            inner = schema.schemas[name]
+        else:
+            inner = _inner(schema)
+        for what, changed in mutations(inner, item, reading):
+            yield f".{name} {what}", {**value, name: changed}
+
+
+def _tensors(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "is NaN", value * math.nan
+    yield "is infinite", value + math.inf
+    yield "is huge", torch.full_like(value, 3e38) if value.is_floating_point() else value
+    yield "is of doubles", value.double()
+    yield "is of integers", value.long()
+    yield "is of bools", value.bool()
+    yield "is flat", value.flatten()
+    yield "is empty", value[:0]
+    yield "is longer", torch.cat([value, value])
+    yield "has more axes", value[None]
+    if value.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        for exponent in [*range(-38, 39), *range(-38, 39)]:
+            random = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            yield f"is random, of size 1e{exponent}", (random * 10.0**exponent).to(value.dtype)
+        for index in range(min(value.numel(), 8)):
+            for entry in (math.nan, -math.inf, 1e17, -1e17):
+                changed = value.clone()
+                changed.view(-1)[index] = entry
+                yield f"has {entry} as its entry {index}", changed
+
+
+def _inner(schema: Schema) -> Schema:
+    """Returns the schema of a container's items; a number's where it has none."""
+    return getattr(schema, "schema", schemas.Number())
+
+
+def mutated_messages(
+    kind: type[Any], fields: Mapping[str, Any], reading: Reading
+) -> Iterator[tuple[str, Any]]:
+    """Yields a message's fields with one of them mutated, or something else in place of all."""
+    yield from ((f"message is {schemas.shown(junk)}", junk) for junk in JUNK)
+    yield "message has an unknown field", {**fields, "extra": 1}
+    for name, schema in schemas.fields_of(kind).schemas.items():
+        yield f"{name} is missing", {key: fields[key] for key in fields if key != name}
+        if name in fields:
+            for what, changed in mutations(schema, fields[name], reading):
+                yield f"{name} {what}", {**fields, name: changed}
