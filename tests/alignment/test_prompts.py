@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from firm.alignment.prompt_stream import PromptStream
 from firm.alignment.prompts import (
@@ -23,6 +21,7 @@ from firm.alignment.prompts import (
     truncate_by_turns,
 )
 from firm.federation.randomness import RandomStream
+from tests.tokens import byte_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}[{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}]"
@@ -31,23 +30,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(*, adds_bos: bool = True) -> PreTrainedTokenizerFast:
-    """One token per byte, so that a test can count."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 1)]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-TOKENIZER = byte_tokenizer()
+WITH_BOS = {"frame": {"single": "<s> $A"}, "pad_token": "<pad>"}
+TOKENIZER = byte_tokenizer(**WITH_BOS)
 THREE_TURNS = (
     f"{HUMAN} First question?{ASSISTANT} First answer.{HUMAN} Second?{ASSISTANT} Two."
     f"{HUMAN} Third question?{ASSISTANT}"
@@ -203,7 +187,7 @@ def test_plain_puts_the_last_human_turn_into_the_users_text():
 
 
 def test_chat_gives_the_template_messages_and_a_pinned_date():
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(**WITH_BOS)
     with pytest.raises(ValueError, match="needs a chat template"):
         format_prompt(THREE_TURNS, tokenizer, PromptFormat("chat"))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -274,7 +258,7 @@ def test_a_long_prompt_keeps_its_bos_and_its_end(caplog):
     input_ids = encode_prompts(["abcdef", "a"], TOKENIZER, max_prompt_tokens=4)
     assert TOKENIZER.decode(input_ids[0]) == "<s>def"
     assert "1 of 2 prompts cut to 4 tokens" in caplog.text
-    without_bos = encode_prompts(["abcdef"], byte_tokenizer(adds_bos=False), max_prompt_tokens=4)
+    without_bos = encode_prompts(["abcdef"], byte_tokenizer(pad_token="<pad>"), max_prompt_tokens=4)
     assert TOKENIZER.decode(without_bos[0]) == "cdef"
 
 
@@ -285,10 +269,10 @@ def test_a_bos_that_the_template_spells_out_stands_once():
 
 def test_prompts_that_cannot_be_encoded_are_refused():
     with pytest.raises(ValueError, match="prompt 1 of 2 has no token"):
-        encode_prompts(["a", ""], byte_tokenizer(adds_bos=False), max_prompt_tokens=4)
+        encode_prompts(["a", ""], byte_tokenizer(pad_token="<pad>"), max_prompt_tokens=4)
     with pytest.raises(ValueError, match="must be at least 2, got 1"):
         encode_prompts(["a"], TOKENIZER, max_prompt_tokens=1)
-    unpadded = byte_tokenizer()
+    unpadded = byte_tokenizer(**WITH_BOS)
     unpadded.pad_token = None
     with pytest.raises(ValueError, match="need a pad token"):
         encode_prompts(["a"], unpadded, max_prompt_tokens=4)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -16,6 +15,8 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
+
+from tests import tokens
 
 CLASSES = {
     "llama": (LlamaForSequenceClassification, LlamaConfig),
@@ -56,22 +57,10 @@ def make_tokenizer(
     *, pad: str | None = None, opening: bool = False, template: str | None = None
 ) -> PreTrainedTokenizerFast:
     """One token per byte; with `opening` in the manner of BERT: <s> a </s> b </s>."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if opening:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>",
-            pair="<s> $A </s> $B:1 </s>:1",
-            special_tokens=[("<s>", 1), ("</s>", 2)],
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    bert = {"single": "<s> $A </s>", "pair": "<s> $A </s> $B:1 </s>:1"}
+    return tokens.byte_tokenizer(
+        frame=bert if opening else None,
         pad_token=pad,
-        bos_token="<s>",
-        eos_token="</s>",
         chat_template=template,
         model_input_names=["input_ids", "attention_mask"] + ["token_type_ids"] * opening,
     )
