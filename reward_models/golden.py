@@ -5,16 +5,15 @@ says about one example tells, and where the score is off, trying the other forma
 was meant.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
+from firm.fields import FiniteFloat, Hint, NonNegativeFloat, configuration
 from reward_models.formats import CallFormat
 from reward_models.sequence_classifier import SequenceClassifierReward
 
 
-@dataclass(frozen=True)
+@configuration
 class GoldenScore:
     """An example and what a reward model says about it."""
 
@@ -22,21 +21,10 @@ class GoldenScore:
     """A dialogue in the form of Anthropic's HH-RLHF that ends with the assistant's tag."""
     completion: str
     """The reply."""
-    score: float | None = None
+    score: Annotated[FiniteFloat | None, Hint("leave it out if it is not known")] = None
     """The raw score, before normalization; null shows the format and checks nothing."""
-    tolerance: float = 0.01
+    tolerance: NonNegativeFloat = 0.01
     """Largest difference that passes, in the score's unit; bfloat16 needs more than float32."""
-
-    def __post_init__(self) -> None:
-        if not self.tolerance >= 0:
-            raise ValueError(
-                f"tolerance of a golden score must be non-negative, got {self.tolerance}."
-            )
-        if self.score is not None and not math.isfinite(self.score):
-            raise ValueError(
-                f"score of a golden example must be finite, got {self.score}: "
-                "leave it out if it is not known."
-            )
 
 
 def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, PositiveInt, configuration
 from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
 from reward_models.golden import GoldenScore, check_golden_scores
@@ -23,32 +24,40 @@ ENTRY_POINT_GROUP = "firm.reward_models"
 name, the value the function, or a module that registers it."""
 
 
-@dataclass(frozen=True)
+@configuration
 class RewardModelConfig:
     """One objective's reward model."""
 
     name: str = "sequence_classifier"
     """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: "brevity",
     "politeness" or "positivity", which ship, one in `file`, or one of an installed package."""
-    path: str = ""
-    """The checkpoint: a folder, or a name on the Hugging Face hub (A.1:
-    Ray2333/gpt2-large-helpful-reward_model or Ray2333/gpt2-large-harmless-reward_model or
-    OpenAssistant/reward-model-deberta-v3-large-v2)."""
+    path: Annotated[
+        str,
+        Paper(
+            "A.1",
+            (
+                "Ray2333/gpt2-large-helpful-reward_model",
+                "Ray2333/gpt2-large-harmless-reward_model",
+                "OpenAssistant/reward-model-deberta-v3-large-v2",
+            ),
+        ),
+    ] = ""
+    """The checkpoint: a folder, or a name on the Hugging Face hub."""
     format: CallFormat = "hh_pair"
     """How a sequence classifier reads a reply. "hh_pair": dialogue and reply as a pair, spelt as
     the Ray2333 models were trained; "question_answer": the last human turn and the reply as a pair
     without role tags, as OpenAssistant's DeBERTa models; "chat_template": the turns in the
     classifier's own chat template; "plain": both as one text; "response": the reply alone."""
-    output: int | None = None
+    output: NonNegativeInt | None = None
     """Label of a classifier with several whose logit is the reward, counted from 0; by default the
     classifier must have one."""
     append_eos: bool = False
     """Ends every text with EOS, as TRL trains its reward models. Leave it off for a checkpoint
     whose pad token is its EOS: there the score was read from the token before."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """Longest input in tokens; longer ones lose their beginning. By default what the model has
     positions for."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Replies that are scored at once; bounds memory, changes no score."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the parameters."""
@@ -61,10 +70,10 @@ class RewardModelConfig:
     of a registered class."""
     golden: list[GoldenScore] = field(default_factory=list)
     """Examples with known scores, which are checked when the reward model is loaded."""
-    normalization: Literal["sigmoid", "minmax", "none"] = "sigmoid"
+    normalization: Annotated[Literal["sigmoid", "minmax", "none"], NOT_IN_PAPER] = "sigmoid"
     """How raw scores become rewards in [0, 1], with figures frozen on replies of the base model.
     "sigmoid" of the standardised score; "minmax" between its 5 % and 95 % quantiles; "none" leaves
-    the score as it is. Not in the paper."""
+    the score as it is."""
 
     def __post_init__(self) -> None:
         is_classifier = self.name == "sequence_classifier"
@@ -78,12 +87,7 @@ class RewardModelConfig:
                 f"`options` are a function's arguments, got {', '.join(self.options)} for a "
                 "'sequence_classifier': remove them."
             )
-        if self.batch_size < 1 or (self.max_length is not None and self.max_length < 1):
-            raise ValueError(
-                "a reward model's batch_size and max_length must be at least 1, got "
-                f"{self.batch_size} and {self.max_length}."
-            )
-        if self.output is not None and (not is_classifier or self.output < 0):
+        if self.output is not None and not is_classifier:
             raise ValueError(
                 "output is a sequence classifier's label, counted from 0, got "
                 f"{self.output} for {self.name!r}: correct or remove it."

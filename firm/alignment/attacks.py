@@ -6,42 +6,35 @@ client's metrics to its update, follows from rewards that are wrong. Updates are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 from firm.alignment.rewards import Calibration, Judges, RewardFn, score
 from firm.federation import Client
 from firm.federation.attackers import Attacker, UpdateAttack
+from firm.fields import NOT_IN_PAPER, FiniteFloat, PositiveFloat, configuration
 
 RewardAttack = Literal["reward_bias", "reward_scaling", "label_flip"]
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class AttackConfig:
-    """How a client attacks. Not in the paper."""
+    """How a client attacks."""
 
-    kind: UpdateAttack | RewardAttack
+    kind: Literal[UpdateAttack, RewardAttack]
     """sign_flip: the update times -scale. scaling: the update times scale. collusion: as long as
     the update times scale, in a random direction that all such attackers share. reward_bias: raw
     scores plus bias. reward_scaling: raw scores times scale. label_flip: rewards turned over,
     1 - r, or -r where scores are not mapped to [0, 1]."""
-    scale: float = 1.0
+    scale: PositiveFloat = 1.0
     """Factor s of the update (sign_flip, scaling, collusion) or of the raw scores
     (reward_scaling)."""
-    bias: float = 0.0
+    bias: FiniteFloat = 0.0
     """What reward_bias adds to the raw scores, in their own unit."""
     objective: str | None = None
     """Objective whose reward is attacked; null: all."""
 
     def __post_init__(self) -> None:
-        if self.kind not in (*get_args(UpdateAttack), *get_args(RewardAttack)):
-            kinds = ", ".join((*get_args(UpdateAttack), *get_args(RewardAttack)))
-            raise ValueError(f"kind must be one of {kinds}, got {self.kind!r}.")
-        if not (isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale must be positive and finite, got {self.scale}.")
-        if not isfinite(self.bias):
-            raise ValueError(f"bias must be finite, got {self.bias}.")
         if (self.kind == "reward_bias") != (self.bias != 0):
             raise ValueError(
                 "bias belongs to reward_bias, which needs one that is not 0, got "

@@ -3,8 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 import torch
 from transformers import (
@@ -17,43 +17,35 @@ from transformers import (
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
 from firm.federation import Team
+from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, PositiveInt, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class RolloutConfig:
     """How responses are sampled and where they end."""
 
-    max_new_tokens: int = 128
-    """Longest response in tokens. Not in the paper."""
-    temperature: float = 0.7
-    """Sampling temperature. Not in the paper."""
-    max_prompt_tokens: int = 256
-    """Longest prompt in tokens; longer ones lose their beginning. Not in the paper."""
-    stop_strings: list[str] = field(default_factory=lambda: ["\n\nHuman:"])
+    max_new_tokens: Annotated[PositiveInt, NOT_IN_PAPER] = 128
+    """Longest response in tokens."""
+    temperature: Annotated[
+        PositiveFloat, Hint("PPO needs samples, not the greedy reply"), NOT_IN_PAPER
+    ] = 0.7
+    """Sampling temperature."""
+    max_prompt_tokens: Annotated[PositiveInt, NOT_IN_PAPER] = 256
+    """Longest prompt in tokens; longer ones lose their beginning."""
+    stop_strings: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=lambda: ["\n\nHuman:"])
     """A response ends before any of these texts: a policy that writes the next human turn would
-    otherwise be scored for it. Not in the paper."""
-    end_tokens: list[str] = field(default_factory=list)
-    """Tokens that end a response beside EOS, as the tokenizer spells them. Not in the paper."""
-    forward_batch_size: int = 64
+    otherwise be scored for it."""
+    end_tokens: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=list)
+    """Tokens that end a response beside EOS, as the tokenizer spells them."""
+    forward_batch_size: PositiveInt = 64
     """Responses that are generated and scored by the models at once; bounds memory."""
-    logprobs: Literal["generation", "forward"] | None = None
+    logprobs: Annotated[Literal["generation", "forward"] | None, NOT_IN_PAPER] = None
     """Where the sampling policy's log-probabilities come from: the cached steps that generated the
     response (as in TRL), or a forward pass of the shape that the reference's has, so that rounding
     adds nothing to their KL. null takes generation for a policy in float32, where the two agree to
-    some 1e-6, and forward for one in less precision. Not in the paper."""
+    some 1e-6, and forward for one in less precision."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.max_prompt_tokens < 1 or self.forward_batch_size < 1:
-            raise ValueError(
-                "rollout.max_new_tokens, max_prompt_tokens and forward_batch_size must be at "
-                f"least 1, got {self.max_new_tokens}, {self.max_prompt_tokens} and "
-                f"{self.forward_batch_size}."
-            )
-        if not self.temperature > 0:
-            raise ValueError(
-                f"rollout.temperature must be positive, got {self.temperature}: "
-                "PPO needs samples, not the greedy reply."
-            )
         if "" in self.stop_strings:
             raise ValueError(
                 f"rollout.stop_strings must not hold an empty text, got {self.stop_strings}: "

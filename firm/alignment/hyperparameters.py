@@ -1,42 +1,26 @@
-"""Which keys of a configuration are the paper's and which are not, read off their docstrings.
+"""Compares configurations with the values that FIRM's paper gives (Appendix A.1)."""
 
-The docstrings are the one place where the values of FIRM's Appendix A.1 stand (Nourzad et al.,
-"Experimental Setup"), each beside its key: plans, pages and tests compare with them.
-"""
-
-import ast
 import dataclasses
-import inspect
-import re
-import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-_OPEN = re.compile(r"not in the paper|nothing of this is in the paper", re.IGNORECASE)
-_GIVEN = re.compile(r"\((A\.\d[\d.]*\d|A\.\d)(?:: ([^);]+))?")
-_DEFAULTS = re.compile(r"Defaults: (section \d+) of the paper")
+from firm.fields import NotInPaper, Paper, sources
 
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A key of the configuration of which its docstring says how it stands to the paper."""
+    """A key of the configuration whose field says how it stands to the paper."""
 
     path: str
     value: Any
-    source: str
-    """Where the paper gives it, such as "A.1"; empty when it does not, or not wholly."""
-    paper_value: Any = None
-    """The paper's value: what the docstring states, else the default, which then is the paper's.
-    Where it has several, the text joins them by "or"."""
+    paper: Paper | None
+    """Where the paper gives the value, and the value; None where it leaves it open."""
 
     @property
     def is_papers(self) -> bool:
         """Whether the value is the paper's, or one of them."""
-        if isinstance(self.paper_value, str):
-            return any(_is_same(self.value, each) for each in self.paper_value.split(" or "))
-        return self.value == self.paper_value
+        return self.paper is not None and self.value in self.paper.values
 
 
 @dataclass(frozen=True)
@@ -44,9 +28,7 @@ class Departure:
     """A key that has another value than the paper's in some of several configurations."""
 
     path: str
-    source: str
-    """Where the paper gives its value, such as "A.1"."""
-    paper_value: Any
+    paper: Paper
     values: Mapping[str, Any]
     """The other values, by the configuration's name."""
 
@@ -57,77 +39,51 @@ def departures(configs: Mapping[str, Any]) -> list[Departure]:
     Args:
         configs: Dataclasses by name, such as the runs of a study by setting.
     """
-    found: dict[str, Departure] = {}
+    by_path: dict[str, Departure] = {}
     for name, config in configs.items():
-        for each in hyperparameters(config):
-            if each.source and not each.is_papers:
-                before = found.get(each.path)
-                values = {**(before.values if before else {}), name: each.value}
-                found[each.path] = Departure(each.path, each.source, each.paper_value, values)
-    return list(found.values())
+        for key in hyperparameters(config):
+            if key.paper and not key.is_papers:
+                before = by_path.get(key.path, Departure(key.path, key.paper, {}))
+                by_path[key.path] = dataclasses.replace(
+                    before, values={**before.values, name: key.value}
+                )
+    return list(by_path.values())
 
 
 def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
-    """Yields the keys that the docstrings call the paper's or not in the paper, in order.
+    """Yields the keys that the paper gives or leaves open, in order; one of both kinds comes twice.
 
-    A key is the paper's where its docstring names an appendix, as in "(A.1: 16)" or "(A.1)", or
-    its class says where all defaults come from. It is not in the paper where its docstring, or
-    that of its class, says so. One that is in part comes twice. Nothing below a class that says
-    so is compared with the paper.
+    What neither a field nor its class speaks of is left out, and nothing below a class of which
+    nothing is in the paper is compared with it.
 
     Args:
         config: A dataclass; nested ones and mappings of them are looked into.
     """
-    yield from _hyperparameters(config, "")
+    yield from _hyperparameters(config, "", is_compared=True)
 
 
-def _is_same(value: Any, paper_value: str) -> bool:
-    if not isinstance(value, str):
-        with suppress(TypeError, ValueError):
-            return float(value) == float(paper_value)
-    return value == paper_value
-
-
-def _hyperparameters(config: Any, path: str, *, is_given: bool = True) -> Iterator[Hyperparameter]:
-    form, documents = type(config), field_docstrings(type(config))
-    about = " ".join((form.__doc__ or "").split())
-    for field in dataclasses.fields(form):
+def _hyperparameters(config: Any, path: str, *, is_compared: bool) -> Iterator[Hyperparameter]:
+    of_class = getattr(type(config), "__source__", None)
+    is_compared = is_compared and not isinstance(of_class, NotInPaper)
+    by_field = sources(type(config))
+    for field in dataclasses.fields(config):
         value, place = getattr(config, field.name), f"{path}{field.name}"
         entries = value if isinstance(value, Mapping) else {"": value}
         nested = {k: v for k, v in entries.items() if dataclasses.is_dataclass(v)}
         for name, entry in nested.items():
             inside = f"{place}.{name}." if name else f"{place}."
-            may_be_given = is_given and not _OPEN.search(about)
-            yield from _hyperparameters(entry, inside, is_given=may_be_given)
+            yield from _hyperparameters(entry, inside, is_compared=is_compared)
         if nested or isinstance(value, Mapping):
             continue
-        document = documents.get(field.name, "")
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if is_given and (given := _GIVEN.search(document)):
-            stated = given[2] or default
-            yield Hyperparameter(place, value, given[1], stated)
-        elif is_given and (section := _DEFAULTS.search(about)) and not _OPEN.search(document):
-            yield Hyperparameter(place, value, section[1], default)
-        if _OPEN.search(document) or _OPEN.search(about):
-            yield Hyperparameter(place, value, "")
+        for source in by_field[field.name] or [of_class]:
+            if isinstance(source, Paper) and is_compared:
+                values = source.values or (_default(field),)
+                yield Hyperparameter(place, value, Paper(source.section, values))
+        if any(isinstance(source, NotInPaper) for source in [of_class, *by_field[field.name]]):
+            yield Hyperparameter(place, value, None)
 
 
-def field_docstrings(form: type) -> dict[str, str]:
-    """Returns the string under each field of a dataclass, inherited ones too, on one line."""
-    documents: dict[str, str] = {}
-    for base in reversed(form.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, below in zip(definition.body, definition.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                documents[field.target.id] = " ".join(str(below.value.value).split())
-    return documents
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

@@ -1,14 +1,14 @@
 """How far the policy moves from the reference: the KL per token, its coefficient, and alarms."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from firm.alignment.sequences import Rollouts
 from firm.federation.schema import Number, register_metrics
+from firm.fields import NOT_IN_PAPER, NonNegativeFloat, Paper, PositiveFloat, configuration
 
 register_metrics(kl=Number(), kl_coefficient=Number())
 
@@ -18,33 +18,24 @@ INERT_KL_CHANGE = 0.05
 """A controller that cannot change the KL coefficient by this share of it is said to do nothing."""
 
 
-@dataclass(frozen=True)
+@configuration
 class KLConfig:
     """How far the policy may move from the reference."""
 
-    controller: Literal["fixed", "adaptive"] = "adaptive"
-    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2
-    (A.1: adaptive)."""
-    coefficient: float = 0.2
-    """Coefficient of the KL penalty, at the start when adaptive. Not in the paper."""
-    target: float = 0.03
-    """KL per response (nats, summed over tokens) that the adaptive controller aims at (A.1; that
-    it is counted per response is not in the paper)."""
-    horizon: float = 10_000
+    controller: Annotated[Literal["fixed", "adaptive"], Paper("A.1")] = "adaptive"
+    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2."""
+    coefficient: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
+    """Coefficient of the KL penalty, at the start when adaptive."""
+    target: Annotated[PositiveFloat, Paper("A.1"), NOT_IN_PAPER] = 0.03
+    """KL per response (nats, summed over tokens) that the adaptive controller aims at; that it
+    is counted per response is not in the paper."""
+    horizon: Annotated[PositiveFloat, NOT_IN_PAPER] = 10_000
     """Responses over which the adaptive controller corrects a deviation: a step changes the
     coefficient by at most a fifth of batch size / horizon. 10,000, as TRL had it, is more than the
     paper's run has: 16 rounds of 16 responses, with four local steps each, change it by 2 % at
-    most. Not in the paper."""
-    form: Literal["k1", "k3"] = "k1"
-    """k1: log ratio; k3: lower variance, never negative. Not in the paper."""
-
-    def __post_init__(self) -> None:
-        if not self.coefficient >= 0:
-            raise ValueError(f"coefficient must be non-negative, got {self.coefficient}.")
-        if not (self.target > 0 and self.horizon > 0):
-            raise ValueError(
-                f"target and horizon must be positive, got {self.target} and {self.horizon}."
-            )
+    most."""
+    form: Annotated[Literal["k1", "k3"], NOT_IN_PAPER] = "k1"
+    """k1: log ratio; k3: lower variance, never negative."""
 
 
 def kl_penalty(

@@ -4,11 +4,12 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Interval, MinLen
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -25,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from firm.alignment.prompts import PromptFormat
 from firm.federation import Adapter, RandomStream
 from firm.federation.outside import first_line
+from firm.fields import NOT_IN_PAPER, Paper, PositiveFloat, PositiveInt, configuration
 
 _LOADING_ERRORS = (
     OSError,
@@ -39,52 +41,43 @@ _LOADING_ERRORS = (
 """What transformers and its libraries raise on files that are none of a checkpoint."""
 
 
-@dataclass(frozen=True)
+@configuration(source=Paper("section 5"))
 class LoraSettings:
-    """The adapter, the only thing that is trained and sent. Defaults: section 5 of the paper."""
+    """The adapter, the only thing that is trained and sent."""
 
-    r: int = 16
+    r: PositiveInt = 16
     """Rank."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """Scale: the update is multiplied by alpha / r."""
-    dropout: float = 0.05
+    dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
     """Dropout on the adapter's input, active in updates and off in rollouts."""
-    target_modules: list[str] = field(
+    target_modules: Annotated[list[str], MinLen(1), Paper("A.1")] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"]
     )
-    """Names of the linear layers that get an adapter (A.1)."""
-    freeze_a: bool = False
+    """Names of the linear layers that get an adapter."""
+    freeze_a: Annotated[bool, NOT_IN_PAPER] = False
     """Whether A stays as it was drawn, so that B alone is trained and sent: half the adapter where
-    layers are square, and the mean of B is the mean of B·A. Not in the paper; FFA-LoRA, Sun et al.
-    (2024), arXiv:2403.12313."""
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ValueError(f"policy.lora.r must be at least 1, got {self.r}.")
-        if not self.alpha > 0 or not self.target_modules:
-            raise ValueError(
-                "policy.lora.alpha must be positive and target_modules not empty, got "
-                f"{self.alpha} and {self.target_modules}."
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"policy.lora.dropout must be in [0, 1), got {self.dropout}.")
+    layers are square, and the mean of B is the mean of B·A: FFA-LoRA, Sun et al. (2024),
+    arXiv:2403.12313."""
 
 
-@dataclass(frozen=True)
+@configuration
 class PolicyConfig:
     """Which language model is aligned and how it reads a prompt."""
 
-    path: str
-    """A folder or a name on the Hugging Face hub (A.1: TinyLlama/TinyLlama-1.1B-Chat-v1.0 or
-    meta-llama/Llama-3.2-1B-Instruct)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the frozen parameters; the adapter is float32. Not in the paper."""
+    path: Annotated[
+        str,
+        Paper("A.1", ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B-Instruct")),
+    ]
+    """A folder or a name on the Hugging Face hub."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], NOT_IN_PAPER] = "float32"
+    """Type of the frozen parameters; the adapter is float32."""
     device: str = "auto"
     """Where the policy is and the adapter learns: "auto" takes the accelerator when there is one,
     and with several processes each its own; otherwise "cpu", or one such as "cuda:1"."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
     """Whether activations are computed again in each backward pass instead of kept: less memory,
-    more time, the same gradients. Not in the paper."""
+    more time, the same gradients."""
     pad_token: str | None = None
     """Padding token; by default the checkpoint's, or its unknown token where that is missing or
     equal to EOS."""

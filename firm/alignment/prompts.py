@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import datasets
 import torch
@@ -22,6 +22,7 @@ from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation.outside import first_line
+from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
@@ -39,33 +40,33 @@ class Prompt:
     """The group that it comes from, such as "helpful"; empty when the data do not say."""
 
 
-@dataclass(frozen=True)
+@configuration
 class PromptsConfig:
     """Where prompts come from and which of them are used."""
 
-    source: str | list[str] = "Anthropic/hh-rlhf"
+    source: Annotated[str | list[str], Paper("A.1", ("Anthropic/hh-rlhf",))] = "Anthropic/hh-rlhf"
     """A .json or .jsonl file (.gz too), a dataset's folder, a dataset on the Hugging Face hub, or a
-    list of these (A.1: Anthropic/hh-rlhf). A colon separates a dataset from one of its folders,
+    list of these. A colon separates a dataset from one of its folders,
     which names the prompts' kind: "Anthropic/hh-rlhf:harmless-base"."""
     split: str = "train"
     """Split of a dataset; a file has none and is taken whole."""
-    min_tokens: int = 0
-    """Shorter dialogues are left out, in tokens of the policy. Not in the paper."""
-    max_tokens: int | None = None
+    min_tokens: Annotated[NonNegativeInt, NOT_IN_PAPER] = 0
+    """Shorter dialogues are left out, in tokens of the policy."""
+    max_tokens: Annotated[NonNegativeInt | None, NOT_IN_PAPER] = None
     """Longer dialogues are left out, in tokens of the policy; by default they stay and are cut to
-    fit. Not in the paper."""
+    fit."""
 
     def __post_init__(self) -> None:
-        if self.min_tokens < 0 or (self.max_tokens or self.min_tokens) < self.min_tokens:
+        if (self.max_tokens or self.min_tokens) < self.min_tokens:
             raise ValueError(
-                "prompts.min_tokens must lie between 0 and prompts.max_tokens, got "
-                f"{self.min_tokens} and {self.max_tokens}: widen the limits."
+                f"max_tokens must be at least min_tokens ({self.min_tokens}), got "
+                f"{self.max_tokens}; widen the limits."
             )
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class PromptFormat:
-    """How a dialogue becomes the text that the policy continues. Not in the paper."""
+    """How a dialogue becomes the text that the policy continues."""
 
     name: Literal["hh", "chat", "plain"] = "hh"
     """"hh": the dialogue as it is; "chat": its turns in the tokenizer's chat template; "plain": the

@@ -11,12 +11,13 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from firm.federation import ProcessLost
 from firm.federation.outside import printable
+from firm.fields import NOT_IN_PAPER, configuration
 
 RewardFn = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 """Called with the keywords `prompts` and `completions`; returns one number per completion."""
@@ -99,9 +100,9 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
     return row.detach().cpu()
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class Calibration:
-    """A frozen map from raw scores to rewards; part of checkpoint and report. Not in the paper."""
+    """A frozen map from raw scores to rewards; part of checkpoint and report."""
 
     method: Method
     """"sigmoid": sigmoid((r - mean) / scale); "minmax": (r - low) / (high - low), clipped to
@@ -118,11 +119,6 @@ class Calibration:
     """How many replies the figures come from."""
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise ValueError(
-                f"a calibration's method must be one of {', '.join(get_args(Method))}, got "
-                f"{_short(self.method)}."
-            )
         for name in ("mean", "scale", "low", "high"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

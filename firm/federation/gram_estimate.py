@@ -6,8 +6,7 @@ in Algorithms 1, 7 and 10. The clients' part is ``firm.federation.sharing``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
@@ -19,6 +18,7 @@ from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
 from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
+from firm.fields import Hint, PositiveFloat, configuration
 from firm.gradients import (
     COMPRESSORS,
     Message,
@@ -40,44 +40,29 @@ ONE_WAY_ONLY = ("none", "count_sketch", "hybrid")
 """Exact already, or sketches, whose errors the two-way formula cannot correct."""
 
 
-@dataclass(frozen=True)
+@configuration
 class GramConfig(StrategyConfig):
     """Options of ApproxGramJacobian."""
 
     compressor: CompressorName = "low_rank"
     """How Jacobians travel; the paper's is low_rank, none sends them whole."""
-    upload_budget: float = 1.0
+    upload_budget: PositiveFloat = 1.0
     """Numbers that a Jacobian's message may take, in multiples of the shared parameters' number."""
     communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
     """Whether the Gram matrix comes of one upload (Algorithm 3), is corrected after the server's
     answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
 
+    aggregation: Annotated[
+        Literal["uniform"], Hint("the Gram matrix is that of the clients' plain mean")
+    ] = "uniform"
+    """The Gram matrix is that of the clients' plain mean."""
+
     solves_on_server: ClassVar[bool] = True
-    ways: ClassVar[tuple[str, ...]] = ("one_way", "two_way")
-    """Values of ``communication`` that the strategy has."""
 
     def __post_init__(self) -> None:
-        if self.communication not in self.ways:
-            raise ValueError(
-                f"communication must be one of {', '.join(self.ways)}, got {self.communication!r}."
-            )
-        if self.compressor != "none" and self.compressor not in COMPRESSORS:
-            raise ValueError(
-                f"compressor must be none or one of {', '.join(COMPRESSORS)}, "
-                f"got {self.compressor!r}."
-            )
-        if not 0 < self.upload_budget < inf:
-            raise ValueError(
-                f"upload_budget must be positive and finite, got {self.upload_budget}."
-            )
         if self.communication == "two_way" and self.compressor in ONE_WAY_ONLY:
             raise ValueError(
                 f"compressor {self.compressor} goes one way only; set communication to one_way."
-            )
-        if self.aggregation != "uniform":
-            raise ValueError(
-                "the Gram matrix is that of the clients' plain mean; aggregation must be uniform, "
-                f"got {self.aggregation}."
             )
         super().__post_init__()
 

@@ -18,13 +18,14 @@ of the Least Significant Bits for Differential Privacy"); ε does not count that
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import inf, isfinite
+from dataclasses import replace
+from math import isfinite
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from scipy.special import ndtri
 
 from firm.federation.aggregation import update_length
@@ -32,6 +33,7 @@ from firm.federation.client import Adapter, ProcessLost, State
 from firm.federation.messages import Update
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import Number, register_metrics
+from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, configuration
 
 register_metrics(clipped=Number(), update_norm=Number(0))
 
@@ -43,19 +45,19 @@ ROUNDING = 1e-6
 of 4.5e6 float64 squares two orders of summing differ by less than 1e-9."""
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class PrivacyConfig:
-    """Differential privacy of a client's part in a round. Not in the paper."""
+    """Differential privacy of a client's part in a round."""
 
-    clip_norm: float
+    clip_norm: PositiveFloat
     """Longest delta ‖θ_c - θ_t‖ that leaves a client, S; a longer one is scaled down to it."""
-    noise_multiplier: float
+    noise_multiplier: Annotated[NonNegativeFloat, Hint("0 is no noise")]
     """Standard deviation of the noise in multiples of S, z: in each coordinate of the sum of the
     deltas, or of each one where clients add it. 0 only clips, which protects nobody."""
     at: Literal["server", "client"] = "server"
     """Who adds the noise: a trusted server to the sum, or each client to what it sends, which
     protects it against the server too and costs far more accuracy."""
-    delta: float = 1e-5
+    delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """Probability δ that the guarantee leaves out; well below one over the number of clients."""
     statistics: Literal["none", "noisy", "exact"] = "none"
     """What of λ and the gradients' geometry leaves a client beside its adapter. none: nothing;
@@ -64,21 +66,6 @@ class PrivacyConfig:
     noise_seed: int | None = None
     """null draws noise from the operating system's entropy. A number makes runs repeatable bit for
     bit, for tests and replays, and lets all who know it subtract the noise."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_norm < inf:
-            raise ValueError(f"clip_norm must be positive and finite, got {self.clip_norm}.")
-        if not 0 <= self.noise_multiplier < inf:
-            raise ValueError(
-                "noise_multiplier must be non-negative and finite, got "
-                f"{self.noise_multiplier}; 0 is no noise."
-            )
-        if self.at not in ("server", "client"):
-            raise ValueError(f"at must be server or client, got {self.at!r}.")
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be between 0 and 1, got {self.delta}.")
-        if self.statistics not in ("none", "noisy", "exact"):
-            raise ValueError(f"statistics must be none, noisy or exact, got {self.statistics!r}.")
 
     def notes(self) -> list[str]:
         """Returns what a user of these options has to know beside ε; nothing of the defaults."""

@@ -4,45 +4,41 @@ The rules take the updates of N clients, f of whom may send anything finite, and
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from firm.federation.aggregation import by_client, moved, update_lengths
 from firm.federation.client import Adapter, State
 from firm.federation.messages import Update
+from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
 
 Rule = Literal[
     "none", "median", "trimmed_mean", "krum", "multi_krum", "norm_clipping", "normalization"
 ]
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class RobustConfig:
     """Robust aggregation; by default the mean is that of all updates, as they are.
 
-    Not in the paper. What clients send beside their updates is not covered: FedCMOO's weights come
-    of all Jacobians, an attacker's among them.
+    What clients send beside their updates is not covered: FedCMOO's weights come of all Jacobians,
+    an attacker's among them.
     """
 
     rule: Rule = "none"
     """none: all updates. median, trimmed_mean: one that is merged coordinate by coordinate. krum,
     multi_krum: the one, or the N - num_attackers, with the nearest neighbours. norm_clipping: all,
     none longer than clip_norm. normalization: all, each with their median length."""
-    num_attackers: int = 0
+    num_attackers: NonNegativeInt = 0
     """Clients among those of a round that may send anything, f; what trimmed_mean leaves out on
     each side. A round needs 2f + 1 updates, 2f + 3 for krum and multi_krum."""
-    clip_norm: float | None = None
+    clip_norm: Annotated[PositiveFloat | None, Hint("null takes the median length")] = None
     """Length ‖θ_c - θ_t‖ that norm_clipping clips to; null takes the median of the lengths."""
 
     def __post_init__(self) -> None:
-        rules = ", ".join(("none", *_RULES))
-        if self.rule not in ("none", *_RULES):
-            raise ValueError(f"rule must be one of {rules}, got {self.rule!r}.")
-        if self.num_attackers < 0:
-            raise ValueError(f"num_attackers must not be negative, got {self.num_attackers}.")
         if self.rule == "none" and self.num_attackers > 0:
             raise ValueError(
                 f"num_attackers needs a rule that bears them, got {self.num_attackers} with rule "
@@ -55,11 +51,6 @@ class RobustConfig:
         if self.clip_norm is not None and self.rule != "norm_clipping":
             raise ValueError(
                 f"clip_norm belongs to rule norm_clipping, got {self.clip_norm} with {self.rule}."
-            )
-        if self.clip_norm is not None and not 0 < self.clip_norm < inf:
-            raise ValueError(
-                f"clip_norm must be positive and finite, got {self.clip_norm}; null takes the "
-                "median length."
             )
 
     @property

@@ -328,9 +328,10 @@ def fields_of(kind: type) -> Fields:
 
 
 def _of_type(hint: Any) -> Schema:
-    """Returns the schema inside of ``Annotated``, or that of a plain type."""
+    """Returns the schema that an annotation states, or that of a plain type."""
     if get_origin(hint) is Annotated:
-        return hint.__metadata__[0]
+        stated = [entry for entry in hint.__metadata__ if isinstance(entry, Schema)]
+        return stated[0] if stated else _of_type(hint.__origin__)
     if type(None) in get_args(hint):
         (inner,) = (each for each in get_args(hint) if each is not type(None))
         return Optional(_of_type(inner))

@@ -1,9 +1,8 @@
 """Strategies: the options that all have, and the registry that each one's file fills."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from firm.federation.accounting import require_accountant
 from firm.federation.aggregation import Aggregation
@@ -13,46 +12,47 @@ from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.robust import RobustConfig
 from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, chain
+from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, PositiveInt, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class StrategyConfig:
     """Options of a round that every strategy has; a strategy's own come on top."""
 
     name: str = ""
     """The strategy."""
-    num_local_steps: int = 1
-    """Local steps per round and client, K, each on a fresh batch. Its value is not in the paper."""
-    num_local_epochs: int | None = None
+    num_local_steps: Annotated[PositiveInt, NOT_IN_PAPER] = 1
+    """Local steps per round and client, K, each on a fresh batch."""
+    num_local_epochs: Annotated[PositiveInt | None, Hint("null counts in num_local_steps")] = None
     """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of
     a number of steps: a client's K is then E times the whole batches in its shard. null counts in
     num_local_steps, which must stay 1 otherwise."""
     aggregation: Aggregation = "uniform"
     """Whether clients count alike (1/C, as in Algorithm 1 of FIRM) or by their number of
     examples."""
-    clients_per_round: int | None = None
+    clients_per_round: Annotated[PositiveInt | None, Hint("null takes all")] = None
     """Clients drawn for each round, without replacement; null takes all, as the paper does."""
-    always: tuple[str, ...] = ()
+    always: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
     """Names of clients that take part in every round, such as attackers; the others are drawn for
-    the places that are left. Not in the paper."""
-    quorum: int = 1
-    """Fewest clients whose updates a round needs; with fewer the run stops. Not in the paper."""
-    max_update_norm: float | None = None
-    """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length. Not in the paper."""
-    share_gram: bool = False
+    the places that are left."""
+    quorum: Annotated[PositiveInt, NOT_IN_PAPER] = 1
+    """Fewest clients whose updates a round needs; with fewer the run stops."""
+    max_update_norm: Annotated[PositiveFloat | None, Hint("null accepts any"), NOT_IN_PAPER] = None
+    """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length."""
+    share_gram: Annotated[bool, NOT_IN_PAPER] = False
     """Whether clients send the Gram matrix of their first solve, M² numbers, with each update: at
     the common model θ_t it bounds the disagreement drift and, for the batches drawn there, how far
-    θ_t is from Pareto stationarity. Not in the paper."""
-    server_learning_rate: float = 1.0
+    θ_t is from Pareto stationarity."""
+    server_learning_rate: PositiveFloat = 1.0
     """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
     Algorithm 1 of FIRM does."""
-    lora_mean: LoraMean = "factors"
+    lora_mean: Annotated[LoraMean, NOT_IN_PAPER] = "factors"
     """What of a LoRA layer is averaged: A and B apart, as adapters are in Algorithm 1 of FIRM, or
-    their products B·A, which are then brought back to rank r. Products are not in the paper."""
-    robust: RobustConfig = field(default_factory=RobustConfig)
-    """Robust aggregation, where some clients may attack. Not in the paper."""
-    privacy: PrivacyConfig | None = None
-    """Differential privacy of the clients; null: none. Not in the paper."""
+    their products B·A, which are then brought back to rank r."""
+    robust: Annotated[RobustConfig, NOT_IN_PAPER] = field(default_factory=RobustConfig)
+    """Robust aggregation, where some clients may attack."""
+    privacy: Annotated[PrivacyConfig | None, NOT_IN_PAPER] = None
+    """Differential privacy of the clients; null: none."""
 
     preference_key: ClassVar[str | None] = None
     """Name of the option that takes a preference of the objectives; None where there is none."""
@@ -67,23 +67,10 @@ class StrategyConfig:
     """Whether the server's step is a mean of adapters, so that it may be one of products."""
 
     def __post_init__(self) -> None:
-        if self.num_local_steps < 1:
-            raise ValueError(f"num_local_steps must be at least 1, got {self.num_local_steps}.")
-        if self.num_local_epochs is not None:
-            if self.num_local_epochs < 1:
-                raise ValueError(
-                    f"num_local_epochs must be at least 1, got {self.num_local_epochs}; null "
-                    "counts in num_local_steps."
-                )
-            if self.num_local_steps != 1:
-                raise ValueError(
-                    "local training has num_local_steps or num_local_epochs, got both, "
-                    f"{self.num_local_steps} and {self.num_local_epochs}; leave one of them out."
-                )
-        if self.clients_per_round is not None and self.clients_per_round < 1:
+        if self.num_local_epochs is not None and self.num_local_steps != 1:
             raise ValueError(
-                f"clients_per_round must be at least 1, got {self.clients_per_round}; "
-                "null takes all."
+                "local training has num_local_steps or num_local_epochs, got both, "
+                f"{self.num_local_steps} and {self.num_local_epochs}; leave one of them out."
             )
         if len(set(self.always)) < len(self.always):
             raise ValueError(f"always must name each client once, got {list(self.always)}.")
@@ -92,24 +79,11 @@ class StrategyConfig:
                 f"clients_per_round must be more than the {len(self.always)} that always take "
                 f"part, got {self.clients_per_round}."
             )
-        if self.quorum < 1:
-            raise ValueError(f"quorum must be at least 1 client, got {self.quorum}.")
         if self.clients_per_round is not None and self.quorum > self.clients_per_round:
             raise ValueError(
                 f"quorum must be at most clients_per_round ({self.clients_per_round}), "
                 f"got {self.quorum}."
             )
-        if self.max_update_norm is not None and not self.max_update_norm > 0:
-            raise ValueError(
-                f"max_update_norm must be positive, got {self.max_update_norm}; null accepts any."
-            )
-        if not 0 < self.server_learning_rate < inf:
-            raise ValueError(
-                "server_learning_rate must be positive and finite, got "
-                f"{self.server_learning_rate}."
-            )
-        if self.lora_mean not in ("factors", "products"):
-            raise ValueError(f"lora_mean must be factors or products, got {self.lora_mean!r}.")
         self._check_averages()
         if self.privacy is not None:
             self._check_privacy(self.privacy)

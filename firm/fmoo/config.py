@@ -2,13 +2,17 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import field
+from typing import Annotated, TypeVar
+
+from annotated_types import Interval
+
+from firm.fields import PositiveInt, configuration
 
 EntryT = TypeVar("EntryT")
 
 
-@dataclass(frozen=True)
+@configuration
 class DataConfig:
     """A data set in its three splits."""
 
@@ -22,31 +26,22 @@ class DataConfig:
     seed: int = 0
     """Draws splits and pairs of images; apart from the run's seed, so that runs of several seeds
     are on the same data."""
-    validation_fraction: float | None = None
+    validation_fraction: Annotated[float | None, Interval(ge=0, le=0.5)] = None
     """Share of the training data that becomes validation data, where the source has none; 0 leaves
     that split empty. By default the papers': 0.2 (FedCMOO, Appendix D.3), 0.1 of each natural
     client's data (FedMGDA+, Section 6.1), and 0 for adult, whose PhD client keeps its 413 rows."""
-    pairs_per_image: int | None = None
+    pairs_per_image: PositiveInt | None = None
     """Pairs that every first image stands in, where a sample is made of two images; by default 1,
     and 4 for two_digits."""
     losses: dict[str, str] = field(default_factory=dict)
     """Loss by objective where another than the data set's own is wanted, such as {"left": "l2"};
     the keys of `firm.fmoo.data.LOSSES`."""
-    image_size: int = 32
+    image_size: PositiveInt = 32
     """Side that CelebA's pictures are scaled to, in pixels. Not in the paper; a .npz file's stay as
     they are."""
-    window_stride: int = 10
+    window_stride: PositiveInt = 10
     """Characters between the starts of two samples of shakespeare. Not in the paper; 1 takes all,
     at 640 bytes a character."""
-
-    def __post_init__(self) -> None:
-        fraction = self.validation_fraction
-        if fraction is not None and not 0 <= fraction <= 0.5:
-            raise ValueError(f"validation_fraction must lie in [0, 0.5], got {fraction}.")
-        for name in ("pairs_per_image", "image_size", "window_stride"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
 def by_name(table: Mapping[str, EntryT], name: str, what: str) -> EntryT:

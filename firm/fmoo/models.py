@@ -15,12 +15,15 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
 
 import torch
+from annotated_types import Interval, MinLen
 from torch import nn
 
 from firm.federation.randomness import RandomStream
+from firm.fields import PositiveInt, configuration
 from firm.fmoo.config import by_name
 from firm.fmoo.modules import (
     CharacterEncoder,
@@ -32,23 +35,17 @@ from firm.fmoo.modules import (
 from firm.fmoo.task_data import TaskData
 
 
-@dataclass(frozen=True)
+@configuration
 class ModelConfig:
     """The model that clients train."""
 
     name: str = "lenet"
     """A key of `firm.fmoo.models.MODELS`."""
-    dropout: float | None = None
+    dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
     """Probability of every dropout layer; by default the papers' 0.5, and 0.25 after femnist_cnn's
     pooling. resnet18, molecule_net, character_lstm and linear have none; mlp has 0 by default."""
-    hidden: list[int] = field(default_factory=lambda: [64, 64])
+    hidden: Annotated[list[PositiveInt], MinLen(1)] = field(default_factory=lambda: [64, 64])
     """Widths of mlp's hidden layers. Not in the papers."""
-
-    def __post_init__(self) -> None:
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}.")
-        if not self.hidden or min(self.hidden) < 1:
-            raise ValueError(f"hidden must be widths of at least 1, got {self.hidden}.")
 
 
 def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> MultiTaskModel:

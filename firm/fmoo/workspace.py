@@ -3,12 +3,14 @@
 import copy
 import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Interval
 from torch import nn
 
 from firm.federation import Adapter
+from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
 
@@ -16,36 +18,26 @@ EVALUATION_BATCH = 2048
 """Samples per forward pass without gradients."""
 
 
-@dataclass(frozen=True)
+@configuration
 class LocalConfig:
     """A client's local training."""
 
     optimizer: Literal["sgd", "adam"] = "sgd"
     """The local optimizer; its state lives for one round."""
-    lr: float = 0.1
+    lr: PositiveFloat = 0.1
     """Local learning rate η_c."""
-    momentum: float = 0.0
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """Of SGD."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """L2 penalty of the optimizer."""
-    batch_size: int | None = 128
+    batch_size: PositiveInt | None = 128
     """Samples per local step; null takes the whole shard, for exact local gradients."""
-    rotation: float = 0.0
+    rotation: Annotated[float, Interval(ge=0, le=180)] = 0.0
     """Largest angle of random rotations of training images, in degrees."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"lr must be positive, got {self.lr}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
         if self.momentum and self.optimizer == "adam":
             raise ValueError(f"momentum belongs to sgd, got {self.momentum} with adam.")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must be non-negative, got {self.weight_decay}.")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 or null, got {self.batch_size}.")
-        if not 0 <= self.rotation <= 180:
-            raise ValueError(f"rotation must be from 0 to 180 degrees, got {self.rotation}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
 """The configuration of an alignment run, and the checks that need no model."""
 
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from firm.alignment import (
     AlignmentClient,
@@ -19,6 +20,16 @@ from firm.federation.engines import check_engine
 from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
+from firm.fields import (
+    NOT_IN_PAPER,
+    Hint,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Paper,
+    PositiveFloat,
+    PositiveInt,
+    configuration,
+)
 from firm.run import CheckpointConfig, TrackingConfig
 from reward_models import RewardModelConfig
 
@@ -35,40 +46,36 @@ class DataConfig:
     """The base model and the final one are compared on these, and nothing else is."""
 
 
-@dataclass(frozen=True)
+@configuration
 class PartitionConfig:
     """How the training prompts are divided among the clients."""
 
-    kind: Literal["iid", "dirichlet"] = "iid"
-    """Equal random parts (A.1: iid), or shares of each kind of prompt that a Dirichlet distribution
+    kind: Annotated[Literal["iid", "dirichlet"], Paper("A.1")] = "iid"
+    """Equal random parts, or shares of each kind of prompt that a Dirichlet distribution
     draws."""
-    alpha: float = 0.3
-    """Concentration of the Dirichlet distribution (A.2.2: 0.3); small is uneven."""
-
-    def __post_init__(self) -> None:
-        if not (self.alpha > 0 and isfinite(self.alpha)):
-            raise ValueError(f"alpha must be positive and finite, got {self.alpha}.")
+    alpha: Annotated[PositiveFloat, Paper("A.2.2")] = 0.3
+    """Concentration of the Dirichlet distribution; small is uneven."""
 
 
-@dataclass(frozen=True)
+@configuration
 class GroupConfig:
     """Clients that differ from the others in their objectives' reward models, or attack."""
 
-    clients: list[int]
+    clients: list[NonNegativeInt]
     """Their numbers, from 0."""
     rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Reward models in place of those of the same objectives (A.2.1)."""
-    objectives: list[str] | None = None
-    """Objectives that they serve; null: all. Not in the paper; FMOL's indicator matrix A."""
-    attack: AttackConfig | None = None
-    """What they do instead of their part; null: nothing, they are honest. Not in the paper."""
+    objectives: Annotated[list[str] | None, NOT_IN_PAPER] = None
+    """Objectives that they serve; null: all. FMOL's indicator matrix A."""
+    attack: Annotated[AttackConfig | None, NOT_IN_PAPER] = None
+    """What they do instead of their part; null: nothing, they are honest."""
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class EvaluationConfig:
-    """How much is measured. Nothing of this is in the paper."""
+    """How much is measured."""
 
-    num_calibration_prompts: int = 256
+    num_calibration_prompts: PositiveInt = 256
     """Training prompts whose base-model replies fix the maps from scores to rewards."""
     calibration_seed: int | None = None
     """Seed of those replies; null takes the run's. Runs whose rewards are to be compared need the
@@ -76,34 +83,25 @@ class EvaluationConfig:
     calibrations: dict[str, Calibration] = field(default_factory=dict)
     """Maps that were fixed beforehand, by objective, such as {helpful: {method: sigmoid, mean: 0.4,
     scale: 1.1}}, as the first row of a run's metrics.jsonl has them; the others are measured."""
-    num_validation_prompts: int = 64
+    num_validation_prompts: NonNegativeInt = 64
     """Prompts per round; 0 leaves the rounds unmeasured."""
-    num_test_prompts: int = 256
+    num_test_prompts: Annotated[int, Ge(2)] = 256
     """Held-out prompts at the start and the end."""
-    num_samples: int = 2
+    num_samples: PositiveInt = 2
     """Replies per held-out prompt."""
-    num_shown_samples: int = 12
+    num_shown_samples: NonNegativeInt = 12
     """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further scores that are reported and never trained on."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_calibration_prompts", 1),
-            ("num_validation_prompts", 0),
-            ("num_test_prompts", 2),
-            ("num_samples", 1),
-            ("num_shown_samples", 0),
-        ):
-            if (count := getattr(self, name)) < least:
-                raise ValueError(f"{name} must be at least {least}, got {count}.")
         if self.num_validation_prompts == 1:
             raise ValueError(
                 "num_validation_prompts must be 0 or at least 2, got 1: a standard error needs two."
             )
 
 
-@dataclass(frozen=True)
+@configuration
 class AlignmentConfig:
     """One run."""
 
@@ -125,25 +123,25 @@ class AlignmentConfig:
     """Continue the run in `out` from its last checkpoint, if there is one."""
     seed: int = 0
     """Everything random comes from it."""
-    num_threads: int | None = None
+    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
     """CPU threads; by default as many as torch takes."""
-    processes_per_client: int = 1
+    processes_per_client: PositiveInt = 1
     """Processes that work as one on a client, each on its share of a batch. How many there are at
     all is the launcher's to say; the clients are divided among them."""
-    start: dict[str, float] = field(default_factory=dict)
+    start: Annotated[dict[str, NonNegativeFloat], NOT_IN_PAPER] = field(default_factory=dict)
     """Adapter folders that the training starts from, and the share of each in their mean; none: a
     fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
-    (arXiv:2306.04488). Not in the paper."""
+    (arXiv:2306.04488)."""
     engine: str = "local"
     """Where clients run in this process, by a name that is registered
     (`firm.federation.engines.engine`)."""
-    client_timeout: float | None = None
+    client_timeout: Annotated[PositiveFloat | None, Hint("null sets no limit")] = None
     """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
     with several processes per client ends the run. null: as long as it takes."""
-    rounds: int = 16
-    """Communication rounds T (A.1: 16)."""
-    num_clients: int = 8
-    """Clients C (A.1: 8)."""
+    rounds: Annotated[NonNegativeInt, Paper("A.1", (16,))] = 16
+    """Communication rounds T."""
+    num_clients: Annotated[PositiveInt, Paper("A.1", (8,))] = 8
+    """Clients C."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
@@ -166,29 +164,10 @@ class AlignmentConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
-        if self.rounds < (0 if self.start else 1) or self.num_clients < 1:
-            raise ValueError(
-                f"rounds and num_clients must be at least 1, got {self.rounds} and "
-                f"{self.num_clients}; 0 rounds need a start."
-            )
-        shares = self.start.values()
-        if self.start and not (all(map(isfinite, shares)) and min(shares) >= 0 and sum(shares) > 0):
-            raise ValueError(
-                f"start must have finite, non-negative shares, not all zero, got {self.start}."
-            )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(
-                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
-            )
-        if self.processes_per_client < 1:
-            raise ValueError(
-                f"processes_per_client must be at least 1, got {self.processes_per_client}."
-            )
-        if self.client_timeout is not None and not 0 < self.client_timeout < float("inf"):
-            raise ValueError(
-                f"client_timeout must be positive and finite, got {self.client_timeout:g}; null "
-                "sets no limit."
-            )
+        if self.rounds == 0 and not self.start:
+            raise ValueError("rounds must be at least 1, got 0; 0 rounds need a start.")
+        if self.start and sum(self.start.values()) == 0:
+            raise ValueError(f"start must have shares that are not all zero, got {self.start}.")
         check_engine(self.engine)
         _check_participation(self)
         if self.strategy.robust.min_updates > self.num_clients:

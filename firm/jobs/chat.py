@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -14,6 +15,7 @@ from firm.alignment import (
 )
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
+from firm.fields import Hint, PositiveInt, configuration
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers
 from firm.run.shipped import with_shipped_paths
@@ -23,7 +25,7 @@ SIDES = {"base": None, "aligned": 0}
 """What a person sees -> index of the adapter that speaks."""
 
 
-@dataclass(frozen=True)
+@configuration
 class ChatConfig:
     """One conversation. What is not given comes from `run`, and then from here."""
 
@@ -44,17 +46,13 @@ class ChatConfig:
     """Sampling."""
     seed: int = 0
     """The same seed gives the same replies to the same words."""
-    num_threads: int | None = None
+    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
     """CPU threads; by default as many as torch takes."""
 
     def __post_init__(self) -> None:
         if not (self.run or self.adapter):
             raise ValueError(
                 "there is nobody to talk to: give --run runs/mine, or --adapter with --policy.path."
-            )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(
-                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
             )
         if not self.policy.path:
             raise ValueError(

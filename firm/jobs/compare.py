@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from firm.alignment import (
     Calibration,
@@ -19,6 +21,7 @@ from firm.alignment import (
     load_prompts,
 )
 from firm.federation import RandomStream
+from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers
 from firm.report import Record
@@ -35,7 +38,7 @@ PAGE_NAME = "evaluation.html"
 BASE = "base"
 
 
-@dataclass(frozen=True)
+@configuration
 class CompareConfig:
     """One evaluation. What is not given comes from the first of `runs`, and then from here."""
 
@@ -59,15 +62,15 @@ class CompareConfig:
     """Held-out prompts."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
-    num_prompts: int = 256
+    num_prompts: Annotated[int, Ge(2), Hint("a standard error needs two")] = 256
     """The first so many prompts."""
-    num_samples: int = 2
+    num_samples: PositiveInt = 2
     """Replies per prompt."""
-    num_shown_samples: int = 12
+    num_shown_samples: NonNegativeInt = 12
     """Prompts whose replies are written out; 0 keeps all texts out of terminal and files."""
     seed: int = 0
     """The same seed gives the same replies of an adapter, whichever others are evaluated."""
-    num_threads: int | None = None
+    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
     """CPU threads; by default as many as torch takes."""
     out: Path | None = None
     """Directory of the results; by default runs/evaluation-TIME."""
@@ -78,22 +81,12 @@ class CompareConfig:
                 "there is nothing to evaluate: give --runs '[runs/mine]', or --adapters with "
                 "--policy.path."
             )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(
-                f"num_threads must be at least 1, got {self.num_threads}; null leaves it to torch."
-            )
         if not self.policy.path:
             raise ValueError(
                 "policy.path is empty: name the base model, or give --runs on the command line."
             )
         if shared := sorted(self.rewards.keys() & self.metrics.keys()):
             raise ValueError(f"{shared[0]!r} is both in rewards and in metrics: rename one.")
-        if self.num_prompts < 2 or self.num_samples < 1 or self.num_shown_samples < 0:
-            raise ValueError(
-                "num_prompts must be at least 2 for a standard error, num_samples at least 1 and "
-                f"num_shown_samples not negative, got {self.num_prompts}, {self.num_samples} and "
-                f"{self.num_shown_samples}."
-            )
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The configuration of a study of classic algorithms."""
 
-from dataclasses import dataclass, field, replace
-from math import isfinite
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
+from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
 from firm.fmoo import AttackConfig, DataConfig, LocalConfig, ModelConfig
 from firm.run import TrackingConfig, check_folder_name
 
@@ -14,44 +16,31 @@ FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_w
 """What may differ when a study is taken up again: algorithms and seeds may join."""
 
 
-@dataclass(frozen=True)
+@configuration
 class PartitionConfig:
     """How the training samples are divided among the clients."""
 
     kind: Literal["iid", "dirichlet", "balanced", "shards", "natural"] = "balanced"
     """Equal random parts; shares of each composite label that a Dirichlet distribution draws; the
     same with equal sizes; shards of samples sorted by label; or the data's own users."""
-    alpha: float = 0.3
+    alpha: PositiveFloat = 0.3
     """Concentration of the Dirichlet distribution; small is uneven."""
-    shards_per_client: int = 2
+    shards_per_client: PositiveInt = 2
     """Shards that a client is given."""
-    num_users: int | None = None
+    num_users: PositiveInt | None = None
     """Natural users that are drawn at random to be the clients; null takes all."""
-    min_samples: int = 1
+    min_samples: PositiveInt = 1
     """Fewest samples of a client."""
     max_samples: int | None = None
     """Most samples of a client, a random choice of what it would have; null leaves it all."""
-    objectives_per_client: int | None = None
+    objectives_per_client: Annotated[PositiveInt | None, Hint("null gives all")] = None
     """Objectives that a client has losses for (FMGDA's matrix A), dealt out in turn so that each
     has as many clients as any other; null gives every client all."""
-    test_fraction: float = 0.0
+    test_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """Share of its samples that every client keeps from training, to measure its user's accuracy
     on (FedMGDA+, Section 6.1, keeps 0.1). 0 keeps none; natural users may have test samples."""
 
     def __post_init__(self) -> None:
-        for name in ("shards_per_client", "num_users", "min_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if not (self.alpha > 0 and isfinite(self.alpha)):
-            raise ValueError(f"alpha must be positive and finite, got {self.alpha}.")
-        if not 0 <= self.test_fraction < 1:
-            raise ValueError(f"test_fraction must be in [0, 1), got {self.test_fraction}.")
-        if self.objectives_per_client is not None and self.objectives_per_client < 1:
-            raise ValueError(
-                f"objectives_per_client must be at least 1, got {self.objectives_per_client}; "
-                "null gives all."
-            )
         if self.max_samples is not None and self.max_samples < max(1, self.min_samples):
             raise ValueError(
                 f"max_samples must be at least min_samples ({self.min_samples}), got "
@@ -59,7 +48,7 @@ class PartitionConfig:
             )
 
 
-@dataclass(frozen=True)
+@configuration
 class AlgorithmConfig:
     """An algorithm with the learning rates that suit it."""
 
@@ -67,26 +56,20 @@ class AlgorithmConfig:
     """The server's side."""
     local: LocalConfig = field(default_factory=LocalConfig)
     """The clients' side."""
-    num_clients: int | None = None
+    num_clients: PositiveInt | None = None
     """C of this algorithm alone; by default the study's."""
     is_centralised: bool = False
     """Whether one client holds the samples of all: with one local step, FSMGDA is then MGD or
     SMGD."""
 
-    rounds: int | None = None
+    rounds: PositiveInt | None = None
     """Rounds of this algorithm alone; by default the study's."""
     attack_amount: float | None = None
     """Amount of the attack on this algorithm alone, as algorithms read losses on scales of their
     own; by default the study's."""
 
-    def __post_init__(self) -> None:
-        for name in ("num_clients", "rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or null, got {value}.")
 
-
-@dataclass(frozen=True)
+@configuration
 class ClassicConfig:
     """A study of algorithms on one data set."""
 
@@ -101,16 +84,16 @@ class ClassicConfig:
     """Who holds what."""
     attack: AttackConfig = field(default_factory=AttackConfig)
     """Clients that inflate their losses, in every round; nobody by default."""
-    num_clients: int = 20
+    num_clients: PositiveInt = 20
     """C; a natural partition has as many as there are users."""
-    rounds: int = 40
+    rounds: PositiveInt = 40
     """Rounds of every run."""
-    target_loss: float | None = None
+    target_loss: Annotated[PositiveFloat | None, Hint("null runs all rounds")] = None
     """Loss at which a run ends, once all objectives have come down to it; the page then tells the
     rounds that each took. null runs all rounds."""
     seeds: tuple[int, ...] = (0,)
     """One run of every algorithm for each; a seed draws partition, model, clients and batches."""
-    evaluate_every: int = 5
+    evaluate_every: PositiveInt = 5
     """Rounds between evaluations; the last round always is one."""
     split: Literal["train", "validation", "test"] = "test"
     """Samples that are evaluated on: those of all clients, or others that no client has."""
@@ -122,10 +105,10 @@ class ClassicConfig:
     all algorithms are compared: how far each lowers its clients' losses; null compares none."""
     engine: str = "local"
     """Where clients run, by a name that is registered (`firm.federation.engines.engine`)."""
-    num_workers: int | None = None
+    num_workers: PositiveInt | None = None
     """Clients that are trained at a time; by default as many as there are cores. Results do not
     depend on it."""
-    num_threads: int | None = 1
+    num_threads: PositiveInt | None = 1
     """Threads of torch in each worker; null leaves them alone, but equal numbers need an equal
     count."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -139,13 +122,6 @@ class ClassicConfig:
     """Whether a study in `out` goes on: finished runs are kept, others continue."""
 
     def __post_init__(self) -> None:
-        for name in ("num_clients", "rounds", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("num_workers", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or null, got {value}.")
         check_engine(self.engine)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
@@ -160,10 +136,6 @@ class ClassicConfig:
             check_folder_name(name, "algorithms: an algorithm's name")
             _check_participation(self, name, algorithm)
             attack_on(algorithm, self)  # checks the amount
-        if self.target_loss is not None and not self.target_loss > 0:
-            raise ValueError(
-                f"target_loss must be positive, got {self.target_loss}; null runs all rounds."
-            )
 
 
 def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig) -> None:

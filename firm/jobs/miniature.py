@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from firm.fields import NonNegativeFloat, PositiveInt, configuration
 from firm.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
 from firm.miniature.corpus import Corpus, generated_corpus, preference_corpus
 from firm.miniature.encoder import EncoderTraining, train_encoder
@@ -42,7 +43,7 @@ from firm.run.files import parse_object, read_text
 OTHER = "helpful_other"
 
 
-@dataclass(frozen=True)
+@configuration
 class BuildConfig:
     """What is built, from what, and where it goes."""
 
@@ -52,15 +53,15 @@ class BuildConfig:
     """Preference files; none: the generated world."""
     seed: int = 0
     """Seed of everything random."""
-    num_texts: int = 20_000
+    num_texts: PositiveInt = 20_000
     """Generated world: demonstrations that the policy learns from."""
-    num_pairs: int = 50_000
+    num_pairs: PositiveInt = 50_000
     """Generated world: training pairs per objective."""
-    num_held_out: int = 1000
+    num_held_out: PositiveInt = 1000
     """Generated world: pairs per objective and held-out split, and held-out texts."""
-    noise: float = 0.1
+    noise: NonNegativeFloat = 0.1
     """Generated world: temperature of the training labels; held-out pairs are free of noise."""
-    max_prompt_tokens: int = 64
+    max_prompt_tokens: PositiveInt = 64
     """Longest prompt in a scored text and in the prompt files; whole turns go first."""
     only: list[str] = field(default_factory=list)
     """Checkpoints that are built; none: all. Reward models start from the policy that is in `out`,
@@ -73,11 +74,6 @@ class BuildConfig:
     """Each reward model."""
 
     def __post_init__(self) -> None:
-        for name in ("num_texts", "num_pairs", "num_held_out", "max_prompt_tokens"):
-            if (count := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}.")
-        if not 0 <= self.noise < float("inf"):
-            raise ValueError(f"noise must be finite and non-negative, got {self.noise}.")
         longest = self.max_prompt_tokens + 3  # BOS, EOS and one token of a reply
         if self.reward.call_format == "plain" and self.reward.max_length < longest:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from firm.federation.engines import SitePolicy
 from firm.federation.outside import check_name
+from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network import certificates, kits
 from firm.run import UserError, compose
@@ -16,7 +17,7 @@ OUTPUT = "output.txt"
 """What the processes of a kit print, in its folder."""
 
 
-@dataclass(frozen=True)
+@configuration
 class FederationConfig:
     """Who takes part, and in what."""
 
@@ -30,17 +31,17 @@ class FederationConfig:
     """Name by which the sites reach the server; it stands in its certificate."""
     port: int = 8002
     """The server's one port."""
-    valid_days: int = 360
+    valid_days: PositiveInt = 360
     """After which the certificates end."""
     run: Path = CONFIGS / "miniature.yaml"
     """Configuration of the run."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of the run and their values, such as {rounds: 8}, laid over it."""
-    timeout: int = 3600
+    timeout: PositiveInt = 3600
     """Seconds that a site has for its part of a round."""
-    meeting_timeout: int = 20
+    meeting_timeout: PositiveInt = 20
     """Seconds that a site which was lost has to come back, in each round."""
-    heartbeat_interval: float = 5.0
+    heartbeat_interval: PositiveFloat = 5.0
     """Seconds between two signs of life of a site's process."""
     heartbeat_timeout: float = 30.0
     """Seconds without one after which it counts as dead."""
@@ -57,7 +58,7 @@ class FederationConfig:
             check_name(site, "a site's name")
         if strange := [name for name in self.sites if name in ("server", "admin", "authority")]:
             raise ValueError(f"a site cannot be called {strange[0]!r}; choose another name.")
-        if not 0 < self.heartbeat_interval < self.heartbeat_timeout:
+        if self.heartbeat_timeout <= self.heartbeat_interval:
             raise ValueError(
                 "heartbeat_timeout must be longer than heartbeat_interval, got "
                 f"{self.heartbeat_timeout:g} and {self.heartbeat_interval:g}."
@@ -74,7 +75,7 @@ class ServerConfig:
     """Keys of the run that are the server's own, such as {data.test.source: held_out.jsonl}."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SiteConfig:
     """A site's own part."""
 
@@ -88,9 +89,9 @@ class SiteConfig:
     the run's partition gives them, which is for trials on one file."""
     policy: SitePolicy = field(default_factory=SitePolicy)
     """What may leave the site beside the adapter."""
-    processes: int = 1
+    processes: PositiveInt = 1
     """Processes of the site, one for each of its GPUs, by torchrun."""
-    processes_per_client: int = 1
+    processes_per_client: PositiveInt = 1
     """How many of them work as one on a client."""
 
 

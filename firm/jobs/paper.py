@@ -183,7 +183,12 @@ def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:
         configs: A run's configuration by setting.
     """
     rows = [
-        [f"`{each.path}`", plain(str(each.paper_value)), each.source, _values(each, configs)]
+        [
+            f"`{each.path}`",
+            plain(each.paper.values_in_words),
+            each.paper.section,
+            _values(each, configs),
+        ]
         for each in departures(configs)
     ]
     return (
@@ -202,7 +207,7 @@ def _values(departure: Departure, settings: Collection[str]) -> str:
     for setting, value in departure.values.items():
         text = plain(str(value))
         if isinstance(value, float) and value:
-            text += f" ({value / float(departure.paper_value):.3g} times)"
+            text += f" ({value / float(departure.paper.values[0]):.3g} times)"
         by_value.setdefault(text, []).append(setting)
     cells = []
     for text, names in by_value.items():
@@ -220,7 +225,7 @@ def _open_hyperparameters(study: StudyConfig) -> str:
     rows = [
         [f"`{each.path}`", plain(str(each.value))]
         for each in hyperparameters(run)
-        if not each.source
+        if not each.paper
     ]
     return (
         "## What the paper leaves open\n\n"

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from firm.federation.outside import check_name, printable
+from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.report import Record, read_record
@@ -33,7 +34,7 @@ class SettingConfig:
     """Keys of the run and their values, such as {strategy.beta: 0}; over the study's own."""
 
 
-@dataclass(frozen=True)
+@configuration
 class StudyConfig:
     """One study."""
 
@@ -54,12 +55,12 @@ class StudyConfig:
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Seeds. Rewards mean the same in all runs of a base: the first seed calibrates them. All
     settings run with the first seed before any runs with the second."""
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Runs at a time, each in a process of its own."""
     figures: dict[str, list[str]] = field(default_factory=dict)
     """Settings that are drawn together, by a name that opens the files' names; all are drawn
     together when empty."""
-    half_life: float | None = None
+    half_life: PositiveFloat | None = None
     """Half-life of the running average of the curves in figures/, in rounds; null draws them as
     they are."""
 
@@ -70,16 +71,12 @@ class StudyConfig:
                 f"a study needs settings and different seeds, got {list(self.settings)} and "
                 f"{self.seeds}."
             )
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
         for name, labels in self.figures.items():
             for label in (label for label in labels if label not in self.settings):
                 raise ValueError(
                     f"figures.{name} names the setting {label!r}; there are "
                     f"{', '.join(self.settings)}."
                 )
-        if self.half_life is not None and not self.half_life > 0:
-            raise ValueError(f"half_life must be positive, got {self.half_life}.")
         check_slugs(self.settings, "settings")
         check_slugs(self.figures, "figures")
 

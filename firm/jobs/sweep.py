@@ -6,13 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Interval
 from safetensors.torch import load_file
 
 from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig
+from firm.fields import Hint, PositiveInt, configuration
 from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
@@ -52,7 +54,7 @@ class MethodConfig:
     """Keys of the run and their values, such as {strategy.beta: 0}; over the sweep's own."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SweepConfig:
     """One sweep."""
 
@@ -72,7 +74,9 @@ class SweepConfig:
     """What is compared, by name."""
     preferences: list[list[float]] = field(default_factory=list)
     """Preference vectors, in the order of the run's objectives; scaled to sum 1."""
-    resolution: int | None = None
+    resolution: Annotated[
+        int | None, Interval(ge=1, le=100), Hint("give preferences for a finer choice")
+    ] = None
     """Without preferences: the grid of all vectors of multiples of 1/resolution, corners and all;
     null takes 4."""
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -80,7 +84,7 @@ class SweepConfig:
     reference: list[float] | None = None
     """Reference point of the hypervolume, a reward in [0, 1] per objective, below every model's;
     null takes zeros. It is kept with the front."""
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Points that run at a time, each in a process of its own."""
 
     def __post_init__(self) -> None:
@@ -90,15 +94,8 @@ class SweepConfig:
                 f"a sweep needs methods and different seeds, got {list(self.methods)} and "
                 f"{self.seeds}."
             )
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}.")
         if self.preferences and self.resolution is not None:
             raise ValueError("give preferences or a resolution, got both.")
-        if self.resolution is not None and not 1 <= self.resolution <= 100:
-            raise ValueError(
-                f"resolution must be from 1 to 100, got {self.resolution}; give preferences for a "
-                "finer choice."
-            )
         check_slugs(self.methods, "methods")
 
 

@@ -6,10 +6,11 @@ asked for is such a text, so what it learns is what helpfulness turns on.
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import transformers
+from annotated_types import Interval
 from datasets import Dataset
 from transformers import (
     ElectraConfig,
@@ -19,52 +20,49 @@ from transformers import (
     TrainingArguments,
 )
 
+from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.miniature.training import (
     BOS_ID,
     EOS_ID,
     PAD_ID,
-    check_positive,
     run_trainer,
     training_arguments,
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class EncoderTraining:
     """A small ELECTRA, and how long it learns."""
 
-    vocab_size: int = 640
+    vocab_size: PositiveInt = 640
     """Entries of the byte-level BPE vocabulary, the three special tokens and 256 bytes included."""
-    hidden_size: int = 128
+    hidden_size: PositiveInt = 128
     """Width of the hidden states."""
-    intermediate_size: int = 352
+    intermediate_size: PositiveInt = 352
     """Width of the feed-forward layers."""
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Number of layers."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Attention heads per layer."""
-    initializer_range: float = 0.06
+    initializer_range: PositiveFloat = 0.06
     """Standard deviation of the initial parameters."""
-    replaced_share: float = 0.15
+    replaced_share: Annotated[float, Interval(gt=0, lt=1)] = 0.15
     """Share of the tokens that are replaced, in (0, 1)."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Texts per optimizer step."""
-    num_steps: int = 2500
+    num_steps: PositiveInt = 2500
     """Optimizer steps: a number, not a time, so that every machine builds the same encoder."""
-    learning_rate: float = 1e-3
+    learning_rate: PositiveFloat = 1e-3
     """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
-    adam_beta2: float = 0.95
+    adam_beta2: PositiveFloat = 0.95
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
 
     def __post_init__(self) -> None:
-        check_positive(self)
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_heads ({self.num_heads}), "
                 f"got {self.hidden_size}."
             )
-        if self.replaced_share >= 1:
-            raise ValueError(f"replaced_share must be below 1, got {self.replaced_share}.")
 
 
 def train_encoder(

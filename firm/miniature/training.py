@@ -8,7 +8,6 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.miniature.preferences import Preference, truncate_reply
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -38,36 +38,35 @@ PAD_ID, BOS_ID, EOS_ID = 0, 1, 2  # the first entries of the vocabulary
 CallFormat = Literal["plain", "response"]
 
 
-@dataclass(frozen=True)
+@configuration
 class PolicyTraining:
     """A small Llama with tied embeddings, and how long it learns."""
 
-    vocab_size: int = 1024
+    vocab_size: PositiveInt = 1024
     """Entries of the byte-level BPE vocabulary, the three special tokens and 256 bytes included."""
-    hidden_size: int = 128
+    hidden_size: PositiveInt = 128
     """Width of the hidden states."""
-    intermediate_size: int = 352
+    intermediate_size: PositiveInt = 352
     """Width of the feed-forward layers."""
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Number of layers."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Attention heads per layer."""
-    initializer_range: float = 0.06
+    initializer_range: PositiveFloat = 0.06
     """Standard deviation of the initial parameters. At these widths the customary 0.02 makes a
     policy that stumbles over requests in words of their own (p = 0.3 where 1.0 is due)."""
-    context_length: int = 128
+    context_length: PositiveInt = 128
     """Tokens of one training window; documents are laid end to end and cut into such windows."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Windows per optimizer step."""
-    num_steps: int = 1200
+    num_steps: PositiveInt = 1200
     """Optimizer steps: a number, not a time, so that every machine builds the same policy."""
-    learning_rate: float = 3e-3
+    learning_rate: PositiveFloat = 3e-3
     """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
-    adam_beta2: float = 0.95
+    adam_beta2: PositiveFloat = 0.95
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
 
     def __post_init__(self) -> None:
-        check_positive(self)
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size must be a multiple of twice num_heads ({2 * self.num_heads}), "
@@ -80,33 +79,22 @@ class PolicyTraining:
         return self.num_steps * self.batch_size * self.context_length
 
 
-@dataclass(frozen=True)
+@configuration
 class RewardTraining:
     """How a sequence classifier on a trained trunk learns from pairs."""
 
     call_format: CallFormat = "plain"
     """What is scored: "plain", prompt and reply as one text, or "response", the reply alone."""
-    max_length: int = 128
+    max_length: PositiveInt = 128
     """Most tokens of a scored text, BOS and EOS included."""
-    num_epochs: int = 1
+    num_epochs: PositiveInt = 1
     """Passes over the pairs."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Pairs per optimizer step."""
-    learning_rate: float = 4e-4
+    learning_rate: PositiveFloat = 4e-4
     """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
-    adam_beta2: float = 0.95
+    adam_beta2: PositiveFloat = 0.95
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
-
-    def __post_init__(self) -> None:
-        check_positive(self)
-
-
-def check_positive(config: Any) -> None:
-    """Raises a ValueError where a number of a dataclass is not positive."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if isinstance(value, int | float) and value <= 0:
-            raise ValueError(f"{f.name} must be positive, got {value}.")
 
 
 # Tokenizers

@@ -7,7 +7,8 @@ that is registered stands on every page and figure.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
-from firm.run.config import compose, parse, run_cli, to_dict, to_yaml
+from firm.run.command_line import parse, run_cli
+from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import leaves
 from firm.run.directory import CheckpointConfig, Run
 from firm.run.errors import UserError, exit_on_user_error

@@ -10,19 +10,17 @@ A file states what differs from the defaults, and `--key.path value` overrides i
 - A list or a dictionary replaces the default as a whole, since which objectives there are is one
   choice; `--rewards.helpful.path value` changes one entry and leaves the others.
 
-jsonargparse converts and checks single values and writes the help page. What it lacks stands here:
-partial sections, forms chosen by name, errors of `__post_init__`, and one line that names file, key
-and nearest key. Modules whose dataclasses are read must not postpone their annotations.
+pydantic checks single values. Modules whose dataclasses are read must not postpone their
+annotations.
 """
 
-import argparse
 import dataclasses
 import difflib
-import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import (
     Any,
@@ -37,66 +35,16 @@ from typing import (
 )
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from pydantic import TypeAdapter, ValidationError
 
 from firm.federation.outside import printable
 from firm.run.earlier import translated_settings
-from firm.run.errors import UserError, exit_on_user_error
+from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
 from firm.run.shipped import find_config
 from firm.run.yaml_text import read_yaml
 
 Config = TypeVar("Config")
-
-
-def run_cli(
-    main: Callable[[Config], Any],
-    config_class: type[Config],
-    argv: Sequence[str] | None = None,
-    *,
-    description: str = "",
-    default_file: str | Path | None = None,
-) -> None:
-    """Calls `main` with the configuration of the command line; bad input ends in one line.
-
-    The arguments are those of `parse`; errors end as `exit_on_user_error` says.
-    """
-    with exit_on_user_error():
-        main(parse(config_class, argv, description=description, default_file=default_file))
-
-
-def parse(
-    config_class: type[Config],
-    argv: Sequence[str] | None = None,
-    *,
-    description: str = "",
-    default_file: str | Path | None = None,
-) -> Config:
-    """Returns the configuration of the defaults, then YAML files, then overrides.
-
-    `--config file.yaml` may be repeated; later files are laid over earlier ones. A top-level key
-    that is a bool needs no value to be true: `--resume`. `--help` prints every key with its
-    docstring, type and default, and exits.
-
-    Args:
-        config_class: A frozen dataclass.
-        argv: Arguments without the program's name; those of the process when None.
-        description: Opens the help page; the docstring of `config_class` when empty.
-        default_file: YAML file that is read when the command line names none.
-
-    Raises:
-        UserError: An unknown key, a value of the wrong type or one that a `__post_init__` refuses,
-            a file that is missing or malformed.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(_help_page(config_class, description))
-        raise SystemExit(0)
-    switches = {name for name, kind in get_type_hints(config_class).items() if kind is bool}
-    files, overrides = _read_arguments(arguments, switches)
-    if not files and default_file is not None:
-        files = [str(default_file)]
-    return compose(config_class, files, overrides)
 
 
 def compose(
@@ -127,7 +75,7 @@ def compose(
         given += [value for key, value in overrides if key == "plugins"]
         for name in _lay(tuple[str, ...], None, (), given[-1], "plugins") if given else ():
             import_plugin(name)
-    root = _Section.of(config_class)
+    root = Section.of(config_class)
     for file, content in contents:
         with _named_in_errors(file):
             _lay(config_class, root, (), content, "")
@@ -159,7 +107,7 @@ def to_yaml(config: Any) -> str:
 
 
 @dataclass
-class _Section:
+class Section:
     """A dataclass to be: its checked values so far, and the keys that somebody gave."""
 
     form: type
@@ -167,7 +115,7 @@ class _Section:
     given: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, form: type) -> "_Section":
+    def of(cls, form: type) -> "Section":
         """A section with the defaults of `form`; required keys are absent."""
         values = {}
         for f in _fields(form):
@@ -177,9 +125,9 @@ class _Section:
                 values[f.name] = _tree(f.default_factory())
         return cls(form, values)
 
-    def turned_into(self, form: type) -> "_Section":
+    def turned_into(self, form: type) -> "Section":
         """The section in another form, with the given keys that this form has too."""
-        section = _Section.of(form)
+        section = Section.of(form)
         section.given = self.given & {f.name for f in _fields(form)}
         section.values |= {key: self.values[key] for key in section.given}
         return section
@@ -189,7 +137,7 @@ class _Section:
         for f in _fields(self.form):
             yield f.name
             value = self.values.get(f.name)
-            if isinstance(value, _Section):
+            if isinstance(value, Section):
                 yield from (f"{f.name}.{path}" for path in value.key_paths())
 
 
@@ -211,7 +159,7 @@ def _tree(value: Any) -> Any:
     """A configuration's value with sections in place of dataclasses."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: _tree(getattr(value, f.name)) for f in _fields(type(value))}
-        return _Section(type(value), values)
+        return Section(type(value), values)
     if isinstance(value, Mapping):
         return {key: _tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -222,15 +170,15 @@ def _tree(value: Any) -> Any:
 def _build(tree: Any, path: str) -> Any:
     """A configuration's value from its tree; dataclasses check themselves as they are built."""
     if isinstance(tree, dict):
-        return {key: _build(item, _join(path, key)) for key, item in tree.items()}
+        return {key: _build(item, join(path, key)) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_build(item, _join(path, place)) for place, item in enumerate(tree))
-    if not isinstance(tree, _Section):
+        return type(tree)(_build(item, join(path, place)) for place, item in enumerate(tree))
+    if not isinstance(tree, Section):
         return tree
     names = [f.name for f in _fields(tree.form)]
-    for key in (_join(path, name) for name in names if name not in tree.values):
+    for key in (join(path, name) for name in names if name not in tree.values):
         raise UserError(f"{key} is required, got nothing; give --{key} VALUE or a config file.")
-    values = {name: _build(tree.values[name], _join(path, name)) for name in names}
+    values = {name: _build(tree.values[name], join(path, name)) for name in names}
     try:
         return tree.form(**values)
     except ValueError as error:
@@ -252,17 +200,17 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
     Raises:
         UserError: There is no such place, or the value does not fit it.
     """
-    members = [member for member in _members(kind) if member is not type(None)]
+    members = [member for member in members_of(kind) if member is not type(None)]
     shape = members[0] if len(members) == 1 else kind
-    forms, origin, parts = _forms(kind), get_origin(shape), get_args(shape)
+    forms, origin, parts = forms_of(kind), get_origin(shape), get_args(shape)
     is_sequence = origin is list or (origin is tuple and parts[1:] == (...,))
     if not (forms or is_sequence or origin is dict):
         if keys:
-            raise UserError(f"unknown key {_join(path, *keys)}; {path} is a single value.")
+            raise UserError(f"unknown key {join(path, *keys)}; {path} is a single value.")
         return _convert(kind, value, path)
     if isinstance(value, str) and not keys:
         value = read_yaml(value, path)
-    if value is None and not keys and type(None) in _members(kind):
+    if value is None and not keys and type(None) in members_of(kind):
         return None
     if forms:
         return _lay_section(forms, old, keys, value, path)
@@ -273,11 +221,11 @@ def _lay_mapping(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
     part = get_args(kind)[1]
     if keys:
         entries, name = old or {}, keys[0]
-        return {**entries, name: _lay(part, entries.get(name), keys[1:], value, _join(path, name))}
+        return {**entries, name: _lay(part, entries.get(name), keys[1:], value, join(path, name))}
     if not isinstance(value, Mapping):
         raise UserError(f"{path} must be a mapping of names, got {value!r}; write {{a: b}}.")
     return {
-        name: _lay(part, None, (), item, _join(path, name))
+        name: _lay(part, None, (), item, join(path, name))
         for name, item in _with_text_keys(value, path)
     }
 
@@ -292,7 +240,7 @@ def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, 
         if not isinstance(key, str):
             raise UserError(
                 f"{path or 'the file'} must have texts for names, got {key!r}, which YAML reads as "
-                f"{_type_in_words(type(key))}; write it in quotes."
+                f"{type_in_words(type(key))}; write it in quotes."
             )
         yield key, item
 
@@ -302,19 +250,19 @@ def _lay_sequence(kind: Any, old: Any, keys: Sequence[str], value: Any, path: st
     if keys:
         entries = list(old or ())
         if not keys[0].isdecimal() or int(keys[0]) >= len(entries):
-            raise UserError(f"unknown key {_join(path, *keys)}; {path} has {len(entries)} entries.")
+            raise UserError(f"unknown key {join(path, *keys)}; {path} has {len(entries)} entries.")
         place = int(keys[0])
-        entries[place] = _lay(part, entries[place], keys[1:], value, _join(path, place))
+        entries[place] = _lay(part, entries[place], keys[1:], value, join(path, place))
     elif isinstance(value, list | tuple):
-        entries = [_lay(part, None, (), v, _join(path, place)) for place, v in enumerate(value)]
+        entries = [_lay(part, None, (), v, join(path, place)) for place, v in enumerate(value)]
     else:
-        raise UserError(f"{path} must be {_type_in_words(kind)}, got {value!r}; write [a, b].")
+        raise UserError(f"{path} must be {type_in_words(kind)}, got {value!r}; write [a, b].")
     return sequence(entries)
 
 
 def _lay_section(
-    forms: Sequence[type], old: _Section | None, keys: Sequence[str], value: Any, path: str
-) -> _Section:
+    forms: Sequence[type], old: Section | None, keys: Sequence[str], value: Any, path: str
+) -> Section:
     if keys:
         entries = [(keys[0], keys[1:], value)]
     elif value is None:  # `section:` with all its keys commented out
@@ -323,12 +271,12 @@ def _lay_section(
         entries = [(key, (), item) for key, item in _with_text_keys(value, path)]
     else:
         raise UserError(f"{path or 'the file'} must be a section of keys, got {value!r}.")
-    section = old or (_Section.of(forms[0]) if len(forms) == 1 else None)
+    section = old or (Section.of(forms[0]) if len(forms) == 1 else None)
     for key, rest, item in sorted(entries, key=lambda entry: entry[0] != "name"):
-        place = _join(path, key)
+        place = join(path, key)
         if key == "name" and len(forms) > 1:
             form = _form_named(forms, item, place)
-            section = section.turned_into(form) if section else _Section.of(form)
+            section = section.turned_into(form) if section else Section.of(form)
         if section is None:
             break
         hints = get_type_hints(section.form)
@@ -336,7 +284,7 @@ def _lay_section(
             near = [other for other in section.key_paths() if other.endswith(f".{key}")]
             near += difflib.get_close_matches(key, names, n=1)
             remedy = (
-                f"did you mean {_join(path, near[0])}?"
+                f"did you mean {join(path, near[0])}?"
                 if near
                 else f"valid keys here: {', '.join(names)}."
             )
@@ -350,44 +298,46 @@ def _lay_section(
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """A single value, or a structure of single values, as `kind` wants it."""
-    members = _members(kind)
-    if isinstance(value, str):
-        if kind in (str, Path):
-            return kind(value)
-        try:
-            read_yaml(value)  # jsonargparse reads texts, too, but knows no limits
-        except UserError:
-            if str in members or kind is Any:
-                return value
-            if Path in members:
-                return Path(value)
-            raise UserError(
-                f"{path} must be {_type_in_words(kind)}, got {printable(value, max_length=80)!r}."
-            ) from None
-    parser = ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_argument("--value", type=kind)
-    try:
-        converted = parser.parse_object({"value": value}).value
-    except argparse.ArgumentError:
-        raise UserError(f"{path} must be {_type_in_words(kind)}, got {value!r}.") from None
-    if converted is None and kind is not Any and type(None) not in members:
-        raise UserError(f"{path} must be {_type_in_words(kind)}, got null.")
-    return converted
+    """Returns a single value, or what its text stands for, as `kind` wants it."""
+    for reading in _readings(kind, value) if isinstance(value, str) else [value]:
+        with suppress(ValidationError):
+            return _adapter(kind).validate_python(reading, strict=True)
+    got = printable(value, max_length=80) if isinstance(value, str) else value
+    raise UserError(
+        f"{path} must be {type_in_words(kind)}, got {'null' if value is None else repr(got)}."
+    )
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
+def _readings(kind: Any, text: str) -> Iterator[Any]:
+    """Yields what a text may stand for, the likeliest first."""
+    members = members_of(kind)
+    if kind not in (str, Path):
+        with suppress(UserError):
+            if not isinstance(value := read_yaml(text), str) or kind is Any:
+                yield value
+    yield Path(text) if Path in members else text
+    if float in members:
+        with suppress(ValueError):
+            yield float(text)  # 1e-5, a text in YAML 1.1
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def members_of(kind: Any) -> tuple[Any, ...]:
     """What a union is a union of; the type itself for other types."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _forms(kind: Any) -> list[type]:
+def forms_of(kind: Any) -> list[type]:
     """The dataclasses that `kind` is or is a union of; empty for other types.
 
     A dataclass with a class method `forms` stands for those that it returns.
     """
     forms = []
-    for member in _members(kind):
+    for member in members_of(kind):
         if isinstance(member, _Registered):
             forms += member.forms()
         elif isinstance(member, type) and dataclasses.is_dataclass(member):
@@ -419,35 +369,6 @@ def _read_file(file: str) -> Any:
     return read_yaml(text)
 
 
-def _read_arguments(
-    arguments: Sequence[str], switches: Collection[str]
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Config files, and overrides as key path and text; a switch without a value is true."""
-    files, overrides = [], []
-    rest = list(arguments)
-    for argument in rest:
-        if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise UserError(f"command line: {argument!r} is no UTF-8 text; write it in UTF-8.")
-    while rest:
-        argument = rest.pop(0)
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not key:
-            raise UserError(
-                f"command line: unexpected {argument!r}; "
-                "give a file as --config FILE and a value as --key.path VALUE."
-            )
-        if not equals:
-            has_value = bool(rest) and not rest[0].startswith("--")
-            if not has_value and key not in switches:
-                raise UserError(f"command line: --{key} has no value; write --{key} VALUE.")
-            value = rest.pop(0) if has_value else "true"
-        if key == "config":
-            files.append(value)
-        else:
-            overrides.append((key, value))
-    return files, overrides
-
-
 @contextmanager
 def _named_in_errors(source: str) -> Iterator[None]:
     try:
@@ -456,52 +377,20 @@ def _named_in_errors(source: str) -> Iterator[None]:
         raise UserError(f"{source}: {error}") from error
 
 
-def _join(path: str, *keys: Any) -> str:
+def join(path: str, *keys: Any) -> str:
+    """Returns a key path in dots."""
     return ".".join([*([path] if path else []), *map(str, keys)])
 
 
-def _type_in_words(kind: Any) -> str:
+def type_in_words(kind: Any) -> str:
+    """Returns a type as messages and help name it, such as "a list of int or null"."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"
     if origin is Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if len(_members(kind)) > 1:
-        return " or ".join(map(_type_in_words, parts))
+        return ("one of " if len(parts) > 1 else "") + ", ".join(map(str, parts))
+    if len(members_of(kind)) > 1:
+        return " or ".join(map(type_in_words, parts))
     if origin in (list, tuple):
-        return f"a list of {', '.join(_type_in_words(part) for part in parts if part is not ...)}"
+        return f"a list of {', '.join(type_in_words(part) for part in parts if part is not ...)}"
     return getattr(kind, "__name__", str(kind)) if origin is None else str(kind)
-
-
-# --- Help -----------------------------------------------------------------------------------------
-
-
-def _help_page(config_class: type, description: str) -> str:
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage = f"usage: {Path(sys.argv[0]).name} [--config FILE.yaml ...] [--key.path VALUE ...]"
-    description = description or (config_class.__doc__ or "").strip()
-    return "\n\n".join([usage, description, *_help_texts(_Section.of(config_class), "")]) + "\n"
-
-
-def _help_texts(section: _Section, path: str) -> Iterator[str]:
-    """Help on a section's own keys, then on every section in it."""
-    nested: dict[str, list[tuple[str, type]]] = {}
-    for name, kind in get_type_hints(section.form).items():
-        for member in _members(kind):
-            entry = {dict: ["NAME"], list: ["INDEX"], tuple: ["INDEX"]}.get(get_origin(member), [])
-            for form in [form for part in get_args(member) or [member] for form in _forms(part)]:
-                nested.setdefault(name, []).append((_join(path, name, *entry), form))
-    parser = ArgumentParser(prog="", add_help=False, usage=argparse.SUPPRESS, default_env=False)
-    parser.add_class_arguments(section.form, path or None, skip=set(nested), as_group=False)
-    defaults = {key: value for key, value in section.values.items() if key not in nested}
-    parser.set_defaults({_join(path, key): value for key, value in defaults.items()})
-    keys = parser.format_help().strip().removeprefix("options:\n")
-    title = f"{path}: {(section.form.__doc__ or '').strip().partition(chr(10))[0]}\n"
-    if keys:
-        yield (title if path else "") + keys
-    for name, places in nested.items():
-        default = section.values.get(name)
-        for place, form in places:
-            if not (isinstance(default, _Section) and default.form is form):
-                default = _Section.of(form)
-            yield from _help_texts(default, place)

@@ -22,13 +22,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from firm.federation.client import State
 from firm.federation.outside import printable
+from firm.fields import Hint, PositiveInt, configuration
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
 from firm.run.differences import differences, leaves
@@ -54,20 +54,14 @@ _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", 
 _RESTORE = "restore the file from a copy, or start a new run."
 
 
-@dataclass(frozen=True)
+@configuration
 class CheckpointConfig:
     """Which checkpoints stay on the disk; one is written after every round."""
 
-    keep_last: int = 3
+    keep_last: Annotated[PositiveInt, Hint("a run resumes from the last")] = 3
     """How many of the latest stay: a damaged one is then no loss."""
     keep_best: bool = True
     """Whether the one with the highest mean reward on the validation prompts stays too."""
-
-    def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ValueError(
-                f"keep_last must be at least 1, got {self.keep_last}: a run resumes from the last."
-            )
 
 
 def check_free(path: str | Path) -> None:

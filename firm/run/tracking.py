@@ -12,12 +12,13 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from firm.federation.outside import printable
+from firm.fields import PositiveFloat, configuration
 from firm.run.comparison import compare
 from firm.run.guard import drawing
 from firm.run.quantities import entries
@@ -29,7 +30,7 @@ _NAME = re.compile(r"[^/\\#?%:]{1,128}")
 """Names that W&B takes."""
 
 
-@dataclass(frozen=True)
+@configuration
 class TrackingConfig:
     """Whether and where metrics are sent beside the run directory."""
 
@@ -42,12 +43,10 @@ class TrackingConfig:
     group: str | None = None
     """What W&B puts the run together with, such as the runs of a sweep; null is the recipe's
     choice, mostly nothing."""
-    timeout_s: float = 30.0
+    timeout_s: PositiveFloat = 30.0
     """Seconds to wait for the service at the start, and for the last upload at the end."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}.")
         for key in ("project", "entity", "group"):
             name = getattr(self, key)
             if name is not None and not (_NAME.fullmatch(name) and name.isprintable()):

@@ -10,6 +10,7 @@ import torch
 
 from firm.federation import Adapter, Client, Gradients, State, derive_seed
 from firm.federation.schema import Items, Metric, Number, PerObjective, register_metrics
+from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
 from firm.gradients import combine
 from firm.solvers import smoothed_weights
 from firm.theory.critic import CriticConfig, Transitions, sample_chain, td_critic, td_errors
@@ -26,22 +27,16 @@ register_metrics(
 )
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class ActorCriticConfig:
-    """Options of a client of T-FIRM. Their values are not in the paper."""
+    """Options of a client of T-FIRM."""
 
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """B, transitions per policy gradient."""
-    step_size: float = 3.0
+    step_size: PositiveFloat = 3.0
     """α, the actor's; gradients of a return scaled by 1 - γ are small."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critics."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
-        if not self.step_size > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}.")
 
 
 @dataclass(frozen=True)

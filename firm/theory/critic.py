@@ -6,30 +6,24 @@ from typing import Literal
 
 import numpy as np
 
+from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
 from firm.theory.exact import critic_radius
 from firm.theory.mdp import Mdp
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class CriticConfig:
-    """How the critics follow the policy. Its values are not in the paper."""
+    """How the critics follow the policy."""
 
     name: Literal["td", "exact"] = "td"
     """Algorithm 3's mini-batch TD learning, or its fixed point w* itself, which sets the critic's
     error to zero."""
-    num_iterations: int = 10
+    num_iterations: PositiveInt = 10
     """N, TD updates per local step."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """D, transitions per TD update."""
-    step_size: float = 0.5
+    step_size: PositiveFloat = 0.5
     """α'."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_iterations", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if not self.step_size > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}.")
 
 
 @dataclass(frozen=True, eq=False)

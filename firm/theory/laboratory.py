@@ -1,32 +1,33 @@
 """One experiment: T-FIRM on a random MDP, by the strategy ``firm`` on the local engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from firm.federation import LocalEngine, ServerState, derive_seed
 from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
 from firm.theory.client import ActorCriticConfig, TabularClient
 from firm.theory.exact import gradient_bound
 from firm.theory.mdp import Mdp, MdpConfig, random_mdp
 from firm.theory.terms import Trace, largest_ratio, measure_lemma_1, measure_terms
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class ExperimentConfig:
-    """A run of T-FIRM. None of its values is in the paper."""
+    """A run of T-FIRM."""
 
     mdp: MdpConfig = field(default_factory=MdpConfig)
     """The process, the same for all clients."""
     client: ActorCriticConfig = field(default_factory=ActorCriticConfig)
     """Batch and step sizes."""
-    num_clients: int = 4
+    num_clients: PositiveInt = 4
     """C."""
-    num_steps: int = 64
+    num_steps: PositiveInt = 64
     """T, local steps of each client; a multiple of num_local_steps."""
-    num_local_steps: int = 4
+    num_local_steps: PositiveInt = 4
     """K, local steps per round."""
     beta: float = 0.1
     """β of Eq. 11, on the raw Gram matrix."""
@@ -35,9 +36,6 @@ class ExperimentConfig:
     term is measured at one place, whatever the step size."""
 
     def __post_init__(self) -> None:
-        for name in ("num_clients", "num_steps", "num_local_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_steps % self.num_local_steps:
             raise ValueError(
                 f"num_steps must be a multiple of num_local_steps ({self.num_local_steps}), got "

@@ -1,9 +1,12 @@
 """Tabular Markov decision processes with several rewards, whose kernel is known."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Interval
+
+from firm.fields import NOT_IN_PAPER, Fraction, PositiveInt, configuration
 
 ROUNDING = 1e-9
 """How far sums of probabilities and norms of features may be off."""
@@ -100,38 +103,29 @@ class Mdp:
         return self.num_states * self.num_actions
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class MdpConfig:
-    """A random MDP, drawn anew by every seed. None of its values is in the paper."""
+    """A random MDP, drawn anew by every seed."""
 
-    num_states: int = 6
+    num_states: PositiveInt = 6
     """S."""
-    num_actions: int = 3
+    num_actions: PositiveInt = 3
     """A."""
-    num_objectives: int = 2
+    num_objectives: PositiveInt = 2
     """M."""
-    gamma: float = 0.9
+    gamma: Annotated[float, Interval(gt=0, lt=1)] = 0.9
     """Discount."""
-    conflict: float = 0.5
+    conflict: Fraction = 0.5
     """How much the objectives contend: 0 draws their rewards independently; 1 takes their common
     part out, so that what one gains the others lose."""
-    uniform_share: float = 0.1
+    uniform_share: Annotated[float, Interval(gt=0, le=1)] = 0.1
     """Share of the uniform kernel in P, in (0, 1]: the chain is ergodic under every policy."""
     features: Literal["tabular", "random"] = "tabular"
     """One feature per state, with which a linear critic is exact, or random ones."""
-    num_features: int = 3
+    num_features: PositiveInt = 3
     """d2 of random features, at most num_states; unused with tabular ones."""
 
     def __post_init__(self) -> None:
-        for name in ("num_states", "num_actions", "num_objectives", "num_features"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if not 0 < self.gamma < 1:
-            raise ValueError(f"gamma must be in (0, 1), got {self.gamma}.")
-        if not 0 <= self.conflict <= 1:
-            raise ValueError(f"conflict must be in [0, 1], got {self.conflict}.")
-        if not 0 < self.uniform_share <= 1:
-            raise ValueError(f"uniform_share must be in (0, 1], got {self.uniform_share}.")
         if self.features == "random" and self.num_features > self.num_states:
             raise ValueError(
                 f"num_features must be at most num_states ({self.num_states}), got "

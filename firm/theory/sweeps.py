@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge
 
+from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.theory.laboratory import ExperimentConfig, lemma_1_figures, run_experiment, summarise
 from firm.theory.scaling import Slope, fit_slope
 from firm.theory.terms import measure_lemma_1, measure_terms
@@ -18,42 +20,40 @@ NUM_POINTS = 16
 """Horizons T of the convergence, beside T = 1."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SweepsConfig:
     """One measurement of the theory. Every sweep changes one key of `experiment`."""
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
     """What is held while one key varies."""
-    betas: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    betas: tuple[PositiveFloat, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     """β; 0 is measured beside them."""
     fit_betas_from: float = 0.3
     """Smallest β of the fitted slopes: below, λ is near its bounds and no power law holds."""
-    batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    batch_sizes: tuple[PositiveInt, ...] = (8, 16, 32, 64, 128, 256)
     """B."""
-    local_steps: tuple[int, ...] = (2, 4, 8, 16, 32)
+    local_steps: tuple[Annotated[int, Ge(2)], ...] = (2, 4, 8, 16, 32)
     """K; each has to divide experiment.num_steps."""
-    step_sizes: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0)
+    step_sizes: tuple[PositiveFloat, ...] = (1.0, 2.0, 4.0, 8.0, 16.0)
     """α."""
-    objectives: tuple[int, ...] = (2, 3, 4, 6, 8)
+    objectives: tuple[PositiveInt, ...] = (2, 3, 4, 6, 8)
     """M."""
-    clients: tuple[int, ...] = (2, 4, 8, 16)
+    clients: tuple[Annotated[int, Ge(2)], ...] = (2, 4, 8, 16)
     """C."""
-    num_convergence_steps: int = 1000
+    num_convergence_steps: Annotated[int, Ge(20)] = 1000
     """T of the runs that learn, in local steps; their slope is fitted from T/10 on."""
     convergence_step_size: float = 10.0
     """α of these runs."""
-    num_seeds: int = 6
+    num_seeds: Annotated[int, Ge(2)] = 6
     """Each draws its own MDP and all noise; at least 2, for error bars."""
     seed: int = 0
     """The first of them."""
 
     def __post_init__(self) -> None:
-        if self.num_seeds < 2:
-            raise ValueError(f"num_seeds must be at least 2, got {self.num_seeds}: error bars.")
         for name in ("betas", "batch_sizes", "local_steps", "step_sizes", "objectives", "clients"):
             values = getattr(self, name)
-            if len(set(values)) < 2 or min(values) <= 0:
-                raise ValueError(f"{name} must be two or more positive numbers, got {values}.")
+            if len(set(values)) < 2:
+                raise ValueError(f"{name} must be two or more numbers, got {values}.")
         if not self.experiment.beta > 0:
             raise ValueError(
                 f"experiment.beta must be positive, got {self.experiment.beta}: Lemma 1 needs it, "
@@ -64,15 +64,10 @@ class SweepsConfig:
                 f"fit_betas_from must leave two of the betas {self.betas}, got "
                 f"{self.fit_betas_from}."
             )
-        if min(self.local_steps) < 2 or min(self.clients) < 2 or self.experiment.num_clients < 2:
+        if self.experiment.num_clients < 2:
             raise ValueError(
-                "local_steps, clients and experiment.num_clients must be at least 2, got "
-                f"{self.local_steps}, {self.clients} and {self.experiment.num_clients}: with one "
-                "step or one client there is no drift."
-            )
-        if self.num_convergence_steps < 20:
-            raise ValueError(
-                f"num_convergence_steps must be at least 20, got {self.num_convergence_steps}."
+                "experiment.num_clients must be at least 2, got 1: with one client there is no "
+                "drift."
             )
         for sweep in sweeps(self):  # what a sweep makes of the experiment has to be valid, too
             for x in sweep.xs:

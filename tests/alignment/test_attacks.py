@@ -106,9 +106,9 @@ def test_an_attack_is_on_the_judges_or_on_the_client():
     ("options", "message"),
     [
         ({"kind": "noise"}, "kind must be one of sign_flip, .*, label_flip, got 'noise'"),
-        ({"kind": "sign_flip", "scale": -1.0}, "scale must be positive and finite, got -1.0"),
+        ({"kind": "sign_flip", "scale": -1.0}, "scale must be positive, got -1.0"),
         ({"kind": "reward_bias"}, "needs one that is not 0, got 0.0 with reward_bias"),
-        ({"kind": "reward_bias", "bias": float("nan")}, "bias must be finite, got nan"),
+        ({"kind": "reward_bias", "bias": float("nan")}, "bias must be a finite number, got nan"),
         ({"kind": "sign_flip", "bias": 1.0}, "bias belongs to reward_bias"),
         ({"kind": "scaling"}, "scaling by 1 is honest; give another scale"),
         ({"kind": "reward_scaling"}, "reward_scaling by 1 is honest"),

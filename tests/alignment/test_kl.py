@@ -88,8 +88,8 @@ def test_a_fixed_coefficient_or_no_step_raises_no_alarm_and_a_coefficient_of_zer
     ("changes", "message"),
     [
         ({"coefficient": -0.1}, r"^coefficient must be non-negative, got -0.1"),
-        ({"target": 0.0}, r"must be positive, got 0.0 and 10000"),
-        ({"horizon": -1.0}, r"must be positive, got 0.03 and -1.0"),
+        ({"target": 0.0}, r"^target must be positive, got 0.0"),
+        ({"horizon": -1.0}, r"^horizon must be positive, got -1.0"),
     ],
 )
 def test_a_kl_config_that_cannot_work_is_refused(changes, message):

@@ -3,8 +3,9 @@
 import inspect
 import io
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from firm.alignment import (
     evaluate,
     load_policy,
 )
-from firm.alignment.hyperparameters import departures, field_docstrings, hyperparameters
+from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.sequences import Queries
 from firm.cli.align import main
 from firm.federation import Processes, RandomStream
+from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan, plan_tables
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
@@ -396,25 +398,24 @@ def test_target_modules_that_match_nothing_are_refused():
         plan_of(config("--policy.lora.target_modules", "[wq]"))
 
 
-@dataclass(frozen=True)
+@configuration(source=Paper("section 5"))
 class Inner:
-    """Defaults: section 5 of the paper."""
+    """An adapter."""
 
     rank: int = 16
     """Rank."""
-    scale: float = 1.0
-    """Scale. Not in the paper."""
+    scale: Annotated[float, NOT_IN_PAPER] = 1.0
+    """Scale."""
 
 
-@dataclass(frozen=True)
+@configuration
 class Outer:
     """Settings."""
 
-    batch: int = 4
-    """Size (A.1: 16)."""
-    rate: float = 0.5
-    """Rate (A.1; that it
-    decays is not in the paper)."""
+    batch: Annotated[int, Paper("A.1", (16, 32))] = 4
+    """Size."""
+    rate: Annotated[float, Paper("A.1"), NOT_IN_PAPER] = 0.5
+    """Rate, which the paper gives; that it decays is not in it."""
     plain: int = 0
     """Neither."""
     inner: Inner = field(default_factory=Inner)
@@ -423,41 +424,37 @@ class Outer:
     """Even more."""
 
 
-@dataclass(frozen=True)
+@configuration(source=NOT_IN_PAPER)
 class Heir(Outer):
-    """Measures. Nothing of this is in the paper."""
+    """Measures."""
 
     own: int = 1
     """Own."""
 
 
-def test_docstrings_say_what_the_paper_gives_and_what_it_does_not():
+def test_fields_say_what_the_paper_gives_and_what_it_does_not():
     found = list(hyperparameters(Outer(rate=0.25, by_name={"a": Inner(rank=8)})))
-    given = {h.path: (h.value, h.paper_value, h.source, h.is_papers) for h in found if h.source}
+    given = {h.path: (h.value, h.paper, h.is_papers) for h in found if h.paper}
     assert given == {
-        "batch": (4, "16", "A.1", False),
-        "rate": (0.25, 0.5, "A.1", False),
-        "inner.rank": (16, 16, "section 5", True),
-        "by_name.a.rank": (8, 16, "section 5", False),
+        "batch": (4, Paper("A.1", (16, 32)), False),
+        "rate": (0.25, Paper("A.1", (0.5,)), False),
+        "inner.rank": (16, Paper("section 5", (16,)), True),
+        "by_name.a.rank": (8, Paper("section 5", (16,)), False),
     }
-    left_open = [h.path for h in found if not h.source]
+    left_open = [h.path for h in found if not h.paper]
     assert left_open == ["rate", "inner.scale", "by_name.a.scale"]
-    assert next(h.is_papers for h in hyperparameters(Outer(batch=16)))
+    assert all(next(hyperparameters(Outer(batch=size))).is_papers for size in (16, 32))
 
 
-def test_inherited_fields_keep_their_docstrings_and_a_class_may_speak_for_all():
-    documents = field_docstrings(Heir)
-    assert documents["plain"] == "Neither."
-    assert documents["rate"] == "Rate (A.1; that it decays is not in the paper)."
-    left_open = {h.path for h in hyperparameters(Heir()) if not h.source}
+def test_a_class_may_speak_for_all_its_fields_inherited_ones_too():
+    assert not any(h.paper for h in hyperparameters(Heir()))
+    left_open = {h.path for h in hyperparameters(Heir())}
     assert left_open == {"batch", "rate", "plain", "own", "inner.scale"}
 
 
 def test_the_values_of_appendix_a1_are_the_papers():
-    given = {
-        h.path: h.paper_value for h in hyperparameters(config(file="hh_tinyllama")) if h.source
-    }
-    assert {path: str(value) for path, value in given.items()} == {
+    given = {h.path: h.paper for h in hyperparameters(config(file="hh_tinyllama")) if h.paper}
+    assert {path: paper.values_in_words for path, paper in given.items()} == {
         "policy.path": "TinyLlama/TinyLlama-1.1B-Chat-v1.0 or meta-llama/Llama-3.2-1B-Instruct",
         "policy.lora.r": "16",
         "policy.lora.alpha": "32.0",
@@ -490,18 +487,18 @@ def test_one_of_several_values_is_the_papers_and_nothing_of_an_open_class_is_com
         assert not departures({file: config(file=file)})
     (departure,) = departures({"mine": config("--policy.path", "gpt2", file="hh_tinyllama")})
     assert (departure.path, departure.values) == ("policy.path", {"mine": "gpt2"})
-    paths = {h.path for h in hyperparameters(config(file="miniature")) if h.source}
+    paths = {h.path for h in hyperparameters(config(file="miniature")) if h.paper}
     assert "rewards.helpful.path" in paths
     assert "evaluation.metrics.parse.path" not in paths
 
 
 def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():
     for name in ("hh_tinyllama", "hh_llama32"):
-        given = [h for h in hyperparameters(config(file=name)) if h.source]
+        given = [h for h in hyperparameters(config(file=name)) if h.paper]
         assert {"rounds", "num_clients", "estimator.kl.target"} <= {h.path for h in given}
         assert [h.path for h in given if not h.is_papers] == []
     changed = hyperparameters(config("--estimator.num_epochs", 4, file="hh_tinyllama"))
-    assert [h.path for h in changed if h.source and not h.is_papers] == ["estimator.num_epochs"]
+    assert [h.path for h in changed if h.paper and not h.is_papers] == ["estimator.num_epochs"]
 
 
 def test_the_tables_are_printed_whole_in_a_pipe():

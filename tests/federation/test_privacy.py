@@ -356,14 +356,17 @@ def test_rows_with_privacy_can_be_logged(new_client, start, run_rounds):
 # --- the configuration ----------------------------------------------------------------------------
 
 BAD_OPTIONS = {
-    "clip_norm": ({"clip_norm": 0.0}, "clip_norm must be positive and finite, got 0.0"),
-    "infinite": ({"clip_norm": float("inf")}, "clip_norm must be positive and finite, got inf"),
-    "nan": ({"clip_norm": float("nan")}, "clip_norm must be positive and finite, got nan"),
+    "clip_norm": ({"clip_norm": 0.0}, "clip_norm must be positive, got 0.0"),
+    "infinite": ({"clip_norm": float("inf")}, "clip_norm must be a finite number, got inf"),
+    "nan": ({"clip_norm": float("nan")}, "clip_norm must be a finite number, got nan"),
     "noise": ({"noise_multiplier": -1.0}, "noise_multiplier must be non-negative"),
-    "no noise": ({"noise_multiplier": float("nan")}, "noise_multiplier must be non-negative"),
-    "at": ({"at": "both"}, "at must be server or client, got 'both'"),
-    "delta": ({"delta": 1.0}, "delta must be between 0 and 1, got 1.0"),
-    "statistics": ({"statistics": "some"}, "statistics must be none, noisy or exact, got 'some'"),
+    "no noise": ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
+    "at": ({"at": "both"}, "at must be one of server, client, got 'both'"),
+    "delta": ({"delta": 1.0}, "delta must be greater than 0 and less than 1, got 1.0"),
+    "statistics": (
+        {"statistics": "some"},
+        "statistics must be one of none, noisy, exact, got 'some'",
+    ),
 }
 
 

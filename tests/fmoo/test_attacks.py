@@ -142,7 +142,10 @@ def test_the_configuration_is_read_from_a_command_line():
         ({"kind": "poison"}, "kind must be"),
         ({"kind": "bias"}, "needs attackers"),
         ({"kind": "bias", "clients": ("a", "a")}, "each attacker once"),
-        ({"kind": "bias", "clients": ("a",), "amount": float("nan")}, "amount must be finite"),
+        (
+            {"kind": "bias", "clients": ("a",), "amount": float("nan")},
+            "amount must be a finite number",
+        ),
         ({"kind": "scaling", "clients": ("a",), "amount": 0.0}, "amount must be positive"),
     ],
 )

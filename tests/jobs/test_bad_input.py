@@ -136,7 +136,7 @@ CASES = {
     ),
     "no time for a client": (
         ["--client_timeout", "0"],
-        ["client_timeout must be positive and finite, got 0; null sets no limit"],
+        ["client_timeout must be positive, got 0.0; null sets no limit"],
     ),
     "a negative beta": (
         ["--strategy.beta", "-0.1"],
@@ -206,15 +206,15 @@ CASES = {
     ),
     "time without end for a client": (
         ["--client_timeout", ".inf"],
-        ["client_timeout must be positive and finite, got inf; null sets no limit"],
+        ["client_timeout must be a finite number, got inf; null sets no limit"],
     ),
     "a share that is no number": (
         ["--start", "{a: .nan}"],
-        ["start must have finite, non-negative shares, not all zero, got {'a': nan}"],
+        ["start.a must be a finite number, got nan"],
     ),
     "a concentration of zero": (
         ["--partition.alpha", "0"],
-        ["partition.alpha must be positive and finite, got 0"],
+        ["partition.alpha must be positive, got 0.0"],
     ),
     "one prompt, of which there is no error": (
         ["--evaluation.num_validation_prompts", "1"],
@@ -223,15 +223,15 @@ CASES = {
     **{
         f"too few in evaluation.{name}": (
             [f"--evaluation.{name}", str(least - 1)],
-            [f"evaluation.{name} must be at least {least}, got {least - 1}"],
+            [f"evaluation.{name} must be {words}, got {least - 1}"],
         )
-        for name, least in {
-            "num_calibration_prompts": 1,
-            "num_validation_prompts": 0,
-            "num_test_prompts": 2,
-            "num_samples": 1,
-            "num_shown_samples": 0,
-        }.items()
+        for name, least, words in (
+            ("num_calibration_prompts", 1, "at least 1"),
+            ("num_validation_prompts", 0, "non-negative"),
+            ("num_test_prompts", 2, "at least 2"),
+            ("num_samples", 1, "at least 1"),
+            ("num_shown_samples", 0, "non-negative"),
+        )
     },
     # the data
     "half a character in a test prompt": (

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from firm.cli.build_miniature import main
 from firm.jobs.miniature import BuildConfig, earlier_report, load_corpus, other_corpus
 from firm.miniature.preferences import split_of
-from firm.run.config import parse, run_cli
+from firm.run import parse, run_cli
 from firm.run.errors import UserError
 
 TINY = {

@@ -136,9 +136,9 @@ def test_training_leaves_no_file(tokenizer, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_steps": 0}, "num_steps must be positive, got 0"),
+        ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
         ({"hidden_size": 33}, "hidden_size must be a multiple of num_heads"),
-        ({"replaced_share": 1.0}, "replaced_share must be below 1, got 1.0"),
+        ({"replaced_share": 1.0}, "replaced_share must be greater than 0 and less than 1, got 1.0"),
     ],
 )
 def test_impossible_settings_are_refused(change, message):

@@ -295,7 +295,7 @@ def test_checkpoints_are_half_precision_on_disk_and_load_by_the_auto_classes(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_steps": 0}, "num_steps must be positive, got 0"),
+        ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"hidden_size": 18}, "hidden_size must be a multiple of twice num_heads"),
     ],

@@ -169,7 +169,7 @@ def test_golden_scores_are_read_from_yaml_and_the_command_line(tmp_path):
     assert config.rewards == {"short": RewardModelConfig("brevity", golden=golden)}
     assert to_dict(config)["rewards"]["short"]["golden"][1]["tolerance"] == 0.5
     for value, message in {
-        "-1": r"rewards\.short\.golden\.0\.tolerance of a golden score must be non-negative",
+        "-1": r"rewards\.short\.golden\.0\.tolerance must be non-negative",
         "x": r"rewards\.short\.golden\.0\.tolerance must be",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -177,9 +177,7 @@ def test_golden_scores_are_read_from_yaml_and_the_command_line(tmp_path):
 
 
 def test_impossible_examples_are_refused():
-    with pytest.raises(
-        ValueError, match="tolerance of a golden score must be non-negative, got -1"
-    ):
+    with pytest.raises(ValueError, match="tolerance must be non-negative, got -1"):
         GoldenScore("p", "c", 1.0, -1.0)
-    with pytest.raises(ValueError, match="score of a golden example must be finite, got nan"):
+    with pytest.raises(ValueError, match="score must be a finite number, got nan"):
         GoldenScore("p", "c", float("nan"))

@@ -1,13 +1,14 @@
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from firm.fields import Paper, PositiveInt, configuration
 from firm.run import UserError, parse, run_cli, to_dict, to_yaml
 
 
@@ -49,11 +50,11 @@ class FedAvg:
     """Local steps."""
 
 
-@dataclass(frozen=True)
+@configuration
 class Batch:
     """Sizes of a step."""
 
-    size: int = 8
+    size: Annotated[int, Paper("A.1", (16,))] = 8
     """Prompts of a step."""
     minibatch: int = 4
     """Prompts of a minibatch."""
@@ -66,7 +67,7 @@ class Batch:
             )
 
 
-@dataclass(frozen=True)
+@configuration
 class Config:
     """A run of everything."""
 
@@ -88,7 +89,7 @@ class Config:
     """Optional dictionary."""
     targets: tuple[str, ...] = ("q_proj", "v_proj")
     """Modules."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """At most so many."""
     rate: float = 1e-5
     """Learning rate."""
@@ -368,7 +369,7 @@ CONFIGS = st.builds(
     extras=st.lists(REWARDS, max_size=2),
     by_name=st.none() | st.dictionaries(NAMES, FIRMS, max_size=2),
     targets=st.lists(TEXTS, max_size=3).map(tuple),
-    limit=st.none() | st.integers(),
+    limit=st.none() | st.integers(min_value=1),
     rate=FLOATS,
     resume=st.booleans(),
 )
@@ -409,14 +410,16 @@ def test_help_names_every_key_with_docstring_and_default(capsys) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for part in (
         "What it does.",
-        "--rate RATE Learning rate. (type: float, default: 1e-05)",
-        "batch: Sizes of a step. --batch.size SIZE Prompts of a step. (type: int, default: 16)",
+        "--rate RATE Learning rate. (float, default: 1e-05)",
+        "--limit LIMIT At most so many. (int or null, at least 1, default: null)",
+        "batch: Sizes of a step. --batch.size SIZE Prompts of a step. (int, A.1 of the paper: 16, "
+        "default: 16)",
         "rewards.NAME: One objective's reward model. --rewards.NAME.path PATH Folder or name of",
-        "100 % local. (required, type: str)",
+        "100 % local. (str, required)",
         "extras.INDEX: ",
         "by_name.NAME: ",
         "--extra.scale SCALE",
         "strategy: Regularised weights.",
-        "strategy: Fixed weights. --strategy.weights [ITEM,...] One per objective.",
+        "strategy: Fixed weights. --strategy.weights WEIGHTS One per objective.",
     ):
         assert part in text

@@ -4,7 +4,7 @@ import pytest
 
 from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
-from firm.run.config import compose, parse, to_yaml
+from firm.run import compose, parse, to_yaml
 from firm.run.errors import UserError
 
 PLUGIN = '''

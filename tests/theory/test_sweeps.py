@@ -120,7 +120,7 @@ def test_every_law_is_about_something_measured():
     ("changes", "message"),
     [
         ({"num_seeds": 1}, "num_seeds must be at least 2"),
-        ({"betas": (0.0, 1.0)}, "betas must be two or more positive"),
+        ({"betas": (0.0, 1.0)}, "betas.0 must be positive, got 0"),
         ({"batch_sizes": (8,)}, "batch_sizes must be two or more"),
         ({"clients": (1, 2)}, "at least 2"),
         ({"local_steps": (2, 5)}, r"multiple of num_local_steps \(5\), got 12"),

@@ -4,12 +4,11 @@ One file is one estimator: a configuration (``EstimatorConfig``) that makes it, 
 itself (``Estimator``), of which every learner has its own.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +17,14 @@ from firm.alignment.kl import MAX_KL_ERROR, KLConfig
 from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks
 from firm.alignment.sequences import Rollouts, Sequences, forward, response_logits
 from firm.federation import Team
+from firm.fields import (
+    NOT_IN_PAPER,
+    NonNegativeFloat,
+    Paper,
+    PositiveFloat,
+    PositiveInt,
+    configuration,
+)
 from firm.gradients import jacobian
 
 
@@ -141,7 +148,7 @@ class Estimator(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@configuration
 class EstimatorConfig(ABC):
     """Hyperparameters of a local step, whatever the estimator, with A.1's values where it has one.
 
@@ -150,34 +157,33 @@ class EstimatorConfig(ABC):
 
     name: str = ""
     """The estimator."""
-    batch_size: int = 16
-    """Responses per local step, each to a fresh prompt unless the estimator compares several to one
-    (A.1: 16)."""
-    minibatch_size: int = 8
-    """Responses per optimizer step; divides the batch (A.1: 8)."""
-    micro_batch_size: int | None = None
+    batch_size: Annotated[PositiveInt, Paper("A.1", (16,))] = 16
+    """Responses per local step, each to a fresh prompt unless the estimator compares several to
+    one."""
+    minibatch_size: Annotated[PositiveInt, Paper("A.1", (8,))] = 8
+    """Responses per optimizer step; divides the batch."""
+    micro_batch_size: Annotated[PositiveInt | None, NOT_IN_PAPER] = None
     """Responses per forward and backward pass; the minibatch's gradients are their sum, so that a
     minibatch is one optimizer step however it is divided. By default the whole minibatch. Bounds
-    memory. Not in the paper."""
-    num_epochs: int = 3
-    """PPO epochs over a batch (A.1: 3)."""
-    actor_learning_rate: float = 6e-5
-    """Learning rate of the adapter (A.1)."""
-    actor_optimizer: Literal["adam", "sgd"] = "adam"
-    """Adam, or the plain gradient step of Algorithm 1. Which one the experiments used is not in
-    the paper."""
-    learning_rate_schedule: Literal["constant", "linear"] = "constant"
-    """Constant, or linear decay to zero over the run's rounds, whoever takes part in them. Not in
-    the paper."""
-    missing_end_penalty: float = 0.0
-    """Subtracted from every score of a response that did not end by itself. Not in the paper."""
-    max_gradient_norm: float | None = None
-    """Clip the combined gradient to this norm. Not in the paper."""
+    memory."""
+    num_epochs: Annotated[PositiveInt, Paper("A.1", (3,))] = 3
+    """PPO epochs over a batch."""
+    actor_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 6e-5
+    """Learning rate of the adapter."""
+    actor_optimizer: Annotated[Literal["adam", "sgd"], NOT_IN_PAPER] = "adam"
+    """Adam, or the plain gradient step of Algorithm 1; the paper does not say which one its
+    experiments used."""
+    learning_rate_schedule: Annotated[Literal["constant", "linear"], NOT_IN_PAPER] = "constant"
+    """Constant, or linear decay to zero over the run's rounds, whoever takes part in them."""
+    missing_end_penalty: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.0
+    """Subtracted from every score of a response that did not end by itself."""
+    max_gradient_norm: Annotated[PositiveFloat | None, NOT_IN_PAPER] = None
+    """Clip the combined gradient to this norm."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL penalty and its controller."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.minibatch_size < 1 or self.batch_size % self.minibatch_size:
+        if self.batch_size % self.minibatch_size:
             raise ValueError(
                 f"batch_size must be a multiple of minibatch_size, got {self.batch_size} "
                 f"and {self.minibatch_size}."
@@ -186,18 +192,6 @@ class EstimatorConfig(ABC):
             raise ValueError(
                 f"batch_size must be a multiple of the {self.replies_per_prompt} replies to a "
                 f"prompt, got {self.batch_size}."
-            )
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ValueError(
-                f"micro_batch_size must be at least 1 or null, got {self.micro_batch_size}."
-            )
-        if self.num_epochs < 1:
-            raise ValueError(f"num_epochs must be at least 1, got {self.num_epochs}.")
-        self.check_positive("actor_learning_rate")
-        self.check_positive("missing_end_penalty", or_zero=True)
-        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
-            raise ValueError(
-                f"max_gradient_norm must be positive or null, got {self.max_gradient_norm}."
             )
         if self.kl.horizon <= MAX_KL_ERROR * self.batch_size:
             raise ValueError(
@@ -209,14 +203,6 @@ class EstimatorConfig(ABC):
     def forms(cls) -> list[type["EstimatorConfig"]]:
         """Returns the registered configurations of this kind, told apart by `name`."""
         return [form for _, form in sorted(ESTIMATORS.items()) if issubclass(form, cls)]
-
-    def check_positive(self, *names: str, or_zero: bool = False) -> None:
-        """Raises ``ValueError`` where a field is not finite and positive, or 0 if that will do."""
-        for name in names:
-            value = getattr(self, name)
-            if not (0 < value < math.inf or (or_zero and value == 0)):
-                how = "non-negative" if or_zero else "positive"
-                raise ValueError(f"{name} must be {how}, got {value}.")
 
     @property
     def replies_per_prompt(self) -> int:

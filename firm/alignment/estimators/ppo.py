@@ -7,7 +7,7 @@ coefficient it is TRL's PPO bit for bit.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -24,6 +24,14 @@ from firm.alignment.kl import KLPenalty
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, Sequences, token_logprobs
 from firm.federation.schema import ByObjective, Number, Optional, register_metrics
+from firm.fields import (
+    NOT_IN_PAPER,
+    Fraction,
+    NonNegativeFloat,
+    Paper,
+    PositiveFloat,
+    configuration,
+)
 
 register_metrics(
     value_loss=ByObjective(Optional(Number())), clip_fraction=Number(0, 1), entropy=Number()
@@ -31,41 +39,32 @@ register_metrics(
 
 
 @register_estimator
-@dataclass(frozen=True)
+@configuration
 class PPOConfig(EstimatorConfig):
     """Hyperparameters of PPO. Defaults are Appendix A.1 where it gives a value."""
 
     name: Literal["ppo"] = "ppo"
     """The estimator."""
-    critic_learning_rate: float = 1e-4
-    """Learning rate of the value heads (A.1)."""
-    critic: Literal["heads", "network"] = "heads"
+    critic_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 1e-4
+    """Learning rate of the value heads."""
+    critic: Annotated[Literal["heads", "network"], NOT_IN_PAPER] = "heads"
     """One linear value head per objective on the policy's last hidden state, detached, or a
-    separate value network with one output per objective. Not in the paper (T-FIRM's critic is
-    linear)."""
-    clip_range: float = 0.2
-    """The probability ratio is clipped to 1 ± this. Not in the paper."""
-    value_clip_range: float = 0.2
-    """New values are clipped to the old ones ± this. Not in the paper."""
-    gamma: float = 1.0
-    """Discount per token. Not in the paper."""
-    gae_lambda: float = 0.95
-    """Lambda of the generalised advantage estimate. Not in the paper."""
-    whiten_rewards: bool = False
-    """Scale the rewards per token to unit variance. Not in the paper."""
-    advantage_scale: Literal["by_objective", "shared"] = "by_objective"
+    separate value network with one output per objective. T-FIRM's critic is linear."""
+    clip_range: Annotated[PositiveFloat, NOT_IN_PAPER] = 0.2
+    """The probability ratio is clipped to 1 ± this."""
+    value_clip_range: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
+    """New values are clipped to the old ones ± this."""
+    gamma: Annotated[Fraction, NOT_IN_PAPER] = 1.0
+    """Discount per token."""
+    gae_lambda: Annotated[Fraction, NOT_IN_PAPER] = 0.95
+    """Lambda of the generalised advantage estimate."""
+    whiten_rewards: Annotated[bool, NOT_IN_PAPER] = False
+    """Scale the rewards per token to unit variance."""
+    advantage_scale: Annotated[Literal["by_objective", "shared"], NOT_IN_PAPER] = "by_objective"
     """Whether each objective's advantages are whitened by themselves, so that all gradients count
     alike (with fixed weights that is GDPO's normalise, then sum, arXiv:2601.05242), or all are
     scaled by one factor, which keeps the rewards' own spreads (with fixed weights: linear
-    scalarisation). Not in the paper."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_positive("critic_learning_rate", "clip_range")
-        self.check_positive("value_clip_range", or_zero=True)
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}.")
+    scalarisation)."""
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
         """Returns value heads, or a sequence classifier of the policy's architecture."""

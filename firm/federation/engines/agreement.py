@@ -10,10 +10,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from firm.federation.accounting import message_epsilon
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
@@ -21,6 +21,7 @@ from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Model, Reading, shown
 from firm.federation.strategy import StrategyConfig
 from firm.federation.tasks import TASKS
+from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
 
 MAX_REFUSALS = 10_000
 """Refusals of which a ledger keeps a line; further ones are counted."""
@@ -113,25 +114,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
+@configuration
 class Budget:
     """Limits at which a site stops, whatever the run goes on with."""
 
-    max_answers: int | None = None
+    max_answers: PositiveInt | None = None
     """Most answers of each client to each task, over all runs of the kit; null: no limit of their
     number."""
-    max_epsilon: float | None = None
+    max_epsilon: Annotated[
+        PositiveFloat | None, Hint("null takes what twice the agreed rounds spend")
+    ] = None
     """Most that a client's messages may spend of ε, where the client adds noise; null: what twice
     the agreed rounds spend."""
-
-    def __post_init__(self) -> None:
-        if self.max_answers is not None and self.max_answers < 1:
-            raise ValueError(f"max_answers must be at least 1, got {self.max_answers}.")
-        if self.max_epsilon is not None and not 0 < self.max_epsilon < inf:
-            raise ValueError(
-                f"max_epsilon must be positive and finite, got {self.max_epsilon}; null takes what "
-                "twice the agreed rounds spend."
-            )
 
 
 class Ledger:

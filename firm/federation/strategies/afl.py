@@ -5,9 +5,8 @@ Mohri et al. (2019), "Agnostic Federated Learning", arXiv:1902.00146, in the for
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
@@ -17,36 +16,27 @@ from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
+from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers import project_to_simplex
 
 
-@dataclass(frozen=True)
+@configuration
 class AflConfig(ScalarConfig):
     """Options of AFL; γ_w is the server learning rate."""
 
     name: Literal["afl"] = "afl"
     """The strategy."""
-    weights_learning_rate: float = 0.1
+    weights_learning_rate: NonNegativeFloat = 0.1
     """Step size γ_λ of the clients' weights along their losses."""
     average_iterates: bool = False
     """Whether the model is the mean of all rounds' iterates, as Mohri et al. return it, and not the
     last one; training goes on from the last all the same."""
 
+    aggregation: Annotated[Literal["uniform"], Hint("AFL learns the clients' weights")] = "uniform"
+    """AFL learns the clients' weights."""
+
     averages: ClassVar[bool] = False
     reads_losses: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.weights_learning_rate < inf:
-            raise ValueError(
-                "weights_learning_rate must be non-negative and finite, got "
-                f"{self.weights_learning_rate}."
-            )
-        if self.aggregation != "uniform":
-            raise ValueError(
-                "AFL learns the clients' weights; aggregation must be uniform, got "
-                f"{self.aggregation}."
-            )
-        super().__post_init__()
 
 
 @strategy

@@ -6,10 +6,10 @@ al. (2022), arXiv:2006.11489.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
@@ -18,18 +18,19 @@ from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining
 from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, UnitLengths, chain
+from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers import fixed_weights
 
 
-@dataclass(frozen=True)
+@configuration
 class ScalarConfig(StrategyConfig):
     """Options of local training on a fixed weighted sum of the objectives."""
 
     weights: tuple[float, ...] | None = None
     """Weight of each objective, scaled to sum 1; null weighs them alike."""
-    proximal: float = 0.0
+    proximal: Annotated[NonNegativeFloat, Hint("0 is off")] = 0.0
     """Strength μ of the pull back to the server's model: the local loss gets + μ/2 ‖θ - θ_t‖²."""
-    decay: float = 1.0
+    decay: Annotated[float, Interval(gt=0, le=1), Hint("1 is none")] = 1.0
     """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ has β = D^(100/T)
     for a decay by D in T rounds: 0.891 for a tenth in 2000."""
 
@@ -37,12 +38,6 @@ class ScalarConfig(StrategyConfig):
 
     def __post_init__(self) -> None:
         fixed_weights(np.eye(max(1, len(self.weights or ()))), weights=self.weights)
-        if not 0 <= self.proximal < np.inf:
-            raise ValueError(
-                f"proximal must be non-negative and finite, got {self.proximal}; 0 is off."
-            )
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay}; 1 is none.")
         super().__post_init__()
 
     def check(self, objectives: Sequence[str]) -> None:
@@ -68,7 +63,7 @@ class ScalarConfig(StrategyConfig):
         return self.server_learning_rate * self.decay ** (num_rounds // 100)
 
 
-@dataclass(frozen=True)
+@configuration
 class FedAvgConfig(ScalarConfig):
     """Options of FedAvg on a weighted sum."""
 

@@ -5,8 +5,7 @@ arXiv:2410.16398: Algorithms 1 to 3 and 6, 9 and 10 as in the theory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from firm.federation.gram_estimate import (
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
+from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
 from firm.solvers import fedcmoo_weights, firm_weights, project_to_simplex
 from firm.solvers.upgrad import upgrad_weights
 
@@ -30,13 +30,13 @@ BIASED = ("low_rank", "top_k", "random_mask")
 """Compressors without the mean that Assumption 5 asks for."""
 
 
-@dataclass(frozen=True)
+@configuration
 class FedCmooConfig(GramConfig):
     """Options of FedCMOO."""
 
     name: Literal["fedcmoo"] = "fedcmoo"
     """The strategy."""
-    gram_clients: int | None = None
+    gram_clients: PositiveInt | None = None
     """Clients in each of the two samples, n'; null takes as many as train."""
     solver: Literal["steps", "exact", "upgrad"] = "steps"
     """How weights are found: by projected gradient steps from the last round's (Algorithm 2),
@@ -46,20 +46,15 @@ class FedCmooConfig(GramConfig):
     """Step size β of Algorithm 2."""
     num_steps: int = 1000
     """Steps K of Algorithm 2; the theory has 1."""
-    normalize_gram: bool = True
+    normalize_gram: Annotated[bool, NOT_IN_PAPER] = True
     """Whether the Gram matrix is divided by the square of the mean gradient norm for the steps,
     which gives the step size a scale, as in the authors' experiments; for the exact solution by the
-    mean of its diagonal, which gives β one (Eq. 9 of FIRM). Not in the paper."""
-    beta: float = 0.0
-    """Strength of the pull of the exact solution towards uniform weights, FIRM's β. Not in the
-    paper."""
-
-    ways: ClassVar[tuple[str, ...]] = ("one_way", "two_way", "two_sample")
+    mean of its diagonal, which gives β one (Eq. 9 of FIRM)."""
+    beta: Annotated[float, NOT_IN_PAPER] = 0.0
+    """Strength of the pull of the exact solution towards uniform weights, FIRM's β."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.solver not in ("steps", "exact", "upgrad"):
-            raise ValueError(f"solver must be steps, exact or upgrad, got {self.solver!r}.")
         if self.solver == "upgrad":
             upgrad_weights(torch.eye(1))  # or TorchJD is missing
         firm_weights(np.eye(1), beta=self.beta)

@@ -4,7 +4,6 @@ Askin et al. (2024), arXiv:2410.16398: Algorithms 7 and 8.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -16,10 +15,11 @@ from firm.federation.gram_estimate import GramConfig, estimate_gram, train_on_su
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
+from firm.fields import configuration
 from firm.solvers import fedcmoo_pref_weights
 
 
-@dataclass(frozen=True)
+@configuration
 class FedCmooPrefConfig(GramConfig):
     """Options of FedCMOO-Pref."""
 

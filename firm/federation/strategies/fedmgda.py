@@ -5,7 +5,6 @@ Algorithm 1 with Eq. 22, 23 and 25; MGDA-Prox with a proximal term in the local 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,11 +23,12 @@ from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
 from firm.federation.transforms import zero_updates
+from firm.fields import Fraction, configuration
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
 
-@dataclass(frozen=True)
+@configuration
 class FedMgdaConfig(ScalarConfig):
     """Options of FedMGDA+; FedMGDA is the same without normalisation."""
 
@@ -36,17 +36,12 @@ class FedMgdaConfig(ScalarConfig):
     """The strategy."""
     normalize_updates: bool = True
     """Whether every update is scaled to unit length first (FedMGDA+); a zero update stays zero."""
-    epsilon: float = 1.0
+    epsilon: Fraction = 1.0
     """How far a client's weight may be from its λ₀ of the aggregation, ε of Eq. 25: 0 is FedAvg
     (FedAvg-n with normalisation), 1 is free."""
 
     averages: ClassVar[bool] = False
     solves_on_server: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"epsilon must be from 0 to 1, got {self.epsilon}.")
-        super().__post_init__()
 
 
 @strategy

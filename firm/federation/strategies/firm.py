@@ -4,8 +4,8 @@ Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment"
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -19,39 +19,38 @@ from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import LocalTraining, weighting
 from firm.federation.transforms import Count, Mean, Privacy, Rate, Robust, ServerStep, chain
+from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
 
 
-@dataclass(frozen=True)
+@configuration
 class FirmConfig(StrategyConfig):
     """Options of FIRM."""
 
     name: Literal["firm"] = "firm"
     """The strategy."""
-    beta: float = 0.01
-    """Strength of the pull towards uniform weights, β of Eq. 9 (A.1: 0.01); unused with a
-    preference."""
+    beta: Annotated[float, Paper("A.1", (0.01,))] = 0.01
+    """Strength of the pull towards uniform weights, β of Eq. 9; unused with a preference."""
     preference: tuple[float, ...] | None = None
     """Preference of each objective, p of Eq. 54, scaled to sum 1; 0 leaves an objective out."""
     preferences: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Preferences of single clients, by name, in place of the one for all."""
     preference_strength: float = 1.0
     """Factor of the preference term Diag(1/p); the paper's form is 1."""
-    normalize: bool = True
-    """Whether the Gram matrix is divided by the mean of its diagonal, as in Eq. 9 (A.1), or not, as
-    in Eq. 2."""
-    norm_power: float = 0.0
+    normalize: Annotated[bool, Paper("A.1")] = True
+    """Whether the Gram matrix is divided by the mean of its diagonal, as in Eq. 9, or not, as in
+    Eq. 2."""
+    norm_power: Annotated[float, NOT_IN_PAPER] = 0.0
     """Power of its norm that each gradient is divided by for the solve: 0 as in the paper, 1 for
-    unit gradients. Not in the paper; from GAPO (arXiv:2507.01915)."""
+    unit gradients, as in GAPO (arXiv:2507.01915)."""
     solver: Solver = "exact"
     """How weights are found; cvxpy is for constraints, and takes milliseconds."""
-    constraints: tuple[str, ...] = ()
+    constraints: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
     """Linear inequalities between weights, by the objectives' names, such as 'harmless >= 0.3' or
-    'helpful <= 2 * harmless'; for solver cvxpy. Not in the paper."""
-    solve_per: Literal["minibatch", "batch"] = "minibatch"
-    """Whether each minibatch has its own weights, or a batch's hold in all of its. Not in the
-    paper."""
+    'helpful <= 2 * harmless'; for solver cvxpy."""
+    solve_per: Annotated[Literal["minibatch", "batch"], NOT_IN_PAPER, NOT_IN_PAPER] = "minibatch"
+    """Whether each minibatch has its own weights, or a batch's hold in all of its."""
 
     preference_key: ClassVar[str | None] = "preference"
     sends_adapters_only: ClassVar[bool] = True

@@ -11,7 +11,7 @@ objectives (Theorems 3 and 7) the paper returns an x_t drawn at random with weig
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from firm.federation.aggregation import moved, server_step, shares, update_matrix, weighted_mean
@@ -22,17 +22,18 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState, too_long
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import ObjectiveTraining, ObjectiveUpdates
+from firm.fields import PositiveFloat, configuration
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights
 
 
-@dataclass(frozen=True)
+@configuration
 class FsmgdaConfig(StrategyConfig):
     """Options of FSMGDA."""
 
     name: Literal["fsmgda"] = "fsmgda"
     """The strategy."""
-    server_learning_rate: float = 1.0
+    server_learning_rate: PositiveFloat = 1.0
     """Factor of the combined update, a difference of parameters. The paper's global learning rate
     η_t multiplies sums of gradients: with SGD it is this times the local learning rate."""
     gram_columns: Literal["shared", "all"] = "shared"
@@ -43,8 +44,6 @@ class FsmgdaConfig(StrategyConfig):
     solves_on_server: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.gram_columns not in ("shared", "all"):
-            raise ValueError(f"gram_columns must be shared or all, got {self.gram_columns!r}.")
         if self.share_gram:
             raise ValueError(
                 "FSMGDA's clients see one objective at a time; share_gram is for firm."

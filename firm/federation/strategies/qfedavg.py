@@ -4,9 +4,7 @@ Li et al. (2020), "Fair Resource Allocation in Federated Learning", arXiv:1905.1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from firm.federation.aggregation import by_client, moved, per_length, update_lengths
 from firm.federation.engines.engine import Engine
@@ -15,20 +13,21 @@ from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
 from firm.federation.transforms import zero_updates
+from firm.fields import Hint, NonNegativeFloat, PositiveFloat, configuration
 
 MIN_LOSS = 1e-10
 """Replaces a zero loss, whose power q - 1 would be infinite below q = 1."""
 
 
-@dataclass(frozen=True)
+@configuration
 class QFedAvgConfig(ScalarConfig):
     """Options of q-FedAvg."""
 
     name: Literal["qfedavg"] = "qfedavg"
     """The strategy."""
-    q: float = 1.0
+    q: NonNegativeFloat = 1.0
     """Power of the losses: 0 is FedAvg with equal clients, a large one looks at the worst alone."""
-    lipschitz: float = 1.0
+    lipschitz: PositiveFloat = 1.0
     """Estimate L of the losses' smoothness at q = 0. Li et al. take one over the local learning
     rate; Hu et al. tried 0.1, 1 and 10."""
     normalize_updates: bool = False
@@ -40,22 +39,13 @@ class QFedAvgConfig(ScalarConfig):
     which the clients with much data decide at large q. Li et al. have the mean, Hu et al. the
     total, in sums of their batches' means."""
 
+    aggregation: Annotated[Literal["uniform"], Hint("q-FedAvg weighs clients by their losses")] = (
+        "uniform"
+    )
+    """Losses weigh the clients."""
+
     averages: ClassVar[bool] = False
     reads_losses: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.q < inf:
-            raise ValueError(f"q must be non-negative and finite, got {self.q}.")
-        if not 0 < self.lipschitz < inf:
-            raise ValueError(f"lipschitz must be positive and finite, got {self.lipschitz}.")
-        if self.losses not in ("mean", "total"):
-            raise ValueError(f"losses must be mean or total, got {self.losses!r}.")
-        if self.aggregation != "uniform":
-            raise ValueError(
-                f"q-FedAvg weighs clients by their losses; aggregation must be uniform, got "
-                f"{self.aggregation}."
-            )
-        super().__post_init__()
 
 
 @strategy

@@ -94,12 +94,18 @@ def _memory_tables(plan: Plan) -> Iterator[Table]:
 
 def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
     rows = [
-        (h.path, _text(h.value), _text(h.paper_value), h.source, "yes" if h.is_papers else "no")
+        (
+            h.path,
+            _text(h.value),
+            " or ".join(map(_text, h.paper.values)),
+            h.paper.section,
+            "yes" if h.is_papers else "no",
+        )
         for h in plan.hyperparameters
-        if h.source
+        if h.paper
     ]
     yield Table("Given by the paper", ("key", "value", "paper", "where", "equal"), rows)
-    rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.source]
+    rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.paper]
     yield Table("Not in the paper", ("key", "value"), rows)
 
 

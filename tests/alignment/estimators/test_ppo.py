@@ -161,7 +161,7 @@ def test_the_defaults_are_those_of_appendix_a1():
     ("changes", "message"),
     [
         ({"minibatch_size": 5}, r"multiple of minibatch_size, got 16 and 5"),
-        ({"minibatch_size": 0}, r"multiple of minibatch_size, got 16 and 0"),
+        ({"minibatch_size": 0}, r"minibatch_size must be at least 1, got 0"),
         ({"batch_size": 4}, r"multiple of minibatch_size, got 4 and 8"),
         ({"num_epochs": 0}, r"num_epochs must be at least 1, got 0"),
         ({"actor_learning_rate": 0.0}, r"actor_learning_rate must be positive, got 0.0"),

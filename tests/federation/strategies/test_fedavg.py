@@ -114,10 +114,10 @@ def test_a_proximal_term_reaches_the_clients(new_plain_client, origin, run_round
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"proximal": -0.1}, "proximal must be non-negative and finite, got -0.1"),
+        ({"proximal": -0.1}, "proximal must be non-negative, got -0.1"),
         ({"server_learning_rate": 0.0}, "server_learning_rate must be positive"),
-        ({"decay": 0.0}, r"decay must be in \(0, 1\], got 0.0"),
-        ({"decay": 1.1}, r"decay must be in \(0, 1\], got 1.1"),
+        ({"decay": 0.0}, r"decay must be greater than 0 and at most 1, got 0.0"),
+        ({"decay": 1.1}, r"decay must be greater than 0 and at most 1, got 1.1"),
     ],
 )
 def test_steps_that_cannot_be_taken_are_refused(options, message):

@@ -431,10 +431,10 @@ def test_a_broken_correction_is_a_failure(new_client, start, meddled_engine, cha
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (FedCmooConfig, {"compressor": "zip"}, "compressor must be none or one of low_rank"),
+        (FedCmooConfig, {"compressor": "zip"}, "compressor must be one of none, low_rank"),
         (FedCmooConfig, {"upload_budget": 0.0}, "upload_budget must be positive"),
         (FedCmooConfig, {"aggregation": "by_examples"}, "aggregation must be uniform"),
-        (FedCmooConfig, {"solver": "fast"}, "solver must be steps, exact or upgrad"),
+        (FedCmooConfig, {"solver": "fast"}, "solver must be one of steps, exact, upgrad"),
         (FedCmooConfig, {"step_size": 0.0}, "step_size must be positive"),
         (FedCmooConfig, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
         (FedCmooConfig, {"communication": "none"}, "one of one_way, two_way, two_sample"),

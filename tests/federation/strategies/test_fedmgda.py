@@ -170,5 +170,7 @@ def test_identical_clients_and_more_clients_than_dimensions_are_fine(
 
 @pytest.mark.parametrize("epsilon", [-0.1, 1.1, float("nan")])
 def test_an_epsilon_outside_its_range_is_refused(epsilon):
-    with pytest.raises(ValueError, match=f"epsilon must be from 0 to 1, got {epsilon}"):
+    with pytest.raises(
+        ValueError, match=f"epsilon must be at least 0 and at most 1, got {epsilon}"
+    ):
         FedMgdaConfig(epsilon=epsilon)

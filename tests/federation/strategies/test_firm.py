@@ -273,8 +273,8 @@ def test_the_given_state_stays_as_it_was(new_client, start):
         ({"clients_per_round": 0}, "clients_per_round must be at least 1"),
         ({"clients_per_round": 2, "always": ("a", "b")}, "more than the 2 that always take part"),
         ({"always": ("a", "a")}, "always must name each client once"),
-        ({"server_learning_rate": 0.0}, "server_learning_rate must be positive and finite"),
-        ({"server_learning_rate": float("nan")}, "positive and finite, got nan"),
+        ({"server_learning_rate": 0.0}, "server_learning_rate must be positive"),
+        ({"server_learning_rate": float("nan")}, "a finite number, got nan"),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(options, message):

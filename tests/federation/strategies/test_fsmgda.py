@@ -178,7 +178,7 @@ def test_a_broken_reply_is_a_failure_with_its_reason(new_client, start, meddled_
     ("options", "message"),
     [
         ({"server_learning_rate": 0.0}, "server_learning_rate must be positive"),
-        ({"gram_columns": "heads"}, "gram_columns must be shared or all, got 'heads'"),
+        ({"gram_columns": "heads"}, "gram_columns must be one of shared, all, got 'heads'"),
         ({"share_gram": True}, "share_gram is for firm"),
     ],
 )

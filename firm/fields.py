@@ -1,0 +1,213 @@
+"""Configurations: frozen dataclasses whose types say what a value may be and where it comes from.
+
+    @configuration
+    class KLConfig:
+        controller: Annotated[Literal["fixed", "adaptive"], Paper("A.1")] = "adaptive"
+        coefficient: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
+        max_tokens: Annotated[PositiveInt | None, Hint("null takes all")] = None
+
+Ranges are checked whenever an object is made, from a file or in Python, and `--help` shows them.
+A `__post_init__` is left for what concerns several fields at once.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from reprlib import Repr
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from annotated_types import Ge, Gt, Interval
+from pydantic import AllowInfNan, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+_FINITE = AllowInfNan(False)
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_WORDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+FiniteFloat = Annotated[float, _FINITE]
+PositiveFloat = Annotated[float, Gt(0), _FINITE]
+NonNegativeFloat = Annotated[float, Ge(0), _FINITE]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What to do about a value that is refused; ends the message."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where FIRM's paper (Nourzad et al.) gives a field's value."""
+
+    section: str
+    """Section or appendix, such as "A.1"."""
+    values: tuple[Any, ...] = ()
+    """The value, or several among which it chooses; none: it is the field's default."""
+
+    def __str__(self) -> str:
+        value = self.values_in_words
+        return f"{self.section} of the paper" + (value and f": {value}")
+
+    @property
+    def values_in_words(self) -> str:
+        """The values, joined by "or"."""
+        return " or ".join(map(str, self.values))
+
+
+class NotInPaper:
+    """FIRM's paper leaves a field's value open."""
+
+    def __str__(self) -> str:
+        return "not in the paper"
+
+
+NOT_IN_PAPER = NotInPaper()
+
+
+@overload
+def configuration(form: type[T], /) -> type[T]: ...
+@overload
+def configuration(*, source: Paper | NotInPaper) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def configuration(form: type | None = None, /, *, source: Paper | NotInPaper | None = None) -> Any:
+    """Makes a class a frozen dataclass that checks its fields by their types.
+
+    Numbers are checked by their ranges, texts by their literals. A `__post_init__` of the class
+    runs after that.
+
+    Args:
+        form: The class.
+        source: Where the values of those fields come from that do not say it themselves.
+    """
+
+    def decorate(form: type) -> type:
+        check_across_fields = form.__dict__.get("__post_init__")
+
+        def __post_init__(self: Any) -> None:
+            _check_fields(self)
+            if check_across_fields:
+                check_across_fields(self)
+
+        if check_across_fields or not hasattr(form, "__post_init__"):
+            form.__post_init__ = __post_init__  # type: ignore[attr-defined]
+        form.__source__ = source  # type: ignore[attr-defined]
+        return dataclass(frozen=True)(form)
+
+    return decorate if form is None else decorate(form)
+
+
+def metadata(kind: Any) -> list[Any]:
+    """Returns what an annotation states, about a field or the entries in it."""
+    own = list(get_args(kind)[1:]) if get_origin(kind) is Annotated else []
+    return [entry for part in get_args(kind) for entry in metadata(part)] + own
+
+
+def sources(form: type) -> dict[str, list[Paper | NotInPaper]]:
+    """Returns what the annotations of a dataclass say about where its fields' values come from."""
+    return {
+        name: [entry for entry in metadata(kind) if isinstance(entry, Paper | NotInPaper)]
+        for name, kind in get_type_hints(form, include_extras=True).items()
+    }
+
+
+def in_words(kind: Any) -> str:
+    """Returns what help says beside a field's type: its range, and its value in the paper."""
+    papers = [str(entry) for entry in metadata(kind) if isinstance(entry, Paper | NotInPaper)]
+    return ", ".join(filter(None, [_range(kind), *papers]))
+
+
+def _range(kind: Any) -> str:
+    limits = {
+        name: limit
+        for entry in metadata(kind)
+        for name in _WORDS
+        if (limit := getattr(entry, name, None)) is not None
+    }
+    if limits in ({"gt": 0}, {"ge": 0}):
+        return "positive" if "gt" in limits else "non-negative"
+    return " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
+
+
+def _literals(kind: Any) -> list[Any]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [literal for part in get_args(kind) for literal in _literals(part)]
+
+
+@cache
+def _adapters(form: type) -> dict[str, tuple[Any, TypeAdapter]]:
+    """Returns annotation and check of the fields whose annotation says more than their type."""
+    hints = get_type_hints(form, include_extras=True)
+    kinds = {f.name: hints[f.name] for f in form.__dataclass_fields__.values()}
+    return {
+        name: (kind, TypeAdapter(kind))
+        for name, kind in kinds.items()
+        if any(word in repr(kind) for word in ("Annotated", "Literal"))
+    }
+
+
+def _check_fields(settings: Any) -> None:
+    """Checks the fields of a dataclass by their types.
+
+    Raises:
+        ValueError: A value is out of range, not finite or none of the literal ones; the message
+            opens with the field's name.
+    """
+    for name, (kind, adapter) in _adapters(type(settings)).items():
+        try:
+            adapter.validate_python(getattr(settings, name))
+        except ValidationError as error:
+            raise ValueError(_message(name, kind, error)) from None
+
+
+def _message(name: str, kind: Any, error: ValidationError) -> str:
+    first = error.errors()[0]
+    if first["type"].startswith(("greater", "less")):
+        words = _range(kind)
+    elif first["type"] == "too_short":
+        words = "non-empty"
+    elif first["type"] == "literal_error":
+        literals = _literals(kind)
+        words = ("one of " if len(literals) > 1 else "") + ", ".join(map(str, literals))
+    else:
+        words = first["msg"].removeprefix("Input should be ")
+    remedy = "".join(f"; {entry.text}" for entry in metadata(kind) if isinstance(entry, Hint))
+    if not remedy and type(None) in get_args(kind):
+        words += " or null"
+    path = ".".join(map(str, (name, *first["loc"])))
+    got = _SHORT.repr(first["input"])
+    return f"{path} must be {words}, got {got}{remedy}."
+
+
+def field_docstrings(form: type) -> dict[str, str]:
+    """Returns the string below each field of a dataclass, inherited ones too, on one line."""
+    documents: dict[str, str] = {}
+    for base in reversed(form.__mro__):
+        if not is_dataclass(base):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in zip(definition.body, definition.body[1:], strict=False):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    documents[name] = " ".join(text.split())
+    return documents
