@@ -1,6 +1,7 @@
 """Prints what an alignment run would do, or runs it and prints the comparison with the base."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,13 @@ def print_plan(cfg: AlignmentConfig) -> None:
         print_table(table.title, table.header, table.rows)
     for note in [*plan.notes, *alarms_at_start(cfg)]:
         print(printable(note, max_length=5_000))
+
+
+def print_plans(runs: Mapping[str, AlignmentConfig], what: str) -> None:
+    """Prints the names and sizes of several runs, and what the first that trains would do."""
+    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
+    print_table(f"{len(rows)} {what}s", [what, "rounds", "clients"], rows)
+    print_plan(max(runs.values(), key=lambda run: run.rounds > 0))
 
 
 cli = partial(run_cli, main, AlignmentConfig, default_file=CONFIGS / "miniature.yaml")

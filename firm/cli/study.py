@@ -11,10 +11,7 @@ from firm.run import print_table, run_cli
 def main(cfg: StudyConfig) -> Path | None:
     """Runs what is not done yet; returns the folder, None after a plan or with runs elsewhere."""
     if cfg.plan:
-        runs = study_configs(cfg)
-        rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
-        print_table(f"{len(rows)} runs", ["run", "rounds", "clients"], rows)
-        return align.print_plan(next(iter(runs.values())))
+        return align.print_plans(study_configs(cfg), "run")
     result = study(cfg)
     if result is None:
         return None

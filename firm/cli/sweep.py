@@ -5,17 +5,14 @@ from pathlib import Path
 
 from firm.cli import align
 from firm.fronts import Front
-from firm.jobs.sweep import SweepConfig, sweep, sweep_configs, sweep_folder
+from firm.jobs.sweep import SweepConfig, sweep, sweep_configs
 from firm.run import print_table, run_cli
 
 
 def main(cfg: SweepConfig) -> Path | None:
     """Runs what is not done yet; returns the folder, None after a plan or with points elsewhere."""
     if cfg.plan:
-        runs = sweep_configs(cfg, sweep_folder(cfg))
-        rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
-        print_table(f"{len(rows)} points", ["point", "rounds", "clients"], rows)
-        return align.print_plan(next(run for run in runs.values() if run.rounds))
+        return align.print_plans(sweep_configs(cfg, cfg.out or Path("runs")), "point")
     result = sweep(cfg)
     if result is None:
         return None

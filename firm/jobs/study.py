@@ -1,27 +1,25 @@
 """Runs a study: several settings of a run, each with several seeds, side by side."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from firm.federation.outside import check_name, printable
-from firm.fields import PositiveFloat, PositiveInt, configuration
-from firm.jobs.alignment import align
+from firm.fields import PositiveFloat, configuration
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.points import PointsConfig, point_config, run_points
 from firm.report import Record, read_record
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME
 from firm.report.record import final_figure, final_reward, final_score
 from firm.report.settings_page import study_figures, write_study_page
 from firm.report.static import save_figure
-from firm.run import Sweep, check_slugs, compose, dated_folder, slug, summarise, to_dict, to_yaml
+from firm.run import Sweep, check_slugs, compose, dated_folder, slug, to_yaml
 from firm.run.guard import drawing
-from firm.run.shipped import CONFIGS
 
-FREE_KEYS = ("out", "resume", "num_workers", "plan", "figures", "half_life")
-"""What may differ from the study's own configuration when it is resumed."""
+FREE_KEYS = ("figures", "half_life")
+"""What may differ, beside what may in every folder of runs, when a study is resumed."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +33,13 @@ class SettingConfig:
 
 
 @configuration
-class StudyConfig:
-    """One study."""
+class StudyConfig(PointsConfig):
+    """One study. All settings run with the first seed before any runs with the second."""
 
-    settings: dict[str, SettingConfig]
+    settings: dict[str, SettingConfig] = field(kw_only=True)
     """What is compared, by name."""
     name: str = "study"
-    """Opens the folder's name."""
-    out: Path | None = None
-    """Folder of the study; by default runs/NAME-TIME."""
-    resume: bool = False
-    """Continue the study in `out`, if there is one."""
-    plan: bool = False
-    """Print the runs and what the first of them would do, and stop."""
-    base: Path = CONFIGS / "miniature.yaml"
-    """Configuration of the runs."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """Seeds. Rewards mean the same in all runs of a base: the first seed calibrates them. All
-    settings run with the first seed before any runs with the second."""
-    num_workers: PositiveInt = 1
-    """Runs at a time, each in a process of its own."""
     figures: dict[str, list[str]] = field(default_factory=dict)
     """Settings that are drawn together, by a name that opens the files' names; all are drawn
     together when empty."""
@@ -65,12 +48,9 @@ class StudyConfig:
     they are."""
 
     def __post_init__(self) -> None:
-        check_name(self.name, "name")
-        if not self.settings or not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(
-                f"a study needs settings and different seeds, got {list(self.settings)} and "
-                f"{self.seeds}."
-            )
+        super().__post_init__()
+        if not self.settings:
+            raise ValueError("a study needs settings, got none.")
         for name, labels in self.figures.items():
             for label in (label for label in labels if label not in self.settings):
                 raise ValueError(
@@ -110,15 +90,8 @@ def study(cfg: StudyConfig) -> StudyResult | None:
         UserError: A key is wrong, the folder is taken, or some runs failed.
     """
     out = cfg.out or dated_folder(cfg.name)
-    points, configs = _points(cfg), study_configs(cfg)
-    settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
-    sweep = Sweep.open(out, settings, points, resume=cfg.resume)
-    group = f"{cfg.name}-{sweep.id}"
-    runs = {
-        name: to_dict(replace(run, tracking=run.tracking.within(group)))
-        for name, run in configs.items()
-    }
-    if not finish(sweep, [runs], num_workers=cfg.num_workers):
+    sweep = run_points(cfg, out, _points(cfg), study_configs(cfg), free_keys=FREE_KEYS)
+    if sweep is None:
         return None
     by_setting = records(sweep)
     header, rows = table(by_setting)
@@ -140,36 +113,6 @@ def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:
         for seed in cfg.seeds
         for setting in cfg.settings
     }
-
-
-def finish(
-    sweep: Sweep, waves: Sequence[Mapping[str, dict[str, Any]]], *, num_workers: int
-) -> bool:
-    """Runs what is not done yet, one wave after the other, and tells of each run as it ends.
-
-    Returns whether all are done; others may be at some of them.
-
-    Raises:
-        UserError: Some failed; names them.
-    """
-    pending, outcomes = sweep.pending(), []
-    count = len(sweep.manifest["points"])
-    print(f"{sweep.path}: {count} runs, {len(pending)} to do, {num_workers} at a time", flush=True)
-    for wave in waves:
-        for outcome in sweep.work(run_point, wave, num_workers=num_workers):
-            outcomes.append(outcome)
-            state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
-            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
-        summarise(outcomes)
-    if left := sweep.pending():
-        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
-    return not left
-
-
-def run_point(place: str, settings: dict[str, Any]) -> None:
-    """Runs one point in this process, or takes it up."""
-    overrides = [*settings.items(), ("out", place), ("resume", True)]
-    align(compose(AlignmentConfig, [], overrides, source="the study"))
 
 
 def point_name(setting: str, seed: int) -> str:
@@ -222,14 +165,6 @@ def _spread(values: list[float]) -> str:
 
 
 def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> AlignmentConfig:
-    """Returns the run of a setting; checked, so that a wrong key is told before anything runs."""
-    chosen = cfg.settings[setting]
-    overrides: Mapping[str, Any] = {
-        "evaluation.calibration_seed": cfg.seeds[0],
-        **cfg.overrides,
-        **chosen.overrides,
-        "seed": seed,
-    }
-    files = [chosen.base or cfg.base]
-    source = f"settings.{setting}.overrides"
-    return compose(AlignmentConfig, files, list(overrides.items()), source=source)
+    """Returns the run of a setting."""
+    own, source = cfg.settings[setting], f"settings.{setting}.overrides"
+    return point_config(cfg, own.overrides, seed, source=source, base=own.base)

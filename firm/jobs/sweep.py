@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,13 +12,12 @@ import torch
 from annotated_types import Interval
 from safetensors.torch import load_file
 
-from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig
-from firm.fields import Hint, PositiveInt, configuration
+from firm.fields import Hint, configuration
 from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.study import finish
+from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
 from firm.report import Record, read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
@@ -32,15 +31,10 @@ from firm.run import (
     compose,
     dated_folder,
     slug,
-    to_dict,
     to_yaml,
 )
 from firm.run.earlier import translated_figures
 from firm.run.guard import drawing
-from firm.run.shipped import CONFIGS
-
-FREE_KEYS = ("out", "resume", "num_workers", "plan", "reference")
-"""What may differ from the sweep's own configuration when it is resumed."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +49,10 @@ class MethodConfig:
 
 
 @configuration
-class SweepConfig:
+class SweepConfig(PointsConfig):
     """One sweep."""
 
     name: str = "sweep"
-    """Opens the folder's name."""
-    out: Path | None = None
-    """Folder of the sweep; by default runs/NAME-TIME."""
-    resume: bool = False
-    """Continue the sweep in `out`, if there is one."""
-    plan: bool = False
-    """Print the points and what one of them would run, and stop."""
-    base: Path = CONFIGS / "miniature.yaml"
-    """Configuration of the runs."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the runs and their values, such as {rounds: 8}, laid over the base."""
     methods: dict[str, MethodConfig] = field(default_factory=lambda: {"FIRM": MethodConfig()})
     """What is compared, by name."""
     preferences: list[list[float]] = field(default_factory=list)
@@ -79,21 +62,14 @@ class SweepConfig:
     ] = None
     """Without preferences: the grid of all vectors of multiples of 1/resolution, corners and all;
     null takes 4."""
-    seeds: list[int] = field(default_factory=lambda: [0])
-    """Seeds of the runs. Rewards mean the same in all: the first seed calibrates them."""
     reference: list[float] | None = None
     """Reference point of the hypervolume, a reward in [0, 1] per objective, below every model's;
     null takes zeros. It is kept with the front."""
-    num_workers: PositiveInt = 1
-    """Points that run at a time, each in a process of its own."""
 
     def __post_init__(self) -> None:
-        check_name(self.name, "name")
-        if not self.methods or not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(
-                f"a sweep needs methods and different seeds, got {list(self.methods)} and "
-                f"{self.seeds}."
-            )
+        super().__post_init__()
+        if not self.methods:
+            raise ValueError("a sweep needs methods, got none.")
         if self.preferences and self.resolution is not None:
             raise ValueError("give preferences or a resolution, got both.")
         check_slugs(self.methods, "methods")
@@ -135,11 +111,6 @@ def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
     }
 
 
-def sweep_folder(cfg: SweepConfig) -> Path:
-    """Returns the sweep's folder."""
-    return cfg.out or dated_folder(cfg.name)
-
-
 def sweep(cfg: SweepConfig) -> SweepResult | None:
     """Runs what is not done yet of a sweep, and writes its fronts, its page and its figure.
 
@@ -150,25 +121,20 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
         UserError: A key is wrong, the folder is taken, some points failed, or a model is not above
             the reference point.
     """
-    out, base = sweep_folder(cfg), _base(cfg)
+    out, base = cfg.out or dated_folder(cfg.name), _base(cfg)
     objectives = tuple(base.rewards)
-    points, runs = _named_points(cfg, objectives), sweep_configs(cfg, out)
-    settings = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
-    folder = Sweep.open(out, settings, {n: vars(p) for n, p in points.items()}, resume=cfg.resume)
-    tracking = base.tracking.within(group := f"{cfg.name}-{folder.id}")
-    runs = {n: replace(run, tracking=run.tracking.within(group)) for n, run in runs.items()}
-    waves = [  # what others are made of first
-        {n: to_dict(run) for n, run in runs.items() if bool(run.start) == is_soup}
-        for is_soup in (False, True)
-    ]
-    if not finish(folder, waves, num_workers=cfg.num_workers):
+    points = {name: vars(point) for name, point in _named_points(cfg, objectives).items()}
+    runs = sweep_configs(cfg, out)
+    folder = run_points(cfg, out, points, runs, free_keys=["reference"])
+    if folder is None:
         return None
     fronts = {method: front_of(folder, method, objectives, cfg.reference) for method in cfg.methods}
     _check_reference(fronts)
     for method, front in fronts.items():
         front.save(out / f"{slug(method)}.front.json")
     page = _write_figures(cfg, folder, fronts)
-    with Tracker(tracking, out, settings, objectives=objectives) as tracker:
+    tracking = base.tracking.within(tracking_group(cfg, folder))
+    with Tracker(tracking, out, folder.manifest["config"], objectives=objectives) as tracker:
         tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
     return SweepResult(out, fronts, page)
 
@@ -231,8 +197,8 @@ def front_of(
     A point whose log does not tell where it ended is left out, with a warning.
     """
     points, records = [], []
-    for name, told in sweep.manifest["points"].items():
-        if told["method"] != method:
+    for name, point in sweep.manifest["points"].items():
+        if point["method"] != method:
             continue
         path = sweep.run_path(name)
         record = read_record(path)
@@ -242,7 +208,7 @@ def front_of(
                 f"{', '.join(objectives)}; run that point again."
             )
         with drawing(f"The point {name}"):
-            points.append(_point(name, told, record, path))
+            points.append(_point(name, point, record, path))
             records.append(record)
     if not records:
         raise UserError(f"{method} has no run with a valid final evaluation; run its points again.")
@@ -300,13 +266,8 @@ def _run_config(
     cfg: SweepConfig, point: PointConfig, out: Path, objectives: tuple[str, ...]
 ) -> AlignmentConfig:
     """Returns the point's run; checked, so that a wrong key shows before anything runs."""
-    method = cfg.methods[point.method]
-    overrides: dict[str, Any] = {
-        "evaluation.calibration_seed": cfg.seeds[0],
-        **cfg.overrides,
-        **method.overrides,
-        "seed": point.seed,
-    }
+    method, source = cfg.methods[point.method], f"methods.{point.method}.overrides"
+    overrides = dict(method.overrides)
     if method.kind == "soup" and max(point.preference) < 1:
         corners = [PointConfig(point.method, c, point.seed) for c in grid(1, len(objectives))]
         overrides["start"] = {
@@ -314,8 +275,7 @@ def _run_config(
             for corner, share in zip(corners, point.preference, strict=True)
         }
         overrides["rounds"] = 0
-    source = f"methods.{point.method}.overrides"
-    run = compose(AlignmentConfig, [cfg.base], list(overrides.items()), source=source)
+    run = point_config(cfg, overrides, point.seed, source=source)
     if run.strategy.preference_key is None:
         kinds = [kind for kind in StrategyConfig.forms() if not kind.reads_losses]
         names = ", ".join(kind.name for kind in kinds if kind.preference_key is not None)
@@ -324,10 +284,10 @@ def _run_config(
             f"of {names}."
         )
     overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
-    return compose(AlignmentConfig, [cfg.base], list(overrides.items()), source=source)
+    return point_config(cfg, overrides, point.seed, source=source)
 
 
-def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point:
+def _point(name: str, point: Mapping[str, Any], record: Record, path: Path) -> Point:
     """Returns what the last evaluation on the test prompts says of a run."""
     base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
     if any(rewards_of(row, record.objectives) is None for row in (base, final)):
@@ -340,8 +300,8 @@ def _point(name: str, told: dict[str, Any], record: Record, path: Path) -> Point
     }
     return Point(
         name=name,
-        preference=tuple(told["preference"]),
-        seed=told["seed"],
+        preference=tuple(point["preference"]),
+        seed=point["seed"],
         rewards={n: final["rewards"][n]["mean"] for n in record.objectives},
         errors={n: final["rewards"][n]["se"] for n in record.objectives},
         scores=extra,

@@ -12,7 +12,9 @@ from firm.jobs import paper
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.paper import common_seeds
 from firm.jobs.paper_claims import Finding, figure_1
-from firm.jobs.study import FREE_KEYS, StudyConfig, point_name, run_config, study_of
+from firm.jobs.points import FREE_KEYS
+from firm.jobs.study import FREE_KEYS as STUDY_KEYS
+from firm.jobs.study import StudyConfig, point_name, run_config, study_of
 from firm.report import Record
 from firm.report.trajectories import Difference
 from firm.run import Sweep, UserError, compose, to_dict
@@ -128,7 +130,8 @@ def test_averaging_alone_makes_no_algorithm_smoother_than_another():
 
 def test_the_configuration_of_a_study_that_was_begun_is_the_one_that_was_asked_for(tmp_path):
     cfg = compose(StudyConfig, ["configs/figures.yaml"], [])
-    asked = {key: value for key, value in to_dict(cfg).items() if key not in FREE_KEYS}
+    free = {*FREE_KEYS, *STUDY_KEYS}
+    asked = {key: value for key, value in to_dict(cfg).items() if key not in free}
     assert study_of(Sweep.open(tmp_path / "study", asked, {}, resume=False)) == cfg
 
 

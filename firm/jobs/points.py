@@ -1,0 +1,124 @@
+"""Runs of several settings, each a point of one folder: composed, run, and taken up again."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Any
+
+from firm.federation.outside import check_name, printable
+from firm.fields import PositiveInt, configuration
+from firm.jobs.alignment import align
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.run import Outcome, Sweep, compose, summarise, to_dict
+from firm.run.shipped import CONFIGS
+
+FREE_KEYS = ("out", "resume", "num_workers", "plan")
+"""What may differ from the folder's own configuration when it is resumed."""
+
+
+@configuration
+class PointsConfig:
+    """Runs below one folder, of one base and several seeds."""
+
+    name: str = "points"
+    """Opens the folder's name."""
+    out: Path | None = None
+    """The folder; by default runs/NAME-TIME."""
+    resume: bool = False
+    """Continue what is in `out`, if there is something."""
+    plan: bool = False
+    """Print the runs and what the first of them would do, and stop."""
+    base: Path = CONFIGS / "miniature.yaml"
+    """Configuration of the runs."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the runs. Rewards mean the same in all runs of a base: the first seed calibrates
+    them."""
+    num_workers: PositiveInt = 1
+    """Runs at a time, each in a process of its own."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "name")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
+
+
+def point_config(
+    cfg: PointsConfig,
+    overrides: Mapping[str, Any],
+    seed: int,
+    *,
+    source: str,
+    base: Path | None = None,
+) -> AlignmentConfig:
+    """Returns the run of a point; checked, so that a wrong key is reported before anything runs.
+
+    Args:
+        cfg: What all points have in common.
+        overrides: The point's own keys, over those of all.
+        seed: The point's.
+        source: What messages call the place that the overrides come from.
+        base: Configuration of the run in place of that of all.
+    """
+    keys = {"evaluation.calibration_seed": cfg.seeds[0], **cfg.overrides, **overrides, "seed": seed}
+    return compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
+
+
+def run_points(
+    cfg: PointsConfig,
+    out: Path,
+    points: Mapping[str, Mapping[str, Any]],
+    runs: Mapping[str, AlignmentConfig],
+    *,
+    free_keys: Collection[str] = (),
+) -> Sweep | None:
+    """Runs what is not done yet, and prints how each run ends.
+
+    Args:
+        cfg: What all points have in common; kept in the folder's manifest.
+        out: The folder.
+        points: What tells each point from the others, by its name; kept in the manifest, too.
+        runs: The points' runs. Those that start from adapters of other points come last.
+        free_keys: Keys beside `FREE_KEYS` that may differ when the folder is taken up.
+
+    Returns:
+        The folder; None while other processes are at some of the points.
+
+    Raises:
+        UserError: The folder is taken, or some runs failed; names them.
+    """
+    free = {*FREE_KEYS, *free_keys}
+    settings = {key: value for key, value in to_dict(cfg).items() if key not in free}
+    sweep = Sweep.open(out, settings, points, resume=cfg.resume)
+    waves: tuple[dict, dict] = {}, {}
+    for name, run in runs.items():
+        is_last = any(Path(folder).is_relative_to(out / "points") for folder in run.start)
+        waves[is_last][name] = to_dict(
+            replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))
+        )
+    pending, outcomes = sweep.pending(), list[Outcome]()
+    print(
+        f"{out}: {len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time", flush=True
+    )
+    for wave in waves:
+        for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
+            outcomes.append(outcome)
+            state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
+            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+        summarise(outcomes)
+    if left := sweep.pending():
+        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
+        return None
+    return sweep
+
+
+def tracking_group(cfg: PointsConfig, sweep: Sweep) -> str:
+    """Returns what W&B puts the runs of a folder together with."""
+    return f"{cfg.name}-{sweep.id}"
+
+
+def _run_point(place: str, settings: dict[str, Any]) -> None:
+    """Runs one point in this process, or takes it up."""
+    overrides = [*settings.items(), ("out", place), ("resume", True)]
+    align(compose(AlignmentConfig, [], overrides, source="the manifest"))
