@@ -288,7 +288,7 @@ def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
 
 
 def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
-    """Returns what the user should know of the rounds so far and has not been told.
+    """Returns alarms of the rounds so far that no earlier row has.
 
     Args:
         cfg: The run.

@@ -76,7 +76,7 @@ def run_settings(record: Record) -> dict[str, Any]:
     """Returns what a run's configuration says of the model and of how it is measured."""
     settings = record.settings
     evaluation = settings.get("evaluation") or {}
-    found = {
+    given = {
         **{key: settings.get(key) for key in ("policy", "rewards", "rollout", "seed")},
         "num_threads": settings.get("num_threads"),
         "prompts": (settings.get("data") or {}).get("test"),
@@ -85,7 +85,7 @@ def run_settings(record: Record) -> dict[str, Any]:
         "num_shown_samples": evaluation.get("num_shown_samples"),
         "metrics": evaluation.get("metrics"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def adapter_folder(path: Path) -> Path:

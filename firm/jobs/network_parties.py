@@ -220,11 +220,11 @@ def _reach(kit: Path) -> str | None:
 def _wait_for_server(kit: Path) -> None:
     """Waits for the server, and says so."""
     host, port = server_address(kit)
-    told = None
+    last_problem = None
     while problem := _reach(kit):
-        if problem != told:
+        if problem != last_problem:
             print(f"{host}:{port} cannot be reached ({problem}); trying again", flush=True)
-            told = problem
+            last_problem = problem
         time.sleep(2)
 
 
@@ -239,7 +239,7 @@ def _check_server(kit: Path) -> None:
 
 
 def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
-    """Submits a run and follows it; whether it is to be submitted again.
+    """Submits a run and follows it; returns whether it is to be submitted again.
 
     Raises:
         UserError: It ended otherwise than well.
@@ -269,12 +269,12 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
 
 
 def _follow(opened: Any, job: str, sites: list[str]) -> bool:
-    """Tells how a job fares until it ends; whether the run is to be started again.
+    """Prints how a job fares until it ends; returns whether the run is to be started again.
 
     Raises:
         UserError: It ended otherwise than well.
     """
-    told, looks, num_lines, idle = "", 0, 0, set[str]()
+    last_state, looks, num_lines, idle = "", 0, 0, set[str]()
     while True:
         state = console.status(opened, job)
         if state == "SUBMITTED":
@@ -283,9 +283,9 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
             state = f"waits for {', '.join(away)}" if away else "waits"
         if state.startswith("FINISHED"):
             break
-        if state != told:
+        if state != last_state:
             print(state.lower(), flush=True)
-            told = state
+            last_state = state
         if state == "RUNNING":
             lines = console.said(opened, job, num_lines)
             print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)

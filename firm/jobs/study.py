@@ -122,12 +122,12 @@ def point_name(setting: str, seed: int) -> str:
 
 def records(sweep: Sweep) -> dict[str, list[Record]]:
     """Returns the finished runs of a study by setting, in the order of their seeds."""
-    found: dict[str, list[Record]] = {}
-    for name, told in sweep.manifest["points"].items():
-        runs = found.setdefault(told["setting"], [])
+    by_setting: dict[str, list[Record]] = {}
+    for name, point in sweep.manifest["points"].items():
+        runs = by_setting.setdefault(point["setting"], [])
         if sweep.is_done(name):
             runs.append(read_record(sweep.run_path(name)))
-    return found
+    return by_setting
 
 
 def study_of(sweep: Sweep) -> StudyConfig:

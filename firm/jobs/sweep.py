@@ -349,8 +349,8 @@ def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
 
 def _hypervolumes(fronts: Mapping[str, Front]) -> dict[str, float]:
     """Returns each method's mean over the seeds, where there is one."""
-    found = {}
+    means = {}
     for method, front in fronts.items():
         with suppress(ValueError):  # a single point, or one that is not above the reference point
-            found[f"hypervolume/{method}"] = seed_hypervolumes(front).mean
-    return found
+            means[f"hypervolume/{method}"] = seed_hypervolumes(front).mean
+    return means
