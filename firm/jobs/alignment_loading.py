@@ -161,12 +161,7 @@ def build_clients(
     for name in names:
         judges, attack = own.get(name, (None, None))
         client = AlignmentClient(
-            name,
-            prompts[name],
-            loaded.trainer,
-            seed=cfg.seed,
-            judges=judges,
-            on_event=on_event,
+            name, prompts[name], loaded.trainer, seed=cfg.seed, judges=judges, on_event=on_event
         )
         clients.append(as_attacker(client, attack, seed=cfg.seed))
     return clients

@@ -7,12 +7,7 @@ from typing import Annotated
 
 import torch
 
-from firm.alignment import (
-    Calibration,
-    PolicyConfig,
-    RolloutConfig,
-    score,
-)
+from firm.alignment import Calibration, PolicyConfig, RolloutConfig, score
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
 from firm.fields import Hint, PositiveInt, configuration

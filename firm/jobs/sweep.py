@@ -23,16 +23,7 @@ from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.record import rewards_of
 from firm.report.static import save_figure
-from firm.run import (
-    Sweep,
-    Tracker,
-    UserError,
-    check_slugs,
-    compose,
-    dated_folder,
-    slug,
-    to_yaml,
-)
+from firm.run import Sweep, Tracker, UserError, check_slugs, compose, dated_folder, slug, to_yaml
 from firm.run.earlier import translated_figures
 from firm.run.guard import drawing
 
@@ -105,10 +96,8 @@ class SweepResult:
 def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
     """Returns the configuration of every point by its name; checked, before anything runs."""
     objectives = tuple(_base(cfg).rewards)
-    return {
-        name: _run_config(cfg, point, out, objectives)
-        for name, point in _named_points(cfg, objectives).items()
-    }
+    points = _points(cfg, objectives)
+    return {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
 
 
 def sweep(cfg: SweepConfig) -> SweepResult | None:
@@ -123,9 +112,8 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
     """
     out, base = cfg.out or dated_folder(cfg.name), _base(cfg)
     objectives = tuple(base.rewards)
-    points = {name: vars(point) for name, point in _named_points(cfg, objectives).items()}
-    runs = sweep_configs(cfg, out)
-    folder = run_points(cfg, out, points, runs, free_keys=["reference"])
+    points = {name: vars(point) for name, point in _points(cfg, objectives).items()}
+    folder = run_points(cfg, out, points, sweep_configs(cfg, out), free_keys=["reference"])
     if folder is None:
         return None
     fronts = {method: front_of(folder, method, objectives, cfg.reference) for method in cfg.methods}
@@ -160,23 +148,6 @@ def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front])
 def _base(cfg: SweepConfig) -> AlignmentConfig:
     """Returns the run that all points start from."""
     return compose(AlignmentConfig, [cfg.base], list(cfg.overrides.items()), source="overrides")
-
-
-def _named_points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:
-    """Returns all points by the names of their folders."""
-    points = _points(cfg, objectives)
-    by_name = {point.name: point for point in points}
-    if len(by_name) < len(points):
-        raise UserError(
-            "preferences must differ in four digits of their percentages, which name the points' "
-            f"folders, got {cfg.preferences}."
-        )
-    if cfg.reference is not None and len(cfg.reference) != len(objectives):
-        raise UserError(
-            f"reference must have a reward for each of {', '.join(objectives)}, got "
-            f"{cfg.reference}."
-        )
-    return by_name
 
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
@@ -233,13 +204,16 @@ def prompt_rewards(sweep: Sweep, front: Front) -> torch.Tensor:
     )
 
 
-def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> list[PointConfig]:
+def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:
+    """Returns all points by the names of their folders."""
+    names = ", ".join(objectives)
+    if cfg.reference is not None and len(cfg.reference) != len(objectives):
+        raise UserError(f"reference must have a reward for each of {names}, got {cfg.reference}.")
     preferences = [tuple(p) for p in cfg.preferences] or grid(cfg.resolution or 4, len(objectives))
     for preference in preferences:
         if len(preference) != len(objectives):
             raise UserError(
-                f"preferences must have an entry for each of {', '.join(objectives)}, got "
-                f"{list(preference)}."
+                f"preferences must have an entry for each of {names}, got {list(preference)}."
             )
         if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
             raise UserError(
@@ -259,7 +233,13 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> list[PointConfig]:
             PointConfig(method, preference, seed)
             for seed, preference in product(cfg.seeds, [*needed, *scaled])
         ]
-    return points
+    by_name = {point.name: point for point in points}
+    if len(by_name) < len(points):
+        raise UserError(
+            "preferences must differ in four digits of their percentages, which name the points' "
+            f"folders, got {cfg.preferences}."
+        )
+    return by_name
 
 
 def _run_config(
