@@ -13,11 +13,7 @@ NUM_PRINTED_SAMPLES = 2
 
 def main(cfg: CompareConfig) -> Path:
     """Compares and prints; returns the directory of the results."""
-
-    def print_seconds(name: str, num_prompts: int, seconds: float) -> None:
-        print(printable(f"{name}: {num_prompts} prompts, {seconds:.1f} s"), flush=True)
-
-    result = compare(cfg, print_seconds)
+    result = compare(cfg)
     for name, table in result.tables.items():
         print_table(
             f"\n{name} on {result.num_prompts} prompts, {cfg.num_samples} replies each, "

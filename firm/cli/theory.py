@@ -12,11 +12,7 @@ from firm.run import print_table, run_cli
 def main(cfg: TheoryConfig) -> Path:
     """Measures, prints, and returns the directory of the results."""
     start = time.perf_counter()
-
-    def print_seconds(sweep: str, num_settings: int, seconds: float) -> None:
-        print(f"{sweep}: {num_settings} settings, {seconds:.1f} s", flush=True)
-
-    result = measure_theory(cfg, print_seconds)
+    result = measure_theory(cfg)
     print_table(
         f"\nSlopes on log-log axes, mean ± standard error over {cfg.num_seeds} seeds",
         ["quantity", "against", "slope", "theorem", "verdict"],

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from firm.alignment import (
     load_prompts,
 )
 from firm.federation import RandomStream
+from firm.federation.outside import printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers
@@ -103,14 +104,10 @@ class ComparisonResult:
     """Prompts that were replied to."""
 
 
-def compare(
-    cfg: CompareConfig, on_evaluated: Callable[[str, int, float], None] = lambda *_: None
-) -> ComparisonResult:
+def compare(cfg: CompareConfig) -> ComparisonResult:
     """Evaluates the base model and every adapter on the same prompts and the same noise.
 
-    Args:
-        cfg: What is compared.
-        on_evaluated: Called with a model's name, its number of prompts and its seconds.
+    Prints the seconds that each takes.
 
     Raises:
         UserError: Runs or adapters do not fit each other, or the results cannot be written.
@@ -125,7 +122,7 @@ def compare(
     calibrations = {}
     if cfg.calibrated and records:
         calibrations = frozen_calibrations(cfg.rewards, records[0])
-    evaluations = _evaluations(cfg, folder_by_name, calibrations, on_evaluated)
+    evaluations = _evaluations(cfg, folder_by_name, calibrations)
     base = evaluations.pop(BASE)
     tables = {
         name: comparison_table(base, evaluation, has_rewards=True)
@@ -141,7 +138,6 @@ def _evaluations(
     cfg: CompareConfig,
     folder_by_name: Mapping[str, Path],
     calibrations: Mapping[str, Calibration],
-    on_evaluated: Callable[[str, int, float], None],
 ) -> dict[str, Evaluation]:
     """Returns the evaluation of the base model and those of the adapters, by name."""
     # load: whatever does not fit is found before the first reply is sampled
@@ -169,7 +165,8 @@ def _evaluations(
                 extra_fns={key: fn for key, fn in reward_fns.items() if key not in calibrations},
                 num_samples=cfg.num_samples,
             )
-        on_evaluated(name, len(prompts), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        print(printable(f"{name}: {len(prompts)} prompts, {seconds:.1f} s"), flush=True)
     return evaluations
 
 

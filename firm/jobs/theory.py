@@ -1,7 +1,6 @@
 """Measures the convergence theory: Lemma 1 in every step, each term of Theorem 1 by itself."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +55,8 @@ class TheoryResult:
     """What held, in sentences."""
 
 
-def measure_theory(
-    cfg: TheoryConfig, on_swept: Callable[[str, int, float], None] = lambda *_: None
-) -> TheoryResult:
-    """Measures every term over all sweeps, and writes page and tables.
-
-    Args:
-        cfg: What is measured.
-        on_swept: Called with a sweep's name, its number of settings and its seconds.
-    """
+def measure_theory(cfg: TheoryConfig) -> TheoryResult:
+    """Measures every term over all sweeps, printing their seconds, and writes page and tables."""
     torch.set_num_threads(1)
     out = cfg.out or dated_folder("theory")
     with Run.create(out, to_dict(cfg)) as run:
@@ -73,7 +65,8 @@ def measure_theory(
         for sweep in sweeps(cfg):
             began = time.perf_counter()
             values |= measure_sweep(sweep, cfg)
-            on_swept(sweep.name, len(sweep.xs), time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            print(f"{sweep.name}: {len(sweep.xs)} settings, {seconds:.1f} s", flush=True)
         values |= measure_time(cfg) | measure_convergence(cfg)
         slopes = {law: fit_law(law, values, cfg) for law in LAWS}
         summary = [
