@@ -76,10 +76,10 @@ def spend(
     There are three observers, all of whom know everything but one client's data and the noise:
 
     - "epsilon": whoever sees the server's models after each round, knows who took part in which,
-    and has the noisy statistics where clients send them. The client that took part most often
-    counts; sampling helps only by its being left out.
+      and has the noisy statistics where clients send them. The client that took part most often
+      counts; sampling helps only by its being left out.
     - "epsilon_if_unknown", where clients are sampled: whoever sees the models but no log, so that
-    who took part is hidden. The run's seed reveals it, and must be as secret.
+      who took part is hidden. The run's seed reveals it, and must be as secret.
     - "epsilon_server", where clients add the noise: the server, who gets their messages.
 
     Args:

@@ -44,10 +44,10 @@ class Progress:
     - "resumed": round, the last one that earlier sessions completed; 0 for a new run
     - "client_started": round, client
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
-    train at a time
+      train at a time
     - "client_finished": metrics (of them "weights", "rewards" and "kl" are shown), and client
     - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts); a
-    row of round 0 shows the base model
+      row of round 0 shows the base model
     """
 
     def __init__(
