@@ -1,58 +1,40 @@
 """Talks to the base and the aligned model side by side."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 
-from firm.alignment import Calibration, PolicyConfig, RolloutConfig, score
+from firm.alignment import Calibration, score
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
-from firm.fields import Hint, PositiveInt, configuration
+from firm.fields import configuration
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
-from firm.jobs.speakers import Speakers
+from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.run.shipped import with_shipped_paths
-from reward_models import RewardModelConfig
 
 SIDES = {"base": None, "aligned": 0}
 """What a person sees -> index of the adapter that speaks."""
 
 
 @configuration
-class ChatConfig:
+class ChatConfig(SpeakersConfig):
     """One conversation. What is not given comes from `run`, and then from here."""
 
     run: Path | None = None
     """A finished run directory; gives adapter, policy, rewards, rollout and seed."""
     adapter: Path | None = None
     """A PEFT folder, or a run directory of which nothing else is read; by default the run's."""
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
-    """The base model. The adapter brings its own `lora`."""
-    check_base: bool = True
-    """Refuses an adapter that names another base model than policy.path. Turn it off when it is
-    the same model in another place."""
-    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """What every reply is scored by; there may be none."""
     show_rewards: bool = True
     """Loads the reward models and shows their scores."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling."""
-    seed: int = 0
-    """The same seed gives the same replies to the same words."""
-    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
-    """CPU threads; by default as many as torch takes."""
 
     def __post_init__(self) -> None:
         if not (self.run or self.adapter):
             raise ValueError(
                 "there is nobody to talk to: give --run runs/mine, or --adapter with --policy.path."
             )
-        if not self.policy.path:
-            raise ValueError(
-                "policy.path is empty: name the base model, or give --run on the command line."
-            )
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -80,14 +62,7 @@ class Conversation:
         """The adapter that speaks."""
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
-        self._speakers = Speakers(
-            cfg.policy,
-            [self.folder],
-            check_base=cfg.check_base,
-            rollout=cfg.rollout,
-            rewards=rewards,
-            num_threads=cfg.num_threads,
-        )
+        self._speakers = Speakers(cfg, [self.folder], rewards)
         self._calibrations = {}
         if cfg.run:
             self._calibrations = frozen_calibrations(rewards, checked_record(cfg.run))

@@ -13,9 +13,7 @@ from firm.alignment import (
     Calibration,
     Comparison,
     Evaluation,
-    PolicyConfig,
     PromptsConfig,
-    RolloutConfig,
     comparison_table,
     evaluate,
     load_prompts,
@@ -24,7 +22,7 @@ from firm.federation import RandomStream
 from firm.federation.outside import printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
-from firm.jobs.speakers import Speakers
+from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
 from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, dialogue
@@ -40,7 +38,7 @@ BASE = "base"
 
 
 @configuration
-class CompareConfig:
+class CompareConfig(SpeakersConfig):
     """One evaluation. What is not given comes from the first of `runs`, and then from here."""
 
     runs: list[Path] = field(default_factory=list)
@@ -48,31 +46,18 @@ class CompareConfig:
     with their frozen maps to [0, 1], rollout, test prompts and seed."""
     adapters: list[Path] = field(default_factory=list)
     """Further adapters: PEFT folders, or run directories of which nothing else is read."""
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
-    """The base model. Adapters bring their own `lora`."""
-    check_base: bool = True
-    """Refuses an adapter that names another base model than policy.path. Turn it off when it is
-    the same model in another place; names and shapes of all tensors are compared anyway."""
-    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """What replies are scored by; there may be none."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further scores."""
     calibrated: bool = True
     """Reports the runs' rewards in [0, 1], too. Runs that froze different maps are refused then."""
     prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test"))
     """Held-out prompts."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling."""
     num_prompts: Annotated[int, Ge(2), Hint("a standard error needs two")] = 256
     """The first so many prompts."""
     num_samples: PositiveInt = 2
     """Replies per prompt."""
     num_shown_samples: NonNegativeInt = 12
     """Prompts whose replies are written out; 0 keeps all texts out of terminal and files."""
-    seed: int = 0
-    """The same seed gives the same replies of an adapter, whichever others are evaluated."""
-    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
-    """CPU threads; by default as many as torch takes."""
     out: Path | None = None
     """Directory of the results; by default runs/evaluation-TIME."""
 
@@ -82,10 +67,7 @@ class CompareConfig:
                 "there is nothing to evaluate: give --runs '[runs/mine]', or --adapters with "
                 "--policy.path."
             )
-        if not self.policy.path:
-            raise ValueError(
-                "policy.path is empty: name the base model, or give --runs on the command line."
-            )
+        super().__post_init__()
         if shared := sorted(self.rewards.keys() & self.metrics.keys()):
             raise ValueError(f"{shared[0]!r} is both in rewards and in metrics: rename one.")
 
@@ -141,14 +123,8 @@ def _evaluations(
 ) -> dict[str, Evaluation]:
     """Returns the evaluation of the base model and those of the adapters, by name."""
     # load: whatever does not fit is found before the first reply is sampled
-    speakers = Speakers(
-        cfg.policy,
-        list(folder_by_name.values()),
-        check_base=cfg.check_base,
-        rollout=cfg.rollout,
-        rewards={**cfg.rewards, **cfg.metrics},
-        num_threads=cfg.num_threads,
-    )
+    rewards = {**cfg.rewards, **cfg.metrics}
+    speakers = Speakers(cfg, list(folder_by_name.values()), rewards)
     prompts = load_prompts(cfg.prompts, speakers.tokenizer)[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
@@ -18,19 +20,42 @@ from firm.alignment import (
     sample_replies,
     select_adapter,
 )
+from firm.fields import Hint, PositiveInt, configuration
 from reward_models import RewardModelConfig, load_reward_model
+
+
+@configuration
+class SpeakersConfig:
+    """Who replies, and how replies are sampled and scored."""
+
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
+    """The base model. Adapters bring their own `lora`."""
+    check_base: bool = True
+    """Refuses an adapter that names another base model than policy.path. Turn it off when it is
+    the same model in another place; names and shapes of all tensors are compared anyway."""
+    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """What replies are scored by; there may be none."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    seed: int = 0
+    """The same seed gives the same replies to the same prompts, whoever else replies."""
+    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
+    """CPU threads; by default as many as torch takes."""
+
+    def __post_init__(self) -> None:
+        if not self.policy.path:
+            raise ValueError(
+                "policy.path is empty: name the base model, or a finished run on the command line."
+            )
 
 
 class Speakers:
     """Loads all that replies are sampled with and scored by.
 
     Args:
-        policy: The base model; adapters bring their own `lora`.
+        cfg: The base model and how it is sampled.
         folders: The adapters.
-        check_base: Whether an adapter that names another base model is refused.
-        rollout: How replies are sampled.
-        rewards: What they are scored by.
-        num_threads: CPU threads; None leaves them to torch.
+        rewards: What replies are scored by.
 
     Raises:
         UserError: Model, adapters or reward models cannot be loaded.
@@ -38,27 +63,23 @@ class Speakers:
 
     def __init__(
         self,
-        policy: PolicyConfig,
+        cfg: SpeakersConfig,
         folders: Sequence[Path],
-        *,
-        check_base: bool,
-        rollout: RolloutConfig,
         rewards: Mapping[str, RewardModelConfig],
-        num_threads: int | None,
     ) -> None:
         transformers.utils.logging.disable_progress_bar()
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self._policy = load_adapters(policy, folders, check_base=check_base)
-        self.tokenizer = load_tokenizer(policy)
-        check_vocabulary(self._policy, self.tokenizer, policy.path)
+        if cfg.num_threads is not None:
+            torch.set_num_threads(cfg.num_threads)
+        self._policy = load_adapters(cfg.policy, folders, check_base=cfg.check_base)
+        self.tokenizer = load_tokenizer(cfg.policy)
+        check_vocabulary(self._policy, self.tokenizer, cfg.policy.path)
         self.reward_fns = {name: load_reward_model(own, name) for name, own in rewards.items()}
         self._sample = partial(
             sample_replies,
             self._policy,
             tokenizer=self.tokenizer,
-            prompt_format=policy.prompt,
-            config=rollout,
+            prompt_format=cfg.policy.prompt,
+            config=cfg.rollout,
         )
 
     @contextmanager
