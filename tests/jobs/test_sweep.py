@@ -199,7 +199,10 @@ def test_bad_input_is_told_before_anything_is_written(tmp_path, changes, message
         ({"methods": {"..": MethodConfig()}}, "methods need names with letters or digits"),
         ({"methods": {"": MethodConfig()}}, "methods need names with letters or digits"),
         ({"name": "/tmp/sweep"}, "name must be at most 64 letters"),
-        ({"resolution": 10**6, "preferences": []}, "resolution must be from 1 to 100, got 1000000"),
+        (
+            {"resolution": 10**6, "preferences": []},
+            "resolution must be at least 1 and at most 100, got 1000000",
+        ),
     ],
 )
 def test_names_and_sizes_that_cannot_be_folders_or_runs_are_refused(changes, message):
