@@ -1,22 +1,25 @@
 """A strategy of another package: FedAvg with momentum at the server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from firm.federation import Engine, ServerState
 from firm.federation.rounds import Round
 from firm.federation.strategies import strategy
 from firm.federation.strategies.fedavg import FedAvgConfig
+from firm.fields import configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class MomentumConfig(FedAvgConfig):
     """Options of FedAvg with server momentum."""
 
     name: Literal["momentum"] = "momentum"
     """The strategy."""
-    momentum: float = 0.9
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """Share of the last round's velocity that stays."""
 
 

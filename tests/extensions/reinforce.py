@@ -5,9 +5,10 @@ one backward pass gives all M gradients.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 
 from firm.alignment.estimators import (
     EstimatorConfig,
@@ -18,18 +19,19 @@ from firm.alignment.estimators import (
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import token_logprobs
 from firm.federation.schema import Number, register_metrics
+from firm.fields import configuration
 from firm.gradients import PerSequenceGradients
 
 register_metrics(reply_loss=Number())
 
 
 @register_estimator
-@dataclass(frozen=True)
+@configuration
 class ReinforceConfig(EstimatorConfig):
     """Hyperparameters of REINFORCE."""
 
     name: Literal["reinforce"] = "reinforce"
-    group_size: int = 4
+    group_size: Annotated[int, Ge(2)] = 4
     """Replies to each prompt, whose mean reward is the baseline."""
 
     @property
