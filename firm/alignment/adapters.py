@@ -159,7 +159,7 @@ def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "de
 
 
 def _slot_name(index: int) -> str:
-    """A name that is part of no other name in the model: peft looks for it anywhere in them."""
+    """Returns a name that is part of no other in the model: peft looks for it anywhere in them."""
     return f"adapter_{index:04d}"
 
 

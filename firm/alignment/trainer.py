@@ -394,7 +394,7 @@ class _NoCritic(torch.nn.Module):
 def _trl_config(
     config: EstimatorConfig, rollout_config: RolloutConfig, num_rounds: int, **arguments: Any
 ) -> TrlPPOConfig:
-    """Our frozen configs as TRL's mutable one: what its set-up, saving and model card read."""
+    """Returns our frozen configs as TRL's mutable one, which its set-up and model card read."""
     return TrlPPOConfig(
         **{
             "total_episodes": num_rounds * config.num_prompts,

@@ -151,7 +151,7 @@ def last_evaluation(rows: Sequence[Row]) -> Row | None:
 
 
 def is_done(measured: Row | None, rounds: int, target: float | None) -> bool:
-    """Whether a run with this last evaluation has done all rounds, or reached the target loss."""
+    """Returns whether a run with this last evaluation has done all rounds or reached the target."""
     if measured is None:
         return False
     losses = (measured.get("losses") or {}).values()

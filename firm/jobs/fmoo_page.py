@@ -154,7 +154,7 @@ def _main_field(settings: Sequence[Setting]) -> str:
 
 
 def _columns(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
-    """What some studies measure beside: Δ_M, users, rounds to the target loss."""
+    """Returns what some studies measure beside: Δ_M, users, rounds to the target loss."""
     groups: dict[str, Callable[[], Columns]] = {
         "Δ_M": lambda: _relative_loss(cfg, settings),
         "users": lambda: _users(settings),
@@ -167,7 +167,7 @@ def _columns(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
 
 
 def _relative_loss(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns:
-    """Δ_M against the objectives trained alone, where the study has trained each of them alone."""
+    """Returns Δ_M against the objectives trained alone, where the study has trained each so."""
     objectives = settings[0].objectives_with("losses")
     field = _main_field(settings)
     alone = _alone(cfg, settings)
@@ -188,7 +188,7 @@ def _relative_loss(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Columns
 
 
 def _users(settings: Sequence[Setting]) -> Columns:
-    """The users' final accuracies in per cent, one by one or, where they are many, their spread."""
+    """Returns the users' final accuracies in per cent, or their spread where they are many."""
     accuracies: dict[str, Frame] = {}  # [S, C] in per cent, NaN where a seed has no such user
     for setting in settings:
         names = setting.objectives_with("users")
@@ -265,7 +265,7 @@ def _sections(cfg: "ClassicConfig", settings: Sequence[Setting]) -> list[Block]:
 
 
 def _preferences(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Section | None:
-    """The section on preferences, with the least losses of each objective trained alone."""
+    """Returns the section on preferences, with the least losses of each objective trained alone."""
     objectives = settings[0].objectives_with("losses")
     wishes = {
         setting.name: tuple(wish)
@@ -293,7 +293,7 @@ def _preferences(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Section |
 def _parameters(
     cfg: "ClassicConfig", settings: Sequence[Setting]
 ) -> list[tuple[dict[str, dict[float, Setting]], dict[str, Any]]]:
-    """The parameters that are swept: numbers in which alone the settings of a family differ.
+    """Returns the parameters that are swept: numbers that alone differ in a family of settings.
 
     A family has one name up to a comma. Of each parameter, the lines by family, and what titles its
     section.
@@ -324,7 +324,7 @@ def _parameters(
 
 
 def _leaves(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """A configuration's values by dotted key; those that are no numbers as text."""
+    """Returns a configuration's values by dotted key; those that are no numbers as text."""
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -336,7 +336,7 @@ def _leaves(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _alone(cfg: "ClassicConfig", settings: Sequence[Setting]) -> dict[str, str]:
-    """The setting that trains an objective alone, by objective: a weighted sum of one weight."""
+    """Returns the setting that trains an objective alone, by objective: one weight of 1."""
     objectives, alone = settings[0].objectives_with("losses"), {}
     for setting in settings:
         strategy = cfg.algorithms[setting.name].strategy

@@ -169,7 +169,7 @@ def _all_settings(runs: Mapping[str, list[Record]]) -> str:
 
 
 def _base(world: str, record: Record) -> str:
-    """The base model's rewards and further scores on the test prompts of a world."""
+    """Returns the base model's rewards and further scores on the test prompts of a world."""
     row = record.evaluations["test"][0]
     further = {name: row["scores"][name] for name in record.extra_scores()}
     scores = {**row["rewards"], **further}.items()
@@ -202,7 +202,7 @@ def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:
 
 
 def _values(departure: Departure, settings: Collection[str]) -> str:
-    """The values that settings have in place of the paper's, with the settings."""
+    """Returns the values that settings have in place of the paper's, with the settings."""
     by_value: dict[str, list[str]] = {}
     for setting, value in departure.values.items():
         text = plain(str(value))
@@ -220,7 +220,7 @@ def _values(departure: Departure, settings: Collection[str]) -> str:
 
 
 def _open_hyperparameters(study: StudyConfig) -> str:
-    """What the paper leaves open, and the values of these runs."""
+    """Returns what the paper leaves open, and the values of these runs."""
     run = compose(AlignmentConfig, [study.base], list(study.overrides.items()))
     rows = [
         [f"`{each.path}`", plain(str(each.value))]

@@ -254,7 +254,7 @@ def table_1(runs: Mapping[str, list[Record]]) -> Section:
     helpful, harmless = first.objectives
 
     def apart(prompt: str) -> float:
-        """How far the focused models' replies are apart in the true harm that they do."""
+        """Returns how far the focused models' replies are apart in the true harm that they do."""
         ends = [replies[name][prompt]["scores"]["true_harmless"] for name in list(models)[2:]]
         return ends[0] - ends[1]
 
@@ -346,7 +346,7 @@ def _beta_table(runs: Mapping[str, list[Record]]) -> str:
 
 
 def _replies(record: Record, which: Literal["first", "last"]) -> dict[str, dict]:
-    """The sample rows of the base model or of the final one, by prompt."""
+    """Returns the sample rows of the base model or of the final one, by prompt."""
     rounds = [row["round"] for row in record.samples]
     wanted = min(rounds) if which == "first" else max(rounds)
     return {row["prompt"]: row for row in record.samples if row["round"] == wanted}

@@ -66,7 +66,7 @@ def _compared(runs: Runs, shown: Mapping[str, str]) -> PaperFigure:
 
 
 def _two_clients(runs: Runs) -> PaperFigure:
-    """With and without β in both worlds, and λ of both clients of one seed."""
+    """Returns λ of both clients of one seed in both worlds, with and without β."""
     panels = {}
     for world, opening in WORLDS.items():
         names = {f"β = {beta}": f"{opening}β = {beta}, C = 2" for beta in ("0", "0.05")}
@@ -84,7 +84,7 @@ def _two_clients(runs: Runs) -> PaperFigure:
 
 
 def _betas(runs: Runs) -> PaperFigure:
-    """What clients disagree by and what they reach, over β."""
+    """Returns what clients disagree by and what they reach, over β."""
     panels: dict[str, list[Curve]] = {}
     for world, opening in WORLDS.items():
         names = [[f"{opening}β = {beta}, C = {count}" for beta in BETAS] for count in (2, 8)]
@@ -112,7 +112,7 @@ def _betas(runs: Runs) -> PaperFigure:
 
 
 def _preferences(runs: Runs, out: Path) -> PaperFigure:
-    """Final models by preference, beside weights fixed at it and single objectives."""
+    """Returns final models by preference, beside weights fixed at it and single objectives."""
     groups = {
         "FIRM with preference p": [f"p = ({p:g}, {1 - p:.1g})" for p in PREFERENCES],
         "λ fixed at p": [f"fixed λ = ({p:g}, {1 - p:.1g})" for p in (0.1, 0.5, 0.9)],
@@ -151,7 +151,7 @@ def _reward_panels(settings: Sequence[Setting]) -> dict[str, list[Curve]]:
 
 
 def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Curve:
-    """A weight by local solve, smoothed, drawn over the rounds."""
+    """Returns a weight by local solve, smoothed, drawn over the rounds."""
     per_round = len(curves[0]) / setting.records[0].last_round
     half_life = HALF_LIFE * per_round / _solves_per_round(setting.records[0])
     smooth = [exponential_average(curve, half_life=half_life) for curve in curves]
@@ -160,7 +160,7 @@ def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Curve:
 
 
 def _solves_per_round(record: Record) -> float:
-    """Optimizer steps of a client in a round, which is what the paper's half-life counts."""
+    """Returns a client's optimizer steps in a round, which the paper's half-life counts."""
     estimator = record.settings["estimator"]
     steps = record.settings["strategy"]["num_local_steps"]
     return steps * estimator["num_epochs"] * estimator["batch_size"] / estimator["minibatch_size"]

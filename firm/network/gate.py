@@ -139,7 +139,7 @@ class SiteGate(_Gate, ClientProcessJobLauncher):
         _hear_only(("server", str(fl_ctx.get_identity_name())), connection.cell)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Also closes the ears of a job's process to other sites."""
+        """Closes the ears of a job's process to other sites."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.ABOUT_TO_START_RUN:
             engine: Any = fl_ctx.get_engine()

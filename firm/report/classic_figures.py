@@ -221,7 +221,7 @@ def ratios_panel(
 
 
 def _grey(*, x0: float = 0, x1: float, y1: float) -> dict[str, Any]:
-    """A grey rectangle that stands on the x-axis."""
+    """Returns a grey rectangle that stands on the x-axis."""
     box = {"x0": x0, "y0": 0, "x1": x1, "y1": y1, "line": {"width": 0}}
     return {"type": "rect", **box, "fillcolor": MUTED, "opacity": 0.16, "layer": "below"}
 

@@ -90,7 +90,7 @@ def quantity(field: str, *, is_log: bool = False) -> Quantity:
 def _curves(
     settings: Sequence[Setting], entry: Quantity, objectives: Sequence[str], split: str
 ) -> Section:
-    """Mean, single objectives or worst one over the rounds."""
+    """Returns mean, single objectives or worst one over the rounds."""
     curves: list[tuple[str, str | None, How]] = [(name, name, "mean") for name in objectives]
     if len(objectives) > NUM_OWN_PANELS:
         curves = [("Worst objective of each round", None, "worst")]
@@ -122,7 +122,7 @@ def _uploads(
     quantity_of: Mapping[str, Quantity],
     objectives_of: Mapping[str, Sequence[str]],
 ) -> Section:
-    """The means over the uploaded megabytes."""
+    """Returns the means over the uploaded megabytes."""
     panels = []
     for field, objectives in objectives_of.items():
         if objectives:
@@ -141,7 +141,7 @@ def _uploads(
 
 
 def _radars(settings: Sequence[Setting], objectives_of: Mapping[str, Sequence[str]]) -> Section:
-    """The final values of three or more objectives; settings that diverged are left out."""
+    """Returns the final values of three or more objectives; settings that diverged are left out."""
     panels: list[Panel] = []
     for field, objectives in objectives_of.items():
         means = {s.key: s.finals(field, objectives).mean(axis=0) for s in settings if objectives}
@@ -176,7 +176,7 @@ def _radars(settings: Sequence[Setting], objectives_of: Mapping[str, Sequence[st
 
 
 def _headlines(settings: Sequence[Setting], field: str, objectives: Sequence[str]) -> list[str]:
-    """Which settings end best on average and for the worst objective, one sentence each."""
+    """Returns which settings end best on average and for the worst objective, one sentence each."""
     finals = {setting.name: setting.finals(field, objectives) for setting in settings}
     word = quantity(field).title
     if len(objectives) == 1:
@@ -195,7 +195,7 @@ def worst(values: np.ndarray, field: str) -> np.ndarray:
 
 
 def _ranking(what: str, finals: Mapping[str, np.ndarray], field: str) -> str:
-    """Who is best, who comes next, and whether the seeds tell them apart."""
+    """Returns who is best, who comes next, and whether the seeds tell them apart."""
     ends = {
         name: end
         for name, values in finals.items()
@@ -230,7 +230,7 @@ def _table(
     split: str,
     columns: Mapping[str, Mapping[str, str]],
 ) -> Table:
-    """Final figures; a row for each setting, or for each quantity where these are many."""
+    """Returns final figures; a row for each setting, or for each quantity where these are many."""
     unit = " (%)" if field == "accuracies" else ""
     headings = [f"{name}{unit}" for name in objectives]
     headings += [f"mean{unit}", f"worst{unit}"] if len(objectives) > 1 else []
@@ -259,7 +259,7 @@ def _table(
 
 
 def _cell(values: np.ndarray, scale: float) -> str:
-    """Mean and standard error over the seeds, [S]; or how many of them diverged."""
+    """Returns mean and standard error over the seeds, [S]; or how many of them diverged."""
     num_lost = int((~np.isfinite(values)).sum())
     if num_lost:
         return "diverged" if len(values) == 1 else f"diverged in {num_lost} of {len(values)}"

@@ -62,7 +62,7 @@ def users_section(settings: Sequence[Setting]) -> Section | None:
 
 
 def _user_accuracies(setting: Setting) -> np.ndarray:
-    """The last accuracies of each seed and user, shape [S, C]."""
+    """Returns the last accuracies of each seed and user, shape [S, C]."""
     finals = setting.finals("users", setting.objectives_with("users"))  # [S', C]
     if len(finals) < len(setting.runs):
         return np.empty((len(setting.runs), 0))
@@ -171,7 +171,7 @@ def parameter_section(
 
 
 def _against_parameter(family: str, settings: Mapping[float, Setting], field: str) -> Series | None:
-    """The final means over the objectives by rising value."""
+    """Returns the final means over the objectives by rising value."""
     ends = {}
     for value, setting in sorted(settings.items()):
         if objectives := setting.objectives_with(field):
@@ -267,7 +267,7 @@ def progress_section(settings: Sequence[Setting]) -> Section | None:
 
 
 def _window(settings: Sequence[Setting], name: str) -> int:
-    """Over how many measured rounds the lines of a quantity are averaged."""
+    """Returns over how many measured rounds the lines of a quantity are averaged."""
     counts = [setting.values(name).query("seed == 0")["round"].nunique() for setting in settings]
     return max(1, max(counts) // NUM_WINDOWS)
 

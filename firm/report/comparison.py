@@ -106,7 +106,7 @@ def write_comparison(
 
 
 def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
-    """The changes of each score, with an axis that ends where the farthest error bar does."""
+    """Returns the changes of each score, with an axis as long as the farthest error bar."""
     groups = {}
     for own in zip(*lines.values(), strict=True):
         pairs = zip(lines, own, strict=True)

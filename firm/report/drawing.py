@@ -268,7 +268,7 @@ def series_panel(
 
 
 def _band(series: Series, least: float) -> Trace:
-    """One standard error to both sides of the means, never below that share of a mean."""
+    """Returns one standard error to both sides of the means, never below that share of a mean."""
     upper, lower = series.means + series.ses, series.means - series.ses
     if least > 0:
         lower = np.maximum(lower, least * series.means)

@@ -197,7 +197,7 @@ def _check(fronts: Mapping[str, Front]) -> None:
 
 
 def _methods(fronts: Mapping[str, Front]) -> list[Setting]:
-    """The methods as settings, which have a colour and a symbol."""
+    """Returns the methods as settings, which have a colour and a symbol."""
     return [Setting(method, index, ()) for index, method in enumerate(fronts)]
 
 
@@ -214,7 +214,7 @@ def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
 
 
 def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) -> dict[str, str]:
-    """What the pointer shows of a mean, beside what is measured of it."""
+    """Returns what the pointer shows of a mean, beside what is measured of it."""
     facts = {"method": method, "preference": formats.shares(preference)}
     if num_collapsed := sum(point.collapse is not None for point in points):
         facts["collapsed"] = f"{num_collapsed} of {len(points)}"
@@ -222,7 +222,7 @@ def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) ->
 
 
 def _path(means: Sequence[Spot], objectives: Sequence[str]) -> list[int]:
-    """The means that no mean of this front dominates, by rising first reward; of two objectives."""
+    """Returns the means that no mean of this front dominates, by rising first reward; M = 2."""
     if not means or len(objectives) != 2:
         return []
     scores = np.array([[mean.place[name] for name in objectives] for mean in means])
@@ -231,7 +231,7 @@ def _path(means: Sequence[Spot], objectives: Sequence[str]) -> list[int]:
 
 
 def _settings(fronts: Mapping[str, Front], runs: Runs) -> list[Setting]:
-    """The runs that trained, by method and preference."""
+    """Returns the runs that trained, by method and preference."""
     grouped: dict[str, list[Record]] = {}
     for method, front in fronts.items():
         for preference, points in by_preference(front).items():
@@ -272,7 +272,7 @@ def _plane_section(fronts: Mapping[str, Front]) -> Section:
 
 
 def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
-    """The hypervolume of each method on the validation prompts after every round."""
+    """Returns the hypervolume of each method on the validation prompts after every round."""
     series = []
     for method in _methods(fronts):
         try:
@@ -296,7 +296,7 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
 
 
 def _preference_section(fronts: Mapping[str, Front]) -> Section:
-    """Each objective's reward against its share of the preference."""
+    """Returns each objective's reward against its share of the preference."""
     panels = []
     for index, objective in enumerate(next(iter(fronts.values())).objectives):
         traces = []

@@ -69,7 +69,7 @@ def hypervolumes(
 
 
 def _or_note(value: Callable[[], str], method: str, notes: list[str]) -> str:
-    """The cell, or a dash with the reason among the notes."""
+    """Returns the cell, or a dash with the reason among the notes."""
     try:
         return value()
     except ValueError as error:

@@ -109,7 +109,7 @@ def clouds_of(
 
 
 def _mean(facts: Mapping[str, str], spots: Sequence[Spot]) -> Spot:
-    """The mean of models with its standard error over them; a single one is itself."""
+    """Returns the mean of models with its standard error over them; a single one is itself."""
     if len(spots) == 1:
         return spots[0]
     keys = [key for key in spots[0].place if all(key in spot.place for spot in spots)]
@@ -158,7 +158,7 @@ def planes(
 
 
 def _traces(cloud: Cloud, x: str, y: str) -> list[Trace]:
-    """The path, the models behind means, and the means, which are part of a path through all."""
+    """Returns the path, the models behind means, and the means, part of a path through all."""
     width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
     models, means = (_markers(cloud, spots, x, y) for spots in (cloud.models, cloud.means))
     if cloud.path and list(cloud.path) == list(range(len(cloud.means))):
@@ -229,7 +229,7 @@ def _mark(place: Place, x: str, y: str, key: Key, symbol: str) -> Trace:
 
 
 def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
-    """An axis that holds all spots with their error bars."""
+    """Returns an axis that holds all spots with their error bars."""
     values = [
         spot.place[name] + sign * (spot.errors.get(name) or 0.0)
         for spot in spots

@@ -148,13 +148,13 @@ def final_figure(key: str) -> Callable[[Record], float | None]:
 
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
-    """The rows of one kind by rising round, the last one of each round and value of `key`."""
+    """Returns the rows of one kind by round, the last one of each round and value of `key`."""
     latest = {(row["round"], row[key]): row for row in rows if row.get("kind") == kind}
     return sorted(latest.values(), key=lambda row: row["round"])
 
 
 def _as_one_training(row: Row) -> Row:
-    """A client's row in the layout of one training, where it had one training per objective.
+    """Returns a client's row in the layout of one training, where it had one per objective.
 
     What belongs to an objective is that of its own training, seconds are summed, and the rest is
     averaged. The weights of such a training, 1 for its objective, say nothing and are left out.

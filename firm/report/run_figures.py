@@ -98,7 +98,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]
 
 
 def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
-    """The figures of a quantity with the keys of their lines: one, or one for each objective."""
+    """Returns the figures of a quantity with the keys of their lines: one, or one by objective."""
     entries = _entries(run.records[0], quantity)
     if quantity.kind == "round" or quantity.lines == "means":
         lines = [
@@ -115,7 +115,7 @@ def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
 
 
 def _entries(record: Record, quantity: Quantity) -> dict[str, Key]:
-    """What a quantity has values of: objectives, pairs, or nothing but itself."""
+    """Returns what a quantity has values of: objectives, pairs, or nothing but itself."""
     if quantity.by == "pair":
         pairs = enumerate(combinations(record.objectives, 2))
         return {
@@ -132,7 +132,7 @@ def _entries(record: Record, quantity: Quantity) -> dict[str, Key]:
 def _client_panel(
     run: Setting, quantity: Quantity, name: str, entry: Key
 ) -> tuple[Panel, list[Key]]:
-    """A thin line for each client, their mean, the server's and the global model's, in bold."""
+    """Returns a thin line for each client, and bold ones for mean, server and global model."""
     record = run.records[0]
     lines = run.lines(quantity.name, name)
     of_clients = {client: points for client, points in lines.items() if client}
@@ -202,7 +202,7 @@ def trade_off_planes(record: Record) -> list[Panel]:
 
 
 def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Spot]:
-    """The models of evaluations that have all scores.
+    """Returns the models of evaluations that have all scores.
 
     Of the path over the rounds both ends are named. Bars at every point would hide it: the ends
     have them until the test split was scored, whose points have them then.
@@ -228,7 +228,7 @@ def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> l
 
 
 def _facts(record: Record, row: Row) -> dict[str, str]:
-    """What the pointer shows of a round's model; the adapter is the last round's."""
+    """Returns what the pointer shows of a round's model; the adapter is the last round's."""
     adapters = {0: "none, the base model"}
     if record.is_finished:
         adapters[record.last_round] = f"{record.name}/adapter"
@@ -277,7 +277,7 @@ def learned_and_true(run: Setting) -> list[Panel]:
 
 
 def _effect_line(run: Setting, name: str, key: Key) -> Trace:
-    """Paired change since the base model over the SD of the base model's score per prompt."""
+    """Returns the paired change since the base model over the SD of its score per prompt."""
     base_se = run.errors("validation/scores", name).get(0)
     num_prompts = run.lines("validation/num_prompts").get("", {}).get(0)
     changes = run.lines("validation/change", name).get("", {})

@@ -99,7 +99,7 @@ def run_page(record: Record) -> Page:
 
 
 def _facts(record: Record) -> dict[str, str]:
-    """What the run is: label -> text; what its files do not say is left out."""
+    """Returns what the run is: label -> text; what its files do not say is left out."""
     policy = record.settings.get("policy") or {}
     num_trainable = record.header.get("num_trainable")
     facts = {
@@ -118,7 +118,7 @@ def _facts(record: Record) -> dict[str, str]:
 
 
 def _mismatch(record: Record) -> str | None:
-    """How far log-probabilities at generation are from a forward pass's in the first round."""
+    """Returns how far log-probabilities at generation are from a forward pass's in round 1."""
     rows = [row for rows in record.trainings.values() for row in rows if row["round"] == 1]
     means = []
     for key in ("logprob_mismatch", "logprob_mismatch_per_reply"):
@@ -128,7 +128,7 @@ def _mismatch(record: Record) -> str | None:
 
 
 def _guarantee(record: Record) -> str | None:
-    """The (ε, δ) of the clients so far, where there is any."""
+    """Returns the (ε, δ) of the clients so far, where there is any."""
     spent = record.rounds[-1].get("privacy") if record.rounds else None
     if not spent:
         return None
@@ -137,7 +137,7 @@ def _guarantee(record: Record) -> str | None:
 
 
 def _summary(record: Record, comparison: Comparison | None) -> str:
-    """What the run did to its objectives, in a sentence."""
+    """Returns what the run did to its objectives, in a sentence."""
     if not record.evaluations:
         return "The run has begun. Figures appear here as it writes them."
     if comparison is None and not record.rounds:
@@ -193,7 +193,7 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
 
 
 def _dropped_fields(record: Record) -> list[str]:
-    """A sentence on what the server did not take over from clients."""
+    """Returns a sentence on what the server did not take over from clients."""
     counts: Counter[str] = Counter()
     for row in record.rounds:
         counts.update({name: n or 0 for name, n in (row.get("dropped_fields") or {}).items()})
@@ -254,7 +254,7 @@ def _truth(run: Setting) -> Section:
 
 
 def _quantities(run: Setting, name: str) -> Section:
-    """All registered quantities of a section."""
+    """Returns all registered quantities of a section."""
     title, text = TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
     drawn = {panel.name for panel in panels}
@@ -289,7 +289,7 @@ def _cost(run: Setting) -> Section:
 
 
 def _would_send(record: Record) -> str:
-    """What other algorithms would have uploaded, in a sentence; empty where it is not known."""
+    """Returns what other algorithms would have uploaded, in a sentence; empty if unknown."""
     ends = {name: uploads_so_far(record, name)[-1:] for name in WOULD_BE}
     if len(record.objectives) < 2 or not all(ends.values()):
         return ""

@@ -84,7 +84,7 @@ def log_axis(title: str) -> Axis:
 
 
 def _traces(fit: Fit, x_title: str) -> list[Trace]:
-    """The expected slope through the fit's first point, the fitted line, and the points."""
+    """Returns the expected slope through the fit's first point, the fitted line, and the points."""
     points = fit.points
     kept = points.xs >= fit.fitted_from
     ends = points.xs[kept][[0, -1]]
@@ -101,7 +101,7 @@ def _traces(fit: Fit, x_title: str) -> list[Trace]:
 
 
 def _labels(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """The slopes in figures, beside the last points and never one upon the other."""
+    """Returns the slopes in figures, beside the last points and never one upon the other."""
     lasts = [float(np.log10(fit.points.means[-1])) for fit in fits]
     extremes = np.log10(np.concatenate([fit.points.means for fit in fits]))
     gap, lowest = LABEL_GAP * np.ptp(extremes), -np.inf

@@ -163,7 +163,7 @@ def base_place(settings: Sequence[Setting]) -> dict[str, float] | None:
 
 
 def _base_rows(settings: Sequence[Setting]) -> list[Row]:
-    """The evaluations of base models on the test prompts."""
+    """Returns the evaluations of base models on the test prompts."""
     records = [record for setting in settings for record in setting.records]
     return [row for r in records for row in r.evaluations.get("test", []) if row["round"] == 0]
 
@@ -314,7 +314,7 @@ def spread(values: Sequence[float | None]) -> str:
 
 
 def _scale_name(group: Sequence[Setting], place: int) -> str:
-    """What a scale is called: by the first words of its settings' names, where these are one."""
+    """Returns a scale's name: the first words of its settings' names, where these are one."""
     heads = {setting.name.partition(":")[0] for setting in group if ":" in setting.name}
     if len(heads) == 1 and all(":" in setting.name for setting in group):
         return heads.pop()
@@ -322,7 +322,7 @@ def _scale_name(group: Sequence[Setting], place: int) -> str:
 
 
 def _summary(groups: Sequence[Sequence[Setting]]) -> list[str]:
-    """Which setting ends highest in each reward, by its mean over the seeds."""
+    """Returns which setting ends highest in each reward, by its mean over the seeds."""
     sentences = []
     for place, group in enumerate(groups, start=1):
         ends = []

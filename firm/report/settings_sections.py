@@ -120,7 +120,7 @@ def _further_section(settings: Sequence[Setting]) -> Section:
 
 
 def _cost_section(settings: Sequence[Setting]) -> Section:
-    """The bytes sent so far, and the seconds of a round by stage."""
+    """Returns the bytes sent so far, and the seconds of a round by stage."""
     panels = []
     for key, way in (("up", "Clients to server"), ("down", "Server to clients")):
         series = []
@@ -143,7 +143,7 @@ def _cost_section(settings: Sequence[Setting]) -> Section:
 
 
 def _seconds_panel(settings: Sequence[Setting]) -> Panel:
-    """Stacked bars, one for each setting."""
+    """Returns stacked bars, one for each setting."""
     traces = []
     for setting in settings:
         seconds, name = stage_seconds(setting), escape(setting.name)

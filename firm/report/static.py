@@ -215,7 +215,7 @@ def _is_named(trace: Trace) -> bool:
 
 
 def _draw(axes: Axes, trace: Trace) -> None:
-    """A line, a band or markers with error bars."""
+    """Draws a line, a band or markers with error bars."""
     xs, ys = np.array(trace["x"], dtype=float), np.array(trace["y"], dtype=float)
     if "fill" in trace:
         color = light_color(trace["fillcolor"])
@@ -253,7 +253,7 @@ def _draw(axes: Axes, trace: Trace) -> None:
 
 
 def _grid(number: int, *, num_keys: int) -> Figure:
-    """A figure with so many panels, and room for a legend below them."""
+    """Returns a figure with so many panels, and room for a legend below them."""
     num_columns = min(number, 3)
     num_rows = -(-number // max(num_columns, 1))
     width = COLUMN_IN if number == 1 else PAGE_IN
@@ -266,7 +266,7 @@ def _grid(number: int, *, num_keys: int) -> Figure:
 
 
 def _legend(figure: Figure) -> None:
-    """One legend for all panels, below them."""
+    """Draws one legend for all panels, below them."""
     entries: dict[str, Artist] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()

@@ -59,13 +59,13 @@ def solves(record: Record) -> np.ndarray:
 
 
 def _server_weights(record: Record) -> dict[int, list[float]]:
-    """The server's weights by round, where it weighs the objectives."""
+    """Returns the server's weights by round, where it weighs the objectives."""
     rows = (row for row in record.rounds if row.get("weights"))
     return {row["round"]: [row["weights"][name] for name in record.objectives] for row in rows}
 
 
 def _by_round(record: Record) -> list[tuple[int, list[Row]]]:
-    """The clients' rows by round."""
+    """Returns the clients' rows by round."""
     rows = [row for own in record.trainings.values() for row in own]
     ordered = sorted(rows, key=lambda row: row["round"])
     return [(at, list(own)) for at, own in groupby(ordered, lambda row: row["round"])]

@@ -68,7 +68,7 @@ def parse(
 def _read_arguments(
     arguments: Sequence[str], switches: Collection[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Config files, and overrides as key path and text; a switch without a value is true."""
+    """Returns config files, and overrides as key path and text; a switch alone is true."""
     files, overrides = [], []
     rest = list(arguments)
     for argument in rest:

@@ -116,7 +116,7 @@ class Section:
 
     @classmethod
     def of(cls, form: type) -> "Section":
-        """A section with the defaults of `form`; required keys are absent."""
+        """Returns a section with the defaults of `form`; required keys are absent."""
         values = {}
         for f in _fields(form):
             if f.default is not MISSING:
@@ -126,14 +126,14 @@ class Section:
         return cls(form, values)
 
     def turned_into(self, form: type) -> "Section":
-        """The section in another form, with the given keys that this form has too."""
+        """Returns the section in another form, with the given keys that this form has too."""
         section = Section.of(form)
         section.given = self.given & {f.name for f in _fields(form)}
         section.values |= {key: self.values[key] for key in section.given}
         return section
 
     def key_paths(self) -> Iterator[str]:
-        """All keys at and below this section, in dots."""
+        """Yields all keys at and below this section, in dots."""
         for f in _fields(self.form):
             yield f.name
             value = self.values.get(f.name)
@@ -156,7 +156,7 @@ def _fields(form: type) -> list[dataclasses.Field]:
 
 
 def _tree(value: Any) -> Any:
-    """A configuration's value with sections in place of dataclasses."""
+    """Returns a configuration's value with sections in place of dataclasses."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: _tree(getattr(value, f.name)) for f in _fields(type(value))}
         return Section(type(value), values)
@@ -168,7 +168,7 @@ def _tree(value: Any) -> Any:
 
 
 def _build(tree: Any, path: str) -> Any:
-    """A configuration's value from its tree; dataclasses check themselves as they are built."""
+    """Returns a configuration's value from its tree; dataclasses check themselves."""
     if isinstance(tree, dict):
         return {key: _build(item, join(path, key)) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
@@ -231,7 +231,7 @@ def _lay_mapping(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
 
 
 def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The entries of a mapping whose keys are names; YAML reads yes, 1 and null as something else.
+    """Yields the entries of a mapping whose keys are names; YAML reads yes and 1 as no text.
 
     Raises:
         UserError: A key is no text.
@@ -327,12 +327,12 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 
 def members_of(kind: Any) -> tuple[Any, ...]:
-    """What a union is a union of; the type itself for other types."""
+    """Returns what a union is a union of; the type itself for other types."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def forms_of(kind: Any) -> list[type]:
-    """The dataclasses that `kind` is or is a union of; empty for other types.
+    """Returns the dataclasses that `kind` is or is a union of; empty for other types.
 
     A dataclass with a class method `forms` stands for those that it returns.
     """

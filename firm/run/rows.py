@@ -313,7 +313,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _place(row: Row) -> str:
-    """What a row is about, in words."""
+    """Returns what a row is about, in words."""
     at = f"round {row['round']}" if "round" in row else "no round"
     match row.get("kind"):
         case "client":

@@ -105,7 +105,7 @@ class Sweep:
         return self.path / "points" / name
 
     def is_done(self, name: str) -> bool:
-        """Whether the run of a point has finished."""
+        """Returns whether the run of a point has finished."""
         run = Run(self.run_path(name))
         return (run.path / "run.json").exists() and run.record().get("status") == "finished"
 

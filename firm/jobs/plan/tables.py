@@ -110,5 +110,5 @@ def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _text(value: Any) -> str:
-    """A value as a YAML file would have it, without quotes that it can do without."""
+    """Returns a value as a YAML file would have it, without quotes that it can do without."""
     return value if value and isinstance(value, str) else json.dumps(value, default=str)
