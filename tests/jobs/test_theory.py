@@ -118,7 +118,7 @@ def test_a_page_that_cannot_be_drawn_leaves_the_figures(tmp_path, monkeypatch, u
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--experiment.mdp.gamma", "1.0"], "experiment.mdp.gamma must be in"),
+        (["--experiment.mdp.gamma", "1.0"], "experiment.mdp.gamma must be greater than 0 and less"),
         (["--num_seeds", "1"], "num_seeds must be at least 2"),
         (["--beta", "1.0"], "did you mean"),
         (["--experiment.client.critic.name", "none"], "td, exact"),
