@@ -97,8 +97,8 @@ def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
     ("arguments", "message"),
     [
         (["--rounds", "0"], "0 rounds need a start"),
-        (["--start", "{a: -1, b: 2}"], "non-negative shares, not all zero"),
-        (["--start", "{a: 0}"], "non-negative shares, not all zero"),
+        (["--start", "{a: -1, b: 2}"], "start.a must be non-negative"),
+        (["--start", "{a: 0}"], "shares that are not all zero"),
         (["--start", "{a: 1}", "--policy.lora.freeze_a", "true"], "must be empty with policy"),
         (
             ["--policy.lora.freeze_a", "true", "--strategy.lora_mean", "products"],
