@@ -329,7 +329,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
         (["--partition.objectives_per_client", "3"], "objectives_per_client must be at most 2"),
         (["--target_loss", "0"], "target_loss must be positive, got 0"),
-        (["--partition.test_fraction", "1"], "test_fraction must be at least 0 and less than 1, got 1"),
+        (
+            ["--partition.test_fraction", "1"],
+            "test_fraction must be at least 0 and less than 1, got 1",
+        ),
         (["--partition.max_samples", "0"], "max_samples must be at least min_samples (1), got 0"),
         (["--algorithms.FedCMOO.rounds", "0"], "rounds must be at least 1 or null, got 0"),
         (["--num_threads", "0"], "num_threads must be at least 1 or null, got 0"),
