@@ -320,9 +320,9 @@ def test_the_default_adapter_is_the_paper_s():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"r": 0}, "policy.lora.r must be at least 1, got 0"),
-        ({"dropout": 1.0}, r"policy.lora.dropout must be in \[0, 1\), got 1.0"),
-        ({"dropout": -0.1}, r"policy.lora.dropout must be in \[0, 1\), got -0.1"),
+        ({"r": 0}, "^r must be at least 1, got 0"),
+        ({"dropout": 1.0}, r"^dropout must be at least 0 and less than 1, got 1.0"),
+        ({"dropout": -0.1}, r"^dropout must be at least 0 and less than 1, got -0.1"),
     ],
 )
 def test_an_adapter_that_cannot_work_is_refused(changes, message):

@@ -164,7 +164,7 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
 
 def test_limits_that_exclude_each_other_are_refused():
     assert PromptsConfig(max_tokens=8).max_tokens == 8
-    with pytest.raises(ValueError, match=r"between 0 and prompts\.max_tokens"):
+    with pytest.raises(ValueError, match=r"max_tokens must be at least min_tokens \(9\), got 8"):
         PromptsConfig(min_tokens=9, max_tokens=8)
 
 

@@ -471,10 +471,10 @@ def test_masks_and_score_places_by_hand():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, "at least 1, got 0, 256 and 64"),
-        ({"max_prompt_tokens": 0}, "at least 1, got 128, 0 and 64"),
-        ({"forward_batch_size": -1}, "at least 1, got 128, 256 and -1"),
-        ({"temperature": 0.0}, "rollout.temperature must be positive, got 0.0"),
+        ({"max_new_tokens": 0}, "^max_new_tokens must be at least 1, got 0"),
+        ({"max_prompt_tokens": 0}, "^max_prompt_tokens must be at least 1, got 0"),
+        ({"forward_batch_size": -1}, "^forward_batch_size must be at least 1, got -1"),
+        ({"temperature": 0.0}, "^temperature must be positive, got 0.0"),
     ],
 )
 def test_a_rollout_config_that_cannot_work_is_refused(changes, message):

@@ -233,5 +233,5 @@ def test_products_are_for_the_mean_itself(options, message):
     with pytest.raises(ValueError, match=message):
         FedAvgConfig(lora_mean="products", **options)
     FedAvgConfig(**options)
-    with pytest.raises(ValueError, match="lora_mean must be factors or products, got 'sums'"):
+    with pytest.raises(ValueError, match="lora_mean must be one of factors, products, got 'sums'"):
         FirmConfig(lora_mean="sums")

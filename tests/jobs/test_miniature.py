@@ -197,7 +197,7 @@ def test_bad_input_ends_in_code_2_and_one_line_and_leaves_nothing_behind(
         ("--num_pairs=0", "num_pairs must be at least 1, got 0"),
         ("--num_held_out=0", "num_held_out must be at least 1, got 0"),
         ("--max_prompt_tokens=0", "max_prompt_tokens must be at least 1, got 0"),
-        ("--noise=.nan", "noise must be finite and non-negative, got nan"),
+        ("--noise=.nan", "noise must be a finite number, got nan"),
     ],
 )
 def test_counts_that_build_nothing_are_refused(tmp_path, argument, message):
