@@ -4,6 +4,7 @@ A configuration chooses one by its `name`. A new one is a file with a configurat
 `register_estimator` and an implementation of `Estimator`.
 """
 
+from firm.alignment.estimators.critic_free import CriticFree, CriticFreeConfig
 from firm.alignment.estimators.estimator import (
     ESTIMATORS,
     Estimator,
@@ -18,6 +19,8 @@ from firm.alignment.estimators.ppo import PPO, PPOConfig
 __all__ = [
     "ESTIMATORS",
     "PPO",
+    "CriticFree",
+    "CriticFreeConfig",
     "Estimator",
     "EstimatorConfig",
     "Experience",

@@ -1,0 +1,294 @@
+"""Policy gradients on groups of replies, without a critic: GRPO, RLOO, Dr. GRPO, CISPO and kin.
+
+The loss of objective j is Σ_b c_jb ℓ_b: one advantage per reply and objective, and one number per
+reply that no objective changes. So all M gradients come from one backward pass
+(`PerSequenceGradients`); PPO's clip, which looks at an advantage's sign, takes two, whatever M.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Interval
+
+from firm.alignment.advantages import masked_mean
+from firm.alignment.estimators.estimator import (
+    EstimatorConfig,
+    Experience,
+    MinibatchGradients,
+    Policy,
+    register_estimator,
+)
+from firm.alignment.estimators.ppo import entropy
+from firm.alignment.kl import KLPenalty
+from firm.alignment.rows import BY_OBJECTIVE
+from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, token_logprobs
+from firm.federation.schema import ByObjective, Number, Optional, register_metrics
+from firm.fields import NOT_IN_PAPER, NonNegativeFloat, PositiveFloat, configuration
+from firm.gradients import PerSequenceGradients
+
+register_metrics(zero_variance_share=ByObjective(Optional(Number(0, 1))))
+
+
+@register_estimator
+@configuration(source=NOT_IN_PAPER)
+class CriticFreeConfig(EstimatorConfig):
+    """Hyperparameters of critic-free policy gradients. Options are named as in the field."""
+
+    name: Literal["critic_free"] = "critic_free"
+    """The estimator."""
+    num_replies: Annotated[int, Ge(2)] = 4
+    """Replies to a prompt, G, which form a group; divides the batch, which counts replies."""
+    baseline: Literal["group", "leave_one_out"] = "group"
+    """What a reply's reward is compared with: its group's mean (GRPO, arXiv:2402.03300), or the
+    mean of the group's other replies (RLOO, arXiv:2402.14740)."""
+    scale: Literal["group_std", "batch_std", "none"] = "batch_std"
+    """What advantages are divided by: the standard deviation of the group's rewards (GRPO), that of
+    all advantages of the batch, or nothing (RLOO; Dr. GRPO, arXiv:2503.20783)."""
+    advantage_scale: Literal["by_objective", "shared"] = "by_objective"
+    """Whether each objective has a standard deviation of its own, so that all gradients count alike
+    (with fixed weights that is GDPO's normalise, then sum, arXiv:2601.05242), or all have that of
+    the objectives' mean (with equal fixed weights: GRPO on the summed reward)."""
+    std_floor: NonNegativeFloat = 1e-4
+    """Added to a standard deviation. Where rewards saturate, a larger one keeps differences that
+    are next to none from counting in full."""
+    ratio: Literal["cispo", "ppo", "none"] = "cispo"
+    """How tokens of an older policy count: by their probability ratio up to `ratio_cap`, which is
+    a constant factor (CISPO, arXiv:2506.13585); by PPO's clipped surrogate; or all alike."""
+    ratio_level: Literal["token", "reply"] = "token"
+    """Whether each token has its ratio, or a reply as a whole, as if it were one token (RLOO)."""
+    ratio_cap: PositiveFloat = 2.0
+    """Largest probability ratio of CISPO."""
+    clip_range: Annotated[float, Interval(gt=0, lt=1)] = 0.2
+    """PPO's ratio is clipped to 1 ± this."""
+    loss_mean: Literal["replies", "tokens", "constant"] = "tokens"
+    """A loss is the mean over replies of their means over tokens (GRPO), the mean over all tokens
+    of a minibatch (DAPO, arXiv:2503.14476), or the sum over tokens divided by the replies' number
+    and greatest length (Dr. GRPO)."""
+    kl_in: Literal["reward", "advantage"] = "reward"
+    """Where the KL penalty goes: off every reward, before advantages are taken and scaled; or off
+    every advantage, less its leave-one-out baseline, as it is."""
+
+    @property
+    def replies_per_prompt(self) -> int:
+        """G."""
+        return self.num_replies
+
+    def estimator(
+        self,
+        policy: Policy,
+        *,
+        critic: torch.nn.Module | None,
+        optimizer: Callable[..., torch.optim.Optimizer],
+    ) -> "CriticFree":
+        """Returns a fresh estimator; see `EstimatorConfig`."""
+        return CriticFree(self, policy)
+
+    def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> "CriticFreeExperience":
+        """Returns an experience without content; see `EstimatorConfig`."""
+        zeros = torch.zeros(num_objectives, rollouts.num_rows)
+        return CriticFreeExperience(
+            rollouts, zeros, zeros, zeros, torch.zeros_like(rollouts.logprobs)
+        )
+
+
+@dataclass(frozen=True)
+class CriticFreeExperience(Experience):
+    """One batch with one advantage per objective and reply."""
+
+    advantages: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """[M, B]."""
+    kl: torch.Tensor
+    """Estimate of the KL from the reference, per token, [B, T]."""
+
+
+class CriticFree:
+    """One learner's estimator, of which only the KL coefficient changes."""
+
+    def __init__(self, config: CriticFreeConfig, policy: Policy) -> None:
+        self.config = config
+        self.kl = KLPenalty(config.kl)
+        self._policy = policy
+
+    @torch.no_grad()
+    def experience(
+        self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
+    ) -> CriticFreeExperience:
+        """Stage 4: returns the batch with advantages of rewards less the KL penalty."""
+        with self._policy.timed("advantages"):
+            kl = self.kl.per_token(rollouts)
+            penalty = self.kl.coefficient * kl.sum(1)  # [B]
+            advantages = group_advantages(rewards, penalty, self.config)
+        return CriticFreeExperience(rollouts, scores, rewards, advantages, kl)
+
+    def gradients(
+        self, part: CriticFreeExperience, minibatch: CriticFreeExperience
+    ) -> MinibatchGradients:
+        """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes."""
+        policy, rollouts, config = self._policy, part.rollouts, self.config
+        whole = units(minibatch.rollouts.mask, config)
+        policy.model.train()
+        with PerSequenceGradients(policy.model, policy.parameters) as per_sequence:
+            with policy.timed("forward"):
+                logits = policy.logits(policy.forward(rollouts), rollouts)
+                logprobs = token_logprobs(logits, rollouts.responses)
+                terms, held = reply_losses(
+                    logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB),
+                    rollouts.logprobs,
+                    part.advantages,
+                    rollouts.mask,
+                    config,
+                )
+            own = units(rollouts.mask, config)
+            factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
+            with policy.timed("backward"):
+                jacobian = per_sequence.jacobian(
+                    terms[0][0], terms[0][1] * factors, retain_graph=len(terms) > 1
+                )
+                for losses, coefficients in terms[1:]:
+                    jacobian += per_sequence.jacobian(losses, coefficients * factors)
+        values = [(coefficients * factors) @ losses.detach() for losses, coefficients in terms]
+        share = rollouts.mask.sum() / minibatch.rollouts.mask.sum().clamp(min=1)
+        return MinibatchGradients(
+            jacobian,
+            torch.stack(values).sum(0),
+            {
+                "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
+                "entropy": masked_mean(entropy(logits.detach()), rollouts.mask) * share,
+            },
+        )
+
+    def step(self, own: torch.Tensor | None) -> None:
+        """Stage 9: nothing is trained beside the adapter."""
+
+    def end_batch(self, experience: CriticFreeExperience) -> None:
+        """Ends a local step: the KL controller adapts."""
+        self.kl.adapt(experience.kl)
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Nothing has a learning rate beside the adapter."""
+
+    def metrics(self, experience: CriticFreeExperience) -> dict[str, Any]:
+        """Returns KL and coefficient, and by objective the share of groups with equal rewards."""
+        groups = in_groups(experience.rewards, self.config.num_replies)
+        shares = is_flat(groups).float().mean((1, 2))
+        return {**self.kl.metrics(experience.kl), "zero_variance_share": shares.tolist()}
+
+    def state(self) -> dict[str, Any]:
+        """Returns the KL coefficient."""
+        return {"kl_coefficient": self.kl.coefficient}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Returns to a state that `state` gave."""
+        self.kl.coefficient = state["kl_coefficient"]
+
+
+def in_groups(values: torch.Tensor, num_replies: int) -> torch.Tensor:
+    """Returns values of replies [M, B], those to one prompt together, as [M, B / G, G]."""
+    return values.unflatten(1, (-1, num_replies))
+
+
+def is_flat(groups: torch.Tensor) -> torch.Tensor:
+    """Returns which groups [M, B / G, G] have equal values, so that they teach nothing; [.., 1]."""
+    return groups.amax(2, keepdim=True) == groups.amin(2, keepdim=True)
+
+
+def group_advantages(
+    rewards: torch.Tensor, penalty: torch.Tensor, config: CriticFreeConfig
+) -> torch.Tensor:
+    """Returns the advantages of replies over their groups, shape [M, B].
+
+    With rewards r of a group of G replies and a standard deviation s (unbiased) of what
+    `config.scale` says, r less its mean over s + `config.std_floor`; with the leave-one-out
+    baseline that is G / (G - 1) times as much. A group with equal rewards has zeros.
+
+    Args:
+        rewards: Of the replies, those to one prompt together, shape [M, B].
+        penalty: KL penalty of each reply, shape [B].
+        config: Baseline, scale and place of the penalty.
+    """
+    size = config.num_replies
+    bessel = size / (size - 1)
+    in_reward = config.kl_in == "reward"
+    groups = in_groups((rewards - penalty if in_reward else rewards).double(), size)  # [M, P, G]
+    centred = (groups - groups.mean(2, keepdim=True)).masked_fill(is_flat(groups), 0)
+    spread = centred.mean(0, keepdim=True) if config.advantage_scale == "shared" else centred
+    if config.scale == "group_std":
+        variance = spread.square().mean(2, keepdim=True) * bessel
+    else:
+        variance = spread.square().sum((1, 2), keepdim=True) / (rewards.size(1) - 1)
+    advantages = centred * bessel if config.baseline == "leave_one_out" else centred
+    if config.scale != "none":
+        deviation = variance.sqrt() + config.std_floor
+        advantages = advantages / deviation.clamp(min=torch.finfo(torch.float64).tiny)
+    if not in_reward:
+        penalties = in_groups(penalty.double()[None], size)
+        advantages = advantages - (penalties - penalties.mean(2, keepdim=True)) * bessel
+    return advantages.flatten(1).to(rewards.dtype)
+
+
+def units(mask: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
+    """Returns what has a ratio: tokens of a mask [B, T], or the replies that have any, [B, 1]."""
+    return mask if config.ratio_level == "token" else mask.any(1, keepdim=True)
+
+
+def reply_factors(
+    own: torch.Tensor, whole: torch.Tensor, config: CriticFreeConfig, *, max_tokens: int
+) -> torch.Tensor:
+    """Returns by what a reply's sum is multiplied in a loss of its minibatch, shape [b].
+
+    Args:
+        own: The `units` of b replies.
+        whole: Those of all replies of the minibatch.
+        config: How losses are averaged.
+        max_tokens: Greatest length of a reply.
+    """
+    counts = own.sum(1)
+    if config.loss_mean == "replies":
+        return 1 / (counts.clamp(min=1) * len(whole))
+    total = whole.sum().clamp(min=1) if config.loss_mean == "tokens" else len(whole) * max_tokens
+    return torch.ones_like(counts) / total
+
+
+def reply_losses(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    config: CriticFreeConfig,
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Returns losses per reply with their coefficients by objective, and where a ratio is held.
+
+    The loss of objective j is the sum of its coefficients times the losses. With ρ the ratio of
+    probabilities, -A min(ρ, 1 + ε) for A > 0 and -A max(ρ, 1 - ε) for A < 0 is PPO's clipped
+    surrogate, so that two losses per reply do for any number of objectives.
+
+    Args:
+        logprobs: Log-probabilities under the current policy, shape [B, T]; carries the graph.
+        old_logprobs: Log-probabilities at sampling time, shape [B, T].
+        advantages: One per objective and reply, shape [M, B].
+        mask: Response tokens, shape [B, T].
+        config: The form of the ratio.
+
+    Returns:
+        Pairs of losses [B] and coefficients [M, B]; and, detached, for which share of the
+        objectives the ratio of each of the `units` is held back.
+    """
+    if config.ratio_level == "reply":
+        logprobs = (logprobs * mask).sum(1, keepdim=True)
+        old_logprobs = (old_logprobs * mask).sum(1, keepdim=True)
+        mask = units(mask, config)
+    ratio = torch.exp(logprobs - old_logprobs)
+    if config.ratio == "ppo":
+        low, high = 1 - config.clip_range, 1 + config.clip_range
+        gains, costs = advantages.clamp(min=0), advantages.clamp(max=0)
+        held = (gains > 0).float().mean(0)[:, None] * (ratio > high)
+        held = held + (costs < 0).float().mean(0)[:, None] * (ratio < low)
+        upper = -(ratio.clamp(max=high) * mask).sum(1)
+        lower = -(ratio.clamp(min=low) * mask).sum(1)
+        return [(upper, gains), (lower, costs)], held.detach()
+    cap = config.ratio_cap
+    weights = ratio.detach().clamp(max=cap) if config.ratio == "cispo" else torch.ones_like(ratio)
+    held = (ratio > cap) & (config.ratio == "cispo")
+    return [(-(weights * logprobs * mask).sum(1), advantages)], held.float()

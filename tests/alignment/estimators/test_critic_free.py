@@ -1,0 +1,382 @@
+"""Critic-free gradients: advantages over groups, and all rows of the Jacobian from one pass."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from firm.alignment.estimators.critic_free import (
+    CriticFreeConfig,
+    group_advantages,
+    reply_losses,
+)
+from firm.alignment.sequences import INVALID_LOGPROB, Queries, token_logprobs
+from firm.gradients import jacobian
+from tests.draws import draw_mask, draw_normal
+
+seeds = st.integers(0, 2**32)
+examples = settings(max_examples=30, derandomize=True)
+NO_PENALTY = torch.zeros(12)
+
+
+def advantages_of(rewards: torch.Tensor, penalty: torch.Tensor = NO_PENALTY, **options: Any):
+    return group_advantages(rewards, penalty, CriticFreeConfig(**{"num_replies": 4, **options}))
+
+
+# --- Advantages -----------------------------------------------------------------------------------
+
+
+@examples
+@given(seeds, st.sampled_from(["group", "leave_one_out"]))
+def test_the_baseline_is_the_mean_of_the_group_or_of_its_other_replies(seed, baseline):
+    rewards = draw_normal(seed, 3, 12)
+    advantages = advantages_of(rewards, baseline=baseline, scale="none")
+    for j, b in product(range(3), range(12)):
+        group = range(b // 4 * 4, b // 4 * 4 + 4)
+        compared = [i for i in group if baseline == "group" or i != b]
+        expected = rewards[j, b] - rewards[j, compared].mean()
+        torch.testing.assert_close(advantages[j, b], expected, rtol=1e-5, atol=1e-6)
+
+
+@examples
+@given(seeds, st.sampled_from(["group_std", "batch_std", "none"]))
+def test_what_all_replies_to_a_prompt_share_changes_nothing(seed, scale):
+    rewards, shift = draw_normal(seed, 2, 12), draw_normal(seed + 1, 2, 3)
+    shifted = rewards + shift.repeat_interleave(4, dim=1)
+    torch.testing.assert_close(
+        advantages_of(shifted, scale=scale),
+        advantages_of(rewards, scale=scale),
+        rtol=1e-3,
+        atol=1e-5,
+    )
+
+
+@examples
+@given(seeds)
+def test_scales_are_those_of_the_group_and_of_the_batch(seed):
+    rewards = draw_normal(seed, 2, 12) * torch.tensor([[1.0], [50.0]])
+    by_group = advantages_of(rewards, scale="group_std", std_floor=0.0).unflatten(1, (3, 4))
+    torch.testing.assert_close(by_group.std(2), torch.ones(2, 3).double())
+    by_batch = advantages_of(rewards, scale="batch_std", std_floor=0.0)
+    torch.testing.assert_close(by_batch.std(1), torch.ones(2).double())
+    together = advantages_of(rewards, scale="batch_std", advantage_scale="shared", std_floor=0.0)
+    torch.testing.assert_close(together.mean(0).std(), torch.tensor(1.0).double())
+    assert together[1].std() > 5 * together[0].std()
+
+
+@examples
+@given(seeds, st.sampled_from(["group_std", "batch_std", "none"]))
+def test_on_a_shared_scale_the_rows_mean_is_the_advantage_of_the_mean_reward(seed, scale):
+    rewards = draw_normal(seed, 3, 12)
+    rows = advantages_of(rewards, scale=scale, advantage_scale="shared")
+    alone = advantages_of(rewards.mean(0, keepdim=True), scale=scale)
+    torch.testing.assert_close(rows.mean(0), alone[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
+@pytest.mark.parametrize("floor", [0.0, 1e-4, 1.0])
+def test_groups_with_equal_rewards_have_no_advantage(scale, floor):
+    rewards = torch.full((2, 12), 0.1)
+    rewards[0, 4:8] = torch.tensor([0.1, 0.3, 0.2, 0.9])
+    advantages = advantages_of(rewards, scale=scale, std_floor=floor)
+    assert not advantages[1].any()
+    assert not advantages[0, :4].any()
+    assert not advantages[0, 8:].any()
+    assert advantages[0, 4:8].all()
+
+
+def test_a_larger_floor_takes_the_weight_from_differences_that_are_next_to_none():
+    rewards = torch.tensor([[0.99, 0.98, 0.99, 0.98, 0.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5]])
+    small, large = (
+        advantages_of(rewards, scale="group_std", std_floor=floor)[0].abs() for floor in (0.0, 0.1)
+    )
+    torch.testing.assert_close(small[0], small[4])
+    assert large[0] < 0.2 * large[4]
+
+
+@examples
+@given(seeds)
+def test_the_penalty_is_part_of_the_reward_or_an_advantage_of_its_own(seed):
+    rewards, penalty = draw_normal(seed, 2, 12), draw_normal(seed + 1, 12)
+    inside = advantages_of(rewards, penalty, kl_in="reward", scale="none")
+    torch.testing.assert_close(inside, advantages_of(rewards - penalty, scale="none"))
+    beside = advantages_of(rewards, penalty, kl_in="advantage", scale="group_std")
+    own = advantages_of(-penalty[None], baseline="leave_one_out", scale="none")
+    torch.testing.assert_close(beside, advantages_of(rewards, scale="group_std") + own)
+
+
+# --- Losses ---------------------------------------------------------------------------------------
+
+
+def surrogate(logprobs, old, advantage, mask, config) -> torch.Tensor:
+    """One objective's loss of each reply, as the papers print it: a sum over tokens, [B]."""
+    if config.ratio_level == "reply":
+        logprobs, old = ((values * mask).sum(1, keepdim=True) for values in (logprobs, old))
+        mask = mask.any(1, keepdim=True)
+    ratio, advantage = torch.exp(logprobs - old), advantage[:, None]
+    if config.ratio == "ppo":
+        clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
+        loss = -torch.min(ratio * advantage, clipped * advantage)
+    elif config.ratio == "cispo":
+        loss = -ratio.clamp(max=config.ratio_cap).detach() * advantage * logprobs
+    else:
+        loss = -advantage * logprobs
+    return (loss * mask).sum(1)
+
+
+@pytest.mark.parametrize("level", ["token", "reply"])
+@pytest.mark.parametrize("ratio", ["cispo", "ppo", "none"])
+@examples
+@given(seed=seeds)
+def test_losses_per_reply_make_up_the_surrogate_of_every_objective(ratio, level, seed):
+    config = CriticFreeConfig(ratio=ratio, ratio_level=level, ratio_cap=1.3)
+    old = -draw_normal(seed, 8, 6).abs()
+    logprobs = (old + 0.3 * draw_normal(seed + 1, 8, 6)).requires_grad_()
+    advantages, mask = draw_normal(seed + 2, 3, 8), draw_mask(seed, 8, 6)
+    terms, _ = reply_losses(logprobs, old, advantages, mask, config)
+    for j, advantage in enumerate(advantages):
+        expected = surrogate(logprobs, old, advantage, mask, config).sum()
+        loss = sum(coefficients[j] @ losses for losses, coefficients in terms)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        gradients = [
+            torch.autograd.grad(value, logprobs, retain_graph=True)[0] for value in (loss, expected)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_the_share_of_held_ratios_counts_the_objectives_for_which_they_are():
+    ratio, mask = torch.tensor([[1.5, 0.5, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    old = torch.zeros(1, 3)
+    advantages = torch.tensor([[1.0], [2.0], [-1.0], [0.0]])
+    _, held = reply_losses(ratio.log(), old, advantages, mask, CriticFreeConfig(ratio="ppo"))
+    torch.testing.assert_close(held, torch.tensor([[0.5, 0.25, 0.0]]))
+    config = CriticFreeConfig(ratio="cispo", ratio_cap=1.2)
+    _, held = reply_losses(ratio.log(), old, advantages, mask, config)
+    torch.testing.assert_close(held, torch.tensor([[1.0, 0.0, 0.0]]))
+
+
+# --- The Jacobian ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(make_trainer, letter_count):
+    """A trainer of critic-free gradients on three objectives."""
+
+    def make(**changes):
+        rewards = {letter: letter_count(letter) for letter in "abc"}
+        return make_trainer(rewards=rewards, estimator="critic_free", **changes)
+
+    return make
+
+
+def moved_experience(trainer):
+    """A batch, and a policy that has moved away from the one that sampled it."""
+    torch.manual_seed(5)
+    count = trainer.config.num_prompts
+    query_ids = torch.randint(4, 10, (count, 6))
+    prompts = trainer.processing_class.batch_decode(query_ids)
+    experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
+    with torch.no_grad():
+        for parameter in trainer.adapter_parameters.values():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return experience
+
+
+def looped_rows(trainer, minibatch) -> torch.Tensor:
+    """The Jacobian by a loop of backward passes over the printed losses, [M, d]."""
+    config, rollouts, policy = trainer.config, minibatch.rollouts, trainer._policy
+    policy.model.train()
+    logits = policy.logits(policy.forward(rollouts), rollouts)
+    mask = rollouts.mask
+    logprobs = token_logprobs(logits, rollouts.responses).masked_fill(~mask, INVALID_LOGPROB)
+    losses = []
+    for advantage in minibatch.advantages:
+        sums = surrogate(logprobs, rollouts.logprobs, advantage, mask, config)
+        lengths = mask.sum(1) if config.ratio_level == "token" else torch.ones_like(mask.sum(1))
+        if config.loss_mean == "replies":
+            losses.append((sums / lengths).mean())
+        elif config.loss_mean == "tokens":
+            losses.append(sums.sum() / lengths.sum())
+        else:
+            losses.append(sums.mean() / trainer.rollout_config.max_new_tokens)
+    return jacobian(torch.stack(losses), policy.parameters)
+
+
+OPTIONS = [
+    {"ratio": ratio, "loss_mean": mean, "ratio_level": level}
+    for ratio, mean, level in product(
+        ("cispo", "ppo", "none"), ("replies", "tokens", "constant"), ("token", "reply")
+    )
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options, dropout):
+    trainer = make(dropout=dropout, ratio_cap=1.1, clip_range=0.05, **options)
+    minibatch = moved_experience(trainer).rows(np.random.default_rng(0).permutation(16)[:9])
+    torch.manual_seed(7)  # of dropout
+    gradients = trainer.gradients(minibatch)
+    torch.manual_seed(7)
+    expected = looped_rows(trainer, minibatch)
+    assert (expected.norm(dim=1) > 1e-4).all()
+    for row, looped in zip(gradients.jacobian, expected, strict=True):
+        assert (row - looped).norm() <= 1e-5 * looped.norm()
+    assert 0 <= gradients.aux.metrics["clip_fraction"] <= 1
+    assert (gradients.aux.metrics["clip_fraction"] > 0) == (options["ratio"] != "none")
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("options", OPTIONS[::4], ids=lambda options: "-".join(options.values()))
+def test_micro_batches_sum_to_the_minibatch(make, options, size):
+    whole, parts = (make(minibatch_size=16, micro_batch_size=n, **options) for n in (None, size))
+    torch.manual_seed(1)
+    expected = whole.gradients(moved_experience(whole))
+    torch.manual_seed(1)
+    split = parts.gradients(moved_experience(parts))
+    torch.testing.assert_close(split.jacobian, expected.jacobian, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(split.losses, expected.losses, rtol=1e-4, atol=1e-6)
+    for name, figure in expected.aux.metrics.items():
+        torch.testing.assert_close(split.aux.metrics[name], figure, rtol=1e-4, atol=1e-6)
+
+
+def test_empty_replies_and_flat_groups_add_nothing_and_are_counted(make, letter_count):
+    trainer = make(minibatch_size=16)
+    experience = moved_experience(trainer)
+    last_index = experience.rollouts.last_index.clone()
+    last_index[:4] = -1
+    rollouts = replace(experience.rollouts, last_index=last_index)
+    rewards = experience.rewards.clone()
+    rewards[0, :8] = 1.0
+    estimator = trainer.learner.estimator
+    experience = estimator.experience(rollouts, experience.scores, rewards)
+    shares = estimator.metrics(experience)["zero_variance_share"]
+    assert shares[0] >= 0.5
+    assert all(0 <= share <= 1 for share in shares)
+    gradients = trainer.gradients(experience)
+    assert gradients.jacobian.isfinite().all()
+    rest = trainer.gradients(experience.rows(slice(4, None)))
+    torch.testing.assert_close(gradients.jacobian, rest.jacobian, rtol=1e-3, atol=1e-6)
+
+
+def test_replies_to_one_prompt_stand_together_and_no_critic_is_kept(make):
+    trainer = make()
+    experience = moved_experience(trainer)
+    prompts = experience.rollouts.queries.prompts
+    assert len(prompts) == 16
+    assert [prompts[i] for i in range(0, 16, 4)] == [prompts[i + 3] for i in range(0, 16, 4)]
+    assert trainer.config.new_critic(trainer.policy_model, 3) is None
+    assert trainer.learner.estimator.state() == {"kl_coefficient": 0.1}
+
+
+# --- Peers ----------------------------------------------------------------------------------------
+
+
+def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options):
+    """Loss and gradient of a trainer of TRL's on the same replies and advantages, M = 1."""
+    rollouts, policy = minibatch.rollouts, trainer._policy
+    model = policy.model
+    for parameter in policy.parameters:
+        parameter.requires_grad_(True)
+    peer = peer_class(
+        model=model,
+        args=config_class(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
+            num_generations=4,
+            max_completion_length=trainer.rollout_config.max_new_tokens,
+            temperature=trainer.rollout_config.temperature,
+            beta=0.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            **options,
+        ),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
+        processing_class=trainer.processing_class,
+    )
+    peer.current_gradient_accumulation_steps = 1
+    mask, pad = rollouts.mask, trainer.processing_class.pad_token_id
+    query_ids = rollouts.queries.token_ids
+    inputs = {
+        "prompt_ids": query_ids,
+        "prompt_mask": (query_ids != pad).long(),
+        "completion_ids": rollouts.responses,
+        "completion_mask": mask.long(),
+        "advantages": minibatch.advantages[0],
+        "old_per_token_logps": rollouts.logprobs,
+        "old_logps": (rollouts.logprobs * mask).sum(1),
+        "num_items_in_batch": mask.sum(),
+    }
+    model.train()
+    loss = peer._compute_loss(model, inputs)
+    gradient = torch.autograd.grad(loss, policy.parameters)
+    return loss.detach(), torch.cat([part.flatten() for part in gradient])
+
+
+PEERS = {
+    "grpo": {"ratio": "ppo", "loss_mean": "replies"},
+    "dapo": {"ratio": "ppo", "loss_mean": "tokens"},
+    "dr_grpo": {"ratio": "ppo", "loss_mean": "constant"},
+    "cispo": {"ratio": "cispo", "loss_mean": "tokens"},
+}
+
+
+quietly = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
+"""TRL's configurations of this version give transformers' a name that it warns about."""
+
+
+@quietly
+@pytest.mark.parametrize("loss_type", PEERS)
+def test_with_one_objective_loss_and_gradient_are_grpos(
+    make_trainer, letter_count, tmp_path, loss_type
+):
+    trainer = make_trainer(
+        rewards={"a": letter_count("a")},
+        estimator="critic_free",
+        **{"clip_range": 0.1, "ratio_cap": 1.2, **PEERS[loss_type]},
+    )
+    minibatch = moved_experience(trainer).rows(slice(0, 8))
+    ours = trainer.gradients(minibatch)
+    high = 1.2 if loss_type == "cispo" else 0.1
+    options = {"loss_type": loss_type, "epsilon": 0.1, "epsilon_high": high}
+    loss, gradient = peer_loss(trainer, minibatch, GRPOTrainer, GRPOConfig, tmp_path, **options)
+    assert ours.aux.metrics["clip_fraction"] > 0
+    torch.testing.assert_close(ours.losses[0], loss, rtol=1e-6, atol=1e-6)
+    assert (ours.jacobian[0] - gradient).norm() <= 1e-5 * gradient.norm()
+    other_mean = "replies" if PEERS[loss_type]["loss_mean"] == "tokens" else "tokens"
+    for change in ({"clip_range": 0.3, "ratio_cap": 1.05}, {"loss_mean": other_mean}):
+        trainer.learner.estimator.config = replace(trainer.config, **change)
+        assert (trainer.gradients(minibatch).losses[0] - loss).abs() > 1e-5
+
+
+@quietly
+def test_with_one_objective_loss_and_gradient_are_rloos(make_trainer, letter_count, tmp_path):
+    trainer = make_trainer(
+        rewards={"a": letter_count("a")},
+        estimator="critic_free",
+        ratio="ppo",
+        ratio_level="reply",
+        clip_range=0.1,
+        baseline="leave_one_out",
+        scale="none",
+    )
+    minibatch = moved_experience(trainer).rows(slice(0, 8))
+    ours = trainer.gradients(minibatch)
+    loss, gradient = peer_loss(
+        trainer, minibatch, RLOOTrainer, RLOOConfig, tmp_path, epsilon=0.1, epsilon_high=0.1
+    )
+    assert ours.aux.metrics["clip_fraction"] > 0
+    torch.testing.assert_close(ours.losses[0], loss, rtol=1e-6, atol=1e-6)
+    assert (ours.jacobian[0] - gradient).norm() <= 1e-5 * gradient.norm()
