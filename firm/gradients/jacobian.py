@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Parameters = Iterable[torch.Tensor] | Mapping[str, torch.Tensor]
 """Tensors, or tensors by name; their order is the order of a Jacobian's columns."""
@@ -96,9 +97,16 @@ def jacobian_buffer(
     return out
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has entries to look at: not one that only rehearses shapes."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def check_finite_rows(rows: torch.Tensor) -> None:
     """Raises ``ValueError`` with the first objective whose row, of shape [M, d], is not finite."""
-    if rows.sum(dim=1).isfinite().all():  # forty times cheaper than a look at every entry
+    if (
+        not has_values(rows) or rows.sum(dim=1).isfinite().all()
+    ):  # forty times cheaper than a look at every entry
         return
     is_finite = torch.isfinite(rows).all(dim=1).tolist()
     if not all(is_finite):

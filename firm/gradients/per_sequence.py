@@ -11,7 +11,13 @@ from typing import Any, Self
 
 import torch
 
-from firm.gradients.jacobian import Parameters, check_finite_rows, check_parameters, jacobian_buffer
+from firm.gradients.jacobian import (
+    Parameters,
+    check_finite_rows,
+    check_parameters,
+    has_values,
+    jacobian_buffer,
+)
 
 MAX_PRODUCT_ENTRIES = 2**20
 """Entries of δ_bᵀ x_b held at a time, where a single sequence's are fewer: 4 MB in float32, which a
@@ -315,7 +321,7 @@ def _check_losses(losses: torch.Tensor) -> None:
         )
     if not losses.requires_grad:
         raise ValueError("losses have no gradient; compute them from parameters that require one.")
-    is_finite = losses.isfinite().tolist()
+    is_finite = losses.isfinite().tolist() if has_values(losses) else []
     if not all(is_finite):
         raise ValueError(
             f"The loss of sequence {is_finite.index(False)} is not finite; "
@@ -329,7 +335,7 @@ def _check_coefficients(coefficients: torch.Tensor, *, num_sequences: int) -> No
             f"coefficients must have shape [M, {num_sequences}], one per objective and sequence, "
             f"got {list(coefficients.shape)}."
         )
-    bad = (~coefficients.isfinite()).nonzero().tolist()
+    bad = (~coefficients.isfinite()).nonzero().tolist() if has_values(coefficients) else []
     if bad:
         objective, sequence = bad[0]
         raise ValueError(

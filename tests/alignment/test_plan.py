@@ -183,10 +183,11 @@ def test_the_policy_is_the_one_that_is_loaded(dtype, freeze_a):
     assert figures.num_trainable == sum(p.numel() for p in adapter_parameters(policy).values())
 
 
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_the_memory_of_an_update_is_what_the_trainer_takes(
-    make_trainer, checkpoint, letter_count, checkpointing
+    make_trainer, checkpoint, letter_count, checkpointing, estimator
 ):
     policy = PolicyConfig(
         str(checkpoint),
@@ -196,9 +197,10 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     trainer = make_trainer(
         rewards={letter: letter_count(letter) for letter in "ab"},
         policy=load_policy(policy, stream=RandomStream(0, "adapter")),
+        estimator=estimator,
     )
     torch.manual_seed(5)
-    query_ids = torch.randint(4, 10, (16, 40))
+    query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     prompts = trainer.processing_class.batch_decode(query_ids)
     experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
     minibatch = experience.rows(np.arange(8))
@@ -210,6 +212,7 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
         "--policy.lora.target_modules", "[q_proj, v_proj]",
         "--policy.gradient_checkpointing", str(checkpointing).lower(),
         "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
+        "--estimator.name", estimator,
         "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
     )  # fmt: skip
     memory = plan_of(cfg).memory
@@ -250,7 +253,8 @@ def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
 
 @pytest.mark.parametrize("strategy", ["firm", "fsmgda"])
 @pytest.mark.parametrize(
-    ("critic", "optimizer"), [("heads", "adam"), ("heads", "sgd"), ("network", "adam")]
+    ("critic", "optimizer"),
+    [("heads", "adam"), ("heads", "sgd"), ("network", "adam"), (None, "adam")],
 )
 def test_a_clients_learners_are_as_large_as_its_state(
     make_trainer, letter_count, checkpoint, strategy, critic, optimizer
@@ -259,7 +263,7 @@ def test_a_clients_learners_are_as_large_as_its_state(
     policy = PolicyConfig(str(checkpoint), lora=adapter)
     trainer = make_trainer(
         rewards={letter: letter_count(letter) for letter in "abc"},
-        critic=critic,
+        **({"critic": critic} if critic else {"estimator": "critic_free"}),
         actor_optimizer=optimizer,
         policy=load_policy(policy, stream=RandomStream(0, "adapter")),
     )
@@ -277,7 +281,8 @@ def test_a_clients_learners_are_as_large_as_its_state(
     tensors = tensors_of([state["learner"], state["alone"]])
     cfg = config(
         "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj, v_proj]",
-        "--rewards.third.name", "brevity", "--estimator.critic", critic,
+        "--rewards.third.name", "brevity",
+        *(("--estimator.critic", critic) if critic else ("--estimator.name", "critic_free")),
         "--estimator.actor_optimizer", optimizer, "--strategy", f"{{name: {strategy}}}",
     )  # fmt: skip
     assert plan_of(cfg).memory.learner == pytest.approx(

@@ -20,7 +20,6 @@ from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import token_logprobs
 from firm.federation.schema import Number, register_metrics
 from firm.fields import configuration
-from firm.gradients import PerSequenceGradients
 
 register_metrics(reply_loss=Number())
 
@@ -67,7 +66,7 @@ class Reinforce:
     def gradients(self, part, minibatch) -> MinibatchGradients:
         policy, rollouts = self._policy, part.rollouts
         coefficients = part.coefficients / minibatch.num_rows
-        with PerSequenceGradients(policy.model, policy.parameters) as per_sequence:
+        with policy.per_sequence() as per_sequence:
             logits = policy.logits(policy.forward(rollouts), rollouts)
             logprobs = token_logprobs(logits, rollouts.responses)
             reply_losses = -(logprobs * rollouts.mask).sum(1)  # [b]

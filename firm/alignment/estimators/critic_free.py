@@ -26,7 +26,6 @@ from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, token_logprobs
 from firm.federation.schema import ByObjective, Number, Optional, register_metrics
 from firm.fields import NOT_IN_PAPER, NonNegativeFloat, PositiveFloat, configuration
-from firm.gradients import PerSequenceGradients
 
 register_metrics(zero_variance_share=ByObjective(Optional(Number(0, 1))))
 
@@ -129,7 +128,7 @@ class CriticFree:
         policy, rollouts, config = self._policy, part.rollouts, self.config
         whole = units(minibatch.rollouts.mask, config)
         policy.model.train()
-        with PerSequenceGradients(policy.model, policy.parameters) as per_sequence:
+        with policy.per_sequence() as per_sequence:
             with policy.timed("forward"):
                 logits = policy.logits(policy.forward(rollouts), rollouts)
                 logprobs = token_logprobs(logits, rollouts.responses)

@@ -25,7 +25,7 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
-from firm.gradients import jacobian
+from firm.gradients import PerSequenceGradients, jacobian
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,10 @@ class Policy:
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
         """Returns the gradients of M losses in the adapter's parameters, shape [M, d]."""
         return jacobian(losses, self.parameters)
+
+    def per_sequence(self) -> PerSequenceGradients:
+        """Returns a context whose forward passes give all M gradients by one backward pass."""
+        return PerSequenceGradients(self.model, self.parameters)
 
 
 class Estimator(Protocol):

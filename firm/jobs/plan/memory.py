@@ -23,6 +23,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.training import ObjectiveTraining
+from firm.gradients import PerSequenceGradients
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.record import Memory, PolicyFigures
 from firm.jobs.plan.traffic import Traffic
@@ -70,9 +71,11 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Rehearsal(Policy):
-    """A policy whose Jacobian is not kept: its rows are counted apart."""
+    """A policy whose Jacobian is counted apart."""
 
     live: LiveBytes = field(kw_only=True)
+    rows: torch.Tensor = field(kw_only=True)
+    """Room for the Jacobian, [M, d]."""
     kept: list[int] = field(default_factory=list, kw_only=True)
     """Bytes that lived before each backward pass."""
 
@@ -83,6 +86,21 @@ class _Rehearsal(Policy):
             is_last = objective == len(losses) - 1
             torch.autograd.grad(loss, self.parameters, retain_graph=not is_last)
         return torch.empty(len(losses), 0)
+
+    def per_sequence(self) -> PerSequenceGradients:
+        """Returns a context that notes the bytes before each of its backward passes."""
+        return _RehearsedSequences(self)
+
+
+class _RehearsedSequences(PerSequenceGradients):
+    def __init__(self, policy: _Rehearsal) -> None:
+        super().__init__(policy.model, policy.parameters)
+        self._policy = policy
+
+    def jacobian(self, losses: Any, coefficients: Any, **options: Any) -> torch.Tensor:
+        """Returns the rows in the room that was made for them."""
+        self._policy.kept.append(self._policy.live.now)
+        return super().jacobian(losses, coefficients, out=self._policy.rows, **options)
 
 
 def update_memory(
@@ -109,7 +127,15 @@ def update_memory(
     experience = config.rehearsal(_full_length(num_rows, rollout), num_objectives)
     live = LiveBytes(owners)
     parameters = list(adapter_parameters(model).values())
-    policy = _Rehearsal(model, parameters, pad_token_id=0, config=rollout, live=live)
+    num_columns = sum(parameter.numel() for parameter in parameters)
+    policy = _Rehearsal(
+        model,
+        parameters,
+        pad_token_id=0,
+        config=rollout,
+        live=live,
+        rows=torch.empty(num_objectives, num_columns),
+    )
     estimator = config.estimator(policy, critic=critic, optimizer=torch.optim.AdamW)
     with live:
         estimator.gradients(experience, experience)
