@@ -35,9 +35,10 @@ WITHOUT_LOSSES = [
 PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 
 
-@pytest.fixture
-def trainer(make_trainer, letter_count):
-    return make_trainer(rewards={"a": letter_count("a"), "b": letter_count("b")}, dropout=0.1)
+@pytest.fixture(params=["ppo", "critic_free"])
+def trainer(request, make_trainer, letter_count):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    return make_trainer(rewards=rewards, dropout=0.1, estimator=request.param)
 
 
 def run(trainer, num_clients, cfg, *, rounds=2, strategy=firm_round, stream_name=None):
@@ -113,8 +114,11 @@ def test_the_learning_rates_schedule_follows_the_round(trainer, monkeypatch, num
     rates, step = [], trainer.step
 
     def recorded(gradients, weights):
-        optimizers = trainer.learner.actor_optimizer, trainer.learner.estimator.critic_optimizer
-        rates.extend(optimizer.param_groups[0]["lr"] for optimizer in optimizers)
+        learner = trainer.learner
+        optimizers = [learner.actor_optimizer]
+        if trainer.config.name == "ppo":
+            optimizers.append(learner.estimator.critic_optimizer)
+        rates.append({optimizer.param_groups[0]["lr"] for optimizer in optimizers})
         step(gradients, weights)
 
     monkeypatch.setattr(trainer, "step", recorded)
@@ -123,8 +127,8 @@ def test_the_learning_rates_schedule_follows_the_round(trainer, monkeypatch, num
     taking_part = [row["client"] for metrics in rows for row in metrics["clients"]]
     assert len(set(taking_part)) > 1
     count = 3 * num_local_steps  # of the run; linear decay, each local step has 6 minibatches
-    expected = [3e-3 * (count - done) / count for done in range(count) for _ in range(2 * 6)]
-    assert rates == pytest.approx(expected)
+    expected = [3e-3 * (count - done) / count for done in range(count) for _ in range(6)]
+    assert [rate for each in rates for rate in each] == pytest.approx(expected)
 
 
 def test_weights_per_batch_are_solved_once_per_local_step(trainer):
@@ -133,7 +137,7 @@ def test_weights_per_batch_are_solved_once_per_local_step(trainer):
 
 
 def test_in_a_local_epoch_a_client_replies_to_each_of_its_prompts_once(trainer):
-    size = trainer.config.batch_size
+    size = trainer.config.num_prompts
     texts = [f"\n\nHuman: {i} cab\n\nAssistant:" for i in range(2 * size)]
     prompts = [Prompt(text, "") for text in texts]
     client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
@@ -187,19 +191,13 @@ def test_a_restored_client_goes_on_as_if_it_had_not_stopped(trainer):
 def test_metrics_name_every_objective_and_stage(trainer):
     _, rows = run(trainer, 1, FirmConfig(), rounds=1)
     row = rows[0]["clients"][0]
-    for key in ("scores", "scores_std", "rewards", "policy_loss", "value_loss"):
+    is_ppo = trainer.config.name == "ppo"
+    own = "value_loss" if is_ppo else "zero_variance_share"
+    for key in ("scores", "scores_std", "rewards", "policy_loss", own):
         assert row[key].keys() == {"a", "b"}
-    stages = {
-        "rollout",
-        "reward",
-        "values",
-        "forward",
-        "backward",
-        "critic",
-        "gram",
-        "solve",
-        "step",
-    }
+    stages = {"rollout", "reward", "forward", "backward", "gram", "solve", "step"}
+    assert ("critic" in row["seconds"]) == ("values" in row["seconds"]) == is_ppo
+    assert ("value_loss" in row) == is_ppo
     assert stages <= row["seconds"].keys()
     assert 0 <= row["clip_fraction"] <= 1
     assert row["entropy"] > 0
