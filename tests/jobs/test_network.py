@@ -547,7 +547,7 @@ def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(run
     }
     options = [f"--{key}={value}" for key, value in settings.items()]
     alone = subprocess.run(
-        [sys.executable, *launcher, "recipes/py", *options],
+        [sys.executable, *launcher, "recipes/firm_hh.py", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
