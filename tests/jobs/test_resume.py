@@ -33,7 +33,7 @@ STAGES = {
     "start": (firm.jobs.alignment_loading, "load_policy"),
     "rollout": (MultiObjectivePPOTrainer, "sample"),
     "update": (MultiObjectivePPOTrainer, "step"),
-    "aggregation": (firm.federation.rounds.Round, "aggregate"),
+    "aggregation": (firm.federation.rounds.Round, "finish"),
     "checkpoint": (firm.run.directory, "save_state"),
 }
 
