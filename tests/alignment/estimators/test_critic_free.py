@@ -83,13 +83,21 @@ def test_on_a_shared_scale_the_rows_mean_is_the_advantage_of_the_mean_reward(see
 @pytest.mark.parametrize("scale", ["group_std", "batch_std", "none"])
 @pytest.mark.parametrize("floor", [0.0, 1e-4, 1.0])
 def test_groups_with_equal_rewards_have_no_advantage(scale, floor):
-    rewards = torch.full((2, 12), 0.1)
-    rewards[0, 4:8] = torch.tensor([0.1, 0.3, 0.2, 0.9])
-    advantages = advantages_of(rewards, scale=scale, std_floor=floor)
+    rewards = torch.full((2, 12), 0.7, dtype=torch.float64)  # whose mean over three is not 0.7
+    rewards[0, 3:6] = torch.tensor([0.1, 0.3, 0.9])
+    advantages = advantages_of(
+        rewards,
+        NO_PENALTY,
+        num_replies=3,
+        batch_size=12,
+        minibatch_size=4,
+        scale=scale,
+        std_floor=floor,
+    )
     assert not advantages[1].any()
-    assert not advantages[0, :4].any()
-    assert not advantages[0, 8:].any()
-    assert advantages[0, 4:8].all()
+    assert not advantages[0, :3].any()
+    assert not advantages[0, 6:].any()
+    assert advantages[0, 3:6].all()
 
 
 def test_a_larger_floor_takes_the_weight_from_differences_that_are_next_to_none():
