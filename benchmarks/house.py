@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
+import grimp
+import networkx
+
 from firm.run import print_table
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--round", action="store_true", help="trace a round of the smoke job")
     options = parser.parse_args(argv)
     print_table("Packages", HEADER, [row(name, files_of(ROOT / name)) for name in PACKAGES])
+    print(f"import circles: {num_circles()}\n")
     parts = sorted(path for path in (ROOT / "firm").iterdir() if any(path.glob("*.py")))
     print_table("firm", HEADER, [row(path.name, files_of(path)) for path in parts])
     product = [file for name in ("firm", "recipes") for file in files_of(ROOT / name)]
@@ -88,6 +92,17 @@ def num_broad(file: Path) -> int:
         or bool(broad & {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)})
         for handler in handlers
     )
+
+
+def num_circles() -> int:
+    """Returns how many groups of the product's modules import each other, directly or not."""
+    graph = grimp.build_graph("firm", "reward_models", "recipes")
+    imports = networkx.DiGraph(
+        (module, other)
+        for module in graph.modules
+        for other in graph.find_modules_directly_imported_by(module)
+    )
+    return sum(len(group) > 1 for group in networkx.strongly_connected_components(imports))
 
 
 TRACER = """

@@ -13,7 +13,7 @@ A `__post_init__` is left for what concerns several fields at once.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from reprlib import Repr
@@ -135,6 +135,11 @@ def in_words(kind: Any) -> str:
     return ", ".join(filter(None, [_range(kind), *papers]))
 
 
+def choice_in_words(literals: Sequence[Any]) -> str:
+    """Returns the literals that a value may be, such as "one of a, b"."""
+    return ("one of " if len(literals) > 1 else "") + ", ".join(map(str, literals))
+
+
 def _range(kind: Any) -> str:
     limits = {
         name: limit
@@ -186,8 +191,7 @@ def _message(name: str, kind: Any, error: ValidationError) -> str:
     elif first["type"] == "too_short":
         words = "non-empty"
     elif first["type"] == "literal_error":
-        literals = _literals(kind)
-        words = ("one of " if len(literals) > 1 else "") + ", ".join(map(str, literals))
+        words = choice_in_words(_literals(kind))
     else:
         words = first["msg"].removeprefix("Input should be ")
     remedy = "".join(f"; {entry.text}" for entry in metadata(kind) if isinstance(entry, Hint))

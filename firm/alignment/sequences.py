@@ -107,6 +107,12 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
+    probabilities = torch.softmax(logits, dim=-1)
+    return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
+
+
 def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
     """Returns the output of a language model on padded ids [B, L], hidden states included.
 

@@ -38,6 +38,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from firm.federation.outside import printable
+from firm.fields import choice_in_words
 from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
@@ -388,7 +389,7 @@ def type_in_words(kind: Any) -> str:
     if kind is type(None):
         return "null"
     if origin is Literal:
-        return ("one of " if len(parts) > 1 else "") + ", ".join(map(str, parts))
+        return choice_in_words(parts)
     if len(members_of(kind)) > 1:
         return " or ".join(map(type_in_words, parts))
     if origin in (list, tuple):

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from firm.run import parse
 from reward_models import (
     RewardModelConfig,
     SequenceClassifierReward,
@@ -205,6 +206,20 @@ def test_a_config_picks_one_of_several_labels(tmp_path, byte_tokenizer, classifi
     assert scores[0] != pytest.approx(scores[1])
     with pytest.raises(ValueError, match=r"'r': .*has 2 labels, .*set `output` .*0 to 1"):
         load_reward_model(RewardModelConfig(path=str(tmp_path)), "r")
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What a run has of reward models."""
+
+    rewards: dict[str, RewardModelConfig]
+
+
+def test_the_config_is_read_from_the_command_line():
+    text = '{"a": {"name": "brevity", "options": {"half_words": 5.0}}, "b": {"path": "x"}}'
+    rewards = parse(Rewards, [f"--rewards={text}"]).rewards
+    assert rewards["a"] == RewardModelConfig(name="brevity", options={"half_words": 5.0})
+    assert rewards["b"] == RewardModelConfig(path="x")
 
 
 # Installed packages

@@ -20,10 +20,9 @@ from firm.alignment.estimators.estimator import (
     Policy,
     register_estimator,
 )
-from firm.alignment.estimators.ppo import entropy
 from firm.alignment.kl import KLPenalty
 from firm.alignment.rows import BY_OBJECTIVE
-from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, token_logprobs
+from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, entropy, token_logprobs
 from firm.federation.schema import ByObjective, Number, Optional, register_metrics
 from firm.fields import NOT_IN_PAPER, NonNegativeFloat, PositiveFloat, configuration
 
@@ -141,17 +140,17 @@ class CriticFree:
                 )
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
+            (first, weights), *others = [(losses, each * factors) for losses, each in terms]
             with policy.timed("backward"):
-                jacobian = per_sequence.jacobian(
-                    terms[0][0], terms[0][1] * factors, retain_graph=len(terms) > 1
-                )
-                for losses, coefficients in terms[1:]:
-                    jacobian += per_sequence.jacobian(losses, coefficients * factors)
-        values = [(coefficients * factors) @ losses.detach() for losses, coefficients in terms]
+                jacobian = per_sequence.jacobian(first, weights, retain_graph=bool(others))
+                values = weights @ first.detach()
+                for losses, coefficients in others:
+                    jacobian += per_sequence.jacobian(losses, coefficients)
+                    values += coefficients @ losses.detach()
         share = rollouts.mask.sum() / minibatch.rollouts.mask.sum().clamp(min=1)
         return MinibatchGradients(
             jacobian,
-            torch.stack(values).sum(0),
+            values,
             {
                 "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
                 "entropy": masked_mean(entropy(logits.detach()), rollouts.mask) * share,

@@ -22,7 +22,13 @@ from firm.alignment.estimators.estimator import (
 )
 from firm.alignment.kl import KLPenalty
 from firm.alignment.rows import BY_OBJECTIVE
-from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, Sequences, token_logprobs
+from firm.alignment.sequences import (
+    INVALID_LOGPROB,
+    Rollouts,
+    Sequences,
+    entropy,
+    token_logprobs,
+)
 from firm.federation.schema import ByObjective, Number, Optional, register_metrics
 from firm.fields import (
     NOT_IN_PAPER,
@@ -317,9 +323,3 @@ def value_losses(
         error = torch.max(torch.square(value - target), torch.square(clipped - target))
         losses.append(0.5 * masked_mean(error, mask))
     return torch.stack(losses)
-
-
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
-    probabilities = torch.softmax(logits, dim=-1)
-    return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firm.alignment import KLConfig, PPOConfig
-from firm.alignment.estimators.ppo import entropy, policy_losses, value_losses
+from firm.alignment.estimators.ppo import policy_losses, value_losses
+from firm.alignment.sequences import entropy
 from tests.draws import draw_mask, draw_normal
 
 seeds = st.integers(0, 2**32)
