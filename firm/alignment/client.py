@@ -200,17 +200,28 @@ class AlignmentClient(Client):
 
     def gradients(self, minibatch: Experience) -> Gradients:
         """Returns the M losses of a minibatch and their Jacobian [M, d]."""
-        team = self._trainer.team
-        with self._update:
-            if team.size == 1:
-                gradients = self._trainer.gradients(minibatch)
-            else:
-                seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
-                with RandomStream(seed, "dropout", team.rank):
-                    gradients = self._trainer.gradients(minibatch)
+        gradients = self._gradients(minibatch)
         for j in set(range(len(self.objectives))).difference(self.served):
             gradients.jacobian[j] = 0.0
         return gradients
+
+    def weighted_gradients(self, minibatch: Experience, weights: torch.Tensor) -> Gradients:
+        """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
+
+        Weights w [M] of objectives that are not served do not count.
+        """
+        factors = torch.zeros(len(weights))
+        factors[list(self.served)] = weights[list(self.served)].float()
+        return self._gradients(minibatch, factors.to(minibatch.rewards.device))
+
+    def _gradients(self, minibatch: Experience, weights: torch.Tensor | None = None) -> Gradients:
+        team = self._trainer.team
+        with self._update:
+            if team.size == 1:
+                return self._trainer.gradients(minibatch, weights)
+            seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
+            with RandomStream(seed, "dropout", team.rank):
+                return self._trainer.gradients(minibatch, weights)
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Takes one optimizer step of the adapter and of what the estimator trains beside."""

@@ -231,9 +231,10 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             for start in range(0, len(permutation), size):
                 yield permutation[start : start + size]
 
-    def gradients(self, minibatch: Experience) -> Gradients:
+    def gradients(self, minibatch: Experience, weights: torch.Tensor | None = None) -> Gradients:
         """Stages 5 and 6: returns the M losses of a minibatch and their Jacobian [M, d].
 
+        With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum.
         Rows are taken `micro_batch_size` at a time, each process of the team its share of them;
         losses and gradients are sums of the parts, so that a minibatch is one optimizer step
         however it is divided. `aux` is the `MinibatchGradients`; nothing is stepped.
@@ -243,9 +244,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
         def summed_over_parts() -> MinibatchGradients:
             estimator = self.learner.estimator
-            gradients = estimator.gradients(parts[0], minibatch)
+            gradients = estimator.gradients(parts[0], minibatch, weights)
             for part in parts[1:]:
-                gradients.add_(estimator.gradients(part, minibatch))
+                gradients.add_(estimator.gradients(part, minibatch, weights))
             return gradients
 
         gradients = self.team.together(summed_over_parts)

@@ -327,11 +327,14 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
             weights, solve = _solve(client.gradients(batch.whole).jacobian, find)
             solves.append(solve)
         for minibatch in batch.minibatches():
-            gradients = client.gradients(minibatch)
-            if request.solve_per == "minibatch":
+            if request.solve_per == "batch":
+                gradients, factors = client.weighted_gradients(minibatch, weights), torch.ones(1)
+            else:
+                gradients = client.gradients(minibatch)
                 weights, solve = _solve(gradients.jacobian, find)
                 solves.append(solve)
-            client.step(_pulled_back(gradients, client, request), weights)
+                factors = weights
+            client.step(_pulled_back(gradients, client, request), factors)
     metrics = client.metrics()
     seconds = {stage: sum(solve.pop(stage) for solve in solves) for stage in ("gram", "solve")}
     grams = [solve.pop("gram_matrix") for solve in solves]

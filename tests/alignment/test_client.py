@@ -136,6 +136,49 @@ def test_weights_per_batch_are_solved_once_per_local_step(trainer):
     assert len(rows[0]["clients"][0]["weights"]) == 2
 
 
+def test_weights_that_are_known_take_one_backward_pass_per_minibatch(trainer, monkeypatch):
+    counts, gradients = [], trainer.gradients
+
+    def counted(*args):
+        counts.append(0)
+        return gradients(*args)
+
+    def count_backward_pass(*_):
+        counts[-1] += 1
+
+    monkeypatch.setattr(trainer, "gradients", counted)
+    head = trainer.policy_model.get_base_model().lm_head
+    head.register_full_backward_pre_hook(count_backward_pass)
+    run(trainer, 1, FirmConfig(solve_per="batch"), rounds=1)
+    of_a_jacobian = {"ppo": 2, "critic_free": 1}[trainer.config.name]
+    assert counts == [of_a_jacobian] + 6 * [1]
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}, {"ratio": "ppo"}])
+def test_the_gradient_of_a_weighted_sum_is_the_mixture_of_the_jacobians_rows(
+    make_trainer, letter_count, estimator, options
+):
+    if estimator == "ppo" and "ratio" in options:
+        options = {"critic": "network"}
+    rewards = {letter: letter_count(letter) for letter in "abc"}
+    trainer = make_trainer(rewards=rewards, dropout=0.1, estimator=estimator, **options)
+    judges = Judges({"a": letter_count("a"), "c": letter_count("c")})
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED, judges=judges)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    for minibatch in batch.minibatches():  # the ratio is 1 in the first one alone
+        streams = client._stream_states()  # of dropout
+        both = client.gradients(minibatch)
+        client._restore_streams(streams)
+        row = client.weighted_gradients(minibatch, torch.tensor([0.2, 0.5, 0.3]).double())
+        expected = (torch.tensor([0.2, 0.0, 0.3]) @ both.jacobian)[None]
+        torch.testing.assert_close(row.jacobian, expected, rtol=1e-4, atol=1e-6)
+        assert expected.norm() > 1e-3
+        assert torch.equal(row.losses, both.losses)
+        client.step(row, torch.ones(1))
+
+
 def test_in_a_local_epoch_a_client_replies_to_each_of_its_prompts_once(trainer):
     size = trainer.config.num_prompts
     texts = [f"\n\nHuman: {i} cab\n\nAssistant:" for i in range(2 * size)]

@@ -63,14 +63,15 @@ class Reinforce:
         advantages = (groups - groups.mean(2, keepdim=True)).flatten(1)
         return ReinforceExperience(rollouts, scores, rewards, advantages)
 
-    def gradients(self, part, minibatch) -> MinibatchGradients:
+    def gradients(self, part, minibatch, weights=None) -> MinibatchGradients:
         policy, rollouts = self._policy, part.rollouts
         coefficients = part.coefficients / minibatch.num_rows
         with policy.per_sequence() as per_sequence:
             logits = policy.logits(policy.forward(rollouts), rollouts)
             logprobs = token_logprobs(logits, rollouts.responses)
             reply_losses = -(logprobs * rollouts.mask).sum(1)  # [b]
-            jacobian = per_sequence.jacobian(reply_losses, coefficients)
+            mixed = coefficients if weights is None else weights[None] @ coefficients
+            jacobian = per_sequence.jacobian(reply_losses, mixed)
         reply_losses = reply_losses.detach()
         return MinibatchGradients(
             jacobian,

@@ -121,7 +121,10 @@ class CriticFree:
         return CriticFreeExperience(rollouts, scores, rewards, advantages, kl)
 
     def gradients(
-        self, part: CriticFreeExperience, minibatch: CriticFreeExperience
+        self,
+        part: CriticFreeExperience,
+        minibatch: CriticFreeExperience,
+        weights: torch.Tensor | None = None,
     ) -> MinibatchGradients:
         """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes."""
         policy, rollouts, config = self._policy, part.rollouts, self.config
@@ -140,17 +143,20 @@ class CriticFree:
                 )
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
-            (first, weights), *others = [(losses, each * factors) for losses, each in terms]
+            terms = [(losses, coefficients * factors) for losses, coefficients in terms]
+            values = torch.stack([coefficients @ losses for losses, coefficients in terms]).sum(0)
             with policy.timed("backward"):
-                jacobian = per_sequence.jacobian(first, weights, retain_graph=bool(others))
-                values = weights @ first.detach()
-                for losses, coefficients in others:
-                    jacobian += per_sequence.jacobian(losses, coefficients)
-                    values += coefficients @ losses.detach()
+                if weights is not None:
+                    jacobian = policy.jacobian((weights @ values)[None])
+                else:
+                    first, *others = terms
+                    jacobian = per_sequence.jacobian(*first, retain_graph=bool(others))
+                    for term in others:
+                        jacobian += per_sequence.jacobian(*term)
         share = rollouts.mask.sum() / minibatch.rollouts.mask.sum().clamp(min=1)
         return MinibatchGradients(
             jacobian,
-            values,
+            values.detach(),
             {
                 "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
                 "entropy": masked_mean(entropy(logits.detach()), rollouts.mask) * share,

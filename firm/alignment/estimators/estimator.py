@@ -44,7 +44,8 @@ class MinibatchGradients:
     """What rows of a minibatch add to it; those of its parts sum to the minibatch's."""
 
     jacobian: torch.Tensor
-    """Gradients of the M losses in the adapter's parameters, [M, d]."""
+    """Gradients of the M losses in the adapter's parameters, [M, d], or of their weighted sum,
+    [1, d]."""
     losses: torch.Tensor
     """Detached, [M]."""
     metrics: Mapping[str, torch.Tensor]
@@ -120,10 +121,13 @@ class Estimator(Protocol):
         """
         ...
 
-    def gradients(self, part: Any, minibatch: Any) -> MinibatchGradients:
+    def gradients(
+        self, part: Any, minibatch: Any, weights: torch.Tensor | None = None
+    ) -> MinibatchGradients:
         """Stages 5 and 6: returns what some rows of a minibatch add to it; steps nothing.
 
         Losses are means over the whole minibatch; both are of the type that `experience` returns.
+        With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum.
         """
         ...
 

@@ -174,10 +174,13 @@ class PPO:
             advantages = advantages.masked_fill(~mask, 0)
         return PPOExperience(rollouts, scores, rewards, values, advantages, returns, kl)
 
-    def gradients(self, part: PPOExperience, minibatch: PPOExperience) -> MinibatchGradients:
+    def gradients(
+        self, part: PPOExperience, minibatch: PPOExperience, weights: torch.Tensor | None = None
+    ) -> MinibatchGradients:
         """Stages 5 and 6: the M clipped losses of some rows, their Jacobian, the critic's gradient.
 
-        Losses are means over a minibatch's tokens, of which the part has its share.
+        Losses are means over a minibatch's tokens, of which the part has its share. A Jacobian
+        takes M backward passes, the gradient of a weighted sum one.
         """
         config, policy, rollouts = self.config, self._policy, part.rollouts
         mask, value_mask = rollouts.mask, rollouts.value_mask
@@ -208,7 +211,7 @@ class PPO:
                 critic_losses.sum(), list(self.critic.parameters())
             )
         with policy.timed("backward"):
-            jacobian = policy.jacobian(losses)
+            jacobian = policy.jacobian(losses if weights is None else (weights @ losses)[None])
         return MinibatchGradients(
             jacobian,
             losses.detach(),

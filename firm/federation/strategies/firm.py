@@ -50,7 +50,8 @@ class FirmConfig(StrategyConfig):
     """Linear inequalities between weights, by the objectives' names, such as 'harmless >= 0.3' or
     'helpful <= 2 * harmless'; for solver cvxpy."""
     solve_per: Annotated[Literal["minibatch", "batch"], NOT_IN_PAPER, NOT_IN_PAPER] = "minibatch"
-    """Whether each minibatch has its own weights, or a batch's hold in all of its."""
+    """Whether each minibatch has its own weights, or a batch's hold in all of its: known before,
+    they leave one backward pass per minibatch in place of one per objective."""
 
     preference_key: ClassVar[str | None] = "preference"
     sends_adapters_only: ClassVar[bool] = True
