@@ -36,10 +36,11 @@ from transformers import (
 )
 
 from firm.alignment import (
-    MultiObjectivePPOTrainer,
+    MultiObjectiveTrainer,
     PolicyConfig,
     PPOConfig,
     RolloutConfig,
+    build_trainer,
     load_policy,
     load_tokenizer,
 )
@@ -175,7 +176,7 @@ def configuration(shape: Shape, folder: Path, device: torch.device) -> Alignment
 def report(cfg: AlignmentConfig, device: torch.device) -> None:
     """Runs the local steps and prints what the last one took."""
     gc.collect()  # the trainer of the other variant is in reference cycles
-    trainer = MultiObjectivePPOTrainer(
+    trainer = build_trainer(
         cfg.estimator,
         rollout_config=cfg.rollout,
         policy=load_policy(cfg.policy, stream=RandomStream(0, "adapter")),
@@ -201,9 +202,9 @@ def report(cfg: AlignmentConfig, device: torch.device) -> None:
     print(f"planned: {total}\n")
 
 
-def local_step(trainer: MultiObjectivePPOTrainer, stages: Stages) -> None:
+def local_step(trainer: MultiObjectiveTrainer, stages: Stages) -> None:
     """Takes a local step on random prompts of full length, as a client does."""
-    tokenizer, rollout, estimator = trainer.processing_class, trainer.rollout_config, trainer.config
+    tokenizer, rollout, estimator = trainer.tokenizer, trainer.rollout_config, trainer.config
     size = (estimator.batch_size, rollout.max_prompt_tokens)
     query_ids = torch.randint(len(SPECIAL), len(tokenizer), size)
     prompts = tokenizer.batch_decode(query_ids)

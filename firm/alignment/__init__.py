@@ -1,8 +1,8 @@
 """The language wing: one policy gradient per reward model, stages 1 to 5 and 9 of a round.
 
 `prompts`, `rollout`, `rewards` and an estimator of `estimators` are the stages, pure where they can
-be; `trainer` alone knows TRL; `client` is what the federation drives; `evaluation` says what a
-policy is worth on held-out prompts.
+be; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is what the federation drives;
+`evaluation` says what a policy is worth on held-out prompts.
 """
 
 from firm.alignment.adapters import fill_adapter_, load_adapters, select_adapter
@@ -33,7 +33,7 @@ from firm.alignment.policy import (
 from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
-from firm.alignment.trainer import MultiObjectivePPOTrainer
+from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer
 
 __all__ = [
     "AlignmentClient",
@@ -44,7 +44,7 @@ __all__ = [
     "Judges",
     "KLConfig",
     "LoraSettings",
-    "MultiObjectivePPOTrainer",
+    "MultiObjectiveTrainer",
     "PPOConfig",
     "PolicyConfig",
     "Prompt",
@@ -53,6 +53,7 @@ __all__ = [
     "Replies",
     "RewardFn",
     "RolloutConfig",
+    "build_trainer",
     "calibrate",
     "check_context",
     "check_same",

@@ -18,7 +18,7 @@ from firm.alignment.prompt_stream import PromptStream
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.sequences import Rollouts
-from firm.alignment.trainer import MultiObjectivePPOTrainer
+from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation import Adapter, Client, Gradients, RandomStream
 from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
@@ -102,7 +102,7 @@ class AlignmentClient(Client):
         self,
         name: str,
         prompts: Sequence[Prompt],
-        trainer: MultiObjectivePPOTrainer,
+        trainer: MultiObjectiveTrainer,
         *,
         seed: int,
         judges: Judges | None = None,

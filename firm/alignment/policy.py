@@ -301,11 +301,13 @@ def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def set_adapter_dropout(policy: Any, probability: float) -> None:
-    """Sets the dropout of every adapter layer, which TRL's trainer has switched off."""
-    for name, module in policy.named_modules():
-        if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
-            module.p = probability
+def restrict_dropout(model: torch.nn.Module) -> None:
+    """Switches all dropout off but that of the adapter, which is set as it was configured."""
+    settings = getattr(model, "peft_config", {})
+    probability = settings["default"].lora_dropout if settings else 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = probability if "lora_dropout" in name else 0.0
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:

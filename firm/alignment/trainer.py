@@ -1,55 +1,47 @@
-"""TRL's `PPOTrainer` with M objectives, taken apart into the stages that a client drives.
+"""The stages of a local step on one policy, which a client drives.
 
-The only module that knows TRL. It inherits the model and accelerator set-up, the adapter-off
-reference, saving, the model card and the callbacks of `trl.experimental.ppo.PPOTrainer`, and
-replaces its one long `train()` by stages. With one objective, a value network and a fixed KL
-coefficient, `train()` equals TRL's bit for bit on the CPU.
-
-Departures from TRL, each with its reason:
-
-- rewards are given to *texts*, so that every reward model has its own tokenizer;
-- adapter dropout is active in updates when asked for (TRL sets it to 0);
-- a minibatch is one optimizer step, whatever the accumulation (TRL's accumulation merges them);
-- actor and critic have optimizers and learning rates of their own, and a client may own them;
-- the model is not wrapped for data parallelism: gradients of different clients must not be mixed.
+Rewards are given to *texts*, so that every reward model has its own tokenizer. Dropout of the base
+model is off, as in TRL; that of the adapter is active in updates. Actor and critic have optimizers
+and learning rates of their own, and a client may own them. The model is not wrapped for data
+parallelism: gradients of different clients must not be mixed.
 """
 
 import copy
-import itertools
-import math
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from accelerate import Accelerator
 from peft import PeftModel
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
-from trl.experimental.ppo import PPOConfig as TrlPPOConfig
-from trl.experimental.ppo import PPOTrainer
 
-from firm.alignment.estimators import EstimatorConfig, Experience, MinibatchGradients, Policy
+from firm.alignment.estimators import (
+    EstimatorConfig,
+    Experience,
+    MinibatchGradients,
+    Policy,
+    PPOConfig,
+)
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
-from firm.alignment.policy import adapter_parameters, set_adapter_dropout, without_needless_warnings
+from firm.alignment.policy import adapter_parameters, restrict_dropout
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, Judges, RewardFn
 from firm.alignment.rollout import encode_dialogues, rollout
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import Queries, Rollouts
 from firm.federation import Gradients, Team
-from firm.gradients import combine, gram_matrix
-from firm.solvers import firm_weights
+from firm.gradients import combine
 
 
-class MultiObjectivePPOTrainer(PPOTrainer):
+class MultiObjectiveTrainer:
     """Samples, scores, takes the M gradients of an estimator apart and steps along their mixture.
 
     Args:
@@ -60,24 +52,15 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         tokenizer: The policy's, as `load_tokenizer` returns it.
         reward_fns: Name and reward function of every objective, in the order of the rows.
         calibrations: How raw scores become rewards; by default they are taken as they are.
-        num_rounds: Rounds of the run, at whose end the learning rates' schedule ends; `train()`
-            takes as many local steps.
-        train_dataset: Tokenised prompts ("input_ids"), needed by `train()` alone.
-        solver: Gram matrix [M, M] to weights [M], used by `train()` alone.
+        num_rounds: Rounds of the run, at whose end the learning rates' schedule ends.
         value_model: What the estimator trains beside the adapter; by default a fresh one.
-        callbacks: Hugging Face trainer callbacks, called by `train()` alone.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
-        **trl_arguments: Further fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
+        use_cpu: Whether the policy stays on the CPU where there is an accelerator.
     """
 
-    # TRL types these for every modality and trainer; here they are one thing each
-    args: Any
-    state: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    processing_class: PreTrainedTokenizerBase  # type: ignore[assignment]
+    learner: Learner
+    """Who is in charge."""
 
     def __init__(
         self,
@@ -90,12 +73,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         reward_fns: Mapping[str, RewardFn],
         calibrations: Mapping[str, Calibration] | None = None,
         num_rounds: int,
-        train_dataset: Dataset | None = None,
-        solver: Callable[[torch.Tensor], torch.Tensor] = firm_weights,
         value_model: torch.nn.Module | None = None,
-        callbacks: list[Any] | None = None,
         team: Team = ALONE,
-        **trl_arguments: Any,
+        use_cpu: bool = False,
     ) -> None:
         if config.minibatch_size < team.size:
             raise ValueError(
@@ -110,8 +90,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.objectives = tuple(reward_fns)
         self.reward_fns = dict(reward_fns)
         self.calibrations = calibrations
-        self.solver = solver
         self.seconds: dict[str, float] = defaultdict(float)
+        self.policy_model: Any = policy
+        self.tokenizer = tokenizer
         self.adapter_parameters = adapter_parameters(policy)
         self._policy = Policy(
             policy,
@@ -122,40 +103,27 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             timed=self._timed,
         )
         self._critic = value_model or config.new_critic(policy, len(reward_fns))
-        with tempfile.TemporaryDirectory() as folder, without_needless_warnings():
-            # TRL makes its output folder at once: one that is gone afterwards, if none is given
-            arguments = {"output_dir": folder, **trl_arguments}
-            super().__init__(
-                args=_trl_config(config, rollout_config, num_rounds, **arguments),
-                processing_class=tokenizer,
-                model=policy,  # type: ignore[arg-type]  # a PeftModel is what TRL makes of it
-                ref_model=None,
-                reward_model=torch.nn.Identity(),  # type: ignore[arg-type]  # rewards see texts
-                train_dataset=train_dataset or Dataset.from_dict({"input_ids": [[0]]}),
-                value_model=self._critic or _NoCritic(),  # type: ignore[arg-type]
-                callbacks=callbacks,
-            )
-        lora: Any = policy.peft_config["default"]
-        set_adapter_dropout(policy, lora.lora_dropout)
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Makes the first learner, whose optimizer and schedule the callbacks see; TRL's hook."""
+        for model in filter(None, (policy, self._critic)):
+            restrict_dropout(model)
+        self.device = Accelerator(cpu=use_cpu).device
+        policy.to(self.device)
         self.learner = self.new_learner()
-        self.optimizer = self.learner.actor_optimizer
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self._rate_factor(step))
 
     def new_learner(self, judges: Judges | None = None) -> Learner:
         """Returns a learner that has learnt nothing yet; perhaps with judges of its own."""
-        config = self.config
-        optimizer_class, arguments = self.get_optimizer_cls_and_kwargs(self.args)
-        arguments["weight_decay"] = self.args.weight_decay
-        adam = partial(optimizer_class, **arguments)
-        critic = self._critic and copy.deepcopy(self._critic).to(self.accelerator.device)
+        config, adam = self.config, self.adam()
+        critic = self._critic and copy.deepcopy(self._critic).to(self.device)
         actor_class = torch.optim.SGD if config.actor_optimizer == "sgd" else adam
         return Learner(
             config.estimator(self._policy, critic=critic, optimizer=adam),
             actor_class(self._policy.parameters, lr=config.actor_learning_rate),
             judges,
+        )
+
+    def adam(self) -> Callable[..., torch.optim.Optimizer]:
+        """Returns what makes an optimizer of parameters and `lr`: TRL's default."""
+        return partial(
+            torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True
         )
 
     @property
@@ -167,14 +135,14 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         """Stage 1: returns dialogues as the policy reads them, left-padded."""
         return encode_dialogues(
             prompts,
-            self.processing_class,
+            self.tokenizer,
             prompt_format=self.prompt_format,
             max_prompt_tokens=self.rollout_config.max_prompt_tokens,
         )
 
     def sample(self, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
         """Stage 2: returns the policy's replies to prompts; those to one stand together."""
-        queries = queries.to(self.accelerator.device)
+        queries = queries.to(self.device)
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
         self.policy_model.eval()
@@ -182,9 +150,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             return rollout(
                 self.policy_model,
                 queries,
-                tokenizer=self.processing_class,
+                tokenizer=self.tokenizer,
                 config=self.rollout_config,
-                reference=self.null_ref_context,
+                reference=self.policy_model.disable_adapter,
                 team=self.team,
                 measures_mismatch=measures_mismatch,
             )
@@ -195,10 +163,10 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         return sample_replies(
             self.policy_model,
             prompts,
-            tokenizer=self.processing_class,
+            tokenizer=self.tokenizer,
             prompt_format=self.prompt_format,
             config=self.rollout_config,
-            reference=self.null_ref_context,
+            reference=self.policy_model.disable_adapter,
         )
 
     @torch.no_grad()
@@ -291,73 +259,6 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         """Ends a local step."""
         self.learner.estimator.end_batch(experience)
 
-    def train(self) -> None:  # type: ignore[override]  # TRL's returns nothing either
-        """Trains centrally on `train_dataset`: the stages above, without a federation."""
-        args, state = self.args, self.state
-        if self.train_dataset_len < self.config.num_prompts:
-            raise ValueError(
-                f"train() needs at least one batch of prompts ({self.config.num_prompts}), got "
-                f"{self.train_dataset_len}: pass a larger train_dataset."
-            )
-        state.max_steps, state.num_train_epochs = args.num_total_batches, args.num_train_epochs
-        self.control = self.callback_handler.on_train_begin(args, state, self.control)
-        batches = itertools.chain.from_iterable(itertools.repeat(self.dataloader))
-        for query_ids in (batch["input_ids"] for batch in batches):
-            prompts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
-            experience = self.experience(self.sample(Queries(prompts, query_ids)))
-            self.set_learning_rates(state.global_step)
-            minibatches = []
-            for index in self.minibatch_indices():
-                gradients = self.gradients(experience.rows(index))
-                with self._timed("gram"):
-                    gram = gram_matrix(gradients.jacobian)
-                with self._timed("solve"):
-                    weights = self.solver(gram)
-                self.step(gradients, weights)
-                minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
-            state.episode += args.batch_size
-            state.global_step += 1
-            state.epoch = state.episode / self.train_dataset_len
-            self.log(self._trl_metrics(experience, minibatches))
-            self.finish_batch(experience)
-            self.lr_scheduler.step()
-            self.control = self.callback_handler.on_step_end(args, state, self.control)
-            if self.control.should_save:
-                self._save_checkpoint(self.model, trial=None)
-                self.control = self.callback_handler.on_save(args, state, self.control)
-            if state.global_step >= args.num_total_batches or self.control.should_training_stop:
-                break
-        self.control = self.callback_handler.on_train_end(args, state, self.control)
-
-    def _trl_metrics(
-        self, experience: Experience, minibatches: list[dict[str, torch.Tensor]]
-    ) -> dict[str, float]:
-        """Returns figures of one batch under TRL's names, with one reward per objective."""
-        mean = {
-            trl_name: float(torch.stack([minibatch[name] for minibatch in minibatches]).mean())
-            for name, trl_name in _TRL_NAMES.items()
-            if name in minibatches[0]
-        }
-        rollouts, eos = experience.rollouts, self.processing_class.eos_token_id
-        is_eos = torch.eq(rollouts.responses, eos)  # type: ignore[arg-type]
-        figures = self.learner.estimator.metrics(experience)
-        penalty = -figures["kl_coefficient"] * figures["kl"]
-        return {
-            "objective/kl": figures["kl"],
-            "objective/entropy": -(rollouts.logprobs * rollouts.mask).sum(1).mean().item(),
-            "objective/non_score_reward": penalty,
-            "objective/rlhf_reward": penalty + experience.rewards.mean().item(),
-            "objective/scores": experience.rewards.mean().item(),
-            **{
-                f"objective/scores/{name}": row.mean().item()
-                for name, row in zip(self.objectives, experience.rewards, strict=True)
-            },
-            **mean,
-            "val/num_eos_tokens": int(is_eos.sum()),
-            "lr": float(self.learner.actor_optimizer.param_groups[0]["lr"]),
-            "episode": self.state.episode,
-        }
-
     def _scores(self, rollouts: Rollouts) -> torch.Tensor:
         """Returns the scores [M, B]; each process of the team asks for its share."""
         own = rollouts.rows(self.team.share(rollouts.num_rows))
@@ -374,48 +275,18 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         self.seconds[stage] += time.perf_counter() - start
 
 
-_TRL_NAMES = {
-    "clip_fraction": "policy/clipfrac_avg",
-    "entropy": "policy/entropy_avg",
-    "policy_loss": "loss/policy_avg",
-    "value_loss": "loss/value_avg",
-}
+def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
+    """Returns the trainer of an estimator: for PPO it wraps TRL's, where TRL has one.
 
+    TRL removed its `PPOTrainer` in 1.13. With it and without, clients train the same adapters bit
+    for bit.
 
-class _NoCritic(torch.nn.Module):
-    """A value model for TRL, for estimators that have none."""
+    Args:
+        config: The estimator.
+        **arguments: Those of `MultiObjectiveTrainer`.
+    """
+    if isinstance(config, PPOConfig) and find_spec("trl.experimental.ppo"):
+        from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
-    base_model_prefix = "score"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = torch.nn.Identity()
-
-
-def _trl_config(
-    config: EstimatorConfig, rollout_config: RolloutConfig, num_rounds: int, **arguments: Any
-) -> TrlPPOConfig:
-    """Returns our frozen configs as TRL's mutable one, which its set-up and model card read."""
-    return TrlPPOConfig(
-        **{
-            "total_episodes": num_rounds * config.num_prompts,
-            "per_device_train_batch_size": config.num_prompts,
-            "gradient_accumulation_steps": 1,
-            "num_mini_batches": math.gcd(
-                config.num_prompts, config.batch_size // config.minibatch_size
-            ),
-            "num_ppo_epochs": config.num_epochs,
-            "learning_rate": config.actor_learning_rate,
-            "lr_scheduler_type": config.learning_rate_schedule,
-            "response_length": rollout_config.max_new_tokens,
-            "temperature": rollout_config.temperature,
-            "local_rollout_forward_batch_size": rollout_config.forward_batch_size,
-            "stop_token": "eos",
-            "activation_checkpointing": False,
-            "bf16": False,
-            "report_to": "none",
-            "num_sample_generations": 0,
-            "disable_tqdm": True,
-            **arguments,
-        }
-    )
+        return MultiObjectivePPOTrainer(config, **arguments)
+    return MultiObjectiveTrainer(config, **arguments)

@@ -12,10 +12,11 @@ from firm.alignment import (
     AlignmentClient,
     Calibration,
     Judges,
-    MultiObjectivePPOTrainer,
+    MultiObjectiveTrainer,
     Prompt,
     PromptsConfig,
     RewardFn,
+    build_trainer,
     calibrate,
     check_context,
     check_same,
@@ -58,7 +59,7 @@ from reward_models import load_reward_model
 class LoadedRun:
     """What a run is made of, at the server and wherever clients are."""
 
-    trainer: MultiObjectivePPOTrainer
+    trainer: MultiObjectiveTrainer
     """The policy with one adapter, and how it is trained."""
     reward_fns: dict[str, RewardFn]
     """Reward models: by objective, and those of groups by group/objective."""
@@ -99,7 +100,7 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
     reward_fns = {key: load_reward_model(c, key) for key, c in reward_configs(cfg).items()}
     policy = load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter"))
     check_vocabulary(policy, tokenizer, cfg.policy.path)
-    trainer = MultiObjectivePPOTrainer(
+    trainer = build_trainer(
         cfg.estimator,
         rollout_config=cfg.rollout,
         prompt_format=cfg.policy.prompt,
@@ -109,7 +110,6 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
         num_rounds=max(1, cfg.rounds),
         team=processes.team(),
         use_cpu=cfg.policy.device == "cpu",
-        seed=cfg.seed,
     )
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh
@@ -254,7 +254,7 @@ def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
     return {name: Calibration.from_dict(values) for name, values in figures.items()}
 
 
-def _start(trainer: MultiObjectivePPOTrainer, cfg: AlignmentConfig) -> Adapter:
+def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
     """Returns the mean of the adapters that the run starts from."""
     policy: Any = trainer.policy_model
     adapters = []

@@ -184,7 +184,7 @@ def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun) -> dict[str, Any]:
         if "lora_" not in name:
             base.update(name.encode())
             base.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    tokenizer: PreTrainedTokenizerBase = loaded.trainer.processing_class
+    tokenizer: PreTrainedTokenizerBase = loaded.trainer.tokenizer
     return {
         "version": version("firm-align"),
         "base model": base.hexdigest()[:16],

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from firm.alignment import KLConfig, MultiObjectivePPOTrainer, RolloutConfig
+from firm.alignment import KLConfig, MultiObjectiveTrainer, RolloutConfig, build_trainer
 from firm.alignment.estimators import ESTIMATORS
 from firm.alignment.policy import without_needless_warnings
 
@@ -143,8 +143,8 @@ def letter_count() -> Callable[[str], Callable]:
 
 
 @pytest.fixture
-def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiObjectivePPOTrainer]:
-    """A trainer of the tiny policy: 3 local steps of 3 epochs and 2 minibatches."""
+def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]:
+    """A trainer of the tiny policy: 3 rounds, local steps of 3 epochs and 2 minibatches."""
 
     def make(
         *,
@@ -154,8 +154,9 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
         dropout=0.0,
         policy=None,
         num_rounds=3,
+        build=build_trainer,
         **changes,
-    ) -> MultiObjectivePPOTrainer:
+    ) -> MultiObjectiveTrainer:
         config = {
             "batch_size": 16,
             "minibatch_size": 8,
@@ -167,18 +168,15 @@ def make_trainer(tokenizer, make_policy, prompt_dataset) -> Callable[..., MultiO
             **({"critic_learning_rate": 3e-3, "clip_range": 0.1} if estimator == "ppo" else {}),
             **changes,
         }
-        return MultiObjectivePPOTrainer(
+        return build(
             ESTIMATORS[estimator](**config),
             rollout_config=RolloutConfig(max_new_tokens=10, temperature=0.8, stop_strings=[]),
             policy=policy or make_policy(dropout=dropout),
             tokenizer=tokenizer,
             reward_fns=rewards,
             num_rounds=num_rounds,
-            train_dataset=prompt_dataset,
             value_model=value_model,
-            seed=3,
             use_cpu=True,
-            save_strategy="no",
         )
 
     return make

@@ -201,7 +201,7 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     )
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
-    prompts = trainer.processing_class.batch_decode(query_ids)
+    prompts = trainer.tokenizer.batch_decode(query_ids)
     experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
     minibatch = experience.rows(np.arange(8))
     with LiveBytes(trainer.policy_model) as live:

@@ -18,7 +18,7 @@ from firm.alignment.policy import (
     load_base_model,
     load_policy,
     load_tokenizer,
-    set_adapter_dropout,
+    restrict_dropout,
     take_device,
     without_needless_warnings,
 )
@@ -271,22 +271,29 @@ def test_an_adapter_of_another_rank_is_refused(make_policy):
         load_adapter_(parameters, adapter)
 
 
-def test_adapter_dropout_can_be_set_and_other_dropout_is_left_alone(make_model):
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_dropout_is_restricted_to_the_adapter_s_as_configured(make_model, probability):
     model = make_model("gpt2", resid_pdrop=0.3)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=2,
-        lora_dropout=0.05,
+        lora_dropout=probability,
         target_modules=["c_attn"],
         fan_in_fan_out=True,  # GPT-2's layers are stored transposed
     )
     with without_needless_warnings():
         policy = get_peft_model(model, config)
-    set_adapter_dropout(policy, 0.5)
+    for module in policy.modules():  # as TRL does
+        if isinstance(module, torch.nn.Dropout) and module.p == probability:
+            module.p = 0.0
+    restrict_dropout(policy)
     dropouts = {n: m.p for n, m in policy.named_modules() if isinstance(m, torch.nn.Dropout)}
     of_adapter = [p for name, p in dropouts.items() if "lora_dropout" in name]
-    assert of_adapter == [0.5, 0.5]
-    assert [p for name, p in dropouts.items() if "resid" in name] == [0.3] * 2
+    assert of_adapter == ([probability] * 2 if probability else [])
+    assert {p for name, p in dropouts.items() if "lora_dropout" not in name} == {0.0}
+    plain = make_model("gpt2", resid_pdrop=0.3)
+    restrict_dropout(plain)  # such as a critic
+    assert {m.p for m in plain.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
 
 
 def test_a_policy_is_loaded_with_the_configured_dropout(checkpoint):
@@ -296,7 +303,7 @@ def test_a_policy_is_loaded_with_the_configured_dropout(checkpoint):
 
 
 def test_adapter_dropout_is_active_in_training_mode_alone(make_policy):
-    policy = make_policy(dropout=0.05)
+    policy = make_policy(dropout=0.5)
 
     @torch.no_grad()
     def logits():
@@ -305,9 +312,6 @@ def test_adapter_dropout_is_active_in_training_mode_alone(make_policy):
     plain = logits()
     assert torch.equal(logits(), plain)
     policy.train()
-    set_adapter_dropout(policy, 0.0)
-    assert torch.equal(logits(), plain)
-    set_adapter_dropout(policy, 0.5)
     assert not torch.allclose(logits(), plain)
 
 

@@ -1,108 +1,50 @@
-"""The trainer against stock TRL, and its gradients against single objectives."""
+"""The trainer's stages: its gradients against single objectives, its options and its state."""
 
-import copy
 import dataclasses
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification
-from trl.experimental.ppo import PPOConfig as StockConfig
-from trl.experimental.ppo import PPOTrainer as StockTrainer
 
-from firm.alignment import KLConfig, PolicyConfig, PPOConfig, load_policy
+from firm.alignment import (
+    AlignmentClient,
+    KLConfig,
+    PolicyConfig,
+    PPOConfig,
+    Prompt,
+    copy_adapter,
+    load_policy,
+)
 from firm.alignment.advantages import masked_mean
 from firm.alignment.sequences import Queries
-from firm.federation import RandomStream
-
-# what stock TRL, not our subclass, warns of
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
-
-class LetterCount(torch.nn.Module):
-    """A reward model for stock TRL: how often one letter stands among prompt and reply ids."""
-
-    base_model_prefix = "trunk"
-
-    def __init__(self, token_id: int):
-        super().__init__()
-        self.token_id = token_id
-        self.score = torch.nn.Identity()
-
-    def trunk(self, input_ids, attention_mask, **_):
-        count = ((input_ids == self.token_id) & attention_mask).cumsum(1).unsqueeze(-1) / 8
-        return SimpleNamespace(hidden_states=[count])
+from firm.federation import RandomStream, local_training
+from firm.federation.training import LocalTraining
 
 
 @pytest.fixture
-def make_value_model(make_model):
-    """A value network of the policy's architecture, the same every time."""
+def train(make_trainer):
+    """Trains for 3 local steps; gives the states of policy and critic."""
 
-    def make():
-        config = make_model(num_labels=1).config
-        torch.manual_seed(2)
-        return LlamaForSequenceClassification(config)
-
-    return make
-
-
-@pytest.fixture
-def train_stock(tokenizer, make_policy, make_value_model, prompt_dataset, tmp_path):
-    """Trains by stock TRL, 18 optimizer steps; gives the states of policy and value network."""
-
-    def train():
-        trainer = StockTrainer(
-            args=StockConfig(
-                output_dir=str(tmp_path),
-                per_device_train_batch_size=16,
-                gradient_accumulation_steps=1,
-                num_mini_batches=2,
-                num_ppo_epochs=3,
-                total_episodes=16 * 3,
-                response_length=10,
-                temperature=0.8,
-                stop_token="eos",
-                learning_rate=3e-3,
-                kl_coef=0.1,
-                vf_coef=1.0,  # the factor of a loss does nothing under Adam, but rounds
-                cliprange=0.1,
-                missing_eos_penalty=0.5,
-                bf16=False,
-                use_cpu=True,
-                activation_checkpointing=False,
-                report_to="none",
-                num_sample_generations=0,
-                seed=3,
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            processing_class=tokenizer,
-            model=make_policy(),
-            ref_model=None,
-            reward_model=LetterCount(tokenizer.convert_tokens_to_ids("a")),
-            train_dataset=prompt_dataset,
-            value_model=make_value_model(),
-        )
-        np.random.seed(4)
-        trainer.train()
-        return trainer.model.policy.state_dict(), trainer.model.value_model.state_dict()
-
-    return train
-
-
-@pytest.fixture
-def train_ours(make_trainer):
-    """Trains by `MultiObjectivePPOTrainer.train`; gives the states of policy and critic."""
-
-    def train(**arguments):
+    def train_as(**arguments):
         trainer = make_trainer(**arguments)
-        np.random.seed(4)
-        trainer.train()
+        torch.manual_seed(4)
+        prompts = [Prompt(f"\n\nHuman: {text}\n\nAssistant:", "") for text in "abcdefghij" * 5]
+        client = AlignmentClient("client_0", prompts, trainer, seed=4)
+        adapter, objectives = copy_adapter(trainer.adapter_parameters), trainer.objectives
+        for round in range(1, 4):
+            request = LocalTraining(
+                adapter=adapter,
+                round=round,
+                objectives=objectives,
+                num_local_steps=1,
+                weighting="firm",
+                weighting_options={"beta": 0.01},
+            )
+            adapter = local_training(client, request).adapter
         return trainer.policy_model.state_dict(), trainer.learner.estimator.critic.state_dict()
 
-    return train
+    return train_as
 
 
 def largest_difference(first, second) -> float:
@@ -110,31 +52,11 @@ def largest_difference(first, second) -> float:
     return max((first[k] - second[k]).abs().max().item() for k in first)
 
 
-def test_one_objective_with_a_value_network_equals_stock_trl_bit_for_bit(
-    train_stock, train_ours, make_policy, make_value_model, letter_count
-):
-    def ours_on(letter: str, **changes):
-        rewards = {letter: letter_count(letter)}
-        return train_ours(
-            rewards=rewards, critic="network", value_model=make_value_model(), **changes
-        )
-
-    stock, ours = train_stock(), ours_on("a")
-    for stock_state, our_state in zip(stock, ours, strict=True):
-        assert stock_state.keys() == our_state.keys()
-        for name in stock_state:
-            assert torch.equal(stock_state[name], our_state[name]), name
-    # the comparison has something to compare, and notices another reward or clip range
-    assert largest_difference(stock[0], make_policy().state_dict()) > 1e-3
-    assert largest_difference(stock[0], ours_on("b")[0]) > 1e-4
-    assert largest_difference(stock[0], ours_on("a", clip_range=0.01)[0]) > 1e-4
-
-
 @pytest.mark.parametrize("num_objectives", [2, 4])
-def test_duplicated_objectives_equal_one_objective(train_ours, letter_count, num_objectives):
-    one = train_ours(rewards={"a": letter_count("a")})
+def test_duplicated_objectives_equal_one_objective(train, letter_count, num_objectives):
+    one = train(rewards={"a": letter_count("a")})
     rewards = {f"a{j}": letter_count("a") for j in range(num_objectives)}
-    many = train_ours(rewards=rewards)
+    many = train(rewards=rewards)
     assert largest_difference(one[0], many[0]) < 1e-5  # sums of M equal products round differently
     for j in range(num_objectives):
         torch.testing.assert_close(many[1]["score.weight"][j], one[1]["score.weight"][0])
@@ -155,7 +77,7 @@ def test_row_j_of_the_jacobian_is_the_gradient_of_objective_j_alone(make_trainer
 def some_experience(trainer):
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (16, 6))
-    prompts = trainer.processing_class.batch_decode(query_ids)
+    prompts = trainer.tokenizer.batch_decode(query_ids)
     return trainer.experience(trainer.sample(Queries(prompts, query_ids)))
 
 
@@ -196,7 +118,7 @@ def test_empty_replies_add_nothing_in_micro_batches_as_in_whole_ones(
         trainer = make_trainer(rewards=rewards, micro_batch_size=size, batch_size=32)
         torch.manual_seed(5)
         query_ids = torch.randint(4, 10, (32, 6))
-        prompts = trainer.processing_class.batch_decode(query_ids)
+        prompts = trainer.tokenizer.batch_decode(query_ids)
         rollouts = trainer.sample(Queries(prompts, query_ids))
         last_index = rollouts.last_index.clone()
         last_index[list(empty)] = -1  # a pad token first
@@ -233,14 +155,14 @@ EFFECTIVE = {
 """Another value of each option than that of the tests' trainer."""
 
 
-def test_every_option_has_an_effect(train_ours, letter_count):
+def test_every_option_has_an_effect(train, letter_count):
     fields = {field.name for field in dataclasses.fields(PPOConfig)}
     assert set(EFFECTIVE) == fields - {"name", "micro_batch_size"}  # which must have none
     rewards = {"a": letter_count("a"), "few": lambda **k: [v / 9 for v in letter_count("b")(**k)]}
     arguments = {"rewards": rewards, "num_rounds": 2}  # the second has another learning rate
-    usual, effects = train_ours(**arguments), {}
+    usual, effects = train(**arguments), {}
     for option, value in EFFECTIVE.items():
-        changed = train_ours(**arguments, **{option: value})
+        changed = train(**arguments, **{option: value})
         effects[option] = max(
             largest_difference(one, other) if one.keys() == other.keys() else 1.0
             for one, other in zip(usual, changed, strict=True)
@@ -324,15 +246,14 @@ def test_adapter_dropout_is_active_in_updates_and_off_in_rollouts(make_trainer, 
     assert torch.equal(without.rollouts.logprobs, with_dropout.rollouts.logprobs)
 
 
-def test_the_critic_does_not_move_the_adapter_and_steps_at_its_own_rate(make_trainer, letter_count):
-    trainer = make_trainer(
+def test_the_critic_does_not_move_the_adapter_and_steps_at_its_own_rate(
+    train, make_policy, letter_count
+):
+    policy, critic = train(
         rewards={"a": letter_count("a")}, critic_learning_rate=0.5, actor_learning_rate=1e-12
     )
-    before = copy.deepcopy(trainer.policy_model.state_dict())
-    np.random.seed(0)
-    trainer.train()
-    assert largest_difference(before, trainer.policy_model.state_dict()) < 1e-9
-    assert trainer.learner.estimator.critic.score.weight.abs().max() > 1e-2
+    assert largest_difference(make_policy().state_dict(), policy) < 1e-9
+    assert critic["score.weight"].abs().max() > 1e-2
 
 
 def test_sgd_takes_the_plain_gradient_step_of_algorithm_1(make_trainer, letter_count):
@@ -348,13 +269,6 @@ def test_sgd_takes_the_plain_gradient_step_of_algorithm_1(make_trainer, letter_c
     after = torch.cat([p.detach().flatten() for p in trainer.adapter_parameters.values()])
     expected = before - 0.25 * (0.3 * gradients.jacobian[0] + 0.7 * gradients.jacobian[1])
     torch.testing.assert_close(after, expected)
-
-
-def test_training_without_a_batch_of_prompts_says_so(make_trainer, letter_count):
-    trainer = make_trainer(rewards={"a": letter_count("a")})
-    trainer.train_dataset_len = 1
-    with pytest.raises(ValueError, match=r"at least one batch of prompts \(16\), got 1"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("is_of_an_earlier_version", [False, True])

@@ -288,9 +288,7 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
         result, texts = experience(rollouts), rollouts.queries.prompts
         seen_texts.extend(texts)
         seen_texts.extend(
-            loaded.trainer.processing_class.batch_decode(
-                rollouts.responses, skip_special_tokens=True
-            )
+            loaded.trainer.tokenizer.batch_decode(rollouts.responses, skip_special_tokens=True)
         )
         seen_scores.extend(result.scores.flatten().tolist())
         seen_scores.extend(result.rewards.flatten().tolist())

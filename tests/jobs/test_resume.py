@@ -26,13 +26,13 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # imports may print
 import firm.federation.rounds
 import firm.cli.align, firm.jobs.alignment_config, firm.jobs.alignment_loading, firm.run.directory
-from firm.alignment import MultiObjectivePPOTrainer
+from firm.alignment import MultiObjectiveTrainer
 from firm.run import run_cli
 
 STAGES = {
     "start": (firm.jobs.alignment_loading, "load_policy"),
-    "rollout": (MultiObjectivePPOTrainer, "sample"),
-    "update": (MultiObjectivePPOTrainer, "step"),
+    "rollout": (MultiObjectiveTrainer, "sample"),
+    "update": (MultiObjectiveTrainer, "step"),
     "aggregation": (firm.federation.rounds.Round, "finish"),
     "checkpoint": (firm.run.directory, "save_state"),
 }

@@ -189,7 +189,7 @@ def moved_experience(trainer):
     torch.manual_seed(5)
     count = trainer.config.num_prompts
     query_ids = torch.randint(4, 10, (count, 6))
-    prompts = trainer.processing_class.batch_decode(query_ids)
+    prompts = trainer.tokenizer.batch_decode(query_ids)
     experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
     with torch.no_grad():
         for parameter in trainer.adapter_parameters.values():
@@ -312,10 +312,10 @@ def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options)
         ),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
-        processing_class=trainer.processing_class,
+        processing_class=trainer.tokenizer,
     )
     peer.current_gradient_accumulation_steps = 1
-    mask, pad = rollouts.mask, trainer.processing_class.pad_token_id
+    mask, pad = rollouts.mask, trainer.tokenizer.pad_token_id
     query_ids = rollouts.queries.token_ids
     inputs = {
         "prompt_ids": query_ids,

@@ -1,0 +1,205 @@
+"""TRL's `PPOTrainer`, its one long `train()` replaced by the stages of `MultiObjectiveTrainer`.
+
+The only module that knows `trl.experimental.ppo`, which TRL removed in 1.13. From TRL come model
+and accelerator set-up, saving, the model card and the callbacks. With one objective, a value
+network and a fixed KL coefficient, `train()` equals TRL's bit for bit on the CPU.
+
+Departures from TRL, each with its reason:
+
+- rewards are given to *texts*, so that every reward model has its own tokenizer;
+- adapter dropout is active in updates when asked for (TRL sets it to 0);
+- a minibatch is one optimizer step, whatever the accumulation (TRL's accumulation merges them);
+- actor and critic have optimizers and learning rates of their own, and a client may own them;
+- the model is not wrapped for data parallelism: gradients of different clients must not be mixed.
+"""
+
+import itertools
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase
+from trl.experimental.ppo import PPOConfig as TrlPPOConfig
+from trl.experimental.ppo import PPOTrainer
+
+from firm.alignment.estimators import Experience, PPOConfig
+from firm.alignment.generation import RolloutConfig
+from firm.alignment.policy import restrict_dropout, without_needless_warnings
+from firm.alignment.sequences import Queries
+from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.gradients import gram_matrix
+from firm.solvers import firm_weights
+
+
+class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
+    """The stages of a local step inside TRL's trainer.
+
+    Args:
+        config: PPO's hyperparameters.
+        train_dataset: Tokenised prompts ("input_ids"), needed by `train()` alone.
+        solver: Gram matrix [M, M] to weights [M], used by `train()` alone.
+        callbacks: Hugging Face trainer callbacks, called by `train()` alone.
+        trl_arguments: Further fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
+        **arguments: Those of `MultiObjectiveTrainer`; `train()` takes `num_rounds` local steps.
+    """
+
+    # TRL types these for every modality and trainer; here they are one thing each
+    args: Any
+    state: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: PreTrainedTokenizerBase  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        train_dataset: Dataset | None = None,
+        solver: Callable[[torch.Tensor], torch.Tensor] = firm_weights,
+        callbacks: list[Any] | None = None,
+        trl_arguments: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.solver = solver
+        with tempfile.TemporaryDirectory() as folder, without_needless_warnings():
+            self.args = _trl_config(
+                config,
+                arguments["rollout_config"],
+                arguments["num_rounds"],
+                use_cpu=arguments.get("use_cpu", False),
+                # TRL makes its output folder at once: one that is gone afterwards, if none is given
+                **{"output_dir": folder, **(trl_arguments or {})},
+            )
+            MultiObjectiveTrainer.__init__(self, config, **arguments)
+            PPOTrainer.__init__(
+                self,
+                args=self.args,
+                processing_class=self.tokenizer,
+                model=self.policy_model,
+                ref_model=None,
+                reward_model=torch.nn.Identity(),  # type: ignore[arg-type]  # rewards see texts
+                train_dataset=train_dataset or Dataset.from_dict({"input_ids": [[0]]}),
+                value_model=self._critic,  # type: ignore[arg-type]
+                callbacks=callbacks,
+            )
+        restrict_dropout(self.policy_model)  # TRL switches off the adapter's, too
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Takes over the first learner's optimizer, which the callbacks see; TRL's hook."""
+        self.optimizer = self.learner.actor_optimizer
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self._rate_factor(step))
+
+    def adam(self) -> Callable[..., torch.optim.Optimizer]:
+        """Returns what makes an optimizer of parameters and `lr`, as TRL's arguments say."""
+        optimizer_class, arguments = self.get_optimizer_cls_and_kwargs(self.args)
+        return partial(optimizer_class, **{**arguments, "weight_decay": self.args.weight_decay})
+
+    def train(self) -> None:  # type: ignore[override]  # TRL's returns nothing either
+        """Trains centrally on `train_dataset`: the stages above, without a federation."""
+        args, state = self.args, self.state
+        if self.train_dataset_len < self.config.num_prompts:
+            raise ValueError(
+                f"train() needs at least one batch of prompts ({self.config.num_prompts}), got "
+                f"{self.train_dataset_len}: pass a larger train_dataset."
+            )
+        state.max_steps, state.num_train_epochs = args.num_total_batches, args.num_train_epochs
+        self.control = self.callback_handler.on_train_begin(args, state, self.control)
+        batches = itertools.chain.from_iterable(itertools.repeat(self.dataloader))
+        for query_ids in (batch["input_ids"] for batch in batches):
+            prompts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
+            experience = self.experience(self.sample(Queries(prompts, query_ids)))
+            self.set_learning_rates(state.global_step)
+            minibatches = []
+            for index in self.minibatch_indices():
+                gradients = self.gradients(experience.rows(index))
+                with self._timed("gram"):
+                    gram = gram_matrix(gradients.jacobian)
+                with self._timed("solve"):
+                    weights = self.solver(gram)
+                self.step(gradients, weights)
+                minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
+            state.episode += args.batch_size
+            state.global_step += 1
+            state.epoch = state.episode / self.train_dataset_len
+            self.log(self._trl_metrics(experience, minibatches))
+            self.finish_batch(experience)
+            self.lr_scheduler.step()
+            self.control = self.callback_handler.on_step_end(args, state, self.control)
+            if self.control.should_save:
+                self._save_checkpoint(self.model, trial=None)
+                self.control = self.callback_handler.on_save(args, state, self.control)
+            if state.global_step >= args.num_total_batches or self.control.should_training_stop:
+                break
+        self.control = self.callback_handler.on_train_end(args, state, self.control)
+
+    def _trl_metrics(
+        self, experience: Experience, minibatches: list[dict[str, torch.Tensor]]
+    ) -> dict[str, float]:
+        """Returns figures of one batch under TRL's names, with one reward per objective."""
+        mean = {
+            trl_name: float(torch.stack([minibatch[name] for minibatch in minibatches]).mean())
+            for name, trl_name in _TRL_NAMES.items()
+            if name in minibatches[0]
+        }
+        rollouts, eos = experience.rollouts, self.processing_class.eos_token_id
+        is_eos = torch.eq(rollouts.responses, eos)  # type: ignore[arg-type]
+        figures = self.learner.estimator.metrics(experience)
+        penalty = -figures["kl_coefficient"] * figures["kl"]
+        return {
+            "objective/kl": figures["kl"],
+            "objective/entropy": -(rollouts.logprobs * rollouts.mask).sum(1).mean().item(),
+            "objective/non_score_reward": penalty,
+            "objective/rlhf_reward": penalty + experience.rewards.mean().item(),
+            "objective/scores": experience.rewards.mean().item(),
+            **{
+                f"objective/scores/{name}": row.mean().item()
+                for name, row in zip(self.objectives, experience.rewards, strict=True)
+            },
+            **mean,
+            "val/num_eos_tokens": int(is_eos.sum()),
+            "lr": float(self.learner.actor_optimizer.param_groups[0]["lr"]),
+            "episode": self.state.episode,
+        }
+
+
+_TRL_NAMES = {
+    "clip_fraction": "policy/clipfrac_avg",
+    "entropy": "policy/entropy_avg",
+    "policy_loss": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+}
+
+
+def _trl_config(
+    config: PPOConfig, rollout_config: RolloutConfig, num_rounds: int, **arguments: Any
+) -> TrlPPOConfig:
+    """Returns our frozen configs as TRL's mutable one, which its set-up and model card read."""
+    return TrlPPOConfig(
+        **{
+            "total_episodes": num_rounds * config.num_prompts,
+            "per_device_train_batch_size": config.num_prompts,
+            "gradient_accumulation_steps": 1,
+            "num_mini_batches": math.gcd(
+                config.num_prompts, config.batch_size // config.minibatch_size
+            ),
+            "num_ppo_epochs": config.num_epochs,
+            "learning_rate": config.actor_learning_rate,
+            "lr_scheduler_type": config.learning_rate_schedule,
+            "response_length": rollout_config.max_new_tokens,
+            "temperature": rollout_config.temperature,
+            "local_rollout_forward_batch_size": rollout_config.forward_batch_size,
+            "stop_token": "eos",
+            "activation_checkpointing": False,
+            "bf16": False,
+            "report_to": "none",
+            "num_sample_generations": 0,
+            "disable_tqdm": True,
+            **arguments,
+        }
+    )
