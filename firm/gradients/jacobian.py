@@ -1,6 +1,7 @@
 """The gradients of all objectives, one row each."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,11 +27,12 @@ def jacobian(
         parameters: Tensors of any float dtype with d entries together, or a mapping of names, which
             messages then use, to tensors; their order is the order of the columns.
         retain_graph: Whether the graph is kept after the last loss.
-        out: The buffer to fill and return in place of a new one: contiguous float32 on the
-            parameters' device, shape [M, d].
+        out: The buffer to fill and return in place of a new one: contiguous, on the parameters'
+            device, shape [M, d].
 
     Returns:
-        float32, shape [M, d], on the parameters' device; zeros where a loss uses no parameter.
+        Shape [M, d], on the parameters' device, float32, or float64 where a parameter is; zeros
+        where a loss uses no parameter.
 
     Raises:
         ValueError: When there is no loss or no parameter, a parameter does not require grad, `out`
@@ -78,19 +80,23 @@ def check_parameters(parameters: Parameters) -> list[torch.Tensor]:
 def jacobian_buffer(
     num_objectives: int, parameters: Sequence[torch.Tensor], out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns `out`, checked, or a new buffer: contiguous float32 of shape [M, d], not filled."""
+    """Returns `out`, checked, or a new buffer: contiguous, of shape [M, d], not filled.
+
+    It is float32, or float64 where a parameter is.
+    """
     device = parameters[0].device
+    dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     shape = [num_objectives, sum(parameter.numel() for parameter in parameters)]
     if out is None:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     if (
         list(out.shape) != shape
-        or out.dtype != torch.float32
+        or out.dtype != dtype
         or out.device != device
         or not out.is_contiguous()
     ):
         raise ValueError(
-            f"out must be contiguous torch.float32 of shape {shape} on {device}, got "
+            f"out must be contiguous {dtype} of shape {shape} on {device}, got "
             f"{'' if out.is_contiguous() else 'strided '}{out.dtype} of shape {list(out.shape)} "
             f"on {out.device}."
         )

@@ -132,7 +132,7 @@ class PerSequenceGradients:
             out: As for `jacobian`, shape [M, d].
 
         Returns:
-            float32, shape [M, d], on the parameters' device; zeros where no loss uses a parameter.
+            As `jacobian` does.
 
         Raises:
             ValueError: When shapes do not fit, a loss, coefficient or gradient is not finite, the
@@ -260,8 +260,8 @@ def add_weight_gradients_(
     objective, or, for about one token per sequence or one objective, a product per objective.
 
     Args:
-        rows: The weight's columns of the Jacobian, float32, shape [M, out · in].
-        coefficients: float32, shape [M, B].
+        rows: The weight's columns of the Jacobian, shape [M, out · in].
+        coefficients: Of the same dtype, shape [M, B].
         inputs: The layer's input x, any float dtype, shape [B, T, in].
         deltas: The gradient δ of its output, shape [B, T, out].
     """

@@ -68,6 +68,17 @@ def test_a_mapping_of_names_gives_the_same_rows(network):
     assert torch.equal(rows, jacobian(_losses(network), network.parameters()))
 
 
+def test_double_precision_parameters_give_their_gradients_in_float64(network):
+    network[2].to(torch.float64)  # one of them is enough
+    hidden = network[1](network[0](torch.ones(6, 3))).double()
+    losses = (network[2](hidden) ** 2).mean(dim=0)
+    rows = jacobian(losses, network.parameters(), retain_graph=True)
+    assert rows.dtype == torch.float64
+    for loss, row in zip(losses, rows, strict=True):
+        gradients = torch.autograd.grad(loss, list(network.parameters()), retain_graph=True)
+        assert torch.equal(row, torch.cat([gradient.flatten().double() for gradient in gradients]))
+
+
 def test_half_precision_parameters_give_their_gradients_in_float32(network):
     network.to(torch.bfloat16)
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)

@@ -70,7 +70,7 @@ def _loop(losses, coefficients, parameters):
 
 def _assert_rows_equal(rows, expected, tolerance):
     assert rows.shape == expected.shape
-    assert rows.dtype == torch.float32
+    assert rows.dtype == expected.dtype
     norms = expected.norm(dim=1)
     assert (norms > 0).all()
     assert ((rows - expected).norm(dim=1) / norms).max().item() < tolerance
@@ -194,7 +194,8 @@ def test_an_input_of_another_type_or_without_or_with_more_dimensions_of_tokens_i
 ):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
     network.to(dtype)
-    _compare(network, lambda: network(x).exp().flatten(1).sum(dim=1))
+    tolerance = 1e-12 if dtype == torch.float64 else FLOAT32
+    _compare(network, lambda: network(x).exp().flatten(1).sum(dim=1), tolerance)
 
 
 def test_a_layer_called_twice_gets_both_calls_gradients():

@@ -143,7 +143,7 @@ class CriticFree:
                 )
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
-            terms = [(losses, coefficients * factors) for losses, coefficients in terms]
+            terms = [(losses, (each * factors).to(losses)) for losses, each in terms]
             values = torch.stack([coefficients @ losses for losses, coefficients in terms]).sum(0)
             with policy.timed("backward"):
                 if weights is not None:
@@ -240,7 +240,7 @@ def units(mask: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
 def reply_factors(
     own: torch.Tensor, whole: torch.Tensor, config: CriticFreeConfig, *, max_tokens: int
 ) -> torch.Tensor:
-    """Returns by what a reply's sum is multiplied in a loss of its minibatch, shape [b].
+    """Returns by what a reply's sum is multiplied in a loss of its minibatch, float64 [b].
 
     Args:
         own: The `units` of b replies.
@@ -248,7 +248,7 @@ def reply_factors(
         config: How losses are averaged.
         max_tokens: Greatest length of a reply.
     """
-    counts = own.sum(1)
+    counts = own.sum(1).double()
     if config.loss_mean == "replies":
         return 1 / (counts.clamp(min=1) * len(whole))
     total = whole.sum().clamp(min=1) if config.loss_mean == "tokens" else len(whole) * max_tokens

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from firm.alignment.estimators.critic_free import (
@@ -17,6 +18,7 @@ from firm.alignment.estimators.critic_free import (
     group_advantages,
     reply_losses,
 )
+from firm.alignment.policy import without_needless_warnings
 from firm.alignment.sequences import INVALID_LOGPROB, Queries, token_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
@@ -239,6 +241,30 @@ def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options,
         assert (row - looped).norm() <= 1e-5 * looped.norm()
     assert 0 <= gradients.aux.metrics["clip_fraction"] <= 1
     assert (gradients.aux.metrics["clip_fraction"] > 0) == (options["ratio"] != "none")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize(("dropout", "micro_batch_size"), [(0.3, None), (0.0, 4)])
+def test_in_float64_rows_equal_the_loop_s_to_ten_digits(
+    make, make_model, options, dropout, micro_batch_size
+):
+    lora = LoraConfig(
+        r=4, lora_dropout=dropout, target_modules=["c_attn"], fan_in_fan_out=True,
+        init_lora_weights=False,
+    )  # fmt: skip
+    with without_needless_warnings():
+        policy = get_peft_model(make_model("gpt2"), lora).double()  # Llama rounds to float32 within
+    trainer = make(
+        policy=policy, ratio_cap=1.1, clip_range=0.05, micro_batch_size=micro_batch_size, **options
+    )
+    minibatch = moved_experience(trainer).rows(np.random.default_rng(0).permutation(16)[:9])
+    torch.manual_seed(7)  # of dropout
+    gradients = trainer.gradients(minibatch)
+    assert gradients.jacobian.dtype == torch.float64
+    torch.manual_seed(7)
+    expected = looped_rows(trainer, minibatch)
+    for row, looped in zip(gradients.jacobian, expected, strict=True):
+        assert (row - looped).norm() <= 1e-10 * looped.norm()
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
