@@ -114,7 +114,8 @@ class _Mixture:
     points: list[Point]
     shares: list[float]
     spread: float
-    """Mean squared distance of the points' preferences from the target, to nine digits."""
+    """Mean squared distance of the points' preferences from the target, to twelve digits: a corner
+    with the smallest share counts, rounding does not."""
     value: float
     """Expected reward under the wanted preference."""
 
@@ -133,6 +134,6 @@ def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
             yield _Mixture(
                 [front.points[i] for i in chosen],
                 parts.tolist(),
-                round(float(parts @ distances[chosen] ** 2), 9),
+                round(float(parts @ distances[chosen] ** 2), 12),
                 float(parts @ values[chosen]),
             )

@@ -2,7 +2,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from firm.fronts import expected_rewards, nearest, neighbours
@@ -102,6 +102,7 @@ def test_inside_a_triangle_its_three_corners_do(triangle_front):
     )
 
 
+@example(first=0.859375, second=1e-09)
 @given(first=SHARES, second=SHARES)
 def test_shares_add_up_to_the_wanted_preference_within_one_seed(triangle_front, first, second):
     want = np.array([min(first, second), abs(first - second), 1 - max(first, second)])
