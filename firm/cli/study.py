@@ -21,6 +21,8 @@ def main(cfg: StudyConfig) -> Path | None:
         result.header,
         result.rows,
     )
+    for table in result.differences:
+        print_table(f"{table.title}: {table.text}", table.headings, table.rows)
     print(f"report   {result.report}")
     return result.path
 

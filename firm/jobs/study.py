@@ -11,10 +11,11 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.points import PointsConfig, point_config, run_points
 from firm.report import Record, read_record
 from firm.report.ledger import total_bytes
-from firm.report.page import PAGE_NAME
+from firm.report.page import PAGE_NAME, Table
 from firm.report.record import final_figure, final_reward, final_score
-from firm.report.settings_page import study_figures, write_study_page
+from firm.report.settings_page import difference_table, study_figures, write_study_page
 from firm.report.static import save_figure
+from firm.report.tables import scales, settings_of
 from firm.run import Sweep, check_slugs, compose, dated_folder, slug, to_yaml
 from firm.run.guard import drawing
 
@@ -71,6 +72,8 @@ class StudyResult:
     """Headings of the table."""
     rows: list[list[str]]
     """Final figures of every setting, mean ± standard deviation over the seeds."""
+    differences: list[Table]
+    """The same less the first setting's, for settings whose rewards mean the same."""
     report: Path
     """The page."""
 
@@ -103,7 +106,8 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     for name, figure in figures.items():
         with drawing(f"The figure {name}"):
             save_figure(figure, out / "figures" / name)
-    return StudyResult(out, header, rows, page)
+    groups = [group for group in scales(settings_of(by_setting)) if len(group) > 1]
+    return StudyResult(out, header, rows, [difference_table(group) for group in groups], page)
 
 
 def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:

@@ -49,6 +49,7 @@ from firm.report.tables import (
     settings_of,
     span_text,
 )
+from firm.report.trajectories import Figure, difference
 from firm.run.comparison import score_label
 from firm.run.guard import drawing
 from firm.run.quantities import QUANTITIES
@@ -93,6 +94,7 @@ def write_study_page(
     blocks = [
         *_by_scale(groups, {"trade-off": plane, "rewards": reward_section}),
         *_by_scale(groups, {"final": _final_table}),
+        *_by_scale([g for g in groups if len(g) > 1], {"differences": difference_table}),
         drawn_block("ledger", lambda: ledger_table(settings)),
         part("The samples", lambda: shared_samples(groups[0]), Samples("", [], [])),
         *_by_scale(groups, {"weights": weights_section}),
@@ -272,14 +274,7 @@ def _figures(
 
 
 def _final_table(settings: Sequence[Setting], name: str) -> Table:
-    objectives = settings[0].objectives
-    records = [record for setting in settings for record in setting.records]
-    extras = dict.fromkeys(x for r in records if final_row(r) for x in r.extra_scores())
-    figures = {
-        **{objective: final_reward(objective) for objective in objectives},
-        **{score_label(extra): final_score(extra) for extra in extras},
-        "KL": final_figure("kl"),
-    }
+    objectives, extras, figures = settings[0].objectives, _extras(settings), _figures_of(settings)
     fields = [*(("rewards", n) for n in objectives), *(("scores", n) for n in extras)]
     base = []
     for field in fields:
@@ -299,6 +294,49 @@ def _final_table(settings: Sequence[Setting], name: str) -> Table:
         rows,
         name=name,
     )
+
+
+def difference_table(settings: Sequence[Setting], name: str = "differences") -> Table:
+    """Returns how much higher the settings end than the first of them, paired by seed."""
+    first, *others = settings
+    figures = _figures_of(settings)
+    rows = [
+        [other.name, *(_difference(other, first, figure) for figure in figures.values())]
+        for other in others
+    ]
+    return Table(
+        f"Differences from {first.name}",
+        "Final models on the test prompts, mean over the seeds that both have, with the 90 % "
+        "interval of Student's t over the differences by seed: each end is a one-sided bound at "
+        "95 %.",
+        ["setting", *figures],
+        rows,
+        name=name,
+    )
+
+
+def _difference(setting: Setting, first: Setting, figure: Figure) -> str:
+    ends = [{r.seed: r for r in each.records if figure(r) is not None} for each in (setting, first)]
+    seeds = sorted(ends[0].keys() & ends[1].keys(), key=str)
+    if len(seeds) < 2:
+        return formats.MISSING
+    own, theirs = ([records[seed] for seed in seeds] for records in ends)
+    return difference(own, theirs, figure, level=0.9).text()
+
+
+def _extras(settings: Sequence[Setting]) -> list[str]:
+    """Returns the scores of final models beside their rewards."""
+    records = [record for setting in settings for record in setting.records]
+    return list(dict.fromkeys(x for r in records if final_row(r) for x in r.extra_scores()))
+
+
+def _figures_of(settings: Sequence[Setting]) -> dict[str, Figure]:
+    """Returns the functions that read a final model's figures, by their names."""
+    return {
+        **{objective: final_reward(objective) for objective in settings[0].objectives},
+        **{score_label(extra): final_score(extra) for extra in _extras(settings)},
+        "KL": final_figure("kl"),
+    }
 
 
 def spread(values: Sequence[float | None]) -> str:

@@ -5,13 +5,19 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from firm.report import read_record
 from firm.report.formats import measure, size
 from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.plane import KL
 from firm.report.record import final_row
-from firm.report.settings_page import setting_clouds, study_figures, write_study_page
+from firm.report.settings_page import (
+    difference_table,
+    setting_clouds,
+    study_figures,
+    write_study_page,
+)
 from firm.report.settings_sections import shared_samples, stage_seconds
 from firm.report.tables import Setting, scales, settings_of
 from firm.run.comparison import Measure
@@ -21,18 +27,15 @@ from tests.runs import edit_rows, figures_in
 
 @pytest.fixture
 def make_study(make_run):
-    """Runs by setting: `make_study("FIRM", "FSMGDA", seeds=(0, 1))`."""
+    """Runs by setting: `make_study("FIRM", "FSMGDA", seeds=(0, 1))`, each with other figures."""
 
-    def make(*names, seeds=(0, 1), **fields):
+    def make(*names, seeds=(0, 1), offset=10, **fields):
+        def record(name, seed, number):
+            path = make_run(f"{name}-{seed}", seed=number, num_rounds=3, num_done=3, **fields)
+            return read_record(path)
+
         return {
-            name: [
-                read_record(
-                    make_run(
-                        f"{name}-{seed}", seed=seed + 10 * place, num_rounds=3, num_done=3, **fields
-                    )
-                )
-                for seed in seeds
-            ]
+            name: [record(name, seed, seed + offset * place) for seed in seeds]
             for place, name in enumerate(names)
         }
 
@@ -145,7 +148,7 @@ def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tm
     runs = make_study("FIRM", "fixed")
     path = write_study_page(tmp_path / "report.html", runs)
     for name, records in runs.items():
-        final, ledger = cells(path, name)[:2]
+        final, *differences, ledger = cells(path, name)[: 2 if name == "FIRM" else 3]
         rows = [record.evaluations["test"][-1] for record in records]
         columns = [
             *([row["rewards"][key]["mean"] for row in rows] for key in records[0].objectives),
@@ -157,10 +160,47 @@ def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tm
             for values in columns
         ]
         assert final == [*told, "2"]
+        for row in differences:
+            assert len(row) == len(final) - 1
         up = fmean(total_bytes(record, "bytes_up") for record in records)
         others = [uploads_so_far(records[0], key)[-1][1] for key in ("FedCMOO-A", "FSMGDA")]
         assert ledger[:2] == [size(up / 3), size(up)]
         assert ledger[-2:] == [size(value) for value in others]
+
+
+def with_reward(value):
+    """A change of rows by which the final reward of helpfulness on the test prompts is a value."""
+
+    def change(row):
+        if row.get("split") == "test" and row["round"] > 0:
+            row["rewards"]["helpful"]["mean"] = value
+        return row
+
+    return change
+
+
+def test_differences_are_paired_by_seed_with_the_interval_of_student_s_t(make_study, tmp_path):
+    runs = make_study("first", "second", "third", seeds=(0, 1, 2), offset=0)
+    ends = {"first": [0.1, 0.5, 0.3], "second": [0.5, 0.7, 0.6]}  # 0.4, 0.2 and 0.3 more
+    for name, values in ends.items():
+        runs[name] = [
+            edited(record, with_reward(value))
+            for record, value in zip(runs[name], values, strict=True)
+        ]
+    runs["second"].reverse()
+    runs["third"] = runs["third"][1:2]  # one seed has no interval
+    table = difference_table(settings_of(runs))
+    assert table.title == "Differences from first"
+    assert [row[0] for row in table.rows] == ["second", "third"]
+    error = 0.1 / 3**0.5
+    reach = stats.t.ppf(0.95, 2) * error
+    column = list(table.headings).index("helpful")
+    assert table.rows[0][column] == f"+0.300 [+{0.3 - reach:.3f}, +{0.3 + reach:.3f}]"
+    assert set(table.rows[1][1:]) == {"–"}
+    text = write_study_page(tmp_path / "report.html", runs).read_text(encoding="utf-8")
+    assert "Differences from first" in text
+    only = {"first": runs["first"]}
+    assert "Differences from" not in write_study_page(tmp_path / "one.html", only).read_text()
 
 
 def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_study, tmp_path):
