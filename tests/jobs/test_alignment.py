@@ -164,6 +164,59 @@ def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(finished, 
     assert [len(read_rows(path, "client")) for path in (finished, out)] == [4, 4]
 
 
+CRITIC_FREE = {
+    "bfloat16, checkpointed, micro-batches, groups": (
+        "--policy.dtype", "bfloat16", "--policy.gradient_checkpointing", "true",
+        "--estimator.micro_batch_size", 3,
+        "--groups", "{own: {clients: [1], objectives: [brevity]}}",
+    ),
+    "privacy": (
+        "--strategy.privacy.clip_norm", 0.1, "--strategy.privacy.noise_multiplier", 0.5,
+        "--strategy.privacy.noise_seed", 1,
+    ),
+    "FSMGDA, PPO's ratio": ("--strategy.name", "fsmgda", "--estimator.ratio", "ppo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CRITIC_FREE.values(), ids=CRITIC_FREE.keys())
+def test_without_a_critic_a_run_resumes_to_the_same_adapter(tmp_path, monkeypatch, options):
+    common = (
+        "--estimator.name", "critic_free", "--strategy.num_local_steps", 1,
+        "--evaluation.num_test_prompts", 2, "--evaluation.num_validation_prompts", 0,
+    )  # fmt: skip
+    whole = run(*common, *options, "--out", tmp_path / "whole")
+    train = AlignmentClient.batches
+
+    def stopped(client, num_steps):
+        if client.name == "client_1" and client._round == 2:
+            raise KeyboardInterrupt
+        return train(client, num_steps)
+
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(AlignmentClient, "batches", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(*common, *options, "--out", out)
+    assert len(read_rows(out, "round")) == 1
+    run(*common, *options, "--out", out, "--resume", "true")
+    first, second = read_adapter(whole), read_adapter(out)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    start = load_state(out / "checkpoints/round_0000")
+    assert not any("critic" in key for key in _keys(start))
+    rows = read_rows(out, "client")
+    assert len(rows) == 4
+    if "--strategy.privacy.clip_norm" not in options:
+        for own in (own for row in rows for own in row.get("by_objective", {"": row}).values()):
+            assert "value_loss" not in own
+            assert 0 <= own["zero_variance_share"]["brevity"] <= 1
+
+
+def _keys(tree) -> list[str]:
+    if not isinstance(tree, dict):
+        return []
+    return [*tree, *(key for value in tree.values() for key in _keys(value))]
+
+
 def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, tmp_path):
     out = tmp_path / "poisoned"
     shutil.copytree(finished, out)

@@ -278,8 +278,10 @@ class _Wire:
         self.sites = {}
 
 
-def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch):
-    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, estimator):
+    settings = [*OVERRIDES.items(), ("estimator.name", estimator)]
+    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings)
     loaded = load(cfg, Processes())
     seen_texts, seen_scores, fails = [], [], []
     experience = loaded.trainer.experience
@@ -511,10 +513,12 @@ def _same(run: Path, expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.slow
-def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_path):
-    folder, parties = running()
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_path, estimator):
+    overrides = {"estimator.name": estimator}
+    folder, parties = running(overrides)
     _finished(folder, parties)
-    assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path))
+    assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path, **overrides))
     assert all(len(row["clients"]) == 3 for row in _rows(folder, "round"))
     followed = parties["submit"].printed.read_text().splitlines()
     assert [line for line in followed if line.startswith("round 2/4")]
