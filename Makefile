@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+LATEST ?= .venv-latest
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo network-demo test test-slow lint types contract check bench figures docs clean
+.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench figures docs clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +31,12 @@ test: install ## Run the test suite (without network, within minutes).
 
 test-slow: install ## Run the slow suite: kills, long runs.
 	$(OFFLINE) $(BIN)/python -m pytest -q -m slow
+
+test-latest: ## Run the test suite on the newest releases, installed beside: gigabytes with CUDA's torch.
+	$(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[dev]"
+	$(LATEST)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|trl|peft|accelerate|datasets|cvxpy|wandb|nvflare) "
+	$(OFFLINE) $(LATEST)/bin/python -m pytest -q -n 2 --dist loadfile
 
 lint: install ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -59,4 +66,4 @@ docs: $(VENV)/.docs ## Build the API documentation from the docstrings into buil
 	@echo build/docs/index.html
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LATEST) .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,3 +1,4 @@
+import importlib.metadata
 import logging
 import os
 import random
@@ -21,7 +22,7 @@ def test_a_new_run_states_what_was_asked_for_and_by_whom(tmp_path: Path) -> None
     run = Run.create(tmp_path / "runs" / "a", CONFIG)
     record = run.record()
     assert record["status"] == "running"
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == importlib.metadata.version("torch")
     assert {"started", "command", "commit"} <= set(record)
     assert (run.path / "config.yaml").read_text().startswith("seed: 1\nstrategy:\n")
     assert os.listdir(tmp_path / "runs") == ["a"]
