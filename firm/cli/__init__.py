@@ -2,5 +2,5 @@
 
 import os
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is pinned, and we know why
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is taken where there is one
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
