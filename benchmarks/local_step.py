@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -48,6 +47,7 @@ from firm.alignment import (
 )
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.policy import without_needless_warnings
+from firm.alignment.trainer import has_trl_ppo
 from firm.federation import RandomStream, local_training
 from firm.federation.training import LocalTraining
 from firm.miniature import checkpoint_path
@@ -88,7 +88,7 @@ def main() -> None:
         for name, variant in VARIANTS.items()
         for count in OBJECTIVES
     }
-    if find_spec("trl.experimental.ppo"):
+    if has_trl_ppo():
         steps = {"TRL, M = 1": trl_step([prompt.text for prompt in prompts]), **steps}
     taken: dict[str, list[Stages]] = {name: [] for name in steps}
     for repeat in range(REPEATS + 1):

@@ -275,6 +275,14 @@ class MultiObjectiveTrainer:
         self.seconds[stage] += time.perf_counter() - start
 
 
+def has_trl_ppo() -> bool:
+    """Returns whether the TRL that is installed still has a `PPOTrainer`."""
+    try:
+        return find_spec("trl.experimental.ppo") is not None
+    except ModuleNotFoundError:  # nor anything experimental
+        return False
+
+
 def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
     """Returns the trainer of an estimator: for PPO it wraps TRL's, where TRL has one.
 
@@ -285,7 +293,7 @@ def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTr
         config: The estimator.
         **arguments: Those of `MultiObjectiveTrainer`.
     """
-    if isinstance(config, PPOConfig) and find_spec("trl.experimental.ppo"):
+    if isinstance(config, PPOConfig) and has_trl_ppo():
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
         return MultiObjectivePPOTrainer(config, **arguments)

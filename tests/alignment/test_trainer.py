@@ -1,6 +1,7 @@
 """The trainer's stages: its gradients against single objectives, its options and its state."""
 
 import dataclasses
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from firm.alignment import (
     AlignmentClient,
     KLConfig,
+    MultiObjectiveTrainer,
     PolicyConfig,
     PPOConfig,
     Prompt,
@@ -299,3 +301,14 @@ def test_a_learner_continues_from_its_state_as_if_it_had_not_stopped(
     step()
     for parameter, value in zip(trainer.adapter_parameters.values(), expected, strict=True):
         assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize("missing", ["trl.experimental", "trl.experimental.ppo"])
+def test_where_trl_has_no_ppo_the_stages_stand_alone(
+    make_trainer, letter_count, monkeypatch, missing
+):
+    monkeypatch.delitem(sys.modules, "trl.experimental.ppo", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)  # what importing it then raises
+    trainer = make_trainer(rewards={"a": letter_count("a")})
+    assert type(trainer) is MultiObjectiveTrainer
+    assert trainer.gradients(some_experience(trainer)).jacobian.isfinite().all()
