@@ -210,9 +210,7 @@ class AlignmentClient(Client):
 
         Weights w [M] of objectives that are not served do not count.
         """
-        factors = torch.zeros(len(weights))
-        factors[list(self.served)] = weights[list(self.served)].float()
-        return self._gradients(minibatch, factors.to(minibatch.rewards.device))
+        return self._gradients(minibatch, self.of_served(weights).to(minibatch.rewards.device))
 
     def _gradients(self, minibatch: Experience, weights: torch.Tensor | None = None) -> Gradients:
         team = self._trainer.team

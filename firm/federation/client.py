@@ -122,6 +122,12 @@ class Client(ABC):
         """Indices of the objectives that the client has losses for, by default all."""
         return tuple(range(len(self.objectives)))
 
+    def of_served(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns weights [M] in float32, zero for objectives that the client does not serve."""
+        factors = torch.zeros(len(self.objectives))
+        factors[list(self.served)] = weights.float()[list(self.served)]
+        return factors
+
     def losses(self) -> torch.Tensor:
         """Returns the mean losses over the whole shard at the loaded adapter, shape [M]."""
         raise ValueError(missing(self.name, "losses"))

@@ -138,7 +138,7 @@ class SupervisedClient(Client):
 
         Weights w [M] of objectives that are not served do not count.
         """
-        factors = self._of_served(weights)
+        factors = self.of_served(weights)
         if known := self._remembered(minibatch):
             return self._reported(Gradients(factors[None] @ known.jacobian, known.losses))
         losses = self._batch_losses(minibatch)
@@ -165,7 +165,7 @@ class SupervisedClient(Client):
         if heads is None or not is_plain or is_scaled:
             return 0
         batches = torch.stack([batch.indices for batch in self.batches(num_steps)])
-        factors = self._of_served(weights)
+        factors = self.of_served(weights)
         widths = torch.tensor([head.out_features for head in heads])
         weight = torch.cat([head.weight.detach() for head in heads])
         bias = torch.cat([head.bias.detach() for head in heads])
@@ -240,12 +240,6 @@ class SupervisedClient(Client):
     @property
     def _batch_size(self) -> int:
         return min(self._workspace.cfg.batch_size or self.num_examples, self.num_examples)
-
-    def _of_served(self, weights: torch.Tensor) -> torch.Tensor:
-        """Returns the weights with zeros for objectives that are not served, float32 [M]."""
-        factors = torch.zeros(len(self.objectives))
-        factors[list(self.served)] = weights.float()[list(self.served)]
-        return factors
 
     def _remembered(self, batch: SampleBatch) -> Gradients | None:
         if self._memo is None or self._memo[0] != batch.number:
