@@ -18,9 +18,9 @@ from firm.jobs.paper_claims import (
     table_1,
 )
 from firm.jobs.paper_drawings import WORLDS, draw_all
-from firm.jobs.study import StudyConfig, records, run_config, study_of
+from firm.jobs.study import StudyConfig, run_config, study_of
 from firm.report import Record
-from firm.report.record import final_reward, final_score
+from firm.report.record import final_reward, final_score, study_records
 from firm.report.trajectories import (
     Figure,
     mean_variation,
@@ -49,7 +49,7 @@ def write_figures(cfg: FiguresConfig) -> Path:
     configs = {
         name: run_config(study, setting=name, seed=study.seeds[0]) for name in study.settings
     }
-    runs, num_missing = common_seeds(records(sweep))
+    runs, num_missing = common_seeds(study_records(sweep))
     cfg.out.mkdir(parents=True, exist_ok=True)
     images = draw_all(runs, cfg.out)
     sections = [

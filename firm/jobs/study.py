@@ -9,10 +9,10 @@ from typing import Any
 from firm.fields import PositiveFloat, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.points import PointsConfig, point_config, run_points
-from firm.report import Record, read_record
+from firm.report import Record
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME, Table
-from firm.report.record import final_figure, final_reward, final_score
+from firm.report.record import final_figure, final_reward, final_score, study_records
 from firm.report.settings_page import difference_table, study_figures, write_study_page
 from firm.report.static import save_figure
 from firm.report.tables import scales, settings_of
@@ -96,7 +96,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     sweep = run_points(cfg, out, _points(cfg), study_configs(cfg), free_keys=FREE_KEYS)
     if sweep is None:
         return None
-    by_setting = records(sweep)
+    by_setting = study_records(sweep)
     header, rows = table(by_setting)
     page = write_study_page(
         out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
@@ -122,16 +122,6 @@ def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:
 def point_name(setting: str, seed: int) -> str:
     """Returns the folder of a setting's run."""
     return f"{slug(setting)}-seed_{seed}"
-
-
-def records(sweep: Sweep) -> dict[str, list[Record]]:
-    """Returns the finished runs of a study by setting, in the order of their seeds."""
-    by_setting: dict[str, list[Record]] = {}
-    for name, point in sweep.manifest["points"].items():
-        runs = by_setting.setdefault(point["setting"], [])
-        if sweep.is_done(name):
-            runs.append(read_record(sweep.run_path(name)))
-    return by_setting
 
 
 def study_of(sweep: Sweep) -> StudyConfig:

@@ -1,6 +1,7 @@
-"""Rewrites the report of a run, or prints a classic study's figures at given rounds.
+"""Rewrites the report of a run, or prints how the settings of a study compare.
 
-`python -m firm.report RUN_DIR`, `python -m firm.report STUDY_DIR --rounds 50 100 --against FSMGDA`.
+`python -m firm.report RUN`; `python -m firm.report STUDY --against FIRM` for a study of language
+models; `python -m firm.report STUDY --rounds 50 100 --against FSMGDA` for a classic one.
 """
 
 import argparse
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from firm.report.classic_rounds import print_rounds
 from firm.report.run_page import write_report
+from firm.report.settings_page import print_differences
 from firm.run.errors import exit_on_user_error
 
 
@@ -16,8 +18,9 @@ def main(argv: list[str] | None = None) -> None:
     """Writes a self-contained report.html into the run directory and prints where it lies."""
     parser = argparse.ArgumentParser(
         prog="python -m firm.report",
-        description="Rewrite report.html of a run, in one file; or, with --rounds, print what a "
-        "study of classic algorithms had come to in these rounds.",
+        description="Rewrite report.html of a run, in one file; with --against, print how a study "
+        "of language models ends beside one of its settings; with --rounds, what a study of "
+        "classic algorithms had come to in these rounds.",
     )
     parser.add_argument("run_path", type=Path, metavar="DIR", help="directory of the run or study")
     parser.add_argument("--rounds", type=int, nargs="+", help="rounds of a classic study")
@@ -26,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     with exit_on_user_error():
         if options.rounds:
             print_rounds(options.run_path, options.rounds, against=options.against)
+        elif options.against:
+            print_differences(options.run_path, options.against)
         else:
             sys.stdout.write(f"{write_report(options.run_path, final=True)}\n")
 

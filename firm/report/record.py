@@ -9,6 +9,7 @@ from typing import Any
 from firm.run.directory import Row, Run
 from firm.run.errors import UserError
 from firm.run.rows import SHAPES
+from firm.run.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,16 @@ def read_record(run_path: Path) -> Record:
         samples=[row for row in run.samples() if {"prompt", "completion"} <= row.keys()],
         left_out=tuple(left_out),
     )
+
+
+def study_records(sweep: Sweep) -> dict[str, list[Record]]:
+    """Returns the finished runs of a study by setting, in the order of their seeds."""
+    by_setting: dict[str, list[Record]] = {}
+    for name, point in sweep.manifest["points"].items():
+        runs = by_setting.setdefault(point["setting"], [])
+        if sweep.is_done(name):
+            runs.append(read_record(sweep.run_path(name)))
+    return by_setting
 
 
 def score(row: Row, field: str, name: str, part: str) -> float | None:

@@ -29,6 +29,7 @@ from firm.report.record import (
     final_score,
     rewards_of,
     score,
+    study_records,
 )
 from firm.report.settings_sections import (
     further_quantities,
@@ -50,6 +51,7 @@ from firm.report.tables import (
     span_text,
 )
 from firm.report.trajectories import Figure, difference
+from firm.run import Sweep, UserError, print_table
 from firm.run.comparison import score_label
 from firm.run.guard import drawing
 from firm.run.quantities import QUANTITIES
@@ -294,6 +296,25 @@ def _final_table(settings: Sequence[Setting], name: str) -> Table:
         rows,
         name=name,
     )
+
+
+def print_differences(study: Path, against: str) -> None:
+    """Prints how much higher a study's settings end than one of them, paired by seed.
+
+    Settings whose rewards mean something else are left out.
+
+    Raises:
+        UserError: The folder holds no study, or none of its finished runs has that setting.
+    """
+    settings = settings_of(study_records(Sweep(study)))
+    for group in scales(settings):
+        if named := [setting for setting in group if setting.name == against]:
+            table = difference_table([*named, *(s for s in group if s not in named)])
+            title = f"{table.title} on the test prompts, by seed, with 90 % intervals"
+            print_table(title, table.headings, table.rows)
+            return
+    names = ", ".join(setting.name for setting in settings)
+    raise UserError(f"{study} has no finished runs of {against!r}; choose among {names}.")
 
 
 def difference_table(settings: Sequence[Setting], name: str = "differences") -> Table:

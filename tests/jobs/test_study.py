@@ -11,6 +11,7 @@ import pytest
 
 from firm.cli.study import main
 from firm.jobs import study
+from firm.report.__main__ import main as report
 from firm.run import UserError, parse
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +109,13 @@ def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(
     assert len(server) > len(firm)
     page = (out / "report.html").read_text()
     assert "in the log of firm-seed_0 are not valid and left out" in page
+
+
+def test_the_settings_of_a_study_are_compared_with_the_one_asked_for(studied, capsys, refusal):
+    report([str(studied[0]), "--against", "server"])
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    assert printed.startswith("Differences from server on the test prompts, by seed")
+    assert [line[0] for line in lines if line[:1] in (["FIRM"], ["server"])] == ["FIRM"]
+    line = refusal(report, [str(studied[0]), "--against", "third"])
+    assert "no finished runs of 'third'; choose among FIRM, server." in line
