@@ -118,7 +118,7 @@ def check_finite_rows(rows: torch.Tensor) -> None:
     if not all(is_finite):
         raise ValueError(
             f"The gradient of objective {is_finite.index(False)} is not finite; "
-            "look for NaN or infinity in its loss and rewards."
+            "look for NaN or infinity in its loss and rewards, or lower the learning rate."
         )
 
 
@@ -136,5 +136,5 @@ def _check_losses(losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
     if not all(is_finite):
         raise ValueError(
             f"The loss of objective {is_finite.index(False)} is not finite; "
-            "look for NaN or infinity in its rewards."
+            "look for NaN or infinity in its inputs and rewards, or lower the learning rate."
         )
