@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from firm.federation.engines.engine import (
 )
 from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.engines.time_limit import GRACE, time_limit
+from firm.federation.lockstep import clock
 from firm.federation.messages import Request
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
@@ -140,9 +140,9 @@ class LocalEngine:
         self, request: Request, size_of: Callable[[str], int], name: str
     ) -> Reply | Failure:
         self._tell("client_started", client=name, round=request.round)
-        start = time.perf_counter()
+        start = clock()
         outcome = self._run(request, size_of, name)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         tell_finished(self._tell, outcome, request.round, seconds=seconds)
         return outcome
 
