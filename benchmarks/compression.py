@@ -52,7 +52,7 @@ from firm.alignment import (
 )
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.prompts import encode_prompts
-from firm.alignment.rollout import rollout
+from firm.alignment.rollout import Sampler, rollout
 from firm.alignment.sequences import Queries, response_logprobs
 from firm.federation import RandomStream
 from firm.federation.partition import dirichlet_partition
@@ -300,13 +300,8 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     def losses(rows: Sequence[int]) -> torch.Tensor:
         texts = [prompts[row].text for row in rows]
         token_ids = encode_prompts(texts, tokenizer, max_prompt_tokens=64)
-        replies = rollout(
-            policy,
-            Queries(texts, token_ids),
-            tokenizer=tokenizer,
-            config=sampling,
-            reference=policy.disable_adapter,
-        )
+        sampler = Sampler(policy, tokenizer, sampling, policy.disable_adapter)
+        replies = rollout(sampler, Queries(texts, token_ids))
         scores = torch.tensor([r(prompts=texts, completions=replies.completions) for r in rewards])
         centred = scores - scores.mean(dim=1, keepdim=True)
         advantages = centred / (scores.std(dim=1, keepdim=True) + 1e-8)  # [M, B]

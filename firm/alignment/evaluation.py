@@ -17,7 +17,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score
-from firm.alignment.rollout import encode_dialogues, rollout
+from firm.alignment.rollout import Sampler, encode_dialogues, rollout
 from firm.federation.randomness import RandomStream
 
 
@@ -55,7 +55,7 @@ def sample_replies(
     queries = encode_dialogues(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
     ).to(model.device)
-    rollouts = rollout(model, queries, tokenizer=tokenizer, config=config, reference=reference)
+    rollouts = rollout(Sampler(model, tokenizer, config, reference), queries)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
     return Replies(rollouts.completions, kl, rollouts.num_tokens, rollouts.ended)
 

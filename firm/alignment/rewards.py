@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal
@@ -264,6 +265,55 @@ class Judges:
             if name in self.reward_fns:
                 rewards[j] = self.calibrations[name](scores[j])
         return rewards
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Replies that wait for their scores."""
+
+    judges: Judges
+    objectives: Sequence[str]
+    prompts: Sequence[str]
+    completions: Sequence[str]
+
+
+def scores_together(asked: Sequence[Asked]) -> list[torch.Tensor | ValueError]:
+    """Returns the scores [M, B] of each batch of replies, or the error that it met.
+
+    A reward model that several ask gets all of their replies at once. Where it refuses them, each
+    batch is tried by itself.
+    """
+    if len(asked) > 1:
+        with suppress(ValueError):
+            return _scored_at_once(asked)
+    return [_scored_alone(each) for each in asked]
+
+
+def _scored_at_once(asked: Sequence[Asked]) -> list[torch.Tensor | ValueError]:
+    askers: dict[int, list[tuple[int, int]]] = {}  # by reward function: who, and for which row
+    fns: dict[int, tuple[str, RewardFn]] = {}
+    for at, each in enumerate(asked):
+        for row, name in enumerate(each.objectives):
+            if (fn := each.judges.reward_fns.get(name)) is not None:
+                askers.setdefault(id(fn), []).append((at, row))
+                fns.setdefault(id(fn), (name, fn))
+    results = [torch.zeros(len(each.objectives), len(each.completions)) for each in asked]
+    for key, (name, fn) in fns.items():
+        replies = [asked[at] for at, _ in askers[key]]
+        prompts = [prompt for each in replies for prompt in each.prompts]
+        completions = [completion for each in replies for completion in each.completions]
+        (scores,) = score({name: fn}, prompts, completions)
+        parts = scores.split([len(each.completions) for each in replies])
+        for (at, row), part in zip(askers[key], parts, strict=True):
+            results[at][row] = part
+    return list(results)
+
+
+def _scored_alone(asked: Asked) -> torch.Tensor | ValueError:
+    try:
+        return asked.judges.scores(asked.objectives, asked.prompts, asked.completions)
+    except ValueError as error:
+        return error
 
 
 def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:

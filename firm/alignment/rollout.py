@@ -6,7 +6,9 @@ after that is masked out everywhere, and the text is cut before the stop string.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -48,83 +50,100 @@ def encode_dialogues(
     return Queries(list(dialogues), token_ids)
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """How rollouts reach a policy: the passes that they need."""
+
+    model: Any
+    """The policy, a causal language model with an adapter."""
+    tokenizer: PreTrainedTokenizerBase
+    """The policy's, as `load_tokenizer` returns it."""
+    config: RolloutConfig
+    """How to sample, where responses end, and where log-probabilities come from."""
+    reference: Callable[[], AbstractContextManager[Any]]
+    """A context inside which `model` is the reference policy (adapter off)."""
+    team: Team = ALONE
+    """Divides the rows among its processes; all get the whole result."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's."""
+        return int(self.tokenizer.pad_token_id)  # type: ignore[arg-type]
+
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """Ids of the tokens that end a response."""
+        return end_token_ids(self.tokenizer, self.config)
+
+    def generate(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns samples [B, Q + T] and their log-probabilities [B, T]; see `generate`."""
+        return generate(
+            self.model,
+            queries,
+            tokenizer=self.tokenizer,
+            config=self.config,
+            end_ids=self.end_ids,
+            team=self.team,
+        )
+
+    def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
+        """Returns the responses' log-probabilities in forward passes, [B, T]."""
+
+        def logprobs_of(rows: Sequences) -> torch.Tensor:
+            return response_logprobs(self.model, rows, self.pad_token_id, self.config.temperature)
+
+        with self.reference() if of_reference else nullcontext():
+            size = self.config.forward_batch_size
+            return by_chunks(logprobs_of, sequences, size=size, team=self.team)
+
+
 @torch.no_grad()
-def rollout(
-    model: Any,
-    queries: Queries,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig,
-    reference: Callable[[], AbstractContextManager[Any]],
-    team: Team = ALONE,
-    measures_mismatch: bool = False,
-) -> Rollouts:
+def rollout(sampler: Sampler, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
     """Returns sampled responses to left-padded prompts, with both policies' log-probabilities.
 
     Args:
-        model: The policy, a causal language model with an adapter.
+        sampler: The policy's.
         queries: B prompts, left-padded to Q tokens.
-        tokenizer: The policy's, as `load_tokenizer` returns it.
-        config: How to sample, where responses end, and where log-probabilities come from.
-        reference: A context inside which `model` is the reference policy (adapter off).
-        team: Divides the rows among its processes; all get the whole result.
         measures_mismatch: Measures the `mismatch` also where generation's log-probabilities are
             taken, by another forward pass.
     """
-    end_ids = end_token_ids(tokenizer, config)
-    sequences, at_generation = _sampled(model, queries, tokenizer, config, end_ids, team)
-    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    config = sampler.config
+    sequences, at_generation = _sampled(sampler, queries)
     last_index, ended, completions = find_ends(
-        sequences.responses, tokenizer=tokenizer, config=config, end_ids=end_ids
+        sequences.responses, tokenizer=sampler.tokenizer, config=config, end_ids=sampler.end_ids
     )
     positions = torch.arange(at_generation.size(1), device=at_generation.device)
     padding = positions > last_index.unsqueeze(1)  # [B, T]
 
-    def in_forward_passes() -> torch.Tensor:
-        def logprobs_of(rows: Sequences) -> torch.Tensor:
-            return response_logprobs(model, rows, pad_id, config.temperature)
-
-        size = config.forward_batch_size
-        logprobs = by_chunks(logprobs_of, sequences, size=size, team=team)
+    def in_forward_passes(*, of_reference: bool) -> torch.Tensor:
+        logprobs = sampler.logprobs(sequences, of_reference=of_reference)
         return logprobs.masked_fill(padding, INVALID_LOGPROB)
 
     logprobs, mismatch = at_generation.masked_fill(padding, INVALID_LOGPROB), None
-    precision = model.get_input_embeddings().weight.dtype
+    precision = sampler.model.get_input_embeddings().weight.dtype
     is_forward = logprobs_from(str(precision).removeprefix("torch."), config) == "forward"
     if is_forward or measures_mismatch:
-        passed = in_forward_passes()
+        passed = in_forward_passes(of_reference=False)
         mismatch = logprobs - passed
         logprobs = passed if is_forward else logprobs
-    with reference():
-        reference_logprobs = in_forward_passes()
     return Rollouts(
         sequences.queries,
         sequences.query_responses,
         completions=completions,
         logprobs=logprobs,
-        reference_logprobs=reference_logprobs,
+        reference_logprobs=in_forward_passes(of_reference=True),
         last_index=last_index,
         ended=ended,
         mismatch=mismatch,
     )
 
 
-def _sampled(
-    model: Any,
-    queries: Queries,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig,
-    end_ids: Sequence[int],
-    team: Team,
-) -> tuple[Sequences, torch.Tensor]:
+def _sampled(sampler: Sampler, queries: Queries) -> tuple[Sequences, torch.Tensor]:
     """Returns responses of one length, and their log-probabilities at generation, [B, T]."""
-    chunks = [
-        generate(model, chunk, tokenizer=tokenizer, config=config, end_ids=end_ids, team=team)
-        for chunk in queries.split(config.forward_batch_size)
-    ]
+    chunks = [sampler.generate(chunk) for chunk in queries.split(sampler.config.forward_batch_size)]
     length = max(ids.size(1) for ids, _ in chunks)
     num_tokens = length - queries.token_ids.size(1)
-    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    pad_id = sampler.pad_token_id
     query_responses = torch.cat([pad_right(ids, length, pad_id) for ids, _ in chunks])
     logprobs = torch.cat([pad_right(part, num_tokens, INVALID_LOGPROB) for _, part in chunks])
     return Sequences(queries, query_responses), logprobs

@@ -7,7 +7,6 @@ parallelism: gradients of different clients must not be mixed.
 """
 
 import copy
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +30,15 @@ from firm.alignment.estimators import (
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
-from firm.alignment.policy import adapter_parameters, restrict_dropout
+from firm.alignment.policy import adapter_parameters, restrict_dropout, set_mode
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rewards import Calibration, Judges, RewardFn
-from firm.alignment.rollout import encode_dialogues, rollout
+from firm.alignment.rewards import Asked, Calibration, Judges, RewardFn, scores_together
+from firm.alignment.rollout import Sampler, encode_dialogues, rollout
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import Queries, Rollouts
+from firm.alignment.stacked import StackedModel, StackedPolicy, StackedSampler
 from firm.federation import Gradients, Team
+from firm.federation.lockstep import clock, together
 from firm.gradients import combine
 
 
@@ -57,6 +58,8 @@ class MultiObjectiveTrainer:
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
         use_cpu: Whether the policy stays on the CPU where there is an accelerator.
+        stack: What joins the passes of several trainers of one policy, each with an adapter of its
+            own; by default the policy's own adapter is trained.
     """
 
     learner: Learner
@@ -76,6 +79,7 @@ class MultiObjectiveTrainer:
         value_model: torch.nn.Module | None = None,
         team: Team = ALONE,
         use_cpu: bool = False,
+        stack: StackedModel | None = None,
     ) -> None:
         if config.minibatch_size < team.size:
             raise ValueError(
@@ -93,21 +97,52 @@ class MultiObjectiveTrainer:
         self.seconds: dict[str, float] = defaultdict(float)
         self.policy_model: Any = policy
         self.tokenizer = tokenizer
-        self.adapter_parameters = adapter_parameters(policy)
-        self._policy = Policy(
-            policy,
-            list(self.adapter_parameters.values()),
-            pad_token_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
-            config=rollout_config,
-            team=team,
-            timed=self._timed,
+        self.adapter_parameters = (
+            adapter_parameters(policy) if stack is None else stack.new_adapter()
         )
+        fields: dict[str, Any] = {
+            "model": policy,
+            "parameters": list(self.adapter_parameters.values()),
+            "pad_token_id": int(tokenizer.pad_token_id),  # type: ignore[arg-type]
+            "config": rollout_config,
+            "team": team,
+            "timed": self._timed,
+        }
+        sampling = policy, tokenizer, rollout_config, policy.disable_adapter
+        if stack is None:
+            self._policy = Policy(**fields)
+            self._sampler = Sampler(*sampling, team=team)
+        else:
+            self._policy = StackedPolicy(**fields, stack=stack, adapter=self.adapter_parameters)
+            self._sampler = StackedSampler(*sampling, policy=self._policy)
+        self._use_cpu = use_cpu
         self._critic = value_model or config.new_critic(policy, len(reward_fns))
         for model in filter(None, (policy, self._critic)):
             restrict_dropout(model)
+        policy.eval()
         self.device = Accelerator(cpu=use_cpu).device
         policy.to(self.device)
         self.learner = self.new_learner()
+
+    def stacked(self) -> "Callable[[], MultiObjectiveTrainer]":
+        """Returns what makes trainers of the same policy with adapters of their own.
+
+        In ``lockstep`` their passes are one large batch (`StackedModel`).
+        """
+        return partial(
+            MultiObjectiveTrainer,
+            self.config,
+            rollout_config=self.rollout_config,
+            prompt_format=self.prompt_format,
+            policy=self.policy_model,
+            tokenizer=self.tokenizer,
+            reward_fns=self.reward_fns,
+            calibrations=self.calibrations,
+            num_rounds=self.num_rounds,
+            value_model=self._critic,
+            use_cpu=self._use_cpu,
+            stack=StackedModel(self.policy_model, pad_token_id=self._policy.pad_token_id),
+        )
 
     def new_learner(self, judges: Judges | None = None) -> Learner:
         """Returns a learner that has learnt nothing yet; perhaps with judges of its own."""
@@ -145,21 +180,13 @@ class MultiObjectiveTrainer:
         queries = queries.to(self.device)
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
-        self.policy_model.eval()
+        set_mode(self.policy_model, is_training=False)
         with self._timed("rollout"):
-            return rollout(
-                self.policy_model,
-                queries,
-                tokenizer=self.tokenizer,
-                config=self.rollout_config,
-                reference=self.policy_model.disable_adapter,
-                team=self.team,
-                measures_mismatch=measures_mismatch,
-            )
+            return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
 
     def replies(self, prompts: Sequence[str]) -> Replies:
         """Returns one sampled reply to each dialogue, by this process alone; for evaluation."""
-        self.policy_model.eval()
+        set_mode(self.policy_model, is_training=False)
         return sample_replies(
             self.policy_model,
             prompts,
@@ -262,17 +289,16 @@ class MultiObjectiveTrainer:
     def _scores(self, rollouts: Rollouts) -> torch.Tensor:
         """Returns the scores [M, B]; each process of the team asks for its share."""
         own = rollouts.rows(self.team.share(rollouts.num_rows))
-        scores = self.team.together(
-            lambda: self.judges.scores(self.objectives, own.queries.prompts, own.completions)
-        )
+        asked = Asked(self.judges, self.objectives, own.queries.prompts, own.completions)
+        scores = self.team.together(lambda: together(scores_together, asked, size=own.num_rows + 1))
         return torch.cat(self.team.gather(scores), dim=1)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         """Adds the seconds spent inside to `seconds[stage]`."""
-        start = time.perf_counter()
+        start = clock()
         yield
-        self.seconds[stage] += time.perf_counter() - start
+        self.seconds[stage] += clock() - start
 
 
 def has_trl_ppo() -> bool:
@@ -293,7 +319,8 @@ def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTr
         config: The estimator.
         **arguments: Those of `MultiObjectiveTrainer`.
     """
-    if isinstance(config, PPOConfig) and has_trl_ppo():
+    is_alone = arguments.get("stack") is None  # TRL's trainer has one policy to itself
+    if isinstance(config, PPOConfig) and is_alone and has_trl_ppo():
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
         return MultiObjectivePPOTrainer(config, **arguments)

@@ -52,7 +52,10 @@ from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
-FREE_KEYS = ("client_timeout", "engine", "name", "out", "plan", "plugins", "resume", "tracking")
+FREE_KEYS = (
+    *("client_timeout", "engine", "max_rows", "name"),
+    *("out", "plan", "plugins", "resume", "tracking"),
+)
 """What may differ from the run's own configuration when it is resumed."""
 
 

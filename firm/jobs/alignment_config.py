@@ -134,7 +134,9 @@ class AlignmentConfig:
     (arXiv:2306.04488)."""
     engine: str = "local"
     """Where clients run in this process, by a name that is registered
-    (`firm.federation.engines.engine`)."""
+    (`firm.federation.engines.engine`): "local" takes them in turn, "stacked" all at once."""
+    max_rows: Annotated[PositiveInt | None, Hint("null sets no limit")] = None
+    """Rows that engine stacked takes at once, whatever the number of clients; bounds memory."""
     client_timeout: Annotated[PositiveFloat | None, Hint("null sets no limit")] = None
     """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
     with several processes per client ends the run. null: as long as it takes."""
@@ -168,7 +170,7 @@ class AlignmentConfig:
             raise ValueError("rounds must be at least 1, got 0; 0 rounds need a start.")
         if self.start and sum(self.start.values()) == 0:
             raise ValueError(f"start must have shares that are not all zero, got {self.start}.")
-        check_engine(self.engine)
+        _check_engine(self)
         _check_participation(self)
         if self.strategy.robust.min_updates > self.num_clients:
             raise ValueError(
@@ -222,6 +224,33 @@ def _check_participation(cfg: AlignmentConfig) -> None:
             raise ValueError(
                 f"strategy.always must name clients, {names[0]} to {names[-1]}, got {name!r}."
             )
+
+
+def _check_engine(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on an engine that there is not, or that cannot do what is asked."""
+    check_engine(cfg.engine)
+    if cfg.engine != "stacked":
+        if cfg.max_rows is not None:
+            raise ValueError(
+                f"max_rows must be left out with engine {cfg.engine}, got {cfg.max_rows}: "
+                "estimator.micro_batch_size bounds its passes."
+            )
+        return
+    if cfg.processes_per_client > 1:
+        raise ValueError(
+            f"processes_per_client must be 1 with engine stacked, got {cfg.processes_per_client}."
+        )
+    if cfg.client_timeout is not None:
+        raise ValueError(
+            "client_timeout must be left out with engine stacked, which cannot interrupt a single "
+            f"client, got {cfg.client_timeout:g}; or choose engine local."
+        )
+    if cfg.policy.gradient_checkpointing and cfg.policy.lora.dropout > 0:
+        raise ValueError(
+            "policy.lora.dropout must be 0 with engine stacked and policy.gradient_checkpointing, "
+            "whose second forward pass would draw other masks, got "
+            f"{cfg.policy.lora.dropout:g}; or choose engine local."
+        )
 
 
 def _check_groups(cfg: AlignmentConfig) -> None:

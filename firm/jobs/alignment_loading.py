@@ -157,11 +157,12 @@ def build_clients(
     if prompts is None:
         shards = partition(loaded.prompts, cfg, cfg.partition, cfg.num_clients)
         prompts = dict(zip(client_names(cfg), shards, strict=True))
+    new_trainer = _stacked(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
     clients = []
     for name in names:
         judges, attack = own.get(name, (None, None))
         client = AlignmentClient(
-            name, prompts[name], loaded.trainer, seed=cfg.seed, judges=judges, on_event=on_event
+            name, prompts[name], new_trainer(), seed=cfg.seed, judges=judges, on_event=on_event
         )
         clients.append(as_attacker(client, attack, seed=cfg.seed))
     return clients
@@ -178,14 +179,32 @@ def build_engine(
     names, processes = client_names(cfg), loaded.processes
     own = processes.hosted(names)
     clients = build_clients(loaded, cfg, calibrations, own, on_event=on_event)
-    engine = ENGINES[cfg.engine](
-        clients, timeout=cfg.client_timeout, interrupt=processes.per_client == 1, on_event=on_event
-    )
+    engine = own_engine(clients, cfg, processes, on_event=on_event)
     if processes.size == 1:
         return engine
     if not isinstance(engine, LocalEngine):
-        raise UserError(f"engine must be local with {processes.size} processes, got {cfg.engine}.")
+        raise UserError(
+            f"engine must be local or stacked with {processes.size} processes, got {cfg.engine}."
+        )
     return ProcessesEngine(processes, names, engine, on_event=on_event)
+
+
+def own_engine(
+    clients: Sequence[Client], cfg: AlignmentConfig, processes: Processes, **options: Any
+) -> Engine:
+    """Returns the engine of the clients in this process, with further options of `LocalEngine`."""
+    if cfg.max_rows is not None:
+        options["max_rows"] = cfg.max_rows
+    return ENGINES[cfg.engine](
+        clients, timeout=cfg.client_timeout, interrupt=processes.per_client == 1, **options
+    )
+
+
+def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
+    """Returns what makes trainers whose passes are joint."""
+    if (per_client := loaded.processes.per_client) > 1:  # a site's own choice
+        raise UserError(f"processes_per_client must be 1 with engine stacked, got {per_client}.")
+    return loaded.trainer.stacked()
 
 
 def _texts(

@@ -27,6 +27,7 @@ from firm.jobs.alignment_loading import (
     build_clients,
     common_calibrations,
     load,
+    own_engine,
     partition,
 )
 from firm.jobs.network_config import (
@@ -57,6 +58,7 @@ OWN_KEYS = (
     "data",
     "engine",
     "evaluation",
+    "max_rows",
     "name",
     "num_threads",
     "out",
@@ -138,13 +140,11 @@ def site_process(kit: Path) -> None:
         calibrations = as_calibrations(setup["calibrations"])
         hosted = processes.hosted(names)
         clients = build_clients(loaded, cfg, calibrations, hosted, prompts=prompts)
-        local = LocalEngine(
-            clients,
-            timeout=cfg.client_timeout,
-            interrupt=processes.per_client == 1,
-            states=DiskStates(states),
-        )
-        return ProcessesEngine(processes, names, local) if processes.size > 1 else local
+        engine = own_engine(clients, cfg, processes, states=DiskStates(states))
+        if processes.size == 1:
+            return engine
+        assert isinstance(engine, LocalEngine)
+        return ProcessesEngine(processes, names, engine)
 
     if not processes.is_server:
         engine = build(processes.broadcast())

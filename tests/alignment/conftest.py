@@ -155,6 +155,7 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
         policy=None,
         num_rounds=3,
         build=build_trainer,
+        stack=None,
         **changes,
     ) -> MultiObjectiveTrainer:
         config = {
@@ -177,6 +178,7 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
             num_rounds=num_rounds,
             value_model=value_model,
             use_cpu=True,
+            stack=stack,
         )
 
     return make

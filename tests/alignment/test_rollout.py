@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rollout import encode_dialogues, rollout
+from firm.alignment.rollout import Sampler, encode_dialogues, rollout
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Queries,
@@ -306,13 +306,8 @@ def test_an_end_token_that_the_tokenizer_does_not_know_is_an_error(tokenizer):
 
 def roll(policy, tokenizer, query_ids, *, seed=0, **changes) -> Rollouts:
     torch.manual_seed(seed)
-    return rollout(
-        policy,
-        queries(query_ids),
-        tokenizer=tokenizer,
-        config=settings_of(**changes),
-        reference=policy.disable_adapter,
-    )
+    sampler = Sampler(policy, tokenizer, settings_of(**changes), policy.disable_adapter)
+    return rollout(sampler, queries(query_ids))
 
 
 def test_both_policies_logprobs_are_those_of_plain_forward_passes(policy, tokenizer, query_ids):
@@ -404,13 +399,8 @@ def test_the_reference_is_asked_inside_its_context_only(policy, tokenizer, query
     handle = policy.register_forward_pre_hook(lambda *_: seen.append(inside[0]))
     try:
         torch.manual_seed(0)
-        rollouts = rollout(
-            policy,
-            queries(query_ids),
-            tokenizer=tokenizer,
-            config=settings_of(forward_batch_size=2),
-            reference=reference,
-        )
+        sampler = Sampler(policy, tokenizer, settings_of(forward_batch_size=2), reference)
+        rollouts = rollout(sampler, queries(query_ids))
     finally:
         handle.remove()
     assert seen.count(True) == 2  # one pass per chunk
@@ -427,13 +417,9 @@ def test_texts_are_the_decoded_responses_up_to_their_end(policy, tokenizer, quer
 
 
 def test_rollouts_carry_no_graph(policy, tokenizer, query_ids):
-    rollouts = rollout(
-        policy,
-        queries(query_ids),
-        tokenizer=tokenizer,
-        config=settings_of(),
-        reference=contextlib.nullcontext,  # the adapter stays on, and it asks for gradients
-    )
+    # the adapter stays on, and it asks for gradients
+    sampler = Sampler(policy, tokenizer, settings_of(), contextlib.nullcontext)
+    rollouts = rollout(sampler, queries(query_ids))
     assert not rollouts.logprobs.requires_grad
     assert not rollouts.reference_logprobs.requires_grad
 

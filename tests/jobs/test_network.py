@@ -534,6 +534,16 @@ def test_a_site_of_two_processes_gives_the_same_adapter(running, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_site_that_stacks_its_clients_gives_the_same_adapter(running, tmp_path):
+    sites = {"hospital": [0, 2], "bank": [1]}
+    folder, parties = running({"rounds": 2, "engine": "stacked", "max_rows": 12}, sites=sites)
+    _finished(folder, parties)
+    expected = read_adapter(_alone(tmp_path, rounds=2))
+    for name, value in read_adapter(folder / "server/runs/run").items():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
 def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(running, tmp_path):
     sites = {"hospital": [0, 2], "bank": [1]}
     team = ("--processes", "2", "--processes_per_client", "2")

@@ -108,6 +108,16 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, r
     assert sorted(map(len, asked))[0] == len(asked[1])  # nothing was scored twice
 
 
+def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, runs, one):
+    fork_two("stacked", "--engine", "stacked", "--num_clients", "4")
+    assert read_rows(runs / "stacked")[0]["processes"] == [
+        ["client_0", "client_2"],
+        ["client_1", "client_3"],
+    ]
+    fork_two("in_turn", "--num_clients", "4")
+    assert distance(read_adapter(runs / "in_turn"), read_adapter(runs / "stacked")) < 1e-5
+
+
 def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
     command_line, fork_two, runs, one
 ):

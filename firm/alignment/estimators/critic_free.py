@@ -21,6 +21,7 @@ from firm.alignment.estimators.estimator import (
     register_estimator,
 )
 from firm.alignment.kl import KLPenalty
+from firm.alignment.policy import set_mode
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, entropy, token_logprobs
 from firm.federation.schema import ByObjective, Number, Optional, register_metrics
@@ -129,7 +130,7 @@ class CriticFree:
         """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes."""
         policy, rollouts, config = self._policy, part.rollouts, self.config
         whole = units(minibatch.rollouts.mask, config)
-        policy.model.train()
+        set_mode(policy.model, is_training=True)
         with policy.per_sequence() as per_sequence:
             with policy.timed("forward"):
                 logits = policy.logits(policy.forward(rollouts), rollouts)

@@ -21,6 +21,7 @@ from firm.alignment.estimators.estimator import (
     register_estimator,
 )
 from firm.alignment.kl import KLPenalty
+from firm.alignment.policy import set_mode
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
@@ -150,7 +151,7 @@ class PPO:
     ) -> PPOExperience:
         """Stage 4: returns the batch with values and advantages of rewards less the KL penalty."""
         config, policy = self.config, self._policy
-        policy.model.eval()
+        set_mode(policy.model, is_training=False)
         with policy.timed("values"):
             values = policy.by_chunks(lambda rows: self._values(rows).transpose(0, 1), rollouts)
             values = values.transpose(0, 1).masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
@@ -187,7 +188,7 @@ class PPO:
         # 1.0 if the part is the whole minibatch
         share = mask.sum() / minibatch.rollouts.mask.sum().clamp(min=1)
         value_share = value_mask.sum() / minibatch.rollouts.value_mask.sum()
-        policy.model.train()
+        set_mode(policy.model, is_training=True)
         with policy.timed("forward"):
             output = policy.forward(rollouts)
             logits = policy.logits(output, rollouts)

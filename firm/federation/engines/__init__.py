@@ -6,6 +6,7 @@ from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
 from firm.federation.engines.site import Site, SitePolicy
 from firm.federation.engines.sites import Channel, Lost, SitesEngine, SitesReturned
+from firm.federation.engines.stacked import StackedEngine
 from firm.federation.engines.states import ClientStates, MemoryStates
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "SitePolicy",
     "SitesEngine",
     "SitesReturned",
+    "StackedEngine",
     "Team",
     "check_engine",
     "engine",

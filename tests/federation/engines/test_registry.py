@@ -25,5 +25,5 @@ def test_an_engine_of_another_package_is_found_by_its_name():
 def test_a_name_that_is_taken_or_that_nobody_has_is_refused():
     with pytest.raises(ValueError, match="there is an engine 'local' already"):
         engine("local")(LocalEngine)
-    with pytest.raises(ValueError, match="engine must be one of local, got 'remote'"):
+    with pytest.raises(ValueError, match="engine must be one of local, stacked, got 'remote'"):
         check_engine("remote")

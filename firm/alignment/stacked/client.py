@@ -1,0 +1,139 @@
+"""What a client of a stacked model sees: a policy and a sampler of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from firm.alignment.estimators.estimator import Policy
+from firm.alignment.rollout import Sampler
+from firm.alignment.sequences import Queries, Sequences
+from firm.alignment.stacked.model import Losses, StackedModel, Weighted
+from firm.alignment.stacked.passes import Output, Part, Place
+from firm.federation.lockstep import together
+
+
+@dataclass
+class _Latest:
+    """What a client's policy is at."""
+
+    place: Place | None = None
+    is_tapped: bool = False
+
+
+@dataclass(frozen=True)
+class StackedPolicy(Policy):
+    """The policy with a client's own adapter, whose passes join those of the others."""
+
+    stack: StackedModel = field(kw_only=True)
+    adapter: Mapping[str, torch.nn.Parameter] = field(kw_only=True)
+    _latest: _Latest = field(default_factory=_Latest, kw_only=True)
+
+    def forward(self, rows: Sequences, model: Any = None) -> Any:
+        """Returns the output of the policy; that of another model is not joined."""
+        if model not in (None, self.model):
+            return super().forward(rows, model)
+        is_training, has_gradient = self.model.training, torch.is_grad_enabled()
+        is_tapped = self._latest.is_tapped and has_gradient
+        part = Part(
+            rows,
+            self.adapter,
+            is_training=is_training,
+            is_tapped=is_tapped,
+            generator=_own_generator(),
+        )
+        key = is_training, has_gradient, is_tapped
+        output = together(self.stack.forward, part, key=key, size=rows.num_rows)
+        _advance(part.generator)
+        if has_gradient:
+            self._latest.place = output.place
+        return output
+
+    def logits(self, output: Any, rows: Sequences) -> torch.Tensor:
+        """Returns the tempered logits of the responses, shape [b, T, V]."""
+        if isinstance(output, Output):
+            return output.response_logits(self.config.temperature)
+        return super().logits(output, rows)
+
+    def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
+        """Returns the gradients of M losses of the latest forward pass in the own adapter."""
+        place = self._place(losses)
+        key = id(place.joint), len(losses)
+        return together(self.stack.jacobian, Losses(place, losses), key=key, is_urgent=True)
+
+    def per_sequence(self) -> Any:
+        """Returns a context whose forward pass gives all M gradients by one backward pass."""
+        return _PerSequence(self)
+
+    def _place(self, losses: torch.Tensor) -> Place:
+        if self._latest.place is None or not losses.requires_grad:
+            raise ValueError("The losses have no gradient; compute them by the policy's forward.")
+        return self._latest.place
+
+
+class _PerSequence:
+    """A client's `PerSequenceGradients` in joint passes."""
+
+    def __init__(self, policy: StackedPolicy) -> None:
+        self._policy = policy
+
+    def __enter__(self) -> Self:
+        self._policy._latest.is_tapped = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._policy._latest.is_tapped = False
+
+    def jacobian(
+        self, losses: torch.Tensor, coefficients: torch.Tensor, *, retain_graph: bool = False
+    ) -> torch.Tensor:
+        """Returns the gradient of each Σ_b c_jb ℓ_b, shape [M, d]."""
+        policy = self._policy
+        place = policy._place(losses)
+        wanted = Weighted(place, losses, coefficients, retain_graph)
+        key = id(place.joint), retain_graph
+        return together(policy.stack.per_sequence_jacobian, wanted, key=key, is_urgent=True)
+
+
+@dataclass(frozen=True)
+class StackedSampler(Sampler):
+    """A client's rollouts in joint passes."""
+
+    policy: StackedPolicy = field(kw_only=True)
+
+    def generate(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns samples and their log-probabilities; see `Sampler`."""
+        part = Part(
+            queries,
+            self.policy.adapter,
+            generator=_own_generator(),
+            config=self.config,
+            end_ids=self.end_ids,
+        )
+        work = self.policy.stack.generate
+        ids, logprobs = together(work, part, size=queries.num_rows)
+        _advance(part.generator)
+        return ids.masked_fill(ids < 0, self.pad_token_id), logprobs
+
+    def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
+        """Returns the responses' log-probabilities; see `Sampler`."""
+        adapter = None if of_reference else self.policy.adapter
+        work, temperature = self.policy.stack.logprobs, self.config.temperature
+        parts = [
+            Part(rows, adapter, temperature=temperature)
+            for rows in sequences.split(self.config.forward_batch_size)
+        ]
+        return torch.cat([together(work, p, key=of_reference, size=p.rows.num_rows) for p in parts])
+
+
+def _own_generator() -> torch.Generator:
+    """Returns a generator that goes on where torch's global one is."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return generator
+
+
+def _advance(generator: torch.Generator | None) -> None:
+    assert generator is not None
+    torch.set_rng_state(generator.get_state())

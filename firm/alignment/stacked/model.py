@@ -1,0 +1,239 @@
+"""One policy with an adapter for each of several clients, whose passes are one large batch.
+
+A row of a joint batch belongs to one client, and each LoRA layer gives it that client's matrices.
+The stacked matrices are each client's own: M backward passes of Σ_c L_cj give the gradients of all
+clients, and where objectives differ by one number per reply one backward pass gives them all.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+
+from firm.alignment.policy import adapter_parameters, set_mode
+from firm.alignment.sequences import forward, token_logprobs
+from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
+from firm.alignment.stacked.replies import Reply
+from firm.gradients.jacobian import check_finite_rows, jacobian_buffer
+
+KEPT_SHARE = 0.75
+"""Share of the rows below which replies that go on leave those behind that have ended."""
+
+
+class StackedModel:
+    """A policy whose LoRA layers hold an adapter for each row of a batch.
+
+    Without a joint pass the policy is as it was: its own adapter slot stays in place.
+
+    Args:
+        policy: A `PeftModel` with one LoRA adapter.
+        pad_token_id: The tokenizer's.
+
+    Raises:
+        ValueError: Its activations are computed again in each backward pass under dropout, whose
+            masks would then be others.
+    """
+
+    def __init__(self, policy: Any, *, pad_token_id: int) -> None:
+        self.policy = policy
+        self.pad_token_id = pad_token_id
+        self.matrices: dict[str, Matrix] = {}
+        """The matrices of the adapter's parameters, by their names."""
+        self._active: Pass | None = None
+        layers = {n: m for n, m in policy.named_modules() if isinstance(m, LoraLayer)}
+        trained = {id(p): name for name, p in adapter_parameters(policy).items()}
+        for layer_name, layer in layers.items():
+            for kind in ("lora_A", "lora_B"):
+                weight = getattr(layer, kind)["default"].weight
+                if id(weight) in trained:
+                    self.matrices[trained[id(weight)]] = layer_name, kind
+            own: Any = layer
+            own.forward = partial(self._layer_forward, layer_name, own, own.forward)
+        modules = list(policy.modules())
+        if any(getattr(m, "gradient_checkpointing", False) for m in modules) and any(
+            isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules
+        ):
+            raise ValueError(
+                "a stacked policy cannot have gradient checkpointing and the adapter's dropout, "
+                "whose masks the second forward pass would draw anew; set one of them off."
+            )
+
+    def new_adapter(self) -> dict[str, torch.nn.Parameter]:
+        """Returns a client's own parameters, equal to those of the policy's slot."""
+        return {
+            name: torch.nn.Parameter(parameter.detach().clone())
+            for name, parameter in adapter_parameters(self.policy).items()
+        }
+
+    # --- Passes -----------------------------------------------------------------------------------
+
+    def forward(self, parts: list[Part]) -> list[Any]:
+        """Returns the output of each part's rows, from one forward pass over all of them."""
+        joint = self._pass(parts)
+        set_mode(self.policy, is_training=parts[0].is_training)
+        with self._during(joint):
+            output = forward(self.policy, joint.token_ids, self.pad_token_id)
+        logits, hidden = output.logits, output.hidden_states[-1]
+        return [Output(Place(joint, index), logits, hidden) for index in range(len(parts))]
+
+    def jacobian(self, wanted: "list[Losses]") -> list[Any]:
+        """Returns the gradients of each part's losses in its own adapter, or why there are none.
+
+        All are of one pass and equally many; backward passes are as many as losses of one part.
+        """
+        joint = wanted[0].place.joint
+        results: list[Any] = [_problem(each.losses) for each in wanted]
+        good = [(at, each) for at, each in enumerate(wanted) if results[at] is None]
+        if not good:
+            return results
+        leaves = list(joint.stacked.values())
+        rows = {at: jacobian_buffer(len(e.losses), e.place.part.leaves, None) for at, e in good}
+        joint.finish([each.place for each in wanted])
+        count = len(wanted[0].losses)
+        for j in range(count):
+            with self._during(joint):
+                gradients = torch.autograd.grad(
+                    torch.stack([each.losses[j] for _, each in good]).sum(),
+                    leaves,
+                    retain_graph=j < count - 1 or joint.is_wanted,
+                    materialize_grads=True,
+                )
+            for at, each in good:
+                own = [gradient[each.place.index].reshape(-1) for gradient in gradients]
+                torch.cat(own, out=rows[at][j])
+        return [_checked(rows[at]) if at in rows else results[at] for at in range(len(wanted))]
+
+    def per_sequence_jacobian(self, wanted: "list[Weighted]") -> list[Any]:
+        """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one backward pass for all."""
+        joint = wanted[0].place.joint
+        results: list[Any] = [_problem(each.losses) for each in wanted]
+        good = [(at, each) for at, each in enumerate(wanted) if results[at] is None]
+        if not good:
+            return results
+        joint.finish([each.place for each in wanted if not each.retain_graph])
+        joint.targets = {}
+        for at, each in good:
+            rows = jacobian_buffer(len(each.coefficients), each.place.part.leaves, None).zero_()
+            results[at] = rows
+            joint.targets[each.place.index] = rows, each.coefficients.detach().to(rows)
+        losses = torch.cat([each.losses for _, each in good])
+        try:
+            with self._during(joint):
+                torch.autograd.grad(
+                    losses,
+                    joint.anchor,
+                    grad_outputs=torch.ones_like(losses),
+                    retain_graph=joint.is_wanted,
+                    allow_unused=True,
+                )
+        finally:
+            joint.targets = {}
+        return [_checked(r) if isinstance(r, torch.Tensor) else r for r in results]
+
+    @torch.no_grad()
+    def logprobs(self, parts: list[Part]) -> list[torch.Tensor]:
+        """Returns the log-probabilities [b, T] of each part's responses."""
+        return [
+            token_logprobs(output.response_logits(part.temperature), part.rows.responses)
+            for part, output in zip(parts, self.forward(parts), strict=True)
+        ]
+
+    @torch.no_grad()
+    def generate(self, parts: list[Part]) -> list[Any]:
+        """Returns samples of each part's prompts and their log-probabilities.
+
+        Each part draws from its generator what it would draw alone, and ends with its own last
+        reply. Replies that have ended are left out of the passes once they are many.
+        """
+        joint = self._pass(parts)
+        set_mode(self.policy, is_training=False)
+        mask = joint.token_ids != self.pad_token_id  # [N, Q]
+        inputs = joint.token_ids.masked_fill(~mask, 0)
+        positions = mask.cumsum(1) - mask.long()
+        cache, replies = None, [Reply(part) for part in parts]
+        while any(reply.num_open for reply in replies):
+            with self._during(joint):
+                output = self.policy(
+                    input_ids=inputs,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    return_dict=True,
+                    **self._last_logits_alone,
+                )
+            cache = output.past_key_values
+            logits = output.logits[:, -1].float()  # [N, V]
+            tokens = torch.cat([r.sample(logits[joint.span(at)]) for at, r in enumerate(replies)])
+            inputs, positions = tokens[:, None], positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            kept = max(reply.num_open for reply in replies)
+            if 0 < kept <= KEPT_SHARE * max(joint.counts):
+                rows = joint.restrict([reply.keep(kept) for reply in replies])
+                cache.batch_select_indices(rows)
+                inputs, positions, mask = inputs[rows], positions[rows], mask[rows]
+        return [reply.result() for reply in replies]
+
+    @property
+    def _last_logits_alone(self) -> dict[str, int]:
+        known = inspect.signature(self.policy.get_base_model().forward).parameters
+        return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+    def _pass(self, parts: list[Part]) -> Pass:
+        return Pass(parts, self.matrices, pad_token_id=self.pad_token_id)
+
+    @contextmanager
+    def _during(self, joint: Pass) -> Iterator[None]:
+        outer, self._active = self._active, joint
+        try:
+            yield
+        finally:
+            self._active = outer
+
+    def _layer_forward(
+        self, name: str, layer: Any, own_forward: Callable, x: torch.Tensor, *args: Any, **kw: Any
+    ) -> torch.Tensor:
+        if self._active is None:
+            return own_forward(x, *args, **kw)
+        return self._active.layer(name, layer, x)
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """Losses [M] of a client, whose gradients are wanted."""
+
+    place: Place
+    losses: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """Losses [b] by row, and the coefficients [M, b] of the sums that are differentiated."""
+
+    place: Place
+    losses: torch.Tensor
+    coefficients: torch.Tensor
+    retain_graph: bool
+
+
+def _problem(losses: torch.Tensor) -> ValueError | None:
+    is_finite = losses.isfinite().tolist()
+    if all(is_finite):
+        return None
+    return ValueError(
+        f"The loss of entry {is_finite.index(False)} is not finite; look for NaN or infinity in "
+        "its rewards."
+    )
+
+
+def _checked(rows: torch.Tensor) -> torch.Tensor | ValueError:
+    try:
+        check_finite_rows(rows)
+    except ValueError as error:
+        return error
+    return rows

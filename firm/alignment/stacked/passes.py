@@ -1,0 +1,257 @@
+"""A joint pass: rows of several clients in one batch, each with its client's matrices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from firm.alignment.generation import RolloutConfig
+from firm.alignment.sequences import Queries, response_logits
+from firm.gradients.per_sequence import add_weight_gradients_
+
+Matrix = tuple[str, str]
+"""A LoRA layer's name, and which of its matrices: "lora_A" or "lora_B"."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One client's rows in a joint pass."""
+
+    rows: Any
+    """`Sequences`, or `Queries` to be answered."""
+    adapter: Mapping[str, torch.nn.Parameter] | None
+    """None is the base model."""
+    is_training: bool = False
+    """Whether dropout is on."""
+    is_tapped: bool = False
+    """Whether the backward pass hands gradients over by row (`Weighted`)."""
+    generator: torch.Generator | None = None
+    """Of its random numbers."""
+    temperature: float = 1.0
+    config: RolloutConfig | None = None
+    end_ids: Sequence[int] = ()
+
+    @property
+    def leaves(self) -> list[torch.nn.Parameter]:
+        """The adapter's parameters."""
+        assert self.adapter is not None
+        return list(self.adapter.values())
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Prompts [b, Q], or with responses [b, Q + T]."""
+        return self.rows.token_ids if isinstance(self.rows, Queries) else self.rows.query_responses
+
+    @property
+    def context_length(self) -> int:
+        """Q, at which the responses begin."""
+        if isinstance(self.rows, Queries):
+            return self.token_ids.size(1)
+        return self.rows.context_length
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a client's rows are in a pass."""
+
+    joint: "Pass"
+    index: int
+
+    @property
+    def part(self) -> Part:
+        """The rows."""
+        return self.joint.parts[self.index]
+
+
+class Pass:
+    """Rows of several clients that go through the model at once, without needless padding.
+
+    Args:
+        parts: Those of each client.
+        matrices: The matrices of the adapter's parameters, by their names.
+        pad_token_id: The tokenizer's.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], matrices: Mapping[str, Matrix], *, pad_token_id: int
+    ) -> None:
+        self.parts = parts
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.targets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Rows [M, d] and coefficients [M, b] by part, while they are computed."""
+        self.stacked: dict[str, torch.Tensor] = {}
+        """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
+        self._by_matrix: dict[Matrix, torch.Tensor] = {}
+        self._columns: dict[Matrix, slice] = {}
+        self._waiting = set(range(len(parts)))
+        start = 0
+        for name, matrix in matrices.items() if parts[0].adapter is not None else ():
+            own = [part.adapter[name].detach() for part in parts if part.adapter is not None]
+            self.stacked[name] = self._by_matrix[matrix] = torch.stack(own)
+            self.stacked[name].requires_grad_(torch.is_grad_enabled())
+            self._columns[matrix] = slice(start, start + own[0].numel())
+            start += own[0].numel()
+        self.counts = [len(part.token_ids) for part in parts]
+        # real tokens on either side of where the responses begin
+        sides = [_widths(part.token_ids != pad_token_id, part.context_length) for part in parts]
+        self.context = max(left for left, _ in sides)
+        self.length = self.context + max(right for _, right in sides)
+        self.token_ids = torch.cat(
+            [self._placed(part.token_ids, part, fill=pad_token_id) for part in parts]
+        )
+        self._arrange()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether some clients' gradients are still to come."""
+        return bool(self._waiting)
+
+    def finish(self, places: "Sequence[Place]") -> None:
+        """Notes whose gradients are taken for the last time."""
+        self._waiting -= {place.index for place in places}
+
+    def _arrange(self) -> None:
+        self._is_even = len(set(self.counts)) == 1
+        counts = torch.tensor(self.counts)
+        members = torch.arange(len(counts)).repeat_interleave(counts)
+        self._members = members.to(self.token_ids.device)
+
+    def _placed(self, values: torch.Tensor, part: Part, *, fill: float) -> torch.Tensor:
+        """Returns a part's values [b, L, ...] so that its responses begin where all do."""
+        before = self.context - part.context_length
+        return _fitted(values, before, self.length - before, fill)
+
+    def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        """Leaves out rows of each part but those at some places; returns the places of all."""
+        rows = torch.cat([self.span(index).start + own for index, own in enumerate(kept)])
+        self.counts = [len(own) for own in kept]
+        self._arrange()
+        return rows
+
+    def span(self, index: int) -> slice:
+        """Returns where the rows of a part are."""
+        start = sum(self.counts[:index])
+        return slice(start, start + self.counts[index])
+
+    def of_part(self, values: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns values [N, L, ...] of a part's rows at its own positions, zero at padding."""
+        part = self.parts[index]
+        before = part.context_length - self.context
+        width = part.token_ids.size(1)
+        if before <= 0 and width - before <= self.length:
+            return values[self.span(index), -before : width - before]  # nothing is missing
+        return _fitted(values[self.span(index)], before, width - before, 0.0)
+
+    def layer(self, name: str, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns what a LoRA layer gives for x [N, L, in]."""
+        result = layer.base_layer(x)
+        if not self.stacked:
+            return result
+        inputs = x.to(layer.lora_A["default"].weight.dtype)
+        dropped = self._dropped(layer.lora_dropout["default"], inputs)
+        hidden = self._product((name, "lora_A"), layer, dropped)
+        update = self._product((name, "lora_B"), layer, hidden) * layer.scaling["default"]
+        return (result + update).to(result.dtype)
+
+    def _product(self, matrix: Matrix, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = self._by_matrix.get(matrix)
+        if weight is None:  # frozen, and so everybody's
+            return torch.nn.functional.linear(x, getattr(layer, matrix[1])["default"].weight)
+        if self._is_even:
+            joint = x.reshape(len(weight), -1, x.size(-1))
+            output = torch.bmm(joint, weight.mT).view(*x.shape[:-1], -1)
+        else:
+            output = torch.bmm(x, weight[self._members].mT)
+        if self.parts[0].is_tapped:
+            output = _Tap.apply(output, x.detach(), self.anchor, self, matrix)
+        return output
+
+    def _dropped(self, dropout: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns what dropout leaves of x [N, L, in]; each part draws its masks as if alone."""
+        probability = getattr(dropout, "p", 0.0)
+        if not (dropout.training and probability > 0):
+            return x
+        if x.is_cuda:  # whose masks no generator of a part can be asked for
+            return dropout(x)
+        masks = [
+            x.new_empty(*part.token_ids.shape, x.size(-1)).bernoulli_(
+                1 - probability, generator=part.generator
+            )
+            for part in self.parts
+        ]
+        fitted = [self._placed(m, p, fill=1.0) for m, p in zip(masks, self.parts, strict=True)]
+        return x * torch.cat(fitted).div_(1 - probability)
+
+    def fold(self, matrix: Matrix, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
+        """Adds a matrix's part of the rows of all targets; called by the backward pass."""
+        columns = self._columns[matrix]
+        for index, (rows, coefficients) in self.targets.items():
+            span = self.span(index)
+            add_weight_gradients_(rows[:, columns], coefficients, inputs[span], deltas[span])
+
+
+class Output:
+    """The model's output for one part's rows, as they stand in it."""
+
+    def __init__(self, place: Place, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.place = place
+        self._logits, self._hidden = logits, hidden
+
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor]:
+        """The last layer's, [b, Q + T, H], zero at padding."""
+        return (self.place.joint.of_part(self._hidden, self.place.index),)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[b, Q + T, V], zero at padding."""
+        return self.place.joint.of_part(self._logits, self.place.index)
+
+    def response_logits(self, temperature: float) -> torch.Tensor:
+        """Returns the tempered logits of the responses, [b, T, V], zero at padding."""
+        part, joint = self.place.part, self.place.joint
+        width = part.token_ids.size(1) - part.context_length
+        own = self._logits[joint.span(self.place.index)]
+        own = response_logits(own, joint.context, temperature)[:, :width]
+        return torch.nn.functional.pad(own, (0, 0, 0, width - own.size(1)))
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a matrix's output; its backward pass hands the gradient to the pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: torch.Tensor,
+        inputs: torch.Tensor,
+        anchor: torch.Tensor,
+        joint: Pass,
+        matrix: Matrix,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.joint, ctx.matrix = joint, matrix
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (deltas,) = gradients
+        ctx.joint.fold(ctx.matrix, ctx.saved_tensors[0], deltas)
+        return deltas, None, None, None, None
+
+
+def _widths(is_real: torch.Tensor, context_length: int) -> tuple[int, int]:
+    """Returns how many columns before and after the responses' beginning hold real tokens."""
+    columns = is_real.any(0).nonzero()[:, 0].tolist()
+    first = columns[0] if columns else context_length - 1
+    last = columns[-1] + 1 if columns else context_length
+    return max(1, context_length - first), max(0, last - context_length)
+
+
+def _fitted(values: torch.Tensor, before: int, length: int, fill: float) -> torch.Tensor:
+    """Returns values [b, L, ...] moved right by so many columns and cut or filled to a length.
+
+    `length` counts from the first column of the values.
+    """
+    widths = (0, 0) * (values.ndim - 2)
+    return torch.nn.functional.pad(values, (*widths, before, length - values.size(1)), value=fill)

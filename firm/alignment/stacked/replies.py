@@ -1,0 +1,57 @@
+"""Sampling: each client's replies in a joint pass are those that it would sample alone."""
+
+import torch
+
+from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, token_logprobs
+from firm.alignment.stacked.passes import Part
+
+
+class Reply:
+    """A client's replies as they are sampled, as if its batch were alone."""
+
+    def __init__(self, part: Part) -> None:
+        assert part.config is not None
+        self._part, self._config = part, part.config
+        self._tokens: list[torch.Tensor] = []
+        self._logprobs: list[torch.Tensor] = []
+        device = part.token_ids.device
+        self._is_open = torch.ones(len(part.token_ids), dtype=torch.bool, device=device)
+        self._rows = torch.arange(len(part.token_ids), device=device)  # those that are in the batch
+        self._ends = torch.tensor(list(part.end_ids), device=device)
+
+    @property
+    def num_open(self) -> int:
+        """Replies that have not ended, 0 at the greatest length."""
+        if len(self._tokens) == self._config.max_new_tokens:
+            return 0
+        return int(self._is_open.sum())
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the next tokens of the rows in the batch, [n], by their logits [n, V]."""
+        if not self.num_open:
+            return torch.zeros_like(self._rows)
+        scores = logits / (self._config.temperature + TEMPERATURE_GUARD)
+        probabilities = torch.softmax(scores, dim=-1)
+        # as torch.multinomial draws, of all rows: those that have ended draw along
+        draws = probabilities.new_empty(len(self._is_open), logits.size(-1))
+        draws.exponential_(generator=self._part.generator)
+        chosen = (probabilities / draws[self._rows]).argmax(-1)
+        tokens = torch.full_like(self._is_open, -1, dtype=torch.long)
+        logprobs = tokens.new_full(tokens.shape, INVALID_LOGPROB, dtype=scores.dtype)
+        tokens[self._rows] = chosen
+        logprobs[self._rows] = token_logprobs(scores[:, None], chosen[:, None])[:, 0]
+        self._tokens.append(tokens.masked_fill(~self._is_open, -1))
+        self._logprobs.append(logprobs)
+        self._is_open = self._is_open & ~torch.isin(tokens, self._ends)
+        return chosen
+
+    def keep(self, count: int) -> torch.Tensor:
+        """Keeps so many rows in the batch, the open ones among them; returns their places in it."""
+        places = self._is_open[self._rows].int().argsort(descending=True, stable=True)[:count]
+        self._rows = self._rows[places]
+        return places
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns token ids [b, Q + T], -1 after an end, and log-probabilities [b, T]."""
+        tokens = torch.stack(self._tokens, dim=1)
+        return torch.cat([self._part.token_ids, tokens], 1), torch.stack(self._logprobs, dim=1)

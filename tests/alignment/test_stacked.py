@@ -1,0 +1,199 @@
+"""Stacked clients: those of one pass are as those that run one after the other."""
+
+from typing import get_type_hints
+
+import pytest
+import torch
+
+from firm.alignment import AlignmentClient, Judges, PolicyConfig, Prompt, copy_adapter, load_policy
+from firm.federation import LocalEngine, RandomStream, ServerState
+from firm.federation.engines.stacked import StackedEngine
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.firm import FirmConfig, firm_round
+
+PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
+PROMPTS += [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefghij"]
+WITHOUT_LOSSES = {
+    name: get_type_hints(strategy)["cfg"]
+    for name, strategy in STRATEGIES.items()
+    if not get_type_hints(strategy)["cfg"].reads_losses
+}
+
+
+@pytest.fixture
+def federation(make_trainer, letter_count):
+    """State, engine and names of clients, each with prompts of its own."""
+
+    def make(engine, *, max_rows=None, judges=(), dropout=0.1, **options):
+        rewards = {letter: letter_count(letter) for letter in "ab"}
+        trainer = make_trainer(rewards=rewards, dropout=dropout, **options)
+        new_trainer = trainer.stacked() if engine == "stacked" else lambda: trainer
+        names = ["client_0", "client_1", "client_2"]
+        own = dict(judges)
+        clients = [
+            AlignmentClient(name, PROMPTS[at:], new_trainer(), seed=3, judges=own.get(name))
+            for at, name in enumerate(names)
+        ]
+        start = copy_adapter(trainer.adapter_parameters)
+        state = ServerState(start, objectives=("a", "b"), seed=3)
+        if engine == "local":
+            return state, LocalEngine(clients), names
+        return state, StackedEngine(clients, max_rows=max_rows), names
+
+    return make
+
+
+@pytest.fixture
+def both(federation):
+    """State and metrics after some rounds, by engine."""
+
+    def run(strategy, cfg, *, rounds=2, max_rows=None, **options):
+        results = {}
+        for engine in ("local", "stacked"):
+            limit = max_rows if engine == "stacked" else None
+            state, runs, names = federation(engine, max_rows=limit, **options)
+            start, rows = state.adapter, []
+            for _ in range(rounds):
+                state, row = strategy(state, names, runs, cfg)
+                rows.append(row)
+            assert largest_difference(start, state.adapter) > 1e-4
+            results[engine] = state, rows, runs
+        return results
+
+    return run
+
+
+def largest_difference(first, second) -> float:
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def _names(row) -> list[str]:
+    """Those that took part."""
+    return [own["client"] for own in row["clients"]]
+
+
+def assert_same(results, tolerance=1e-5):
+    (state, rows, _), (other, others, _) = results.values()
+    for row, theirs in zip(rows, others, strict=True):
+        assert _names(row) == _names(theirs)
+        for mine, yours in zip(row["clients"], theirs["clients"], strict=True):
+            assert mine.get("scores") == yours.get("scores")  # the same tokens
+    assert largest_difference(state.adapter, other.adapter) < tolerance
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"estimator": "ppo"},
+        {"estimator": "ppo", "critic": "network", "micro_batch_size": 3},
+        {"estimator": "critic_free"},
+        {"estimator": "critic_free", "ratio": "ppo", "micro_batch_size": 3},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("max_rows", [None, 10])
+def test_two_rounds_of_adam_end_as_with_clients_in_turn(both, options, max_rows):
+    results = both(firm_round, FirmConfig(num_local_steps=2), max_rows=max_rows, **options)
+    first = [rows[0]["clients"][0]["weights"][0] for _, rows, _ in results.values()]
+    assert first[0] == pytest.approx(first[1], abs=1e-6)
+    assert_same(results)
+
+
+@pytest.mark.parametrize("name", WITHOUT_LOSSES)
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_every_strategy_ends_as_with_clients_in_turn(both, name, estimator):
+    cfg = WITHOUT_LOSSES[name]
+    options = {"num_local_steps": 1} if "num_local_steps" in cfg.__dataclass_fields__ else {}
+    assert_same(both(STRATEGIES[name], cfg(**options), rounds=1, estimator=estimator))
+
+
+def test_weights_per_batch_and_clients_with_fewer_objectives_end_as_in_turn(both, letter_count):
+    judges = {"client_1": Judges({"b": letter_count("b")})}
+    assert_same(both(firm_round, FirmConfig(solve_per="batch"), rounds=1, judges=judges))
+
+
+def test_states_after_a_round_are_those_of_clients_in_turn(both):
+    results = both(firm_round, FirmConfig(), rounds=1)
+    accepted = dict.fromkeys(("client_0", "client_1", "client_2"), 1)
+    local, stacked = (runs.client_states(accepted) for _, _, runs in results.values())
+    for name in accepted:
+        mine, theirs = local[name]["state"], stacked[name]["state"]
+        for stream in ("prompts", "rollout", "update"):
+            assert str(mine[stream]) == str(theirs[stream])
+        moments = [s["learner"]["actor_optimizer"]["state"] for s in (mine, theirs)]
+        for index, own in moments[0].items():
+            torch.testing.assert_close(own["exp_avg"], moments[1][index]["exp_avg"])
+
+
+def test_who_else_is_in_the_batch_changes_no_token(federation):
+    scores = []
+    for asked in (["client_1"], ["client_0", "client_1", "client_2"]):
+        state, engine, _ = federation("stacked")
+        _, row = firm_round(state, asked, engine, FirmConfig())
+        scores += [own["scores"] for own in row["clients"] if own["client"] == "client_1"]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_a_client_whose_reward_is_not_a_number_fails_alone(both, letter_count, estimator):
+    def broken(prompts, completions, **_):
+        return [float("nan")] * len(completions)
+
+    judges = {"client_1": Judges({"a": letter_count("a"), "b": broken})}
+    results = both(firm_round, FirmConfig(), rounds=1, judges=judges, estimator=estimator)
+    assert_same(results)
+    assert _names(results["stacked"][1][0]) == ["client_0", "client_2"]
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_gradients_that_are_not_finite_are_their_client_s_alone(federation, monkeypatch, estimator):
+    state, engine, names = federation("stacked", estimator=estimator)
+    client = engine._clients["client_1"]
+    experience = client._trainer.experience
+
+    def spoilt(rollouts):
+        result = experience(rollouts)
+        result.advantages[0] = float("inf")
+        return result
+
+    monkeypatch.setattr(client._trainer, "experience", spoilt)
+    spoilt_state, row = firm_round(state, names, engine, FirmConfig())
+    assert _names(row) == ["client_0", "client_2"]
+    state, engine, _ = federation("stacked", estimator=estimator)
+    expected, _ = firm_round(state, ["client_0", "client_2"], engine, FirmConfig())
+    assert largest_difference(spoilt_state.adapter, expected.adapter) < 1e-5
+
+
+def test_no_pass_has_more_rows_than_allowed(federation):
+    state, engine, names = federation("stacked", max_rows=20)
+    sizes = []
+    policy = engine._clients["client_0"]._trainer.policy_model
+
+    def note(module, args, kwargs):
+        sizes.append(len(kwargs["input_ids"]))
+
+    policy.register_forward_pre_hook(note, with_kwargs=True)
+    firm_round(state, names, engine, FirmConfig())
+    assert max(sizes) == 16  # two batches of 16 do not fit
+    assert sizes.count(16) > sizes.count(8) / 2 > 0  # two minibatches of 8 do
+
+
+def test_the_policy_s_own_adapter_stays_as_it_was(federation):
+    state, engine, names = federation("stacked")
+    policy = engine._clients["client_0"]._trainer.policy_model
+    token_ids = torch.tensor([[4, 5, 6, 7]])
+    policy.eval()
+    before = policy(input_ids=token_ids).logits.detach().clone()
+    firm_round(state, names, engine, FirmConfig())
+    policy.eval()
+    assert torch.equal(policy(input_ids=token_ids).logits, before)
+
+
+def test_what_cannot_be_stacked_is_refused(make_trainer, checkpoint, letter_count):
+    config = PolicyConfig(str(checkpoint), gradient_checkpointing=True)
+    policy = load_policy(config, stream=RandomStream(0, "adapter"))
+    trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
+    with pytest.raises(ValueError, match="gradient checkpointing and the adapter's dropout"):
+        trainer.stacked()
+    with pytest.raises(ValueError, match="timeout must be None, got 3"):
+        StackedEngine([], timeout=3.0)

@@ -1,0 +1,81 @@
+"""Runs whose clients are stacked, beside those whose clients go one after the other."""
+
+from pathlib import Path
+
+import pytest
+
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.firm import firm_round
+from firm.run import UserError
+from tests import smoke
+from tests.runs import read_adapter, read_rows
+
+GROUPS = (
+    "{other: {clients: [1], rewards: {positivity: {name: brevity}}},"
+    " partial: {clients: [2], objectives: [brevity]},"
+    " far: {clients: [3], attack: {kind: sign_flip, scale: 2}}}"
+)
+MANY = (
+    *("--num_clients", 4, "--strategy.clients_per_round", 3, "--groups", GROUPS),
+    *("--policy.lora.dropout", 0.1, "--evaluation.num_validation_prompts", 0),
+    *("--estimator.micro_batch_size", 3, "--estimator.num_epochs", 1),
+)
+"""Partial participation, clients that differ, dropout, and minibatches in parts."""
+STACKED = ("--engine", "stacked", "--max_rows", 13)
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory) -> Path:
+    """A run whose clients go one after the other."""
+    return smoke.run(*MANY, "--out", tmp_path_factory.mktemp("runs") / "in_turn")
+
+
+def distance(first: Path, second: Path) -> float:
+    """Returns the largest difference between two runs' adapters."""
+    mine, theirs = read_adapter(first), read_adapter(second)
+    return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
+
+
+def test_clients_that_differ_end_stacked_as_in_turn(in_turn, tmp_path):
+    stacked = smoke.run(*MANY, *STACKED, "--out", tmp_path / "stacked")
+    assert distance(in_turn, stacked) < 1e-5
+    pairs = zip(read_rows(in_turn, "client"), read_rows(stacked, "client"), strict=True)
+    for expected, row in pairs:
+        assert row["client"] == expected["client"]
+        assert row["scores"] == expected["scores"]  # the same tokens
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+
+
+def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path, monkeypatch):
+    def stops_in_round_2(state, *arguments):
+        if state.round == 1:
+            raise KeyboardInterrupt
+        return firm_round(state, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(STRATEGIES, "firm", stops_in_round_2)
+        with pytest.raises(KeyboardInterrupt):
+            smoke.run(*MANY, "--out", tmp_path / "run")
+    resumed = smoke.run(*MANY, *STACKED, "--out", tmp_path / "run", "--resume", "true")
+    assert distance(in_turn, resumed) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "local"], "max_rows must be left out with engine local, got 13"),
+        (["--max_rows", 0], "max_rows must be at least 1, got 0"),
+        (
+            ["--processes_per_client", 2],
+            "processes_per_client must be 1 with engine stacked",
+        ),
+        (["--client_timeout", 60], "client_timeout must be left out with engine stacked"),
+        (
+            ["--policy.gradient_checkpointing", "true", "--policy.lora.dropout", 0.1],
+            "policy.lora.dropout must be 0 with engine stacked and policy.gradient_checkpointing",
+        ),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        smoke.config(*STACKED, *arguments)
