@@ -37,6 +37,7 @@ class _Member(greenlet.greenlet):
     outcome: tuple[str, Any] = ("run", None)
     """What it goes on with: a value, or an exception."""
     request: _Request | None = None
+    num_served: int = 0
     seconds: float = 0.0
     """Those of its own so far, and its share of those that were spent together."""
     since: float = 0.0
@@ -130,9 +131,13 @@ def _go_on(member: _Member) -> None:
 
 
 def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
-    """Does the work that the first of those waits for whose work is urgent, or else the first's."""
+    """Does the work that the most urgent waits for, of all who wait for the same.
+
+    Where no work is urgent, those who were served least go first, so that the others' next work
+    can be joined with theirs.
+    """
     requests = {member: member.request for member in waiting if member.request is not None}
-    first = next((r for r in requests.values() if r.is_urgent), next(iter(requests.values())))
+    first = requests[min(requests, key=lambda m: (not requests[m].is_urgent, m.num_served))]
     chosen, total = [], 0
     for member, request in requests.items():
         is_same = request.work == first.work and request.key == first.key
@@ -147,6 +152,7 @@ def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
         results = [error] * len(chosen)
     seconds = time.perf_counter() - start
     for member, result in zip(chosen, results, strict=True):
+        member.num_served += 1
         member.seconds += seconds * requests[member].size / total
         member.outcome = ("raise" if isinstance(result, BaseException) else "return", result)
     return chosen

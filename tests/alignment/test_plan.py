@@ -4,6 +4,7 @@ import inspect
 import io
 import shutil
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from firm.alignment.policy import adapter_parameters
 from firm.alignment.sequences import Queries
 from firm.cli.align import main
 from firm.federation import Processes, RandomStream
+from firm.federation.lockstep import lockstep
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan, plan_tables
@@ -219,6 +221,66 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     assert memory.update[checkpointing] == pytest.approx(taken, rel=0.1)
     assert memory.jacobian == gradients.jacobian.nbytes
     assert memory.saved[True] < memory.saved[False] < memory.update[False]
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
+    make_trainer, checkpoint, letter_count, estimator
+):
+    lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    policy = load_policy(
+        PolicyConfig(str(checkpoint), lora=lora), stream=RandomStream(0, "adapter")
+    )
+    trainer = make_trainer(rewards=rewards, policy=policy, estimator=estimator)
+    new_trainer = trainer.stacked()
+    torch.manual_seed(5)
+    query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
+    queries = Queries(trainer.tokenizer.batch_decode(query_ids), query_ids)
+    trainers = [new_trainer() for _ in range(3)]
+    minibatches = [t.experience(t.sample(queries)).rows(np.arange(8)) for t in trainers]
+    with LiveBytes(trainer.policy_model) as live:
+        pairs = zip(trainers, minibatches, strict=True)
+        found = lockstep([partial(t.gradients, minibatch) for t, minibatch in pairs])
+    cfg = config(
+        "--policy.path", checkpoint,
+        "--policy.lora.target_modules", "[q_proj, v_proj]",
+        "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
+        "--estimator.name", estimator, "--engine", "stacked", "--num_clients", 3,
+        "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
+    )  # fmt: skip
+    memory = plan_of(cfg).memory
+    assert memory.jacobian == sum(gradients.jacobian.nbytes for gradients in found)
+    assert memory.update[False] + memory.jacobian == pytest.approx(live.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+@pytest.mark.parametrize(
+    "engine",
+    [("local",), ("stacked",), ("stacked", "--max_rows", 9), ("stacked", "--max_rows", 1)],
+    ids=lambda engine: " ".join(map(str, engine)),
+)
+def test_passes_are_those_of_a_run(engine, estimator, tmp_path, monkeypatch):
+    cfg = config(
+        *("--engine", *engine, "--estimator.name", estimator, "--num_clients", 3, "--rounds", 1),
+        *("--estimator.num_epochs", 1, "--estimator.micro_batch_size", 3),
+        *(*FEW_REPLIES, "--out", tmp_path / "run"),
+    )
+    rows = []
+
+    def watched(*arguments, **options):
+        policy = load_policy(*arguments, **options)
+        policy.register_forward_pre_hook(note, with_kwargs=True)
+        return policy
+
+    def note(module, arguments, named):
+        if torch.is_grad_enabled():
+            rows.append(len(named["input_ids"]))
+
+    monkeypatch.setattr("firm.jobs.alignment_loading.load_policy", watched)
+    main(cfg)
+    planned = plan_without_memory(cfg).work.updates
+    assert (len(rows), max(rows)) == (planned.count, planned.rows)
 
 
 def test_a_fake_model_takes_what_a_real_one_takes():

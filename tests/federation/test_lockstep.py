@@ -49,6 +49,18 @@ def test_functions_of_unequal_length_end_when_they_are_done():
     assert lockstep([]) == []
 
 
+def test_those_who_were_served_least_go_first_and_are_joined_by_the_others():
+    large, small = Squares(), Squares()
+
+    def function(value):
+        return together(small, together(large, value, size=2))
+
+    results = lockstep([lambda v=v: function(v) for v in (1, 2, 3)], max_size=3)
+    assert results == [1, 16, 81]
+    assert large.calls == [[1], [2], [3]]
+    assert small.calls == [[1, 4, 9]]
+
+
 def test_other_keys_and_other_works_are_not_joined_and_what_is_urgent_goes_first():
     first, second = Squares(), Squares()
     functions = [

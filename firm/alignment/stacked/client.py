@@ -40,6 +40,7 @@ class StackedPolicy(Policy):
             rows,
             self.adapter,
             is_training=is_training,
+            has_gradient=has_gradient,
             is_tapped=is_tapped,
             generator=_own_generator(),
         )

@@ -74,9 +74,9 @@ class StackedModel:
 
     def forward(self, parts: list[Part]) -> list[Any]:
         """Returns the output of each part's rows, from one forward pass over all of them."""
-        joint = self._pass(parts)
         set_mode(self.policy, is_training=parts[0].is_training)
-        with self._during(joint):
+        joint = self._pass(parts)
+        with self._during(joint), torch.set_grad_enabled(parts[0].has_gradient):
             output = forward(self.policy, joint.token_ids, self.pad_token_id)
         logits, hidden = output.logits, output.hidden_states[-1]
         return [Output(Place(joint, index), logits, hidden) for index in range(len(parts))]

@@ -24,6 +24,8 @@ class Part:
     """None is the base model."""
     is_training: bool = False
     """Whether dropout is on."""
+    has_gradient: bool = False
+    """Whether a graph is kept for backward passes."""
     is_tapped: bool = False
     """Whether the backward pass hands gradients over by row (`Weighted`)."""
     generator: torch.Generator | None = None
@@ -89,7 +91,7 @@ class Pass:
         for name, matrix in matrices.items() if parts[0].adapter is not None else ():
             own = [part.adapter[name].detach() for part in parts if part.adapter is not None]
             self.stacked[name] = self._by_matrix[matrix] = torch.stack(own)
-            self.stacked[name].requires_grad_(torch.is_grad_enabled())
+            self.stacked[name].requires_grad_(parts[0].has_gradient)
             self._columns[matrix] = slice(start, start + own[0].numel())
             start += own[0].numel()
         self.counts = [len(part.token_ids) for part in parts]

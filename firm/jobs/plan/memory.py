@@ -7,7 +7,6 @@ times as much, and 2.4 times with gradient checkpointing.
 """
 
 import dataclasses
-import math
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.training import ObjectiveTraining
 from firm.gradients import PerSequenceGradients
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan.passes import minibatch_share, rollouts, updates
 from firm.jobs.plan.record import Memory, PolicyFigures
 from firm.jobs.plan.traffic import Traffic
 
@@ -190,17 +190,18 @@ def process_memory(
     policy: PolicyFigures,
     cfg: AlignmentConfig,
     traffic: Traffic,
-    per_client: int,
+    num_clients: int,
 ) -> Memory:
-    """Returns what one process needs, by passes of fake models of the policy's shape."""
+    """Returns what one process with so many clients needs, by passes of fake models."""
     num_objectives = len(cfg.rewards)
-    is_whole = traffic.takes_whole_batches
-    num_rows = cfg.estimator.batch_size if is_whole else cfg.estimator.minibatch_size
-    own_rows = math.ceil(num_rows / per_client)
-    part = min(cfg.estimator.micro_batch_size or own_rows, own_rows)
+    joint, sampled = updates(cfg, traffic, num_clients), rollouts(cfg, traffic, num_clients)
+    is_stacked = cfg.engine == "stacked"
+    in_parts = joint.rows < joint.clients * minibatch_share(cfg, traffic)
+    # every client in lockstep keeps the rows of its last minibatch
+    jacobians = (num_clients if is_stacked else 1) + joint.clients * in_parts
     calibration, evaluation = cfg.evaluation.num_calibration_prompts, EVALUATION_BATCH
-    replies = max(cfg.estimator.batch_size, calibration, evaluation)
-    rows = min(cfg.rollout.forward_batch_size, replies)
+    measured = min(cfg.rollout.forward_batch_size, max(calibration, evaluation))
+    rows = max(measured, sampled.rows)
     update, saved = {}, {}
     for checkpointing in (False, True):
         changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
@@ -208,7 +209,11 @@ def process_memory(
         with FakeTensorMode() as mode:
             with_fake_parameters(model)
             saved[checkpointing], update[checkpointing] = update_memory(
-                model, cfg.estimator, cfg.rollout, num_rows=part, num_objectives=num_objectives
+                model,
+                cfg.estimator,
+                cfg.rollout,
+                num_rows=joint.rows,
+                num_objectives=num_objectives,
             )
     model.eval()
     with mode, torch.no_grad():
@@ -218,13 +223,16 @@ def process_memory(
         scoring = scoring_memory(model, cfg.rollout, num_rows=rows)
     vocabulary = one_token.logits.size(-1)
     num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    logged = measured if is_stacked else rows  # joint rollouts keep no logits
+    own_adapter = policy.adapter_bytes if is_stacked else 0
+    stacks = 2 * joint.clients * own_adapter  # the clients' matrices and their gradients
     return Memory(
-        learner=STATES_PER_CLIENT * _learner_bytes(architecture, policy, cfg),
-        jacobian=(1 + (part < own_rows)) * num_objectives * policy.num_trainable * 4,
-        update=update,
+        learner=STATES_PER_CLIENT * _learner_bytes(architecture, policy, cfg) + own_adapter,
+        jacobian=jacobians * num_objectives * policy.num_trainable * 4,
+        update={key: size + stacks for key, size in update.items()},
         saved=saved,
         cache=cache * num_tokens,
-        scores=2 * rows * cfg.rollout.max_new_tokens * vocabulary * 4,  # transformers': float32
+        scores=2 * logged * cfg.rollout.max_new_tokens * vocabulary * 4,  # transformers': float32
         scoring=scoring,
     )
 

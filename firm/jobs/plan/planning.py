@@ -13,6 +13,7 @@ from firm.federation import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.memory import policy_without_storage, process_memory
+from firm.jobs.plan.passes import rollouts, updates
 from firm.jobs.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
 from reward_models import RewardModelConfig
@@ -37,13 +38,15 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     """
     notes: list[str] = []
     policy, memory, traffic = None, None, round_traffic(cfg, clients)
+    hosted = max(len(processes.hosted(clients, rank)) for rank in range(processes.size))
+    busiest = min(hosted, cfg.strategy.clients_per_round or hosted)
     architecture = _architecture(cfg.policy.path, "--policy.path", notes)
     if architecture is not None:
         model = policy_without_storage(architecture, cfg.policy)
         traffic = round_traffic(cfg, clients, adapter_parameters(model))
         policy = _policy_figures(model, traffic)
         try:
-            memory = process_memory(architecture, policy, cfg, traffic, processes.per_client)
+            memory = process_memory(architecture, policy, cfg, traffic, busiest)
         except (RuntimeError, AttributeError) as error:  # what depends on the tensors' content
             notes.append(
                 f"{cfg.policy.path}: no estimate of its memory without weights "
@@ -65,7 +68,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         policy=policy,
         memory=memory,
         rewards=rewards,
-        work=_work(cfg, len(clients), traffic),
+        work=_work(cfg, len(clients), traffic, busiest),
         places=[
             _place(rank, clients, processes, rewards, cfg.policy.device)
             for rank in range(processes.size)
@@ -121,7 +124,8 @@ def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
     )
 
 
-def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic) -> Work:
+def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic, busiest: int) -> Work:
+    """Returns how much is done; `busiest` is the most clients of a round in one process."""
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
     # the base model and the final one on both sets, every round's on the validation set
@@ -144,6 +148,8 @@ def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic) -> Work:
         scored_replies=len(cfg.rewards) * training
         + judges * evaluation.num_calibration_prompts
         + (len(cfg.rewards) + len(evaluation.metrics)) * evaluated,
+        updates=updates(cfg, traffic, busiest),
+        rollouts=rollouts(cfg, traffic, busiest),
     )
 
 

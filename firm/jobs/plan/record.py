@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from firm.alignment.hyperparameters import Hyperparameter
+from firm.jobs.plan.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class Memory:
     """Bytes in one process, an estimate."""
 
     learner: int
-    """Of one client: critic and optimizer moments, live and saved."""
+    """Of one client: critic and optimizer moments, live and saved, and its adapter if stacked."""
     jacobian: int
-    """The M gradients, and their running sum where a minibatch is taken in parts."""
+    """The M gradients of the clients at work, and their running sums where a minibatch is taken in
+    parts."""
     update: dict[bool, int]
     """Peak of a forward and backward pass beyond parameters and Jacobian, by gradient
     checkpointing."""
@@ -88,6 +90,10 @@ class Work:
     """The same, at most."""
     scored_replies: int
     """Replies times scores, at most."""
+    updates: Passes
+    """Forward passes with gradients, in a process and round."""
+    rollouts: Passes
+    """Chunks of replies that are sampled, in a process and round."""
 
 
 @dataclass(frozen=True)

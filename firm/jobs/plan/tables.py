@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from firm.jobs.plan.passes import Passes
 from firm.jobs.plan.record import Plan, Table
 from firm.report import formats
 
@@ -51,8 +52,16 @@ def _work_table(plan: Plan) -> Table:
         ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
         ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
         ("reward calls, one per reply and score", f"at most {work.scored_replies:,}"),
+        ("forward and backward passes", _passes_text(work.updates)),
+        ("rollouts", _passes_text(work.rollouts)),
     ]
     return Table("Work", ("", ""), rows)
+
+
+def _passes_text(passes: Passes) -> str:
+    """Returns how many there are in a round of a process, and of how many rows."""
+    clients = f" of {passes.clients} clients" * (passes.clients > 1)
+    return f"{passes.count:,} per process and round, of {passes.rows:,} rows{clients}"
 
 
 def _placement_table(plan: Plan) -> Table:

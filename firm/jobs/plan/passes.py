@@ -1,0 +1,64 @@
+"""How many rows go through the policy at once, and how often in a round."""
+
+import math
+from dataclasses import dataclass
+
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan.traffic import Traffic, num_passes
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes of one kind in the process with the most clients, if all its clients take part."""
+
+    clients: int
+    """Whose rows are in a pass."""
+    rows: int
+    """In a pass, at most."""
+    count: int
+    """Passes of a round."""
+
+
+def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
+    """Returns the forward passes that gradients are taken of.
+
+    Args:
+        cfg: The run's configuration.
+        traffic: What a round of it asks of clients.
+        num_clients: Clients of a round in one process.
+    """
+    share = minibatch_share(cfg, traffic)
+    part = min(cfg.estimator.micro_batch_size or share, share)
+
+    def parts(rows: int) -> int:
+        return math.ceil(math.ceil(rows / cfg.processes_per_client) / part)
+
+    count = traffic.num_trainings * num_passes(cfg) * parts(cfg.estimator.minibatch_size)
+    if traffic.takes_whole_batches:
+        count += max(1, traffic.num_solves) * parts(cfg.estimator.batch_size)
+    return _joined(cfg, num_clients, rows=part, count=count)
+
+
+def minibatch_share(cfg: AlignmentConfig, traffic: Traffic) -> int:
+    """Returns the rows of a client's minibatch that one process takes gradients of, at most."""
+    estimator, is_whole = cfg.estimator, traffic.takes_whole_batches
+    rows = estimator.batch_size if is_whole else estimator.minibatch_size
+    return math.ceil(rows / cfg.processes_per_client)
+
+
+def rollouts(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
+    """Returns the chunks in which replies are sampled, each by a pass for every token."""
+    size = cfg.estimator.batch_size
+    # all trainings of a client start from one state, so that they have their first batch in common
+    batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
+    rows = min(cfg.rollout.forward_batch_size, size)
+    return _joined(cfg, num_clients, rows=rows, count=batches * math.ceil(size / rows))
+
+
+def _joined(cfg: AlignmentConfig, num_clients: int, *, rows: int, count: int) -> Passes:
+    together = 1
+    if cfg.engine == "stacked":
+        together = num_clients
+        if cfg.max_rows is not None:
+            together = min(together, max(1, cfg.max_rows // rows))
+    return Passes(together, together * rows, math.ceil(num_clients / together) * count)
