@@ -50,7 +50,7 @@ class SequenceClassifierReward:
 
     The model is put into evaluation mode; `name` is the objective, and the other settings are those
     of `RewardModelConfig`. An input that is too long loses its beginning, but not the special
-    tokens that the tokenizer opens with. `num_scored` counts inputs, `num_truncated` the cut ones.
+    tokens that the tokenizer opens with. `truncated` says which inputs of the latest call did.
 
     Raises:
         ValueError: There is no such label, or several and no choice; the tokenizer cannot spell
@@ -87,7 +87,7 @@ class SequenceClassifierReward:
         self.output = output
         self.append_eos = append_eos
         self.batch_size = batch_size
-        self.num_scored = self.num_truncated = 0
+        self.truncated: list[bool] = []
         self.max_length = _checked_max_length(max_length, model, tokenizer)
         accepted = inspect.signature(model.forward).parameters
         has_segments = "token_type_ids" in {*tokenizer.model_input_names} & accepted.keys()
@@ -106,7 +106,6 @@ class SequenceClassifierReward:
     def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         """Returns the raw score of each completion, unbounded."""
         rows = self._encode(prompts, completions)
-        self.num_scored += len(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
         scores = torch.empty(len(rows))
         for start in range(0, len(rows), self.batch_size):
@@ -115,6 +114,7 @@ class SequenceClassifierReward:
         return scores.tolist()
 
     def _encode(self, prompts: Sequence[str], completions: Sequence[str]) -> list[Features]:
+        self.truncated = []
         both = list(zip(prompts, completions, strict=True))
         if not both:
             return []
@@ -144,9 +144,9 @@ class SequenceClassifierReward:
         if not ids or (self.append_eos and ids[-1] != self._end_id):
             ids.append(self._end_id)
         excess = len(ids) - self.max_length
+        self.truncated.append(excess > 0)
         if excess <= 0:
             return row
-        self.num_truncated += 1
         start = self._num_opening
         return {key: values[:start] + values[start + excess :] for key, values in row.items()}
 
@@ -171,7 +171,7 @@ class SequenceClassifierReward:
         return logits[:, self._column].float().cpu()
 
     def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
-        """Returns the same model, asked in another way and with counters of its own.
+        """Returns the same model, asked in another way.
 
         Raises:
             ValueError: The tokenizer cannot spell the format, or there is no EOS to append.

@@ -71,6 +71,7 @@ class _FirstBatch:
     streams: dict[str, Any]
     """The random streams after the draw."""
     seconds: dict[str, float]
+    truncated: dict[str, list[bool]]
 
 
 class AlignmentClient(Client):
@@ -134,7 +135,6 @@ class AlignmentClient(Client):
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
         self._num_drawn = 0
-        self._counts_before = self._counts()
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts local training from a copy of `adapter`, with this client's learner in charge."""
@@ -142,7 +142,7 @@ class AlignmentClient(Client):
         self._trainer.learner = self._learner
         self._trainer.seconds = defaultdict(float)
         self._batches, self._minibatches, self._num_drawn = [], [], 0
-        self._counts_before = self._counts()
+        self._trainer.truncated = defaultdict(list)
         load_adapter_(self._trainer.adapter_parameters, adapter)
 
     @property
@@ -176,13 +176,15 @@ class AlignmentClient(Client):
             or first.state != state
             or not all(torch.equal(values, adapter[name]) for name, values in first.adapter.items())
         ):
-            batch, seconds = self._draw(), trainer.seconds
-            streams = self._stream_states()
-            self._first = _FirstBatch(state, adapter, batch, learner, streams, dict(seconds))
+            batch, streams = self._draw(), self._stream_states()
+            seconds = dict(trainer.seconds)
+            truncated = {name: list(cut) for name, cut in trainer.truncated.items()}
+            self._first = _FirstBatch(state, adapter, batch, learner, streams, seconds, truncated)
             return batch
         self._restore_streams(first.streams)
         for stage, seconds in first.seconds.items():
             trainer.seconds[stage] += seconds
+        trainer.truncated.update(first.truncated)
         if first.learner == learner:
             return first.batch
         return replace(first.batch, experience=trainer.estimated_anew(first.batch.experience))
@@ -278,7 +280,7 @@ class AlignmentClient(Client):
             batch[key] = torch.stack([m[key] for m in self._minibatches]).mean(0).numpy(force=True)
         return {
             "score_correlation": correlation,
-            "truncated_share": self._truncated_share(),
+            "truncated_share": {n: np.mean(cut) for n, cut in self._trainer.truncated.items()},
             **{key: self._named(mean) if mean.ndim else float(mean) for key, mean in batch.items()},
             "seconds": dict(self._trainer.seconds),
         }
@@ -287,23 +289,6 @@ class AlignmentClient(Client):
         served = {self.objectives[j] for j in self.served}
         named = _by_name(self.objectives, row)
         return {name: value if name in served else None for name, value in named.items()}
-
-    def _truncated_share(self) -> dict[str, float]:
-        """Returns the share of the inputs that each reward model has cut since `load`."""
-        shares = {}
-        for name, (num_scored, num_truncated) in self._counts().items():
-            before = self._counts_before[name]
-            shares[name] = (num_truncated - before[1]) / max(num_scored - before[0], 1)
-        return shares
-
-    def _counts(self) -> dict[str, tuple[int, int]]:
-        """Inputs scored and cut so far by each reward model that counts them."""
-        models: Any = (self._learner.judges or self._trainer).reward_fns
-        return {
-            name: (model.num_scored, model.num_truncated)
-            for name, model in models.items()
-            if hasattr(model, "num_truncated")
-        }
 
 
 def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | None]:

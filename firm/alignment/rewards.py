@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal
@@ -247,15 +246,6 @@ class Judges:
     calibrations: Mapping[str, Calibration] | None = None
     """By objective; without them scores are rewards."""
 
-    def scores(
-        self, objectives: Sequence[str], prompts: Sequence[str], completions: Sequence[str]
-    ) -> torch.Tensor:
-        """Returns the scores [M, B] of all objectives; 0 for those that nobody here judges."""
-        scores = torch.zeros(len(objectives), len(completions))
-        fns = {name: self.reward_fns[name] for name in objectives if name in self.reward_fns}
-        scores[[objectives.index(name) for name in fns]] = score(fns, prompts, completions)
-        return scores
-
     def rewards(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
         """Returns the rewards [M, B] of scores; those of objectives that nobody judges stay 0."""
         if self.calibrations is None:
@@ -277,43 +267,52 @@ class Asked:
     completions: Sequence[str]
 
 
-def scores_together(asked: Sequence[Asked]) -> list[torch.Tensor | ValueError]:
-    """Returns the scores [M, B] of each batch of replies, or the error that it met.
+@dataclass(frozen=True)
+class Scored:
+    """The scores of some replies."""
+
+    scores: torch.Tensor
+    """Shape [M, B]; 0 for objectives that nobody here judges."""
+    truncated: dict[str, list[bool]]
+    """Which inputs a reward model has cut, by objective, for those that say so."""
+
+
+def scores_together(asked: Sequence[Asked]) -> list[Scored | ValueError]:
+    """Returns the scores of each batch of replies, or the error that it met.
 
     A reward model that several ask gets all of their replies at once. Where it refuses them, each
     batch is tried by itself.
     """
-    if len(asked) > 1:
-        with suppress(ValueError):
-            return _scored_at_once(asked)
-    return [_scored_alone(each) for each in asked]
-
-
-def _scored_at_once(asked: Sequence[Asked]) -> list[torch.Tensor | ValueError]:
-    askers: dict[int, list[tuple[int, int]]] = {}  # by reward function: who, and for which row
-    fns: dict[int, tuple[str, RewardFn]] = {}
-    for at, each in enumerate(asked):
-        for row, name in enumerate(each.objectives):
-            if (fn := each.judges.reward_fns.get(name)) is not None:
-                askers.setdefault(id(fn), []).append((at, row))
-                fns.setdefault(id(fn), (name, fn))
-    results = [torch.zeros(len(each.objectives), len(each.completions)) for each in asked]
-    for key, (name, fn) in fns.items():
-        replies = [asked[at] for at, _ in askers[key]]
-        prompts = [prompt for each in replies for prompt in each.prompts]
-        completions = [completion for each in replies for completion in each.completions]
-        (scores,) = score({name: fn}, prompts, completions)
-        parts = scores.split([len(each.completions) for each in replies])
-        for (at, row), part in zip(askers[key], parts, strict=True):
-            results[at][row] = part
-    return list(results)
-
-
-def _scored_alone(asked: Asked) -> torch.Tensor | ValueError:
     try:
-        return asked.judges.scores(asked.objectives, asked.prompts, asked.completions)
+        return list(_scored_at_once(asked))
     except ValueError as error:
-        return error
+        if len(asked) == 1:
+            return [error]
+        return [scored for each in asked for scored in scores_together([each])]
+
+
+def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
+    askers: dict[int, list[tuple[int, str]]] = {}  # by reward function: who, and as which objective
+    fns: dict[int, RewardFn] = {}
+    for at, each in enumerate(asked):
+        for name in each.objectives:
+            if (fn := each.judges.reward_fns.get(name)) is not None:
+                askers.setdefault(id(fn), []).append((at, name))
+                fns[id(fn)] = fn
+    results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
+    for key, fn in fns.items():
+        batches = [asked[at] for at, _ in askers[key]]
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        completions = [completion for batch in batches for completion in batch.completions]
+        (scores,) = score({askers[key][0][1]: fn}, prompts, completions)
+        truncated = getattr(fn, "truncated", None)
+        start = 0
+        for at, name in askers[key]:
+            own = slice(start, start := start + len(asked[at].completions))
+            results[at].scores[list(asked[at].objectives).index(name)] = scores[own]
+            if truncated is not None:
+                results[at].truncated[name] = truncated[own]
+    return results
 
 
 def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:

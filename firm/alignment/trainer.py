@@ -95,6 +95,7 @@ class MultiObjectiveTrainer:
         self.reward_fns = dict(reward_fns)
         self.calibrations = calibrations
         self.seconds: dict[str, float] = defaultdict(float)
+        self.truncated: dict[str, list[bool]] = defaultdict(list)
         self.policy_model: Any = policy
         self.tokenizer = tokenizer
         self.adapter_parameters = (
@@ -290,8 +291,10 @@ class MultiObjectiveTrainer:
         """Returns the scores [M, B]; each process of the team asks for its share."""
         own = rollouts.rows(self.team.share(rollouts.num_rows))
         asked = Asked(self.judges, self.objectives, own.queries.prompts, own.completions)
-        scores = self.team.together(lambda: together(scores_together, asked, size=own.num_rows + 1))
-        return torch.cat(self.team.gather(scores), dim=1)
+        scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows + 1))
+        for name, is_truncated in scored.truncated.items():
+            self.truncated[name] += is_truncated
+        return torch.cat(self.team.gather(scored.scores), dim=1)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

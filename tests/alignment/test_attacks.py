@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
-from firm.alignment.rewards import Calibration, Judges
+from firm.alignment.rewards import Asked, Calibration, Judges, scores_together
 from firm.federation.attackers import Attacker
 
 OBJECTIVES = ("length", "vowels")
@@ -14,12 +14,12 @@ MAPS = {
 
 
 class Length:
-    """A reward model that counts what it scored."""
+    """A reward model that says what it has cut."""
 
-    name, num_scored, num_truncated = "length", 0, 0
+    name = "length"
 
     def __call__(self, prompts, completions, **kwargs):
-        self.num_scored += len(completions)
+        self.truncated = [len(text) > 2 for text in completions]
         return [float(len(text)) for text in completions]
 
 
@@ -31,10 +31,15 @@ def judges(calibrations=MAPS):
     return Judges({"length": Length(), "vowels": vowels}, calibrations)
 
 
+def scored(judges, objectives=OBJECTIVES):
+    (result,) = scores_together([Asked(judges, objectives, PROMPTS, REPLIES)])
+    return result
+
+
 def scores(attack, calibrations=MAPS):
     """Raw scores and rewards, shape [2, 2, B]."""
     attacked = attacked_judges(judges(calibrations), attack)
-    raw = attacked.scores(OBJECTIVES, PROMPTS, REPLIES)
+    raw = scored(attacked).scores
     return torch.stack([raw, attacked.rewards(OBJECTIVES, raw)])
 
 
@@ -73,21 +78,20 @@ def test_flipped_scores_that_no_map_follows_are_negated(calibrations):
     assert torch.equal(scores(AttackConfig("label_flip"), calibrations), -honest)
 
 
-def test_an_attacked_reward_model_goes_on_counting_for_the_true_one():
+def test_an_attacked_reward_model_says_what_the_true_one_has_cut():
     honest = judges()
     lying = attacked_judges(honest, AttackConfig("label_flip"))
-    lying.scores(OBJECTIVES, PROMPTS, REPLIES)
-    fn = lying.reward_fns["length"]
-    assert (fn.num_scored, fn.num_truncated, fn.name) == (4, 0, "length")
-    assert not hasattr(lying.reward_fns["vowels"], "num_truncated")
+    assert scored(lying).truncated == {"length": [False, False, True, True]}
+    assert lying.reward_fns["length"].name == "length"
     assert lying.calibrations is honest.calibrations
 
 
 def test_a_broken_reward_is_told_as_of_an_honest_client():
     broken = Judges({"length": lambda **_: [1.0, float("nan"), 1.0, 1.0]})
     attacked = attacked_judges(broken, AttackConfig("reward_scaling", scale=2.0))
-    with pytest.raises(ValueError, match="nan at index 1"):
-        attacked.scores(OBJECTIVES[:1], PROMPTS, REPLIES)
+    error = scored(attacked, OBJECTIVES[:1])
+    assert isinstance(error, ValueError)
+    assert "nan at index 1" in str(error)
 
 
 def test_an_attack_is_on_the_judges_or_on_the_client():

@@ -294,14 +294,10 @@ def test_streams_of_two_purposes_do_not_share_numbers():
 
 
 class Counting:
-    """A reward that counts and cuts every fourth of its inputs, as a sequence classifier may."""
-
-    def __init__(self):
-        self.num_scored = self.num_truncated = 0
+    """A reward that cuts every fourth of its inputs, as a sequence classifier may."""
 
     def __call__(self, prompts, completions, **kwargs):
-        self.num_scored += len(completions)
-        self.num_truncated += len(completions) // 4
+        self.truncated = [index % 4 == 0 for index in range(len(completions))]
         return [float(len(text)) for text in completions]
 
 

@@ -164,6 +164,27 @@ def test_gradients_that_are_not_finite_are_their_client_s_alone(federation, monk
     assert largest_difference(spoilt_state.adapter, expected.adapter) < 1e-5
 
 
+def test_a_reward_model_that_all_ask_gets_all_replies_at_once_and_each_its_own_share(federation):
+    class Long:
+        calls = 0
+
+        def __call__(self, prompts, completions, **_):
+            self.calls += 1
+            self.truncated = [len(completion) > 8 for completion in completions]
+            return [float(len(completion)) for completion in completions]
+
+    rewards, results = Long(), {}
+    own = {f"client_{at}": Judges({"a": rewards, "b": rewards}) for at in range(3)}
+    for engine in ("local", "stacked"):
+        state, runs, names = federation(engine, judges=own)
+        _, row = firm_round(state, names, runs, FirmConfig())
+        results[engine] = [each["truncated_share"] for each in row["clients"]], rewards.calls
+        rewards.calls = 0
+    assert results["local"][0] == results["stacked"][0]
+    assert len({share["a"] for share in results["local"][0]}) > 1  # clients differ
+    assert (results["local"][1], results["stacked"][1]) == (3, 1)
+
+
 def test_no_pass_has_more_rows_than_allowed(federation):
     state, engine, names = federation("stacked", max_rows=20)
     sizes = []

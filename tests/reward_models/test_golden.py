@@ -46,11 +46,10 @@ def golden_of(reward, **options):
 
 
 @pytest.mark.parametrize("format", get_args(CallFormat))
-def test_a_reward_that_gives_its_golden_scores_passes_and_counts_nothing(format, asked):
+def test_a_reward_that_gives_its_golden_scores_passes(format, asked):
     golden = golden_of(asked(format))
     reward = asked(format)
     check_golden_scores(reward, golden)
-    assert (reward.num_scored, reward.num_truncated) == (0, 0)
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
@@ -68,7 +67,6 @@ def test_a_mismatch_names_the_format_that_was_meant(format, append_eos, asked):
     assert "road" not in message
     assert "Where" not in message
     assert "\n" not in message
-    assert (reward.num_scored, reward.num_truncated) == (0, 0)
 
 
 def test_only_a_format_that_gives_all_scores_would_match(asked):

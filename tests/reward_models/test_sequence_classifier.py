@@ -218,13 +218,10 @@ def test_long_texts_lose_their_beginning_but_not_what_opens_them(
     expected = "<s>tion</s>an answer</s>" if opening else "uestionan answer"
     assert tokenizer.decode(long["input_ids"]) == expected
     assert len(long["input_ids"]) == reward.max_length == 16
-    assert reward.num_truncated == 1
+    assert reward.truncated == [True, False]
     assert len(short["input_ids"]) < 16
-    reward(["x" * 50] * 3, ["answer"] * 3)
-    assert reward.num_truncated == 4
-    assert reward.num_scored == 3  # what is encoded only is not scored
-    reward(["x"], ["short"])
-    assert (reward.num_truncated, reward.num_scored) == (4, 4)
+    reward(["x", "x" * 50], ["short", "answer"])
+    assert reward.truncated == [False, True]
 
 
 def test_segments_are_cut_with_their_tokens(byte_tokenizer, classifier):
