@@ -6,7 +6,7 @@ LATEST ?= .venv-latest
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench figures docs clean
+.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench gpu figures docs clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ check: lint types contract test ## Everything that CI runs.
 
 bench: install ## Time a local step by stage, beside TRL's own trainer.
 	$(OFFLINE) $(BIN)/python benchmarks/local_step.py
+
+gpu: install ## Run all that needs a GPU, within ten minutes, and write docs/gpu.md.
+	$(OFFLINE) $(BIN)/python benchmarks/gpu.py --out docs/gpu.md
 
 figures: install ## Replay the paper's figures into docs/figures: hours, and it may be stopped and called again.
 	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume

@@ -1,10 +1,19 @@
-"""What the benchmarks share: a quiet start on one thread, and calls that are timed in turns."""
+"""What the benchmarks share: a quiet start on one thread, calls timed in turns, and rounds."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+
+from firm.federation import ServerState
+from firm.federation.engines import ENGINES
+from firm.federation.strategies import STRATEGIES
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_loading import LoadedRun, build_clients, common_calibrations
 
 
 def quiet() -> None:
@@ -25,3 +34,20 @@ def interleaved(
             method()
             seconds[name].append(time.process_time() - start)
     return seconds
+
+
+def one_round(loaded: LoadedRun, cfg: AlignmentConfig) -> Callable[[], dict[str, Any]]:
+    """Returns a round of a run, always from its first adapter, that gives the round's metrics."""
+    calibrations = common_calibrations(loaded, cfg, Path(os.devnull))
+    names = client_names(cfg)
+    clients = build_clients(loaded, cfg, calibrations, names)
+    engine = ENGINES[cfg.engine](clients, **({"max_rows": cfg.max_rows} if cfg.max_rows else {}))
+    state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
+
+    def take() -> dict[str, Any]:
+        _, row = STRATEGIES[cfg.strategy.name](state, names, engine, cfg.strategy)
+        if len(row["clients"]) < len(names):
+            raise RuntimeError(f"clients failed: {row['failures']}")
+        return row
+
+    return take

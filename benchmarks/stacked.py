@@ -27,14 +27,12 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure import interleaved, quiet
+from benchmarks.measure import interleaved, one_round, quiet
 from firm.alignment import load_tokenizer
 from firm.alignment.policy import PolicyConfig
-from firm.federation import Processes, ServerState
-from firm.federation.engines import ENGINES
-from firm.federation.strategies import STRATEGIES
-from firm.jobs.alignment_config import AlignmentConfig, client_names
-from firm.jobs.alignment_loading import build_clients, common_calibrations, load
+from firm.federation import Processes
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_loading import load
 from firm.miniature import checkpoint_path
 from firm.run import compose, print_table
 
@@ -145,19 +143,7 @@ def configuration(
 
 def round_of(cfg: AlignmentConfig) -> Callable[[], object]:
     """Returns a round, always from the same adapter."""
-    loaded = load(cfg, Processes(), measures=False)
-    calibrations = common_calibrations(loaded, cfg, Path(os.devnull))
-    names = client_names(cfg)
-    clients = build_clients(loaded, cfg, calibrations, names)
-    engine = ENGINES[cfg.engine](clients, **({"max_rows": cfg.max_rows} if cfg.max_rows else {}))
-    state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
-
-    def one_round() -> None:
-        _, row = STRATEGIES[cfg.strategy.name](state, names, engine, cfg.strategy)
-        if len(row["clients"]) < len(names):
-            raise RuntimeError(f"clients failed: {row['failures']}")
-
-    return one_round
+    return one_round(load(cfg, Processes(), measures=False), cfg)
 
 
 def lasting(policy: str) -> float:

@@ -1,7 +1,6 @@
-"""The main job on accelerators: a step at the paper's shape, and two processes on two devices."""
+"""The main job on accelerators, and the page of what it costs there."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +9,10 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import gpu_step
-from tests.runs import read_rows
+from benchmarks import gpu
+from tests.runs import read_adapter, read_rows
 
 ROOT = Path(__file__).parents[2]
-STAGES = (
-    "rollout and reference",
-    "rewards, values, advantages",
-    "forward and backward",
-    "Gram matrix and weights",
-    "optimizer step",
-    "step",
-)
-
 TEAM = """
 import torch
 import torch.distributed as dist
@@ -55,35 +45,67 @@ def python(*arguments: object) -> str:
     return done.stdout
 
 
-def peaks(output: str) -> list[float]:
-    """Peak gigabytes of a whole step, by variant."""
-    return [float(peak) for peak in re.findall(r"^ *step +[\d.]+ +([\d.]+)", output, re.M)]
+def cells(page: str, section: str) -> list[list[str]]:
+    """The cells of a section's table, without its headings."""
+    lines = page.split(f"## {section}")[1].split("##")[0].splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in table[2:]]
 
 
-def test_the_benchmark_of_a_step_times_every_stage_with_and_without_checkpointing(
-    capsys, monkeypatch
-):
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch):
     for function in ("set_verbosity_error", "disable_progress_bar"):  # of this whole process
         monkeypatch.setattr(transformers.utils.logging, function, lambda: None)
-    gpu_step.main(["--shape", "tiny", "--device", "cpu"])
-    output = capsys.readouterr().out
-    for variant in ("off", "on"):
-        assert f"gradient checkpointing {variant}" in output
-    for stage in STAGES:
-        seconds = re.findall(rf"^ *{stage} +([\d.]+) +-", output, re.M)
-        assert len(seconds) == 2, stage
-    assert all(float(s) > 0 for s in re.findall(r"^ *step +([\d.]+)", output, re.M))
-    assert len(re.findall(r"^planned: [\d.e-]+ GB on cpu", output, re.M)) == 2
+    monkeypatch.setattr(gpu, "_measured", gpu._row)  # a process for each case takes seconds
+    out = tmp_path / "page.md"
+    gpu.main([*("--shape", "tiny", "--device", "cpu", "--clients", "2"), "--out", str(out)])
+    page = out.read_text()
+    cases = [[e, "2", engine] for e in ("ppo", "critic_free") for engine in ("local", "stacked")]
+    rounds = cells(page, "Seconds by stage")
+    assert [row[:3] for row in rounds] == cases
+    for _, _, engine, seconds, ratio, *stages in rounds:
+        assert 0.5 * float(seconds) < sum(map(float, stages)) <= 1.01 * float(seconds)
+        assert (engine == "local") == (ratio == "")
+    for *case, tokens, share, peak, planned, up, planned_up in cells(page, "Throughput and memory"):
+        assert case in cases
+        assert all(float(cell.split()[0]) > 0 for cell in (tokens, share, peak, planned))
+        sizes = [int(cell.replace(",", "")) for cell in (up, planned_up)]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+    ((replies, *figures),) = cells(page, "Beside TRL")
+    assert replies == "8"
+    assert float(figures[2]) == pytest.approx(float(figures[1]) / float(figures[0]), rel=0.05)
+
+
+def test_cases_that_come_too_late_say_so(tmp_path):
+    out = tmp_path / "page.md"
+    options = ("--shape", "tiny", "--device", "cpu", "--clients", "1", "--minutes", "0")
+    gpu.main([*options, "--out", str(out)])
+    page = out.read_text()
+    assert {row[3] for row in cells(page, "Seconds by stage")} == {"not run: 0 minutes were over"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_command_says_what_runs_here(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "there is no CUDA device here; give --device cpu --shape tiny" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_step_at_the_papers_shape_fits_and_checkpointing_saves_memory(capsys):
-    output = python("benchmarks/gpu_step.py")
-    with capsys.disabled():
-        sys.stdout.write(output)
-    kept, computed_again = peaks(output)
-    assert computed_again < kept < 0.9 * torch.cuda.mem_get_info()[1] / 1e9
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_stacked_clients_end_on_a_gpu_as_clients_in_turn(tmp_path, estimator):
+    adapters = []
+    for engine in ("local", "stacked"):
+        options = ("--engine", engine, "--estimator.name", estimator, "--policy.lora.dropout", 0)
+        out = tmp_path / engine
+        python(
+            *("recipes/firm_hh.py", "--config", "configs/smoke.yaml", "--out", out),
+            *(*options, "--rounds", 1, "--policy.device", "cuda"),
+        )
+        adapters.append(read_adapter(out))
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(value, adapters[1][name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.gpu

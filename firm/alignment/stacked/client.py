@@ -36,17 +36,18 @@ class StackedPolicy(Policy):
             return super().forward(rows, model)
         is_training, has_gradient = self.model.training, torch.is_grad_enabled()
         is_tapped = self._latest.is_tapped and has_gradient
+        generator = _own_generator(self.model.device)
         part = Part(
             rows,
             self.adapter,
             is_training=is_training,
             has_gradient=has_gradient,
             is_tapped=is_tapped,
-            generator=_own_generator(),
+            generator=generator,
         )
         key = is_training, has_gradient, is_tapped
         output = together(self.stack.forward, part, key=key, size=rows.num_rows)
-        _advance(part.generator)
+        _advance(generator)
         if has_gradient:
             self._latest.place = output.place
         return output
@@ -105,16 +106,17 @@ class StackedSampler(Sampler):
 
     def generate(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns samples and their log-probabilities; see `Sampler`."""
+        generator = _own_generator(self.model.device)
         part = Part(
             queries,
             self.policy.adapter,
-            generator=_own_generator(),
+            generator=generator,
             config=self.config,
             end_ids=self.end_ids,
         )
         work = self.policy.stack.generate
         ids, logprobs = together(work, part, size=queries.num_rows)
-        _advance(part.generator)
+        _advance(generator)
         return ids.masked_fill(ids < 0, self.pad_token_id), logprobs
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
@@ -128,13 +130,17 @@ class StackedSampler(Sampler):
         return torch.cat([together(work, p, key=of_reference, size=p.rows.num_rows) for p in parts])
 
 
-def _own_generator() -> torch.Generator:
-    """Returns a generator that goes on where torch's global one is."""
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state())
+def _own_generator(device: torch.device) -> torch.Generator:
+    """Returns a generator that goes on where torch's global one for the device is."""
+    generator = torch.Generator(device)
+    is_cuda = device.type == "cuda"
+    generator.set_state(torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state())
     return generator
 
 
-def _advance(generator: torch.Generator | None) -> None:
-    assert generator is not None
-    torch.set_rng_state(generator.get_state())
+def _advance(generator: torch.Generator) -> None:
+    """Has torch's global generator go on where this one is."""
+    if generator.device.type == "cuda":
+        torch.cuda.set_rng_state(generator.get_state(), generator.device)
+    else:
+        torch.set_rng_state(generator.get_state())

@@ -170,12 +170,13 @@ class Pass:
         return output
 
     def _dropped(self, dropout: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns what dropout leaves of x [N, L, in]; each part draws its masks as if alone."""
+        """Returns what dropout leaves of x [N, L, in]; each part draws its masks as if alone.
+
+        On a GPU they are other masks than torch's own dropout draws, from the same generator.
+        """
         probability = getattr(dropout, "p", 0.0)
         if not (dropout.training and probability > 0):
             return x
-        if x.is_cuda:  # whose masks no generator of a part can be asked for
-            return dropout(x)
         masks = [
             x.new_empty(*part.token_ids.shape, x.size(-1)).bernoulli_(
                 1 - probability, generator=part.generator

@@ -1,0 +1,343 @@
+"""Writes a page with the costs of a round at TinyLlama's shape on this machine's accelerator.
+
+    make gpu                                                       # docs/gpu.md, within ten minutes
+    python benchmarks/gpu.py --shape tiny --device cpu             # every part, in a minute
+    python benchmarks/gpu.py --shape tinyllama-short --device cpu  # the true models, two clients
+
+Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free estimator,
+clients in turn (engine local) and all at once (stacked), beside TRL's GRPOTrainer with one adapter
+and as many replies, epochs and minibatches. On a GPU the tests that need one run first, and the
+first round of each estimator warms up. Every other round is measured once, so small differences say
+nothing.
+
+Stages wait for the device before and after. Memory on a GPU is what torch allocated; on the CPU it
+is the most that a process of its own had resident, libraries included, which the plan leaves out.
+"""
+
+import argparse
+import functools
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import datasets
+import torch
+import transformers
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from benchmarks.gpu_page import STAGES, Case, Row, Setting, page_of
+from benchmarks.measure import one_round
+from benchmarks.random_models import SHAPES, prompts, save_models
+from firm.federation import Processes, lockstep
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_loading import LoadedRun, load
+from firm.jobs.plan import make_plan
+from firm.run import compose
+from reward_models import RewardModelConfig, load_reward_model
+
+ROOT = Path(__file__).parent.parent
+ESTIMATORS = ("ppo", "critic_free")
+ENGINES = ("local", "stacked")
+NUM_REPLIES = 4  # to a prompt, critic-free
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="tinyllama")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--clients", type=int, nargs="+", default=None)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no case begins")
+    parser.add_argument("--out", type=Path, help="the page; without one it is printed")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; give --device cpu --shape tiny.")
+    _quiet()
+    end = time.monotonic() + 60 * options.minutes
+    clients = options.clients or ([2] if options.shape == "tinyllama-short" else [1, 2, 4, 8])
+    cases = [Case(e, engine, c) for e in ESTIMATORS for c in clients for engine in ENGINES]
+    cases += [Case("critic_free", "trl", count) for count in (clients[0], clients[-1])]
+    tests = _tests() if options.device == "cuda" else "not run: no GPU"
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(options.shape, options.device, folder, options.gradient_checkpointing)
+        save_models(setting.shape, Path(folder), torch.device(options.device))
+        peak_flops = _product_flops(options.device)
+        rows = [
+            _measured(setting, case)
+            if time.monotonic() < end
+            else Row(case, f"not run: {options.minutes:g} minutes were over")
+            for case in dict.fromkeys(cases)
+        ]
+    page = page_of(setting, rows, tests=tests, peak_flops=peak_flops)
+    if options.out is None:
+        sys.stdout.write(page)
+    else:
+        options.out.write_text(page)
+
+
+def _quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def _tests() -> str:
+    """Runs the tests that need an accelerator; returns pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    sys.stderr.write(done.stdout if done.returncode else "")
+    return (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1]
+
+
+def _measured(setting: Setting, case: Case) -> Row:
+    """Returns a case's row; on the CPU from a process of its own, whose memory is the case's."""
+    if setting.device == "cuda":
+        return _row(setting, case)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_row, setting, case).result()
+
+
+def _row(setting: Setting, case: Case) -> Row:
+    _quiet()
+    try:
+        return (_peer_row if case.is_peer else _own_row)(setting, case)
+    except torch.OutOfMemoryError:
+        return Row(case, "out of memory")
+    finally:
+        gc.collect()
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+# --- Rounds of FIRM -------------------------------------------------------------------------------
+
+
+def _own_row(setting: Setting, case: Case) -> Row:
+    loaded = _loaded(setting, case.estimator)
+    cfg = configuration(setting, case)
+    with _synchronized(setting.device):
+        run = one_round(loaded, cfg)
+        _reset_peak(setting.device)
+        start = lockstep.time.perf_counter()
+        metrics = run()
+        seconds = lockstep.time.perf_counter() - start
+    clients = metrics["clients"]
+    stages = {
+        column: float(sum(client["seconds"].get(name, 0) for client in clients for name in names))
+        for column, names in STAGES.items()
+    }
+    plan = make_plan(cfg, client_names(cfg), Processes())
+    assert plan.policy is not None
+    size = cfg.estimator.batch_size
+    tokens = size * sum(client["response_length"] for client in clients)
+    layers = plan.policy.num_parameters - 2 * setting.shape.policy.vocab_size * (
+        setting.shape.policy.hidden_size or 0
+    )
+    positions = cfg.estimator.num_epochs * (
+        tokens + len(clients) * size * cfg.rollout.max_prompt_tokens
+    )
+    backward = len(cfg.rewards) if case.estimator == "ppo" else 1  # frozen weights have no gradient
+    taken = stages["forward"] + stages["backward"]
+    return Row(
+        case,
+        seconds=seconds,
+        stages=stages,
+        tokens_per_second=tokens / stages["rollout"],
+        flops=2 * layers * positions * (1 + backward) / taken,
+        peak=_peak(setting.device),
+        planned=sum(plan.memory_by_device().values()),
+        bytes_up=clients[0]["bytes_up"],
+        planned_up=plan.policy.bytes_up,
+    )
+
+
+def configuration(setting: Setting, case: Case) -> AlignmentConfig:
+    """Returns the run: LoRA of rank 16, two reward models, each client a local step."""
+    shape, folder = setting.shape, Path(setting.folder)
+    source = folder / "prompts.jsonl"
+    if not source.exists():
+        texts = prompts(shape, 16 * 8)
+        datasets.Dataset.from_list([{"prompt": text} for text in texts]).to_json(source)
+    reward = {
+        "path": str(folder / "reward"), "format": "plain", "dtype": "bfloat16",
+        "device": setting.device, "normalization": "none",
+    }  # fmt: skip
+    replies = {"num_replies": NUM_REPLIES} if case.estimator == "critic_free" else {}
+    settings = {
+        "policy": {
+            "path": str(folder / "policy"),
+            "dtype": "bfloat16",
+            "device": setting.device,
+            "gradient_checkpointing": setting.checkpointing,
+            "lora": {"dropout": 0.0},
+        },
+        "rewards": {"first": reward, "second": reward},
+        "data": {split: {"source": str(source)} for split in ("train", "validation", "test")},
+        "num_clients": case.num_clients,
+        "engine": case.engine,
+        "rollout": asdict(shape.rollout),
+        "estimator": {"name": case.estimator, **shape.batch, **replies},
+        "evaluation": {"num_calibration_prompts": 2},
+    }
+    return compose(AlignmentConfig, [], list(settings.items()))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(setting: Setting, estimator: str) -> LoadedRun:
+    """Loads what all rounds of an estimator share, and on a GPU runs one that warms up."""
+    cfg = configuration(setting, Case(estimator, "local", 1))
+    loaded = load(cfg, Processes(), measures=False)
+    if setting.device == "cuda":
+        one_round(loaded, cfg)()
+    return loaded
+
+
+# --- TRL's --------------------------------------------------------------------------------------
+
+
+def _peer_row(setting: Setting, case: Case) -> Row:
+    """Returns what TRL's GRPOTrainer takes for one adapter and as many replies."""
+    _loaded.cache_clear()
+    gc.collect()
+    shape, folder = setting.shape, Path(setting.folder)
+    num_replies = case.num_clients * shape.batch["batch_size"]
+    minibatch = case.num_clients * shape.batch["minibatch_size"]
+    steps = shape.batch["num_epochs"] * num_replies // minibatch
+    reward = RewardModelConfig(
+        path=str(folder / "reward"), format="plain", dtype="bfloat16", device=setting.device
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
+    with tempfile.TemporaryDirectory() as out:
+        options: Any = {
+            "output_dir": out,
+            "per_device_train_batch_size": minibatch,
+            "steps_per_generation": num_replies // minibatch,
+            "num_iterations": shape.batch["num_epochs"],
+            "num_generations": NUM_REPLIES,
+            "max_completion_length": shape.rollout.max_new_tokens,
+            "max_steps": 2 * steps,  # the first generation warms up
+            "gradient_checkpointing": setting.checkpointing,
+            "bf16": setting.device == "cuda",
+            "use_cpu": setting.device == "cpu",
+            "beta": 0.05,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+        }
+        rewards: Any = [_reward(reward, name) for name in ("first", "second")]
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16),
+            args=GRPOConfig(**options),
+            reward_funcs=rewards,
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts(shape, 2 * num_replies)}),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(
+                r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+            ),
+        )
+        clock = _StepClock(steps, setting.device)
+        trainer.add_callback(clock)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return Row(case, seconds=clock.seconds, peak=_peak(setting.device))
+
+
+def _reward(config: RewardModelConfig, name: str) -> Callable[..., list[float]]:
+    model = load_reward_model(config, name)
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return list(model(prompts=prompts, completions=completions))
+
+    reward.__name__ = name
+    return reward
+
+
+class _StepClock(TrainerCallback):
+    """Notes the seconds from the end of a step to the end of training."""
+
+    def __init__(self, first: int, device: str) -> None:
+        self._first, self._device = first, device
+        self._start = 0.0
+        self.seconds = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Starts after the steps that warm up; ends with the last one."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        if state.global_step == self._first:
+            _reset_peak(self._device)
+            self._start = time.perf_counter()
+        self.seconds = time.perf_counter() - self._start
+
+
+# --- What is measured -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _synchronized(device: str) -> Iterator[None]:
+    """Has the clock of the stages wait for the device."""
+
+    def perf_counter() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    lockstep.time = SimpleNamespace(perf_counter=perf_counter)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        lockstep.time = time
+
+
+def _reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    (line,) = [s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s]
+    return 1024 * int(line.split()[1])
+
+
+def _product_flops(device: str) -> float:
+    """Returns the floating-point operations a second of a large bfloat16 product."""
+    size, repeats = (8192, 20) if device == "cuda" else (1024, 5)
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+if __name__ == "__main__":
+    main()
