@@ -44,7 +44,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.gpu_page import STAGES, Case, Row, Setting, page_of
-from benchmarks.measure import one_round
+from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.federation import Processes, lockstep
 from firm.jobs.alignment_config import AlignmentConfig, client_names
@@ -319,8 +319,7 @@ def _reset_peak(device: str) -> None:
 def _peak(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    (line,) = [s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s]
-    return 1024 * int(line.split()[1])
+    return peak_resident()
 
 
 def _product_flops(device: str) -> float:

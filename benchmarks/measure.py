@@ -10,10 +10,14 @@ import torch
 import transformers
 
 from firm.federation import ServerState
-from firm.federation.engines import ENGINES
 from firm.federation.strategies import STRATEGIES
 from firm.jobs.alignment_config import AlignmentConfig, client_names
-from firm.jobs.alignment_loading import LoadedRun, build_clients, common_calibrations
+from firm.jobs.alignment_loading import (
+    LoadedRun,
+    build_clients,
+    common_calibrations,
+    own_engine,
+)
 
 
 def quiet() -> None:
@@ -41,7 +45,7 @@ def one_round(loaded: LoadedRun, cfg: AlignmentConfig) -> Callable[[], dict[str,
     calibrations = common_calibrations(loaded, cfg, Path(os.devnull))
     names = client_names(cfg)
     clients = build_clients(loaded, cfg, calibrations, names)
-    engine = ENGINES[cfg.engine](clients, **({"max_rows": cfg.max_rows} if cfg.max_rows else {}))
+    engine = own_engine(clients, cfg, loaded.processes)
     state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
 
     def take() -> dict[str, Any]:
@@ -51,3 +55,9 @@ def one_round(loaded: LoadedRun, cfg: AlignmentConfig) -> Callable[[], dict[str,
         return row
 
     return take
+
+
+def peak_resident() -> int:
+    """Returns the bytes that this process had resident at most; getrusage counts its parent's."""
+    (line,) = [s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s]
+    return 1024 * int(line.split()[1])

@@ -6,14 +6,12 @@
 Engine stacked beside engine local, and beside a single client with as many replies in as many
 minibatches. All have the miniature's prompts, reward models and sizes, and take a round of FIRM
 from the same adapter. Rounds are interleaved on one thread; every figure is a median, and the first
-round of each is left out. Memory is what a process of its own has at most in such a round, beyond
-what it had before its clients were made.
+round of each is left out. Memory is what a process of its own has resident at most.
 """
 
 import argparse
 import multiprocessing
 import os
-import resource
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,7 +25,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure import interleaved, one_round, quiet
+from benchmarks.measure import interleaved, one_round, peak_resident, quiet
 from firm.alignment import load_tokenizer
 from firm.alignment.policy import PolicyConfig
 from firm.federation import Processes
@@ -78,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         own = (peaks[CLIENTS[-1]] - peaks[CLIENTS[-2]]) / (CLIENTS[-1] - CLIENTS[-2])
         print_table(
             f"Critic-free, {EACH} replies each, at most {MAX_ROWS} rows in a pass: memory in MB",
-            ["clients", *map(str, CLIENTS), "each further one", "of it adapter and moments"],
+            ["clients", *map(str, CLIENTS), "each further one", "its adapter and moments"],
             [["", *(f"{peaks[c]:.0f}" for c in CLIENTS), f"{own:.2f}", f"{lasting(policy):.2f}"]],
         )
 
@@ -162,17 +160,9 @@ def peak_memory(policy: str, count: int) -> float:
 
 def _peak_memory(policy: str, count: int) -> float:
     quiet()
-    first = configuration(CONFIGS["critic-free"], policy, "stacked", 1, EACH, max_rows=MAX_ROWS)
-    round_of(first)()  # libraries and the model's own memory
-    before = _resident()
-    cfg = configuration(CONFIGS["critic-free"], policy, "stacked", count, EACH, max_rows=MAX_ROWS)
-    round_of(cfg)()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
-
-
-def _resident() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    options = policy, "stacked", count, EACH
+    round_of(configuration(CONFIGS["critic-free"], *options, max_rows=MAX_ROWS))()
+    return peak_resident() / 1e6
 
 
 if __name__ == "__main__":

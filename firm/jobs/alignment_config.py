@@ -135,8 +135,9 @@ class AlignmentConfig:
     engine: str = "local"
     """Where clients run in this process, by a name that is registered
     (`firm.federation.engines.engine`): "local" takes them in turn, "stacked" all at once."""
-    max_rows: Annotated[PositiveInt | None, Hint("null sets no limit")] = None
-    """Rows that engine stacked takes at once, whatever the number of clients; bounds memory."""
+    max_rows: Annotated[PositiveInt | None, Hint("null takes 128")] = None
+    """Rows that engine stacked takes at once, whatever the number of clients; bounds memory. null
+    takes 128."""
     client_timeout: Annotated[PositiveFloat | None, Hint("null sets no limit")] = None
     """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
     with several processes per client ends the run. null: as long as it takes."""

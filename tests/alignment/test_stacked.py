@@ -38,7 +38,7 @@ def federation(make_trainer, letter_count):
         state = ServerState(start, objectives=("a", "b"), seed=3)
         if engine == "local":
             return state, LocalEngine(clients), names
-        return state, StackedEngine(clients, max_rows=max_rows), names
+        return state, StackedEngine(clients, max_rows=max_rows or 1000), names
 
     return make
 

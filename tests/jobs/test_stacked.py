@@ -64,7 +64,7 @@ def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path, monke
     ("arguments", "message"),
     [
         (["--engine", "local"], "max_rows must be left out with engine local, got 13"),
-        (["--max_rows", 0], "max_rows must be at least 1, got 0"),
+        (["--max_rows", 0], "max_rows must be at least 1, got 0; null takes 128"),
         (
             ["--processes_per_client", 2],
             "processes_per_client must be 1 with engine stacked",

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from firm.federation.engines.stacked import MAX_ROWS
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.traffic import Traffic, num_passes
 
@@ -58,7 +59,5 @@ def rollouts(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes
 def _joined(cfg: AlignmentConfig, num_clients: int, *, rows: int, count: int) -> Passes:
     together = 1
     if cfg.engine == "stacked":
-        together = num_clients
-        if cfg.max_rows is not None:
-            together = min(together, max(1, cfg.max_rows // rows))
+        together = min(num_clients, max(1, (cfg.max_rows or MAX_ROWS) // rows))
     return Passes(together, together * rows, math.ceil(num_clients / together) * count)
