@@ -21,7 +21,7 @@ from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
 from firm.alignment.stacked.replies import Reply
 from firm.gradients.jacobian import check_finite_rows, jacobian_buffer
 
-KEPT_SHARE = 0.75
+KEPT_SHARE = 0.9
 """Share of the rows below which replies that go on leave those behind that have ended."""
 
 
