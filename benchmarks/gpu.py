@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +50,7 @@ from firm.federation import Processes, lockstep
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import LoadedRun, load
 from firm.jobs.plan import make_plan
+from firm.jobs.plan.record import Plan
 from firm.run import compose
 from reward_models import RewardModelConfig, load_reward_model
 
@@ -135,7 +136,7 @@ def _row(setting: Setting, case: Case) -> Row:
 
 def _own_row(setting: Setting, case: Case) -> Row:
     loaded = _loaded(setting, case.estimator)
-    cfg = configuration(setting, case)
+    cfg, plan = _fitting(setting, case)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
         _reset_peak(setting.device)
@@ -147,7 +148,6 @@ def _own_row(setting: Setting, case: Case) -> Row:
         column: float(sum(client["seconds"].get(name, 0) for client in clients for name in names))
         for column, names in STAGES.items()
     }
-    plan = make_plan(cfg, client_names(cfg), Processes())
     assert plan.policy is not None
     size = cfg.estimator.batch_size
     tokens = size * sum(client["response_length"] for client in clients)
@@ -165,11 +165,26 @@ def _own_row(setting: Setting, case: Case) -> Row:
         stages=stages,
         tokens_per_second=tokens / stages["rollout"],
         flops=2 * layers * positions * (1 + backward) / taken,
+        rows=plan.work.updates.rows,
         peak=_peak(setting.device),
         planned=sum(plan.memory_by_device().values()),
         bytes_up=clients[0]["bytes_up"],
         planned_up=plan.policy.bytes_up,
     )
+
+
+def _fitting(setting: Setting, case: Case) -> tuple[AlignmentConfig, Plan]:
+    """Returns the run and its plan; on a GPU its joint passes have only rows that fit."""
+    cfg = configuration(setting, case)
+    plan = make_plan(cfg, client_names(cfg), Processes())
+    if setting.device == "cuda" and case.engine == "stacked":
+        room = 0.85 * torch.cuda.mem_get_info()[1]
+        for max_rows in (64, 32, 16, 8):
+            if sum(plan.memory_by_device().values()) < room:
+                break
+            cfg = replace(cfg, max_rows=max_rows)
+            plan = make_plan(cfg, client_names(cfg), Processes())
+    return cfg, plan
 
 
 def configuration(setting: Setting, case: Case) -> AlignmentConfig:

@@ -49,6 +49,8 @@ class Row:
     """Sampled, in rollouts."""
     flops: float | None = None
     """A second, in forward and backward passes of updates."""
+    rows: int = 0
+    """In a forward and backward pass."""
     peak: int = 0
     """Bytes."""
     planned: int | None = None
@@ -87,7 +89,7 @@ def page_of(setting: Setting, rows: Sequence[Row], *, tests: str, peak_flops: fl
     memory = _table(
         [
             *("estimator", "clients", "engine", "tokens/s in rollouts", "of the product"),
-            *("peak GB", "planned GB", "bytes up", "planned"),
+            *("rows in a pass", "peak GB", "planned GB", "bytes up", "planned"),
         ],
         (_memory_cells(row, peak_flops) for row in own),
     )
@@ -157,11 +159,12 @@ def _memory_cells(row: Row, peak_flops: float) -> list[str]:
     case = row.case
     first = [case.estimator, str(case.num_clients), case.engine]
     if row.note:
-        return [*first, row.note, *[""] * 5]
+        return [*first, row.note, *[""] * 6]
     return [
         *first,
         f"{row.tokens_per_second:.3g}",
         f"{100 * (row.flops or 0) / peak_flops:.2g} %",
+        str(row.rows),
         f"{row.peak / 1e9:.3g}",
         f"{(row.planned or 0) / 1e9:.3g}",
         f"{row.bytes_up:,}",

@@ -66,8 +66,10 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     for _, _, engine, seconds, ratio, *stages in rounds:
         assert 0.5 * float(seconds) < sum(map(float, stages)) <= 1.01 * float(seconds)
         assert (engine == "local") == (ratio == "")
-    for *case, tokens, share, peak, planned, up, planned_up in cells(page, "Throughput and memory"):
+    for row in cells(page, "Throughput and memory"):
+        case, (tokens, share, rows, peak, planned, up, planned_up) = row[:3], row[3:]
         assert case in cases
+        assert rows == ("8" if case[2] == "stacked" else "4")
         assert all(float(cell.split()[0]) > 0 for cell in (tokens, share, peak, planned))
         sizes = [int(cell.replace(",", "")) for cell in (up, planned_up)]
         assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
@@ -88,9 +90,9 @@ def test_at_tinyllamas_true_shape_memory_and_adapters_are_as_planned(tmp_path, c
         sys.stdout.write(pages["tinyllama-short"])
     tiny, true = (cells(page, "Throughput and memory") for page in pages.values())
     for small, row in zip(tiny, true, strict=True):
-        libraries = float(small[5]) - float(small[6])  # which the plan leaves out
-        assert float(row[5]) - libraries == pytest.approx(float(row[6]), rel=0.1)
-        sizes = [int(cell.replace(",", "")) for cell in row[7:]]
+        libraries = float(small[6]) - float(small[7])  # which the plan leaves out
+        assert float(row[6]) - libraries == pytest.approx(float(row[7]), rel=0.1)
+        sizes = [int(cell.replace(",", "")) for cell in row[8:]]
         assert sizes[0] == pytest.approx(sizes[1], rel=0.001)
 
 
