@@ -184,7 +184,8 @@ class AlignmentClient(Client):
         self._restore_streams(first.streams)
         for stage, seconds in first.seconds.items():
             trainer.seconds[stage] += seconds
-        trainer.truncated.update(first.truncated)
+        for name, is_truncated in first.truncated.items():
+            trainer.truncated[name] += is_truncated
         if first.learner == learner:
             return first.batch
         return replace(first.batch, experience=trainer.estimated_anew(first.batch.experience))

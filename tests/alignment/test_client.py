@@ -319,6 +319,27 @@ def test_reward_diagnostics_are_logged_per_round(make_trainer, letter_count):
         assert row["score_length_correlation"]["a"] > 0.5  # one token is one letter
 
 
+def test_each_training_of_an_objective_counts_what_its_own_batches_had_cut(
+    make_trainer, letter_count
+):
+    class CutsAtFirst:
+        calls = 0
+
+        def __call__(self, prompts, completions, **kwargs):
+            self.calls += 1
+            self.truncated = [self.calls == 1] * len(completions)
+            return [float(len(text)) for text in completions]
+
+    others = {letter: letter_count(letter) for letter in "bc"}
+    trainer = make_trainer(rewards={"a": CutsAtFirst(), **others})
+    adapter = copy_adapter(trainer.adapter_parameters)
+    engine = LocalEngine([AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)])
+    state = ServerState(adapter, objectives=("a", "b", "c"), seed=1)
+    _, row = fsmgda(state, ["client_0"], engine, FsmgdaConfig(num_local_steps=2))
+    trainings = row["clients"][0]["by_objective"].values()  # all have the first batch in common
+    assert [each["truncated_share"] for each in trainings] == [{"a": 0.5}] * 3
+
+
 # --- Judges of a client's own ---------------------------------------------------------------------
 
 
