@@ -291,7 +291,7 @@ class MultiObjectiveTrainer:
         """Returns the scores [M, B]; each process of the team asks for its share."""
         own = rollouts.rows(self.team.share(rollouts.num_rows))
         asked = Asked(self.judges, self.objectives, own.queries.prompts, own.completions)
-        scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows + 1))
+        scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows))
         for name, is_truncated in scored.truncated.items():
             self.truncated[name] += is_truncated
         return torch.cat(self.team.gather(scored.scores), dim=1)
@@ -322,8 +322,7 @@ def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTr
         config: The estimator.
         **arguments: Those of `MultiObjectiveTrainer`.
     """
-    is_alone = arguments.get("stack") is None  # TRL's trainer has one policy to itself
-    if isinstance(config, PPOConfig) and is_alone and has_trl_ppo():
+    if isinstance(config, PPOConfig) and has_trl_ppo():
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
         return MultiObjectivePPOTrainer(config, **arguments)

@@ -40,7 +40,7 @@ def jacobian(
     """
     tensors = check_parameters(parameters)
     num_objectives = len(losses)
-    _check_losses(losses)
+    check_losses(losses)
     rows = jacobian_buffer(num_objectives, tensors, out)
     for objective, loss in enumerate(losses):
         gradients = torch.autograd.grad(
@@ -122,7 +122,8 @@ def check_finite_rows(rows: torch.Tensor) -> None:
         )
 
 
-def _check_losses(losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
+def check_losses(losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    """Raises ``ValueError`` unless M losses are finite and have gradients."""
     if len(losses) == 0:
         raise ValueError("losses must hold at least one objective's loss, got none.")
     for objective, loss in enumerate(losses):

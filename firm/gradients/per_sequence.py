@@ -7,7 +7,7 @@ gradient δ of its output, the batch of which autograd sums at once. Kept apart 
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -144,8 +144,7 @@ class PerSequenceGradients:
             raise RuntimeError(
                 "Per-sequence gradients need their with block: compute losses and rows inside it."
             )
-        _check_losses(losses)
-        _check_coefficients(coefficients, num_sequences=len(losses))
+        check_sequences(losses, coefficients)
         self._check_graph(losses)
         rows = jacobian_buffer(len(coefficients), self._parameters, out).zero_()
         self._target = (rows, coefficients.detach().to(rows))
@@ -166,7 +165,7 @@ class PerSequenceGradients:
         self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor
     ) -> torch.Tensor:
         inputs = args[0] if args else kwargs["input"]
-        return _Tap.apply(output, inputs.detach(), self._anchor, self, layer)
+        return Tap.apply(output, inputs.detach(), self._anchor, self, layer)
 
     def fold(self, layer: torch.nn.Linear, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
         """Adds a layer's part of the rows, from its input [B, ..., in] and its output's gradient.
@@ -226,7 +225,15 @@ class PerSequenceGradients:
             )
 
 
-class _Tap(torch.autograd.Function):
+class Route(Protocol):
+    """What takes the gradients of layers' outputs in a backward pass."""
+
+    def fold(self, layer: Any, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
+        """Takes a layer's input and the gradient of its output."""
+        ...
+
+
+class Tap(torch.autograd.Function):
     """Identity on a layer's output; its backward pass hands the gradient to the route."""
 
     @staticmethod
@@ -235,9 +242,10 @@ class _Tap(torch.autograd.Function):
         output: torch.Tensor,
         inputs: torch.Tensor,
         anchor: torch.Tensor,
-        route: PerSequenceGradients,
-        layer: torch.nn.Linear,
+        route: Route,
+        layer: Any,
     ) -> torch.Tensor:
+        """Returns the output, and keeps the input for the backward pass."""
         ctx.save_for_backward(inputs)
         ctx.inputs_shape = inputs.shape
         ctx.route = route
@@ -246,6 +254,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Returns the output's gradient, of which the route has taken its share."""
         (deltas,) = gradients
         ctx.route.fold(ctx.layer, ctx.saved_tensors[0], deltas)
         return deltas, None, None, None, None
@@ -312,6 +321,12 @@ def _graph(losses: torch.Tensor) -> Iterator[tuple[Any, list[Any]]]:
         new = set(following) - seen
         waiting.extend(new)
         seen |= new
+
+
+def check_sequences(losses: torch.Tensor, coefficients: torch.Tensor) -> None:
+    """Raises ``ValueError`` on losses [B] and coefficients [M, B] that give no finite sums."""
+    _check_losses(losses)
+    _check_coefficients(coefficients, num_sequences=len(losses))
 
 
 def _check_losses(losses: torch.Tensor) -> None:

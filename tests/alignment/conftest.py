@@ -155,7 +155,6 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
         policy=None,
         num_rounds=3,
         build=build_trainer,
-        stack=None,
         **changes,
     ) -> MultiObjectiveTrainer:
         config = {
@@ -178,7 +177,6 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
             num_rounds=num_rounds,
             value_model=value_model,
             use_cpu=True,
-            stack=stack,
         )
 
     return make

@@ -19,7 +19,8 @@ from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
 from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
 from firm.alignment.stacked.replies import Reply
-from firm.gradients.jacobian import check_finite_rows, jacobian_buffer
+from firm.gradients.jacobian import check_finite_rows, check_losses, jacobian_buffer
+from firm.gradients.per_sequence import check_sequences
 
 KEPT_SHARE = 0.9
 """Share of the rows below which replies that go on leave those behind that have ended."""
@@ -44,6 +45,8 @@ class StackedModel:
         self.pad_token_id = pad_token_id
         self.matrices: dict[str, Matrix] = {}
         """The matrices of the adapter's parameters, by their names."""
+        known = inspect.signature(policy.get_base_model().forward).parameters
+        self._last_logits_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._active: Pass | None = None
         layers = {n: m for n, m in policy.named_modules() if isinstance(m, LoraLayer)}
         trained = {id(p): name for name, p in adapter_parameters(policy).items()}
@@ -87,7 +90,7 @@ class StackedModel:
         All are of one pass and equally many; backward passes are as many as losses of one part.
         """
         joint = wanted[0].place.joint
-        results: list[Any] = [_problem(each.losses) for each in wanted]
+        results: list[Any] = [_error_of(check_losses, each.losses) for each in wanted]
         good = [(at, each) for at, each in enumerate(wanted) if results[at] is None]
         if not good:
             return results
@@ -106,12 +109,16 @@ class StackedModel:
             for at, each in good:
                 own = [gradient[each.place.index].reshape(-1) for gradient in gradients]
                 torch.cat(own, out=rows[at][j])
-        return [_checked(rows[at]) if at in rows else results[at] for at in range(len(wanted))]
+        for at, own in rows.items():
+            results[at] = _error_of(check_finite_rows, own) or own
+        return results
 
     def per_sequence_jacobian(self, wanted: "list[Weighted]") -> list[Any]:
         """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one backward pass for all."""
         joint = wanted[0].place.joint
-        results: list[Any] = [_problem(each.losses) for each in wanted]
+        results: list[Any] = [
+            _error_of(check_sequences, each.losses, each.coefficients) for each in wanted
+        ]
         good = [(at, each) for at, each in enumerate(wanted) if results[at] is None]
         if not good:
             return results
@@ -133,7 +140,9 @@ class StackedModel:
                 )
         finally:
             joint.targets = {}
-        return [_checked(r) if isinstance(r, torch.Tensor) else r for r in results]
+        for at, _ in good:
+            results[at] = _error_of(check_finite_rows, results[at]) or results[at]
+        return results
 
     @torch.no_grad()
     def logprobs(self, parts: list[Part]) -> list[torch.Tensor]:
@@ -179,11 +188,6 @@ class StackedModel:
                 inputs, positions, mask = inputs[rows], positions[rows], mask[rows]
         return [reply.result() for reply in replies]
 
-    @property
-    def _last_logits_alone(self) -> dict[str, int]:
-        known = inspect.signature(self.policy.get_base_model().forward).parameters
-        return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-
     def _pass(self, parts: list[Part]) -> Pass:
         return Pass(parts, self.matrices, pad_token_id=self.pad_token_id)
 
@@ -221,19 +225,10 @@ class Weighted:
     retain_graph: bool
 
 
-def _problem(losses: torch.Tensor) -> ValueError | None:
-    is_finite = losses.isfinite().tolist()
-    if all(is_finite):
-        return None
-    return ValueError(
-        f"The loss of entry {is_finite.index(False)} is not finite; look for NaN or infinity in "
-        "its rewards."
-    )
-
-
-def _checked(rows: torch.Tensor) -> torch.Tensor | ValueError:
+def _error_of(check: Callable[..., None], *arguments: Any) -> ValueError | None:
+    """Returns the error that a check raises, which is one client's own."""
     try:
-        check_finite_rows(rows)
+        check(*arguments)
     except ValueError as error:
         return error
-    return rows
+    return None

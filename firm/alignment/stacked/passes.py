@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.sequences import Queries, response_logits
-from firm.gradients.per_sequence import add_weight_gradients_
+from firm.gradients.per_sequence import Tap, add_weight_gradients_
 
 Matrix = tuple[str, str]
 """A LoRA layer's name, and which of its matrices: "lora_A" or "lora_B"."""
@@ -118,6 +119,8 @@ class Pass:
         counts = torch.tensor(self.counts)
         members = torch.arange(len(counts)).repeat_interleave(counts)
         self._members = members.to(self.token_ids.device)
+        ends = list(accumulate(self.counts))
+        self._spans = [slice(end - own, end) for end, own in zip(ends, self.counts, strict=True)]
 
     def _placed(self, values: torch.Tensor, part: Part, *, fill: float) -> torch.Tensor:
         """Returns a part's values [b, L, ...] so that its responses begin where all do."""
@@ -133,8 +136,7 @@ class Pass:
 
     def span(self, index: int) -> slice:
         """Returns where the rows of a part are."""
-        start = sum(self.counts[:index])
-        return slice(start, start + self.counts[index])
+        return self._spans[index]
 
     def of_part(self, values: torch.Tensor, index: int) -> torch.Tensor:
         """Returns values [N, L, ...] of a part's rows at its own positions, zero at padding."""
@@ -166,7 +168,7 @@ class Pass:
         else:
             output = torch.bmm(x, weight[self._members].mT)
         if self.parts[0].is_tapped:
-            output = _Tap.apply(output, x.detach(), self.anchor, self, matrix)
+            output = Tap.apply(output, x.detach(), self.anchor, self, matrix)
         return output
 
     def _dropped(self, dropout: Any, x: torch.Tensor) -> torch.Tensor:
@@ -218,29 +220,6 @@ class Output:
         own = self._logits[joint.span(self.place.index)]
         own = response_logits(own, joint.context, temperature)[:, :width]
         return torch.nn.functional.pad(own, (0, 0, 0, width - own.size(1)))
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on a matrix's output; its backward pass hands the gradient to the pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: torch.Tensor,
-        inputs: torch.Tensor,
-        anchor: torch.Tensor,
-        joint: Pass,
-        matrix: Matrix,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.joint, ctx.matrix = joint, matrix
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (deltas,) = gradients
-        ctx.joint.fold(ctx.matrix, ctx.saved_tensors[0], deltas)
-        return deltas, None, None, None, None
 
 
 def _widths(is_real: torch.Tensor, context_length: int) -> tuple[int, int]:

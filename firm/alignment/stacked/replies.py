@@ -18,13 +18,8 @@ class Reply:
         self._is_open = torch.ones(len(part.token_ids), dtype=torch.bool, device=device)
         self._rows = torch.arange(len(part.token_ids), device=device)  # those that are in the batch
         self._ends = torch.tensor(list(part.end_ids), device=device)
-
-    @property
-    def num_open(self) -> int:
+        self.num_open = len(self._rows)
         """Replies that have not ended, 0 at the greatest length."""
-        if len(self._tokens) == self._config.max_new_tokens:
-            return 0
-        return int(self._is_open.sum())
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the next tokens of the rows in the batch, [n], by their logits [n, V]."""
@@ -43,6 +38,8 @@ class Reply:
         self._tokens.append(tokens.masked_fill(~self._is_open, -1))
         self._logprobs.append(logprobs)
         self._is_open = self._is_open & ~torch.isin(tokens, self._ends)
+        is_longest = len(self._tokens) == self._config.max_new_tokens
+        self.num_open = 0 if is_longest else int(self._is_open.sum())
         return chosen
 
     def keep(self, count: int) -> torch.Tensor:
