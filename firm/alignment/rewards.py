@@ -305,7 +305,7 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         completions = [completion for batch in batches for completion in batch.completions]
         (scores,) = score({askers[key][0][1]: fn}, prompts, completions)
-        truncated = getattr(fn, "truncated", None)
+        truncated = _truncated(askers[key][0][1], fn, len(completions))
         start = 0
         for at, name in askers[key]:
             own = slice(start, start := start + len(asked[at].completions))
@@ -313,6 +313,17 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
             if truncated is not None:
                 results[at].truncated[name] = truncated[own]
     return results
+
+
+def _truncated(name: str, reward_fn: RewardFn, count: int) -> list[bool] | None:
+    """Returns which of its latest inputs a reward function has cut, None if it does not say."""
+    truncated = getattr(reward_fn, "truncated", None)
+    if truncated is not None and len(truncated) != count:
+        raise ValueError(
+            f"reward {name!r} has {len(truncated)} entries in `truncated` for {count} completions; "
+            "give one for each input of the latest call, or leave the attribute out."
+        )
+    return truncated
 
 
 def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.alignment.rewards import (
+    Asked,
     Calibration,
     Judges,
     calibrate,
     check_same,
     reward_diagnostics,
     score,
+    scores_together,
 )
 from firm.federation import ProcessLost
 
@@ -82,6 +84,19 @@ def test_a_broken_reward_is_named_with_its_place_and_no_text(values, message):
     with pytest.raises(ValueError, match=message) as caught:
         score({"fine": length, "r": lambda **_: values}, PROMPTS, REPLIES)
     assert "secret" not in str(caught.value)
+
+
+def test_a_reward_that_says_of_too_few_inputs_which_it_cut_is_named():
+    class Forgetful:
+        truncated = (True,)
+
+        def __call__(self, prompts, completions, **kwargs):
+            return [0.0] * len(completions)
+
+    asked = Asked(Judges({"short": Forgetful()}), ["short"], PROMPTS, REPLIES)
+    (error,) = scores_together([asked])
+    assert isinstance(error, ValueError)
+    assert "reward 'short' has 1 entries in `truncated` for 3 completions" in str(error)
 
 
 def test_a_reward_that_raises_is_named_with_its_error_in_one_line():
