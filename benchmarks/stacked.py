@@ -67,9 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (f"{EACH} replies each", [(count, EACH) for count in CLIENTS]),
         ):
             rows = [
-                [str(count), *compared(CONFIGS["critic-free"], policy, *size, options.repeats)]
-                for count, *_ in sizes
-                for size in [(count, dict(sizes)[count])]
+                [str(size[0]), *compared(CONFIGS["critic-free"], policy, *size, options.repeats)]
+                for size in sizes
             ]
             print_table(f"Critic-free, {title}, by clients", ["clients", *heads[1:]], rows)
         peaks = {count: peak_memory(policy, count) for count in CLIENTS}
@@ -107,13 +106,15 @@ def policy_of(hidden: int | None) -> Iterator[str]:
 
 def compared(config: str, policy: str, count: int, replies: int, repeats: int) -> list[str]:
     """Returns the cells of a row: the seconds of the three, and the stacked engine's ratios."""
+    groups = {"estimator.num_replies": min(4, replies)} if "critic_free" in config else {}
     shapes = {
         "stacked": ("stacked", count, replies),
         "local": ("local", count, replies),
         "one": ("local", 1, count * replies),
     }
     rounds = {
-        name: round_of(configuration(config, policy, *shape)) for name, shape in shapes.items()
+        name: round_of(configuration(config, policy, *shape, **groups))
+        for name, shape in shapes.items()
     }
     taken = interleaved(rounds, repeats=repeats + 1)
     seconds = {name: median(each[1:]) for name, each in taken.items()}
@@ -124,8 +125,7 @@ def compared(config: str, policy: str, count: int, replies: int, repeats: int) -
 def configuration(
     config: str, policy: str, engine: str, count: int, replies: int, **changes: Any
 ) -> AlignmentConfig:
-    """Returns the run: two minibatches of each batch, groups of no more than the replies."""
-    num_replies = {"estimator.num_replies": min(4, replies)} if "critic_free" in config else {}
+    """Returns the run, with two minibatches of each batch."""
     settings = {
         "engine": engine,
         "num_clients": count,
@@ -133,7 +133,6 @@ def configuration(
         "estimator.batch_size": replies,
         "estimator.minibatch_size": max(1, replies // 2),
         "evaluation.num_calibration_prompts": 16,
-        **num_replies,
         **changes,
     }
     return compose(AlignmentConfig, [ROOT / "configs" / config], list(settings.items()))
