@@ -179,7 +179,8 @@ class PerSequenceGradients:
         inputs = inputs.reshape(num_sequences, -1, inputs.shape[-1])  # [B, T, in]
         deltas = deltas.reshape(num_sequences, -1, deltas.shape[-1])  # [B, T, out]
         if (columns := self._columns.get(layer.weight)) is not None:
-            add_weight_gradients_(rows[:, columns], coefficients, inputs, deltas)
+            group = rows[None, :, columns], coefficients[None]
+            add_weight_gradients_(*group, inputs[None], deltas[None])
         if layer.bias is not None and (columns := self._columns.get(layer.bias)) is not None:
             rows[:, columns].addmm_(coefficients, deltas.sum(dim=1, dtype=rows.dtype))
 
@@ -263,34 +264,35 @@ class Tap(torch.autograd.Function):
 def add_weight_gradients_(
     rows: torch.Tensor, coefficients: torch.Tensor, inputs: torch.Tensor, deltas: torch.Tensor
 ) -> None:
-    """Adds Σ_b c_jb δ_bᵀ x_b to row j of a linear layer's weight.
+    """Adds Σ_b c_jb δ_bᵀ x_b to row j of a linear layer's weight, for C groups of sequences.
 
     By the way that takes fewer multiplications: one product per sequence, combined for each
     objective, or, for about one token per sequence or one objective, a product per objective.
 
     Args:
-        rows: The weight's columns of the Jacobian, shape [M, out · in].
-        coefficients: Of the same dtype, shape [M, B].
-        inputs: The layer's input x, any float dtype, shape [B, T, in].
-        deltas: The gradient δ of its output, shape [B, T, out].
+        rows: The weight's columns of each group's Jacobian, shape [C, M, out · in].
+        coefficients: Of the same dtype, shape [C, M, B].
+        inputs: The layer's input x, any float dtype, shape [C, B, T, in].
+        deltas: The gradient δ of its output, shape [C, B, T, out].
     """
     inputs = inputs.to(deltas.dtype)  # as autocast did before the layer's own product
-    num_objectives, num_tokens = len(rows), inputs.shape[1]
+    num_groups, num_objectives, num_entries = rows.shape
+    num_tokens = inputs.shape[2]
     if num_tokens + num_objectives < num_tokens * num_objectives:
-        num_held = max(1, MAX_PRODUCT_ENTRIES // rows.shape[1])
+        num_held = max(1, MAX_PRODUCT_ENTRIES // (num_groups * num_entries))
         for factors, x, delta in zip(
-            coefficients.split(num_held, dim=1),
-            inputs.split(num_held),
-            deltas.split(num_held),
+            coefficients.split(num_held, dim=2),
+            inputs.split(num_held, dim=1),
+            deltas.split(num_held, dim=1),
             strict=True,
         ):
-            products = torch.bmm(delta.mT, x)  # [b, out, in]
-            rows.addmm_(factors, products.flatten(1).to(rows.dtype))
+            products = torch.matmul(delta.mT, x)  # [C, b, out, in]
+            rows.baddbmm_(factors, products.flatten(2).to(rows.dtype))
     else:
-        x = inputs.flatten(0, 1).to(rows.dtype)  # [B T, in]
-        for row, factors in zip(rows, coefficients, strict=True):
-            weighted = (deltas * factors[:, None, None]).flatten(0, 1).to(rows.dtype)  # [B T, out]
-            row.view(deltas.shape[-1], -1).addmm_(weighted.T, x)
+        x = inputs.flatten(1, 2).to(rows.dtype)  # [C, B T, in]
+        for row, factors in zip(rows.unbind(1), coefficients.unbind(1), strict=True):
+            weighted = (deltas * factors[..., None, None]).flatten(1, 2).to(rows.dtype)
+            row.view(num_groups, deltas.shape[-1], -1).baddbmm_(weighted.mT, x)
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[torch.nn.Linear, str]:

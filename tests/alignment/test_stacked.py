@@ -146,22 +146,28 @@ def test_a_client_whose_reward_is_not_a_number_fails_alone(both, letter_count, e
 
 
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
-def test_gradients_that_are_not_finite_are_their_client_s_alone(federation, monkeypatch, estimator):
-    state, engine, names = federation("stacked", estimator=estimator)
-    client = engine._clients["client_1"]
-    experience = client._trainer.experience
+@pytest.mark.parametrize("advantage", [float("inf"), 3e38])
+def test_gradients_that_are_not_finite_are_their_client_s_alone(
+    federation, monkeypatch, estimator, advantage
+):
+    errors, states = {}, {}
+    for engine in ("local", "stacked"):
+        state, runs, names = federation(engine, estimator=estimator)
+        client = runs._clients["client_1"]
+        draw = client.batches
 
-    def spoilt(rollouts):
-        result = experience(rollouts)
-        result.advantages[0] = float("inf")
-        return result
+        def spoilt(num_steps, draw=draw):
+            for batch in draw(num_steps):
+                batch.experience.advantages[0] = advantage
+                yield batch
 
-    monkeypatch.setattr(client._trainer, "experience", spoilt)
-    spoilt_state, row = firm_round(state, names, engine, FirmConfig())
-    assert _names(row) == ["client_0", "client_2"]
-    state, engine, _ = federation("stacked", estimator=estimator)
-    expected, _ = firm_round(state, ["client_0", "client_2"], engine, FirmConfig())
-    assert largest_difference(spoilt_state.adapter, expected.adapter) < 1e-5
+        monkeypatch.setattr(client, "batches", spoilt)
+        states[engine], row = firm_round(state, names, runs, FirmConfig())
+        assert _names(row) == ["client_0", "client_2"]
+        errors[engine] = [failure["reason"] for failure in row["round"]["failures"]]
+    assert errors["stacked"] == errors["local"]
+    assert "is not finite" in errors["local"][0]
+    assert largest_difference(*(state.adapter for state in states.values())) < 1e-5
 
 
 def test_a_reward_model_that_all_ask_gets_all_replies_at_once_and_each_its_own_share(federation):

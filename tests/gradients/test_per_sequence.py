@@ -360,24 +360,30 @@ def test_weights_own_gradients_summed_over_sequences_are_not_computed():
     [(1, 6, False), (3, 1, False), (2, 2, False), (2, 3, True), (3, 6, True)],
 )
 @pytest.mark.parametrize("max_entries", [1, 40, 2**20])
+@pytest.mark.parametrize("num_groups", [1, 3])
 def test_either_way_through_a_layer_adds_the_same_in_the_memory_allowed(
-    monkeypatch, num_objectives, num_tokens, is_by_sequence, max_entries
+    monkeypatch, num_objectives, num_tokens, is_by_sequence, max_entries, num_groups
 ):
     monkeypatch.setattr(per_sequence, "MAX_PRODUCT_ENTRIES", max_entries)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(7, num_tokens, 5, generator=generator)
-    deltas = torch.randn(7, num_tokens, 4, generator=generator)
-    coefficients = _coefficients(num_objectives, 7)
-    buffer = torch.ones(num_objectives, 30)
+    x = torch.randn(num_groups, 7, num_tokens, 5, generator=generator)
+    deltas = torch.randn(num_groups, 7, num_tokens, 4, generator=generator)
+    coefficients = torch.stack([_coefficients(num_objectives, 7) + at for at in range(num_groups)])
+    buffer = torch.ones(num_groups, num_objectives, 30)
     with Operations() as operations:
-        add_weight_gradients_(buffer[:, 3:23], coefficients, x, deltas)
-    products = [shape for func, shape in operations.seen if func == torch.ops.aten.bmm.default]
-    assert sum(num_apart for num_apart, *_ in products) == (7 if is_by_sequence else 0)
-    assert all(math.prod(shape) <= max(20, max_entries) for shape in products)
-    exact = torch.einsum("jb,bto,bti->joi", *(t.double() for t in (coefficients, deltas, x)))
-    torch.testing.assert_close(buffer[:, 3:23], 1 + exact.flatten(1).float())
-    assert (buffer[:, :3] == 1).all()
-    assert (buffer[:, 23:] == 1).all()
+        add_weight_gradients_(buffer[..., 3:23], coefficients, x, deltas)
+    products = [
+        shape
+        for func, shape in operations.seen
+        if func == torch.ops.aten.bmm.default and shape[1:] == (4, 5)
+    ]
+    expected = 7 * num_groups if is_by_sequence else 0
+    assert sum(num_apart for num_apart, *_ in products) == expected
+    assert all(math.prod(shape) <= max(20 * num_groups, max_entries) for shape in products)
+    exact = torch.einsum("cjb,cbto,cbti->cjoi", *(t.double() for t in (coefficients, deltas, x)))
+    torch.testing.assert_close(buffer[..., 3:23], 1 + exact.flatten(2).float())
+    assert (buffer[..., :3] == 1).all()
+    assert (buffer[..., 23:] == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ clients, and where objectives differ by one number per reply one backward pass g
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
 from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
 from firm.alignment.stacked.replies import Reply
-from firm.gradients.jacobian import check_finite_rows, check_losses, jacobian_buffer
+from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import check_sequences
 
 KEPT_SHARE = 0.9
@@ -84,16 +84,16 @@ class StackedModel:
         logits, hidden = output.logits, output.hidden_states[-1]
         return [Output(Place(joint, index), logits, hidden) for index in range(len(parts))]
 
-    def jacobian(self, wanted: "list[Losses]") -> list[Any]:
+    def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
         """Returns the gradients of each part's losses in its own adapter, or why there are none.
 
         All are of one pass and equally many; backward passes are as many as losses of one part.
         """
         joint = wanted[0].place.joint
-        results: list[Any] = [_error_of(check_losses, each.losses) for each in wanted]
-        good = [(at, each) for at, each in enumerate(wanted) if results[at] is None]
+        errors = [_error_of(check_losses, each.losses) for each in wanted]
+        good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
         if not good:
-            return results
+            return errors
         leaves = list(joint.stacked.values())
         rows = {at: jacobian_buffer(len(e.losses), e.place.part.leaves, None) for at, e in good}
         joint.finish([each.place for each in wanted])
@@ -109,25 +109,17 @@ class StackedModel:
             for at, each in good:
                 own = [gradient[each.place.index].reshape(-1) for gradient in gradients]
                 torch.cat(own, out=rows[at][j])
-        for at, own in rows.items():
-            results[at] = _error_of(check_finite_rows, own) or own
-        return results
+        return [error or rows[at] for at, error in enumerate(errors)]
 
-    def per_sequence_jacobian(self, wanted: "list[Weighted]") -> list[Any]:
+    def per_sequence_jacobian(self, wanted: "list[Weighted]") -> Sequence[Any]:
         """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one backward pass for all."""
         joint = wanted[0].place.joint
-        results: list[Any] = [
-            _error_of(check_sequences, each.losses, each.coefficients) for each in wanted
-        ]
-        good = [(at, each) for at, each in enumerate(wanted) if results[at] is None]
+        errors = [_error_of(check_sequences, each.losses, each.coefficients) for each in wanted]
+        good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
         if not good:
-            return results
+            return errors
         joint.finish([each.place for each in wanted if not each.retain_graph])
-        joint.targets = {}
-        for at, each in good:
-            rows = jacobian_buffer(len(each.coefficients), each.place.part.leaves, None).zero_()
-            results[at] = rows
-            joint.targets[each.place.index] = rows, each.coefficients.detach().to(rows)
+        rows = joint.add_targets({each.place.index: each.coefficients for _, each in good})
         losses = torch.cat([each.losses for _, each in good])
         try:
             with self._during(joint):
@@ -139,10 +131,8 @@ class StackedModel:
                     allow_unused=True,
                 )
         finally:
-            joint.targets = {}
-        for at, _ in good:
-            results[at] = _error_of(check_finite_rows, results[at]) or results[at]
-        return results
+            joint.targets.clear()
+        return [error or rows[e.place.index] for error, e in zip(errors, wanted, strict=True)]
 
     @torch.no_grad()
     def logprobs(self, parts: list[Part]) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.sequences import Queries, response_logits
+from firm.gradients.jacobian import jacobian_buffer
 from firm.gradients.per_sequence import Tap, add_weight_gradients_
 
 Matrix = tuple[str, str]
@@ -81,8 +82,8 @@ class Pass:
     ) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
-        self.targets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Rows [M, d] and coefficients [M, b] by part, while they are computed."""
+        self.targets: list[Target] = []
+        """What the backward pass fills by row."""
         self.stacked: dict[str, torch.Tensor] = {}
         """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
         self._by_matrix: dict[Matrix, torch.Tensor] = {}
@@ -191,9 +192,48 @@ class Pass:
     def fold(self, matrix: Matrix, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
         """Adds a matrix's part of the rows of all targets; called by the backward pass."""
         columns = self._columns[matrix]
-        for index, (rows, coefficients) in self.targets.items():
-            span = self.span(index)
-            add_weight_gradients_(rows[:, columns], coefficients, inputs[span], deltas[span])
+        for target in self.targets:
+            own = target.rows[..., columns], target.coefficients
+            add_weight_gradients_(*own, target.of_groups(inputs), target.of_groups(deltas))
+
+    def add_targets(self, wanted: "Mapping[int, torch.Tensor]") -> dict[int, torch.Tensor]:
+        """Returns the Jacobians [M, d], by part, that the next backward pass fills.
+
+        Args:
+            wanted: Coefficients [M, b] by part. Parts with equally many rows and objectives share
+                their products.
+        """
+        alike: dict[torch.Size, list[int]] = {}
+        for index, coefficients in sorted(wanted.items()):
+            alike.setdefault(coefficients.shape, []).append(index)
+        jacobians = {}
+        for shape, indices in alike.items():
+            leaves = self.parts[indices[0]].leaves
+            rows = jacobian_buffer(len(indices) * shape[0], leaves, None).zero_()
+            rows = rows.view(len(indices), shape[0], -1)
+            coefficients = torch.stack([wanted[index].detach() for index in indices]).to(rows)
+            spans = None if len(indices) == len(self.parts) else [self.span(i) for i in indices]
+            self.targets.append(Target(rows, coefficients, spans))
+            jacobians.update(zip(indices, rows, strict=True))
+        return jacobians
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Jacobians of several parts with equally many rows and objectives."""
+
+    rows: torch.Tensor
+    """[C, M, d]"""
+    coefficients: torch.Tensor
+    """[C, M, b]"""
+    spans: list[slice] | None
+    """Where the parts' rows are; None for all rows."""
+
+    def of_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the values [N, ...] of the parts' rows, [C, b, ...]."""
+        if self.spans is None:
+            return values.unflatten(0, (len(self.rows), -1))
+        return torch.stack([values[span] for span in self.spans])
 
 
 class Output:
