@@ -8,7 +8,7 @@ The result comes back as if the function had been alone, and the code between st
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import greenlet
@@ -79,6 +79,14 @@ def together(
     return result
 
 
+def outcome_of(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """Returns what a function returns, or its ``ValueError``: a work's result for one of many."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
+
+
 def lockstep(functions: Sequence[Callable[[], T]], *, max_size: int | None = None) -> list[T]:
     """Returns the results of all functions, which run as coroutines in this thread.
 
@@ -91,20 +99,16 @@ def lockstep(functions: Sequence[Callable[[], T]], *, max_size: int | None = Non
             it is. None sets no limit.
     """
     members = [_Member(_keeping_result(function)) for function in functions]
-    surroundings = {member: _Surroundings() for member in members}
+    surroundings = dict.fromkeys(members, _surroundings())
     running = list(members)
     try:
         while running:
-            for member in running:
-                with surroundings[member]:
-                    _go_on(member)
+            _each(running, _go_on, surroundings)
             waiting = [member for member in members if member.request is not None]
             running = _served(waiting, max_size) if waiting else []
     finally:
-        for member in members:
-            if member:  # stopped on its way: its blocks are left in order
-                with surroundings[member]:
-                    member.throw()
+        stopped = [member for member in members if member]  # on their way
+        _each(stopped, _Member.throw, surroundings)  # their blocks are left in order
     return [member.result for member in members]
 
 
@@ -158,20 +162,20 @@ def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
     return chosen
 
 
-@dataclass
-class _Surroundings:
-    """The global state that a member sees: within the block it is in force."""
-
-    own: tuple[Any, ...] = field(default_factory=lambda: _surroundings())
-    _outer: tuple[Any, ...] = ()
-
-    def __enter__(self) -> None:
-        self._outer = _surroundings()
-        _surround(self.own)
-
-    def __exit__(self, *exception: object) -> None:
-        self.own = _surroundings()
-        _surround(self._outer)
+def _each(
+    members: list[_Member],
+    act: Callable[[_Member], object],
+    surroundings: dict[_Member, tuple[Any, ...]],
+) -> None:
+    """Acts on every member among the global state that it left."""
+    outer = _surroundings()
+    try:
+        for member in members:
+            _surround(surroundings[member])
+            act(member)
+            surroundings[member] = _surroundings()
+    finally:
+        _surround(outer)
 
 
 def _surroundings() -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """A client of the classic wing: supervised losses on its own shard, one model for all clients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from firm.federation.schema import ByObjective, Items, Number, register_metrics
 from firm.fmoo import linear
 from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.workspace import Workspace, rotated
-from firm.gradients import jacobian
 
 register_metrics(losses=ByObjective(Items(Number())))
 
@@ -124,12 +123,11 @@ class SupervisedClient(Client):
         """
         known = self._remembered(minibatch)
         if known is None:
-            losses = self._batch_losses(minibatch)
-            parameters = self._workspace.parameters
-            rows = torch.zeros(len(self.objectives), sum(p.numel() for p in parameters.values()))
             served = list(self.served)
-            rows[served] = jacobian(losses[served], parameters)
-            known = Gradients(rows, losses.detach())
+            losses, own = self._batch_gradients(minibatch, lambda own: own[served], len(served))
+            rows = torch.zeros(len(self.objectives), own.shape[1])
+            rows[served] = own
+            known = Gradients(rows, losses)
             self._memo = minibatch.number, self._flat_parameters(), known
         return self._reported(known)
 
@@ -141,9 +139,8 @@ class SupervisedClient(Client):
         factors = self.of_served(weights)
         if known := self._remembered(minibatch):
             return self._reported(Gradients(factors[None] @ known.jacobian, known.losses))
-        losses = self._batch_losses(minibatch)
-        row = jacobian((factors @ losses)[None], self._workspace.parameters)
-        return self._reported(Gradients(row, losses.detach()))
+        losses, row = self._batch_gradients(minibatch, lambda own: (factors @ own)[None], 1)
+        return self._reported(Gradients(row, losses))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
         """Takes plain SGD steps on Σⱼ wⱼ Lⱼ + μ/2 ‖θ - θ_t‖², where the model is a linear map.
@@ -250,13 +247,17 @@ class SupervisedClient(Client):
     def _reported(self, gradients: Gradients) -> Gradients:
         return attacked_gradients(gradients, client=self.name, attack=self._attack)
 
-    def _batch_losses(self, batch: SampleBatch) -> torch.Tensor:
+    def _batch_gradients(
+        self, batch: SampleBatch, select: Callable[[torch.Tensor], torch.Tensor], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the losses [M], and the gradients [k, d] of what is selected."""
         workspace, seed = self._workspace, self._derived("batch", batch.number)
         inputs = workspace.prepared(workspace.data.inputs[batch.indices])
         if workspace.cfg.rotation and inputs.ndim == 4:
             inputs = rotated(inputs, workspace.cfg.rotation, torch.Generator().manual_seed(seed))
         workspace.generator.manual_seed(seed)
-        return workspace.losses(inputs, workspace.data.targets[batch.indices])
+        targets = workspace.data.targets[batch.indices]
+        return workspace.gradients(inputs, targets, select, count=count)
 
     def _flat_parameters(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self._workspace.parameters.values()])

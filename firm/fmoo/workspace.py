@@ -1,18 +1,24 @@
 """The model that the clients of a federation take turns on, and how it reads samples."""
 
 import copy
-import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from annotated_types import Interval
 from torch import nn
 
 from firm.federation import Adapter
+from firm.federation.lockstep import together
 from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
 from firm.fmoo.models import Dropout, MultiTaskModel
+from firm.fmoo.stacked import Asked, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
+from firm.gradients import jacobian
 
 EVALUATION_BATCH = 2048
 """Samples per forward pass without gradients."""
@@ -50,8 +56,8 @@ class Scores:
     """Shares of right labels, float64 [M]; None for regression."""
 
 
-class Replica(threading.local):
-    """A model of each thread's own, with convolutions in the layout that is fastest on the CPU."""
+class Replica:
+    """A copy of a model, with convolutions in the layout that is fastest on the CPU."""
 
     def __init__(self, model: MultiTaskModel, *, of_images: bool) -> None:
         self.model = copy.deepcopy(model)
@@ -64,11 +70,23 @@ class Replica(threading.local):
                 module.generator = self.generator
 
 
+@dataclass(eq=False)
+class _Lease:
+    """A replica that is in use for as long as this object lives."""
+
+    replica: Replica
+
+
+_LEASES: "ContextVar[WeakKeyDictionary[Workspace, _Lease]]" = ContextVar("leases")
+"""Those of this thread, or of this function in lockstep."""
+
+
 class Workspace:
     """What all clients of a process share: the data in memory, and a model to switch between.
 
     Clients are arrays of indices, and every thread that works has one model: memory grows by 8
-    bytes per sample with the clients, and by a model with the workers.
+    bytes per sample with the clients, and by a model with the workers. In lockstep every client has
+    one.
 
     Args:
         model: Whose copies clients train; never changed.
@@ -81,8 +99,8 @@ class Workspace:
     """
 
     def __init__(self, model: MultiTaskModel, data: TaskData, cfg: LocalConfig) -> None:
-        self._replica = Replica(model, of_images=data.inputs.ndim == 4)
-        self.data, self.cfg = data, cfg
+        self._model, self.data, self.cfg = copy.deepcopy(model), data, cfg
+        self._idle: list[Replica] = []
         self.mean, self.std = _statistics(data.inputs)
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -120,6 +138,24 @@ class Workspace:
         """What this thread's model draws dropout from."""
         return self._replica.generator
 
+    @property
+    def is_stackable(self) -> bool:
+        """Whether clients in lockstep take their gradients in one pass."""
+        return is_stackable(self._model)
+
+    @property
+    def _replica(self) -> Replica:
+        leases = _LEASES.get(None)
+        if leases is None:
+            _LEASES.set(leases := WeakKeyDictionary())
+        if self not in leases:
+            is_new = not self._idle
+            of_images = self.data.inputs.ndim == 4
+            replica = Replica(self._model, of_images=of_images) if is_new else self._idle.pop()
+            leases[self] = lease = _Lease(replica)
+            weakref.finalize(lease, self._idle.append, replica)
+        return leases[self].replica
+
     def load(self, adapter: Adapter) -> None:
         """Gives this thread's model these parameters, which are copied."""
         with torch.no_grad():
@@ -133,9 +169,35 @@ class Workspace:
         images = inputs.to(memory_format=torch.channels_last).float()
         return (images / 255 - self.mean) / self.std
 
-    def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the objectives' mean losses on prepared inputs, shape [M]."""
-        outputs = self.model(inputs)
+    def gradients(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        select: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        count: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the objectives' mean losses [M] on prepared inputs, and gradients [k, d] of some.
+
+        Args:
+            inputs: Those of a client's batch.
+            targets: Likewise.
+            select: From the losses [M] to those, or their sums, that are differentiated, [k].
+            count: k.
+
+        Raises:
+            ValueError: As ``firm.gradients.jacobian`` does.
+        """
+        if self.is_stackable:
+            asked = Asked(self.parameters, inputs, targets, select)
+            return together(self._gradients, asked, key=(inputs.shape, targets.shape, count))
+        losses = self._losses(self.model(inputs), targets)
+        return losses.detach(), jacobian(select(losses), self.parameters)
+
+    def _gradients(self, asked: list[Asked]) -> Sequence[Any]:
+        return gradients_together(asked, model=self.model, losses=self._losses)
+
+    def _losses(self, outputs: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return torch.stack(
             [
                 LOSSES[loss](output, targets[:, j])

@@ -81,6 +81,8 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         ) as tracker,
         closing(federation.engine) as engine,
     ):
+        how = "of all clients in one pass" if federation.has_joint_passes else "client by client"
+        print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {how}"), flush=True)
         wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)
         train(wing, engine, federation.names, federation.cfg, keep_last=1)
         return run.rows()

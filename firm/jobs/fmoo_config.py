@@ -103,11 +103,13 @@ class ClassicConfig:
     progress_from: str | None = None
     """An algorithm from whose global models, wherever they are evaluated, the local trainings of
     all algorithms are compared: how far each lowers its clients' losses; null compares none."""
-    engine: str = "local"
-    """Where clients run, by a name that is registered (`firm.federation.engines.engine`)."""
+    engine: str | None = None
+    """Where clients run, by a name that is registered (`firm.federation.engines.engine`). null
+    takes `stacked` for a model of dense layers, whose gradients are then those of all clients in
+    one pass, and `local` for any other; they differ by rounding."""
     num_workers: PositiveInt | None = None
-    """Clients that are trained at a time; by default as many as there are cores. Results do not
-    depend on it."""
+    """Clients that are trained at a time by the engine `local`; by default as many as there are
+    cores. Results do not depend on it."""
     num_threads: PositiveInt | None = 1
     """Threads of torch in each worker; null leaves them alone, but equal numbers need an equal
     count."""
@@ -122,7 +124,8 @@ class ClassicConfig:
     """Whether a study in `out` goes on: finished runs are kept, others continue."""
 
     def __post_init__(self) -> None:
-        check_engine(self.engine)
+        if self.engine is not None:
+            check_engine(self.engine)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
         if not self.algorithms:

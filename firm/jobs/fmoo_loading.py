@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from firm.federation import Engine
-from firm.federation.engines import ENGINES
+from firm.federation.engines import ENGINES, StackedEngine
 from firm.federation.partition import (
     balanced_dirichlet_partition,
     dirichlet_partition,
@@ -37,8 +37,13 @@ class Federation:
 
     @property
     def names(self) -> list[str]:
-        """Returns the clients' names."""
+        """The clients' names."""
         return [client.name for client in self.clients]
+
+    @property
+    def has_joint_passes(self) -> bool:
+        """Whether the gradients of all clients are taken in one pass."""
+        return isinstance(self.engine, StackedEngine) and self.workspace.is_stackable
 
 
 def federate(
@@ -82,7 +87,8 @@ def federate(
     strategy = algorithm.strategy
     if attack.kind != "none":
         strategy = replace(strategy, always=attack.clients)
-    engine = ENGINES[cfg.engine](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
+    name = cfg.engine or ("stacked" if workspace.is_stackable else "local")
+    engine = ENGINES[name](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
     return Federation(strategy, workspace, clients, engine, indices, held_out)
 
 

@@ -91,7 +91,7 @@ def test_a_remembered_jacobian_is_combined_without_a_backward_pass(monkeypatch):
     client = _client()
     (batch,) = client.batches(1)
     rows = client.gradients(batch).jacobian
-    monkeypatch.setattr(client, "_batch_losses", None)  # neither forward nor backward pass
+    monkeypatch.setattr(client, "_batch_gradients", None)  # neither forward nor backward pass
     reused = client.weighted_gradients(batch, torch.tensor([0.5, 0.5])).jacobian
     torch.testing.assert_close(reused, rows.mean(dim=0, keepdim=True))
     assert torch.equal(client.gradients(batch).jacobian, rows)

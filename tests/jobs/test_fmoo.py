@@ -121,6 +121,26 @@ def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):
         assert read_rows(out / path, "evaluation") == read_rows(study / path, "evaluation")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model.name", "mlp"], "mlp, gradients of all clients in one pass"),
+        (["--model.name", "mlp", "--engine", "local"], "mlp, gradients client by client"),
+        (["--engine", "stacked"], "lenet, gradients client by client"),
+        ([], "lenet, gradients client by client"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_dense_models_train_all_clients_in_one_pass_and_the_log_says_so(
+    tmp_path, capsys, arguments, told
+):
+    main(_config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", *arguments))
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if "gradients" in line] == [
+        f"{name}, seed 0: {told}" for name in SMALL
+    ]
+
+
 def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp_path):
     cfg = _config(tmp_path / "study", "--partition.test_fraction", "0.25", "--num_clients", "12")
     splits = load_data(cfg.data)

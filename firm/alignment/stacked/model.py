@@ -19,6 +19,7 @@ from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
 from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
 from firm.alignment.stacked.replies import Reply
+from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import check_sequences
 
@@ -90,7 +91,7 @@ class StackedModel:
         All are of one pass and equally many; backward passes are as many as losses of one part.
         """
         joint = wanted[0].place.joint
-        errors = [_error_of(check_losses, each.losses) for each in wanted]
+        errors = [outcome_of(check_losses, each.losses) for each in wanted]
         good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
         if not good:
             return errors
@@ -114,7 +115,7 @@ class StackedModel:
     def per_sequence_jacobian(self, wanted: "list[Weighted]") -> Sequence[Any]:
         """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one backward pass for all."""
         joint = wanted[0].place.joint
-        errors = [_error_of(check_sequences, each.losses, each.coefficients) for each in wanted]
+        errors = [outcome_of(check_sequences, each.losses, each.coefficients) for each in wanted]
         good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
         if not good:
             return errors
@@ -213,12 +214,3 @@ class Weighted:
     losses: torch.Tensor
     coefficients: torch.Tensor
     retain_graph: bool
-
-
-def _error_of(check: Callable[..., None], *arguments: Any) -> ValueError | None:
-    """Returns the error that a check raises, which is one client's own."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return error
-    return None

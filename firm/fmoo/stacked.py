@@ -1,0 +1,85 @@
+"""Gradients of many clients of a small model in one pass.
+
+On small matrices the calls take longer than the arithmetic: products for all clients at once are
+faster. Convolutions with weights of each client's own are slower than one client after the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+from firm.federation.lockstep import outcome_of
+from firm.fmoo.modules import Dropout, MultiTaskModel
+from firm.gradients.jacobian import check_finite_rows, check_losses
+
+Losses = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
+"""From the M heads' outputs and the targets to the mean losses [M]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a client wants gradients of."""
+
+    parameters: Mapping[str, torch.Tensor]
+    inputs: torch.Tensor
+    """Those of its batch, as the model takes them."""
+    targets: torch.Tensor
+    select: Callable[[torch.Tensor], torch.Tensor]
+    """From all losses [M] to those, or their sums, that are differentiated, [k]."""
+
+
+def is_stackable(model: MultiTaskModel) -> bool:
+    """Returns whether a model gains by passes for all clients: dense layers without dropout."""
+    leaves = [module for module in model.modules() if not list(module.children())]
+    return all(
+        isinstance(leaf, nn.Flatten | nn.Linear | nn.ReLU)
+        or (isinstance(leaf, Dropout) and leaf.rate == 0)
+        for leaf in leaves
+    )
+
+
+def gradients_together(
+    asked: list[Asked], *, model: MultiTaskModel, losses: Losses
+) -> list[tuple[torch.Tensor, torch.Tensor] | ValueError]:
+    """Returns every client's losses [M] and rows [k, d], or what is wrong with them.
+
+    Args:
+        asked: Batches of one shape, from which equally many losses are selected.
+        model: What gives the outputs, at the clients' parameters in place of its own.
+        losses: From outputs to losses.
+    """
+    leaves = {
+        name: torch.stack([each.parameters[name].detach() for each in asked]).requires_grad_()
+        for name in asked[0].parameters
+    }
+
+    def losses_of(
+        parameters: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        return losses(functional_call(model, parameters, (inputs,)), targets)
+
+    inputs = torch.stack([each.inputs for each in asked])
+    targets = torch.stack([each.targets for each in asked])
+    all_losses = vmap(losses_of)(leaves, inputs, targets)  # [C, M]
+    selected = [each.select(own) for each, own in zip(asked, all_losses.unbind(), strict=True)]
+    wanted = torch.stack(selected)  # [C, k]
+    rows = torch.empty(*wanted.shape, sum(leaf[0].numel() for leaf in leaves.values()))
+    count = wanted.shape[1]
+    for k in range(count):
+        # a loss that is not finite spoils the rows of its own client alone
+        gradients = torch.autograd.grad(
+            wanted[:, k].sum(),
+            list(leaves.values()),
+            retain_graph=k < count - 1,
+            materialize_grads=True,
+        )
+        torch.cat([gradient.flatten(1) for gradient in gradients], dim=1, out=rows[:, k])
+    checked = [
+        outcome_of(check_losses, own) or outcome_of(check_finite_rows, own_rows)
+        for own, own_rows in zip(selected, rows, strict=True)
+    ]
+    results = zip(checked, all_losses.detach(), rows, strict=True)
+    return [error or (own, own_rows) for error, own, own_rows in results]
