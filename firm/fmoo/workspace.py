@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from annotated_types import Interval
 from torch import nn
+from torch.func import functional_call
 
 from firm.federation import Adapter
-from firm.federation.lockstep import together
+from firm.federation.lockstep import outcome_of, together
 from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.stacked import Asked, gradients_together, is_stackable
@@ -188,14 +189,20 @@ class Workspace:
         Raises:
             ValueError: As ``firm.gradients.jacobian`` does.
         """
-        if self.is_stackable:
-            asked = Asked(self.parameters, inputs, targets, select)
-            return together(self._gradients, asked, key=(inputs.shape, targets.shape, count))
-        losses = self._losses(self.model(inputs), targets)
-        return losses.detach(), jacobian(select(losses), self.parameters)
+        asked = Asked(self.parameters, inputs, targets, select)
+        if not self.is_stackable:
+            return self._own_gradients(asked)
+        return together(self._gradients, asked, key=(inputs.shape, targets.shape, count))
 
     def _gradients(self, asked: list[Asked]) -> Sequence[Any]:
+        if len(asked) == 1:
+            return [outcome_of(self._own_gradients, asked[0])]
         return gradients_together(asked, model=self.model, losses=self._losses)
+
+    def _own_gradients(self, asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = functional_call(self.model, dict(asked.parameters), (asked.inputs,))
+        losses = self._losses(outputs, asked.targets)
+        return losses.detach(), jacobian(asked.select(losses), asked.parameters)
 
     def _losses(self, outputs: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return torch.stack(

@@ -105,8 +105,8 @@ class ClassicConfig:
     all algorithms are compared: how far each lowers its clients' losses; null compares none."""
     engine: str | None = None
     """Where clients run, by a name that is registered (`firm.federation.engines.engine`). null
-    takes `stacked` for a model of dense layers, whose gradients are then those of all clients in
-    one pass, and `local` for any other; they differ by rounding."""
+    takes `stacked` where that is faster, for models of dense layers, whose gradients are then those
+    of all clients in one pass, and `local` elsewhere; they differ by rounding."""
     num_workers: PositiveInt | None = None
     """Clients that are trained at a time by the engine `local`; by default as many as there are
     cores. Results do not depend on it."""

@@ -17,6 +17,7 @@ from firm.federation.partition import (
     split_shard,
 )
 from firm.federation.strategies import StrategyConfig
+from firm.federation.strategies.fedavg import ScalarConfig
 from firm.fmoo import Splits, SupervisedClient, TaskData, Workspace, build_model
 from firm.jobs.fmoo_config import AlgorithmConfig, ClassicConfig, attack_on
 
@@ -87,7 +88,9 @@ def federate(
     strategy = algorithm.strategy
     if attack.kind != "none":
         strategy = replace(strategy, always=attack.clients)
-    name = cfg.engine or ("stacked" if workspace.is_stackable else "local")
+    # a linear map under a weighted sum is trained by one loop over arrays (``weighted_steps``)
+    is_loop = workspace.linear_heads is not None and isinstance(strategy, ScalarConfig)
+    name = cfg.engine or ("stacked" if workspace.is_stackable and not is_loop else "local")
     engine = ENGINES[name](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
     return Federation(strategy, workspace, clients, engine, indices, held_out)
 

@@ -9,6 +9,7 @@ from torch import nn
 from firm.federation import LocalEngine, ServerState
 from firm.federation.engines import StackedEngine
 from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.fedavg import FedAvgConfig
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.fmoo import workspace as workspaces
 from firm.fmoo.client import SupervisedClient
@@ -28,10 +29,10 @@ def _dense() -> MultiTaskModel:
     return MultiTaskModel(encoder, [nn.Linear(5, 1) for _ in VALUES])
 
 
-def _workspace(model=None, losses=VALUES, spoilt=(), **options) -> Workspace:
+def _workspace(model=None, losses=VALUES, size=1.0, slope=1.0, **options) -> Workspace:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(sum(SIZES), 6, generator=generator)
-    inputs[list(spoilt)] = 1e30  # finite, and its square is not
+    inputs[12:24] *= size  # the second client's
     targets = torch.randint(2, (len(inputs), len(losses)), generator=generator)
     targets[:2] = torch.tensor([[0], [1]])
     width = 2 if losses == LABELS else 1
@@ -43,7 +44,10 @@ def _workspace(model=None, losses=VALUES, spoilt=(), **options) -> Workspace:
         num_outputs=(width,) * len(losses),
     )
     model = model or _dense()
-    model.heads = nn.ModuleList([nn.Linear(5, width) for _ in losses])
+    heads = [nn.Linear(5, width) for _ in losses]
+    for head in heads:
+        head.weight.data *= slope
+    model.heads = nn.ModuleList(heads)
     return Workspace(model, data, LocalConfig(**{"lr": 0.05, "batch_size": 8, **options}))
 
 
@@ -109,14 +113,15 @@ def test_every_optimizer_ends_as_with_clients_in_turn(num_joined, options):
     assert max(num_joined) > 1
 
 
-def test_a_loss_that_is_not_finite_is_its_client_s_alone():
-    cfg = FirmConfig(num_local_steps=3)
-    ends = _ends(lambda: _workspace(spoilt=range(12, 24)), firm_round, cfg, rounds=1)
+@pytest.mark.parametrize(("slope", "what"), [(1.0, "loss"), (1e-20, "gradient")])
+def test_what_is_not_finite_is_its_client_s_alone(slope, what):
+    cfg = FedAvgConfig(num_local_steps=1)
+    ends = _ends(lambda: _workspace(size=1e30, slope=slope), STRATEGIES["fedavg"], cfg, rounds=1)
     _assert_same(ends)
     failures = [row["failures"] for _, row in ends]
     assert failures[0] == failures[1]
     assert [failure["client"] for failure in failures[0]] == ["client_1"]
-    assert "loss of objective 0 is not finite" in failures[0][0]["reason"]
+    assert f"{what} of objective 0 is not finite" in failures[0][0]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -128,16 +128,25 @@ def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):
         (["--model.name", "mlp", "--engine", "local"], "mlp, gradients client by client"),
         (["--engine", "stacked"], "lenet, gradients client by client"),
         ([], "lenet, gradients client by client"),
+        (
+            ["--model.name", "linear", "--algorithms", "{mean: {strategy: {name: fedavg}}}"],
+            "linear, gradients client by client",
+        ),
+        (
+            ["--model.name", "linear", "--algorithms", "{firm: {strategy: {name: firm}}}"],
+            "linear, gradients of all clients in one pass",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_dense_models_train_all_clients_in_one_pass_and_the_log_says_so(
     tmp_path, capsys, arguments, told
 ):
-    main(_config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", *arguments))
+    cfg = _config(tmp_path / "study", "--rounds", "1", "--seeds", "[0]", *arguments)
+    main(cfg)
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if "gradients" in line] == [
-        f"{name}, seed 0: {told}" for name in SMALL
+        f"{name}, seed 0: {told}" for name in cfg.algorithms
     ]
 
 
