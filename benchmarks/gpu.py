@@ -5,10 +5,10 @@
     python benchmarks/gpu.py --shape tinyllama-short --device cpu  # the true models, two clients
 
 Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free estimator,
-clients in turn (engine local) and all at once (stacked), beside TRL's GRPOTrainer with one adapter
-and as many replies, epochs and minibatches. On a GPU the tests that need one run first, and the
-first round of each estimator warms up. Every other round is measured once, so small differences say
-nothing.
+clients in turn (engine local), also with a static cache, and all at once (stacked), beside TRL's
+GRPOTrainer with one adapter and as many replies, epochs and minibatches. On a GPU the tests that
+need one run first, and the first round of each estimator warms up. Every other round is measured
+once, so small differences say nothing.
 
 Stages wait for the device before and after. Memory on a GPU is what torch allocated; on the CPU it
 is the most that a process of its own had resident, libraries included, which the plan leaves out.
@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from benchmarks.gpu_page import STAGES, Case, Row, Setting, page_of
+from benchmarks.gpu_page import STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.federation import Processes, lockstep
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + 60 * options.minutes
     clients = options.clients or ([2] if options.shape == "tinyllama-short" else [1, 2, 4, 8])
     cases = [Case(e, engine, c) for e in ESTIMATORS for c in clients for engine in ENGINES]
+    cases.append(Case("critic_free", STATIC, clients[-1]))
     cases += [Case("critic_free", "trl", count) for count in (clients[0], clients[-1])]
     tests = _tests() if options.device == "cuda" else "not run: no GPU"
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +136,7 @@ def _row(setting: Setting, case: Case) -> Row:
 
 
 def _own_row(setting: Setting, case: Case) -> Row:
-    loaded = _loaded(setting, case.estimator)
+    loaded = _loaded(setting, case.estimator, STATIC if case.engine == STATIC else "local")
     cfg, plan = _fitting(setting, case)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
@@ -210,8 +211,9 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
         "rewards": {"first": reward, "second": reward},
         "data": {split: {"source": str(source)} for split in ("train", "validation", "test")},
         "num_clients": case.num_clients,
-        "engine": case.engine,
+        "engine": "local" if case.engine == STATIC else case.engine,
         "rollout": asdict(shape.rollout),
+        "rollout.cache": "static" if case.engine == STATIC else "dynamic",
         "estimator": {"name": case.estimator, **shape.batch, **replies},
         "evaluation": {"num_calibration_prompts": 2},
     }
@@ -219,9 +221,9 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(setting: Setting, estimator: str) -> LoadedRun:
-    """Loads what all rounds of an estimator share, and on a GPU runs one that warms up."""
-    cfg = configuration(setting, Case(estimator, "local", 1))
+def _loaded(setting: Setting, estimator: str, engine: str) -> LoadedRun:
+    """Loads what the rounds of an estimator share, and on a GPU runs one that warms up."""
+    cfg = configuration(setting, Case(estimator, engine, 1))
     loaded = load(cfg, Processes(), measures=False)
     if setting.device == "cuda":
         one_round(loaded, cfg)()

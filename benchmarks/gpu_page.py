@@ -22,6 +22,10 @@ STAGES = {
 """Columns of the page, and the stages of a local step in them."""
 
 
+STATIC = "local, static cache"
+"""The engine local with ``rollout.cache`` static, as a row names it."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What a row of the page is about."""
@@ -83,7 +87,7 @@ def page_of(setting: Setting, rows: Sequence[Row], *, tests: str, peak_flops: fl
     batch = shape.batch
     checkpointing = "with" if setting.checkpointing else "without"
     rounds = _table(
-        ["estimator", "clients", "engine", "seconds", "stacked / local", *STAGES],
+        ["estimator", "clients", "engine", "seconds", "ratio to local", *STAGES],
         map(_round_cells(own), own),
     )
     memory = _table(
@@ -149,7 +153,7 @@ def _round_cells(rows: Sequence[Row]) -> Callable[[Row], list[str]]:
         if row.note:
             return [*first, row.note, *[""] * (1 + len(STAGES))]
         local = seconds.get(Case(case.estimator, "local", case.num_clients))
-        ratio = f"{row.seconds / local:.2f}" if case.engine == "stacked" and local else ""
+        ratio = f"{row.seconds / local:.2f}" if case.engine != "local" and local else ""
         return [*first, f"{row.seconds:.3g}", ratio, *(f"{row.stages[s]:.3g}" for s in STAGES)]
 
     return cells

@@ -39,6 +39,10 @@ class RolloutConfig:
     """Tokens that end a response beside EOS, as the tokenizer spells them."""
     forward_batch_size: PositiveInt = 64
     """Responses that are generated and scored by the models at once; bounds memory."""
+    cache: Annotated[Literal["dynamic", "static"], NOT_IN_PAPER] = "dynamic"
+    """How keys and values are kept: in tensors that grow with each token, or in static ones of the
+    greatest length, for which transformers compiles the steps on a GPU; that takes a minute once,
+    and again for batches of another size."""
     logprobs: Annotated[Literal["generation", "forward"] | None, NOT_IN_PAPER] = None
     """Where the sampling policy's log-probabilities come from: the cached steps that generated the
     response (as in TRL), or a forward pass of the shape that the reference's has, so that rounding
@@ -135,6 +139,7 @@ def _generate(
                 top_p=1.0 if draws is None else None,
                 eos_token_id=list(end_ids) or None,
                 pad_token_id=pad_id,
+                cache_implementation="static" if config.cache == "static" else None,
                 output_scores=True,
                 return_dict_in_generate=True,
             ),

@@ -246,6 +246,11 @@ def _check_engine(cfg: AlignmentConfig) -> None:
             "client_timeout must be left out with engine stacked, which cannot interrupt a single "
             f"client, got {cfg.client_timeout:g}; or choose engine local."
         )
+    if cfg.rollout.cache == "static":
+        raise ValueError(
+            "rollout.cache must be dynamic with engine stacked, whose batches shrink as replies "
+            "end, got static; or choose engine local."
+        )
     if cfg.policy.gradient_checkpointing and cfg.policy.lora.dropout > 0:
         raise ValueError(
             "policy.lora.dropout must be 0 with engine stacked and policy.gradient_checkpointing, "

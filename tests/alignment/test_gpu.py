@@ -61,6 +61,7 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     gpu.main([*("--shape", "tiny", "--device", "cpu", "--clients", "2"), "--out", str(out)])
     page = out.read_text()
     cases = [[e, "2", engine] for e in ("ppo", "critic_free") for engine in ("local", "stacked")]
+    cases.append(["critic_free", "2", "local, static cache"])
     rounds = cells(page, "Seconds by stage")
     assert [row[:3] for row in rounds] == cases
     for _, _, engine, seconds, ratio, *stages in rounds:

@@ -127,6 +127,31 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
         torch.testing.assert_close(ours[:end], expected, rtol=0, atol=1e-4)
 
 
+def test_a_static_cache_samples_the_same_tokens(model, query_ids, tokenizer):
+    samples, kinds = [], []
+    for kind in ("dynamic", "static"):
+
+        def note(module, args, kwargs):
+            kinds.append(type(kwargs["past_key_values"]).__name__)
+
+        handle = model.register_forward_pre_hook(note, with_kwargs=True)
+        torch.manual_seed(0)
+        samples.append(
+            generate(
+                model,
+                queries(query_ids),
+                tokenizer=tokenizer,
+                config=settings_of(cache=kind),
+                end_ids=[EOS],
+            )
+        )
+        handle.remove()
+    (ids, logprobs), (static_ids, static_logprobs) = samples
+    assert torch.equal(ids, static_ids)
+    torch.testing.assert_close(logprobs, static_logprobs)
+    assert set(kinds) == {"DynamicCache", "StaticCache"}
+
+
 @pytest.mark.parametrize("temperature", [0.4, 2.0])
 def test_tokens_are_sampled_from_the_whole_tempered_distribution(llama, tokenizer, temperature):
     query = torch.tensor([[4, 9, 7]])

@@ -69,6 +69,7 @@ def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path, monke
             ["--processes_per_client", 2],
             "processes_per_client must be 1 with engine stacked",
         ),
+        (["--rollout.cache", "static"], "rollout.cache must be dynamic with engine stacked"),
         (["--client_timeout", 60], "client_timeout must be left out with engine stacked"),
         (
             ["--policy.gradient_checkpointing", "true", "--policy.lora.dropout", 0.1],
