@@ -16,7 +16,9 @@ from peft import (
 )
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
+from firm.alignment.conditioning import fold, is_conditioned
 from firm.alignment.policy import (
     PolicyConfig,
     check_fits,
@@ -25,6 +27,8 @@ from firm.alignment.policy import (
 )
 
 _WEIGHTS = "adapter_model.safetensors"
+_CONDITIONED = "conditioned.safetensors"
+"""What a conditioned adapter has beside the PEFT adapter at equal shares: its B_j."""
 _FROM_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Beginnings of `init_lora_weights` that change the base model, whose adapters fit no other."""
 
@@ -135,14 +139,52 @@ def _reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def fill_adapter_(policy: PeftModel, folder: Path, base: str, *, name: str = "default") -> None:
+def save_adapter(policy: Any, folder: Path) -> None:
+    """Writes a policy's adapter as a PEFT folder.
+
+    That of a conditioned policy is the one at equal shares, and a file beside it holds what
+    `fill_adapter_` needs to fold it at any other preference.
+    """
+    state = policy.state_dict()
+    own = {name: values for name, values in state.items() if not is_conditioned(name)}
+    policy.save_pretrained(str(folder), state_dict=own)
+    gated = {
+        name.replace(".default.", "."): values.contiguous()
+        for name, values in state.items()
+        if is_conditioned(name)
+    }
+    if gated:
+        save_file(gated, folder / _CONDITIONED)
+
+
+def fill_adapter_(
+    policy: PeftModel,
+    folder: Path,
+    base: str,
+    *,
+    name: str = "default",
+    preference: Sequence[float] | None = None,
+) -> None:
     """Fills the slot `name` from a PEFT folder whose every tensor must fit it.
 
+    With a preference the adapter is a conditioned one, folded there; without one it is taken as the
+    folder has it, at equal shares.
+
     Raises:
-        ValueError: The folder holds no adapter, another model's, or one that is not finite.
+        ValueError: The folder holds no adapter, another model's, or one that is not finite, or is
+            asked for a preference that it has not.
     """
     with _reading(folder):
         adapter = load_peft_weights(str(folder), device="cpu")
+        if preference is not None and (folder / _CONDITIONED).is_file():
+            adapter |= load_file(folder / _CONDITIONED)
+    if preference is not None:
+        if not any(map(is_conditioned, adapter)):
+            raise ValueError(
+                f"the adapter in {folder} has no {_CONDITIONED}, and so one trade-off alone: train "
+                "with policy.conditioning.kind preference, or ask for no preference."
+            )
+        adapter = fold(adapter, preference)
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     problem = f"the adapter in {folder} does not fit {base}"
     check_fits(adapter, slot, problem=problem, remedy="use the base model that it was made for.")

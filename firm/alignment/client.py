@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from firm.alignment.advantages import masked_mean
+from firm.alignment.conditioning import draw_preferences
 from firm.alignment.estimators import Experience
 from firm.alignment.learner import Learner
 from firm.alignment.policy import copy_adapter, load_adapter_
@@ -131,6 +132,9 @@ class AlignmentClient(Client):
         )
         self._prompts = PromptStream(prompts, prompt_order)
         self._streams = {"prompts": self._prompts, "rollout": self._rollout, "update": self._update}
+        self._preferences = RandomStream(seed, stream_name or name, "preferences")
+        if trainer.conditioning.kind == "preference":
+            self._streams["preferences"] = self._preferences
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
@@ -195,6 +199,10 @@ class AlignmentClient(Client):
         trainer = self._trainer
         prompts = self._prompts.draw(trainer.config.num_prompts)
         queries = trainer.encode([prompt.text for prompt in prompts])
+        if trainer.conditioning.kind == "preference":
+            with self._preferences:
+                drawn = draw_preferences(trainer.conditioning, len(prompts), len(self.objectives))
+            queries = replace(queries, preferences=drawn)
         with self._rollout:
             rollouts = trainer.sample(queries, measures_mismatch=self._round == 1)
         experience = trainer.experience(rollouts)

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from firm.alignment.conditioning import set_preferences
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
 from firm.federation import Team
@@ -126,6 +127,7 @@ def _generate(
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = query_ids != pad_id
+    set_preferences(model, queries.preferences)
     with _without_sampling_defaults(model):
         output = model.generate(
             input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from firm.alignment.conditioning import ConditioningConfig, condition_
 from firm.alignment.prompts import PromptFormat
 from firm.federation import Adapter, RandomStream
 from firm.federation.outside import first_line
@@ -85,6 +86,8 @@ class PolicyConfig:
     """How a dialogue becomes the policy's input."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """The adapter."""
+    conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
+    """Whether it depends on the preference."""
 
 
 def take_device(device: str, *, num_processes: int = 1) -> None:
@@ -205,24 +208,27 @@ def _loading_errors(what: str, path: str) -> Iterator[None]:
         ) from error
 
 
-def load_policy(config: PolicyConfig, *, stream: RandomStream) -> PeftModel:
+def load_policy(
+    config: PolicyConfig, *, stream: RandomStream, num_objectives: int = 1
+) -> PeftModel:
     """Returns the frozen base model with one fresh adapter, which changes nothing yet (B = 0).
 
-    The stream draws the adapter's initial A matrices.
+    The stream draws the adapter's initial A matrices; a conditioned one needs to know M.
 
     Raises:
         ValueError: As `load_base_model` and `add_adapter`.
     """
     model = load_base_model(config)
     with stream:
-        return add_adapter(model, config)
+        return add_adapter(model, config, num_objectives=num_objectives)
 
 
-def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
+def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) -> PeftModel:
     """Returns a language model, frozen, with one fresh adapter, drawn from the global generators.
 
     Raises:
-        ValueError: No layer is called like `target_modules`, or the rank is larger than all.
+        ValueError: No layer is called like `target_modules`, the rank is larger than all, or a
+            single objective is to be conditioned on.
     """
     lora, modules = config.lora, [(n.rsplit(".", 1)[-1], m) for n, m in model.named_modules()]
     if missing := sorted(set(lora.target_modules) - {name for name, _ in modules}):
@@ -253,6 +259,8 @@ def add_adapter(model: Any, config: PolicyConfig) -> PeftModel:
         )
     if lora.freeze_a:
         freeze_a_(policy)
+    if config.conditioning.kind == "preference":
+        condition_(policy, num_objectives)
     return policy
 
 

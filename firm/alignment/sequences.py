@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from firm.alignment.conditioning import set_preferences
 from firm.alignment.rows import Rows
 
 INVALID_LOGPROB = 1.0
@@ -22,10 +23,13 @@ class Queries(Rows):
     """Dialogues, as the reward models read them."""
     token_ids: torch.Tensor
     """The same as the policy reads them, left-padded, [B, Q]."""
+    preferences: torch.Tensor | None = None
+    """Shares of the objectives that a conditioned policy is to answer by, [B, M]; None: equal."""
 
     def to(self, device: Any) -> "Queries":
-        """Returns the prompts with their tokens on a device."""
-        return replace(self, token_ids=self.token_ids.to(device))
+        """Returns the prompts with their tokens and preferences on a device."""
+        preferences = None if self.preferences is None else self.preferences.to(device)
+        return replace(self, token_ids=self.token_ids.to(device), preferences=preferences)
 
     def repeated(self, count: int) -> "Queries":
         """Returns every prompt so many times in a row, B * count of them."""
@@ -142,6 +146,7 @@ def response_logprobs(
     model: Any, sequences: Sequences, pad_token_id: int, temperature: float
 ) -> torch.Tensor:
     """Returns the responses' log-probabilities in a forward pass, shape [B, T]."""
+    set_preferences(model, sequences.queries.preferences)
     logits = forward(model, sequences.query_responses, pad_token_id).logits
     logits = response_logits(logits, sequences.context_length, temperature)
     return token_logprobs(logits, sequences.responses)

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from firm.alignment.conditioning import ConditioningConfig
 from firm.alignment.estimators import (
     EstimatorConfig,
     Experience,
@@ -57,6 +58,7 @@ class MultiObjectiveTrainer:
         value_model: What the estimator trains beside the adapter; by default a fresh one.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
+        conditioning: Whether the policy depends on a preference, and how clients draw it.
         use_cpu: Whether the policy stays on the CPU where there is an accelerator.
         stack: What joins the passes of several trainers of one policy, each with an adapter of its
             own; by default the policy's own adapter is trained.
@@ -78,6 +80,7 @@ class MultiObjectiveTrainer:
         num_rounds: int,
         value_model: torch.nn.Module | None = None,
         team: Team = ALONE,
+        conditioning: ConditioningConfig | None = None,
         use_cpu: bool = False,
         stack: StackedModel | None = None,
     ) -> None:
@@ -88,6 +91,7 @@ class MultiObjectiveTrainer:
             )
         self.config = config
         self.team = team
+        self.conditioning = conditioning or ConditioningConfig()
         self.rollout_config = rollout_config
         self.num_rounds = num_rounds
         self.prompt_format = prompt_format or PromptFormat()
@@ -141,6 +145,7 @@ class MultiObjectiveTrainer:
             calibrations=self.calibrations,
             num_rounds=self.num_rounds,
             value_model=self._critic,
+            conditioning=self.conditioning,
             use_cpu=self._use_cpu,
             stack=StackedModel(self.policy_model, pad_token_id=self._policy.pad_token_id),
         )

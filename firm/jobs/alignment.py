@@ -21,6 +21,7 @@ from firm.alignment import (
     load_adapter_,
     logprobs_from,
     mismatch_alarm,
+    save_adapter,
 )
 from firm.federation import (
     Adapter,
@@ -142,8 +143,7 @@ def run_rounds(
         keep_last = cfg.checkpoints.keep_last
         state = train(wing, engine, client_names(cfg), cfg.strategy, keep_last=keep_last)
         base, final = wing.finish(state)
-        policy: Any = loaded.trainer.policy_model
-        policy.save_pretrained(str(run.path / "adapter"))
+        save_adapter(loaded.trainer.policy_model, run.path / "adapter")
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
     return Result(run.path, run.path / "adapter", report, base, final)

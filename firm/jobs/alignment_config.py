@@ -132,6 +132,9 @@ class AlignmentConfig:
     """Adapter folders that the training starts from, and the share of each in their mean; none: a
     fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
     (arXiv:2306.04488)."""
+    start_preference: Annotated[list[float] | None, NOT_IN_PAPER] = None
+    """Shares of the objectives at which the adapters of `start`, which are conditioned, are folded
+    into ordinary ones; null takes them as their folders have them, at equal shares."""
     engine: str = "local"
     """Where clients run in this process, by a name that is registered
     (`firm.federation.engines.engine`): "local" takes them in turn, "stacked" all at once."""
@@ -191,6 +194,7 @@ class AlignmentConfig:
                 "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
                 f"lost, got {list(self.start)}."
             )
+        _check_conditioning(self)
         for name in self.rewards:
             check_name(name, "rewards: the name of an objective")
         for name in self.evaluation.metrics:
@@ -225,6 +229,34 @@ def _check_participation(cfg: AlignmentConfig) -> None:
             raise ValueError(
                 f"strategy.always must name clients, {names[0]} to {names[-1]}, got {name!r}."
             )
+
+
+def _check_conditioning(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on a conditioned policy whose run cannot train it, or a wrong fold."""
+    if cfg.start_preference is not None and not cfg.start:
+        raise ValueError(
+            f"start_preference needs a start to be folded, got {cfg.start_preference} without one."
+        )
+    if cfg.policy.conditioning.kind == "none":
+        return
+    if len(cfg.rewards) < 2:
+        raise ValueError(
+            "policy.conditioning.kind must be none with a single objective, got preference."
+        )
+    if cfg.estimator.replies_per_prompt < 2:
+        raise ValueError(
+            "policy.conditioning.kind preference needs an estimator that compares replies at the "
+            f"same preference, such as critic_free, got estimator {cfg.estimator.name}."
+        )
+    if cfg.strategy.lora_mean == "products":
+        raise ValueError(
+            "strategy.lora_mean must be factors with policy.conditioning.kind preference, got "
+            "products: freeze A (policy.lora.freeze_a) for an exact mean."
+        )
+    if cfg.start:
+        raise ValueError(
+            f"start must be empty with policy.conditioning.kind preference, got {list(cfg.start)}."
+        )
 
 
 def _check_engine(cfg: AlignmentConfig) -> None:

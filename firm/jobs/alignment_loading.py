@@ -98,7 +98,9 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
         validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
         test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
     reward_fns = {key: load_reward_model(c, key) for key, c in reward_configs(cfg).items()}
-    policy = load_policy(cfg.policy, stream=RandomStream(cfg.seed, "adapter"))
+    policy = load_policy(
+        cfg.policy, stream=RandomStream(cfg.seed, "adapter"), num_objectives=len(cfg.rewards)
+    )
     check_vocabulary(policy, tokenizer, cfg.policy.path)
     trainer = build_trainer(
         cfg.estimator,
@@ -109,6 +111,7 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
         reward_fns={name: reward_fns[name] for name in cfg.rewards},
         num_rounds=max(1, cfg.rounds),
         team=processes.team(),
+        conditioning=cfg.policy.conditioning,
         use_cpu=cfg.policy.device == "cpu",
     )
     fresh = copy_adapter(trainer.adapter_parameters)
@@ -278,6 +281,6 @@ def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
     policy: Any = trainer.policy_model
     adapters = []
     for folder in cfg.start:
-        fill_adapter_(policy, Path(folder), cfg.policy.path)
+        fill_adapter_(policy, Path(folder), cfg.policy.path, preference=cfg.start_preference)
         adapters.append(copy_adapter(trainer.adapter_parameters))
     return weighted_mean(adapters, list(cfg.start.values()))

@@ -32,9 +32,10 @@ from firm.run.guard import drawing
 class MethodConfig:
     """One way to reach trade-offs."""
 
-    kind: Literal["train", "soup"] = "train"
+    kind: Literal["train", "soup", "front"] = "train"
     """train: a training for every preference; soup: trainings for single objectives, and the means
-    of their adapters between them (Rewarded Soups, arXiv:2306.04488)."""
+    of their adapters between them (Rewarded Soups, arXiv:2306.04488); front: one training of a
+    policy conditioned on the preference, folded at each."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of the run and their values, such as {strategy.beta: 0}; over the sweep's own."""
 
@@ -228,7 +229,8 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointCon
     corners = grid(1, len(objectives))
     points = []
     for method, config in cfg.methods.items():
-        needed = [c for c in corners if c not in scaled] if config.kind == "soup" else []
+        trained = {"soup": corners, "front": [_equal_shares(objectives)]}.get(config.kind, [])
+        needed = [preference for preference in trained if preference not in scaled]
         points += [
             PointConfig(method, preference, seed)
             for seed, preference in product(cfg.seeds, [*needed, *scaled])
@@ -255,6 +257,14 @@ def _run_config(
             for corner, share in zip(corners, point.preference, strict=True)
         }
         overrides["rounds"] = 0
+    if method.kind == "front":
+        trained = PointConfig(point.method, _equal_shares(objectives), point.seed)
+        if point.name == trained.name:
+            overrides["policy.conditioning.kind"] = "preference"
+        else:
+            overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
+            overrides["start_preference"] = list(point.preference)
+            overrides["rounds"] = 0
     run = point_config(cfg, overrides, point.seed, source=source)
     if run.strategy.preference_key is None:
         kinds = [kind for kind in StrategyConfig.forms() if not kind.reads_losses]
@@ -265,6 +275,11 @@ def _run_config(
         )
     overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
     return point_config(cfg, overrides, point.seed, source=source)
+
+
+def _equal_shares(objectives: tuple[str, ...]) -> tuple[float, ...]:
+    """Returns the preference of the point of a conditioned training itself."""
+    return tuple(1 / len(objectives) for _ in objectives)
 
 
 def _point(name: str, point: Mapping[str, Any], record: Record, path: Path) -> Point:

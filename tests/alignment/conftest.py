@@ -154,6 +154,7 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
         dropout=0.0,
         policy=None,
         num_rounds=3,
+        conditioning=None,
         build=build_trainer,
         **changes,
     ) -> MultiObjectiveTrainer:
@@ -176,6 +177,7 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
             reward_fns=rewards,
             num_rounds=num_rounds,
             value_model=value_model,
+            conditioning=conditioning,
             use_cpu=True,
         )
 

@@ -119,6 +119,8 @@ class CriticFree:
             kl = self.kl.per_token(rollouts)
             penalty = self.kl.coefficient * kl.sum(1)  # [B]
             advantages = group_advantages(rewards, penalty, self.config)
+            if (preferences := rollouts.queries.preferences) is not None:
+                advantages = advantages * len(advantages) * preferences.T  # fixed weights at p
         return CriticFreeExperience(rollouts, scores, rewards, advantages, kl)
 
     def gradients(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 
+from firm.alignment.conditioning import set_preferences
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import MAX_KL_ERROR, KLConfig
 from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks
@@ -90,6 +91,7 @@ class Policy:
 
     def forward(self, rows: Sequences, model: Any = None) -> Any:
         """Returns the output of the policy, or of another model, with its hidden states."""
+        set_preferences(self.model, rows.queries.preferences)
         return forward(model or self.model, rows.query_responses, self.pad_token_id)
 
     def logits(self, output: Any, rows: Sequences) -> torch.Tensor:

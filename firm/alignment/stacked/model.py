@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 
+from firm.alignment.conditioning import gated_names
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
 from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
@@ -49,10 +50,12 @@ class StackedModel:
         known = inspect.signature(policy.get_base_model().forward).parameters
         self._last_logits_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._active: Pass | None = None
+        conditioning = getattr(policy, "conditioning", None)
+        conditioned = gated_names(conditioning.num_objectives) if conditioning else []
         layers = {n: m for n, m in policy.named_modules() if isinstance(m, LoraLayer)}
         trained = {id(p): name for name, p in adapter_parameters(policy).items()}
         for layer_name, layer in layers.items():
-            for kind in ("lora_A", "lora_B"):
+            for kind in ("lora_A", "lora_B", *conditioned):
                 weight = getattr(layer, kind)["default"].weight
                 if id(weight) in trained:
                     self.matrices[trained[id(weight)]] = layer_name, kind

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from firm.alignment.conditioning import gates
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.sequences import Queries, response_logits
 from firm.gradients.jacobian import jacobian_buffer
@@ -46,6 +47,12 @@ class Part:
     def token_ids(self) -> torch.Tensor:
         """Prompts [b, Q], or with responses [b, Q + T]."""
         return self.rows.token_ids if isinstance(self.rows, Queries) else self.rows.query_responses
+
+    @property
+    def preferences(self) -> torch.Tensor | None:
+        """Shares of the objectives by row, [b, M]; None without a conditioned policy."""
+        queries = self.rows if isinstance(self.rows, Queries) else self.rows.queries
+        return queries.preferences
 
     @property
     def context_length(self) -> int:
@@ -89,6 +96,8 @@ class Pass:
         self._by_matrix: dict[Matrix, torch.Tensor] = {}
         self._columns: dict[Matrix, slice] = {}
         self._waiting = set(range(len(parts)))
+        asked = [own for part in parts if (own := part.preferences) is not None]
+        self._gates = gates(torch.cat(asked)) if asked else None
         start = 0
         for name, matrix in matrices.items() if parts[0].adapter is not None else ():
             own = [part.adapter[name].detach() for part in parts if part.adapter is not None]
@@ -132,6 +141,8 @@ class Pass:
         """Leaves out rows of each part but those at some places; returns the places of all."""
         rows = torch.cat([self.span(index).start + own for index, own in enumerate(kept)])
         self.counts = [len(own) for own in kept]
+        if self._gates is not None:
+            self._gates = self._gates[rows]
         self._arrange()
         return rows
 
@@ -156,8 +167,12 @@ class Pass:
         inputs = x.to(layer.lora_A["default"].weight.dtype)
         dropped = self._dropped(layer.lora_dropout["default"], inputs)
         hidden = self._product((name, "lora_A"), layer, dropped)
-        update = self._product((name, "lora_B"), layer, hidden) * layer.scaling["default"]
-        return (result + update).to(result.dtype)
+        update = self._product((name, "lora_B"), layer, hidden)
+        if self._gates is not None:
+            for index, gate in enumerate(self._gates.T, start=1):
+                gated = self._product((name, f"lora_B{index}"), layer, hidden)
+                update = update + gate[:, None, None] * gated
+        return (result + update * layer.scaling["default"]).to(result.dtype)
 
     def _product(self, matrix: Matrix, layer: Any, x: torch.Tensor) -> torch.Tensor:
         weight = self._by_matrix.get(matrix)

@@ -178,11 +178,13 @@ def with_fake_parameters(model: Any) -> Any:
     return model
 
 
-def policy_without_storage(architecture: PretrainedConfig, config: PolicyConfig) -> Any:
+def policy_without_storage(
+    architecture: PretrainedConfig, config: PolicyConfig, num_objectives: int
+) -> Any:
     """Returns the policy as `load_policy` makes it, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
-        return add_adapter(model, config)
+        return add_adapter(model, config, num_objectives=num_objectives)
 
 
 def process_memory(
@@ -205,7 +207,7 @@ def process_memory(
     update, saved = {}, {}
     for checkpointing in (False, True):
         changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
-        model = policy_without_storage(architecture, changed)
+        model = policy_without_storage(architecture, changed, num_objectives)
         with FakeTensorMode() as mode:
             with_fake_parameters(model)
             saved[checkpointing], update[checkpointing] = update_memory(
@@ -241,7 +243,7 @@ def _learner_bytes(
     architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
 ) -> int:
     """Critics and optimizer moments of one client, once."""
-    model = policy_without_storage(architecture, cfg.policy)
+    model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
     with torch.device("meta"):
         module = cfg.estimator.new_critic(model, len(cfg.rewards))
     critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0

@@ -42,7 +42,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     busiest = min(hosted, cfg.strategy.clients_per_round or hosted)
     architecture = _architecture(cfg.policy.path, "--policy.path", notes)
     if architecture is not None:
-        model = policy_without_storage(architecture, cfg.policy)
+        model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
         traffic = round_traffic(cfg, clients, adapter_parameters(model))
         policy = _policy_figures(model, traffic)
         try:

@@ -1,0 +1,160 @@
+"""One adapter for all preferences: what a LoRA layer adds is linear in the preference.
+
+ΔW(p) = (α / r) · [B₀ + Σ_{j<M} (M p_j - 1) B_j] · A. At equal shares it is B₀ A, and any preference
+folds into an ordinary LoRA adapter of the same rank. Each row of a batch carries a preference of
+its own, by which the layer gates the B_j.
+
+Policies conditioned on a preference are Panacea's (arXiv:2402.02030), which writes the preference
+into singular values, and PARM's (ICML 2025), whose matrices depend on it linearly.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Interval
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from firm.federation import Adapter
+from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
+
+
+@configuration(source=NOT_IN_PAPER)
+class ConditioningConfig:
+    """Whether one adapter holds one trade-off, or all of them."""
+
+    kind: Literal["none", "preference"] = "none"
+    """none: one trade-off. preference: the adapter depends on the preference, and each prompt's
+    replies are sampled, and compared, at a preference that is drawn for it."""
+    concentration: PositiveFloat = 1.0
+    """Of the Dirichlet distribution that preferences are drawn from: 1 is uniform on the simplex,
+    less is nearer to its corners."""
+    corner_share: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Share of the draws that ask for one objective alone, each as often as the others."""
+    draw_per: Literal["prompt", "step"] = "prompt"
+    """Whether each prompt has a preference of its own, or all prompts of a local step have one."""
+
+
+def draw_preferences(config: ConditioningConfig, count: int, num_objectives: int) -> torch.Tensor:
+    """Returns preferences, shape [count, M], rows of sum 1, by the global generator."""
+    num_draws = count if config.draw_per == "prompt" else 1
+    shares = torch.full((num_objectives,), config.concentration, dtype=torch.float64)
+    drawn = torch.distributions.Dirichlet(shares).sample((num_draws,))
+    corners = torch.eye(num_objectives, dtype=torch.float64)
+    corners = corners[torch.randint(num_objectives, (num_draws,))]
+    is_corner = torch.rand(num_draws) < config.corner_share
+    return torch.where(is_corner[:, None], corners, drawn).expand(count, -1).float()
+
+
+def gates(preferences: torch.Tensor) -> torch.Tensor:
+    """Returns by what B_1 to B_{M-1} are multiplied, M p_j - 1, shape [b, M - 1].
+
+    Args:
+        preferences: Rows of sum 1, shape [b, M].
+    """
+    return preferences.size(1) * preferences[:, :-1] - 1
+
+
+class Conditioning:
+    """The preferences of the rows that are in a conditioned policy."""
+
+    def __init__(self, num_objectives: int) -> None:
+        self.num_objectives = num_objectives
+        self.gates: torch.Tensor | None = None
+        """Of the rows of the next passes, [b, M - 1]; None is equal shares for all."""
+
+    def layer(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Returns what a LoRA layer gives for x [b, ..., in]."""
+        result = layer.base_layer(x, *args, **options)
+        if layer.disable_adapters:
+            return result
+        first = layer.lora_A["default"]
+        hidden = first(layer.lora_dropout["default"](x.to(first.weight.dtype)))
+        update = layer.lora_B["default"](hidden)
+        if self.gates is not None:
+            for name, gate in zip(gated_names(self.num_objectives), self.gates.T, strict=True):
+                gate = gate.to(update).view(-1, *[1] * (update.ndim - 1))
+                update = update + gate * getattr(layer, name)["default"](hidden)
+        return (result + update * layer.scaling["default"]).to(result.dtype)
+
+
+def gated_names(num_objectives: int) -> list[str]:
+    """Returns what the matrices B_1 to B_{M-1} of a layer are called."""
+    return [f"lora_B{index}" for index in range(1, num_objectives)]
+
+
+def condition_(policy: Any, num_objectives: int) -> None:
+    """Gives every LoRA layer of a policy M - 1 further matrices B_j, which are zero.
+
+    The adapter is the one that `add_adapter` makes. Without preferences the policy goes on as if it
+    were not conditioned.
+
+    Raises:
+        ValueError: There are fewer than two objectives.
+    """
+    if num_objectives < 2:
+        raise ValueError(
+            "policy.conditioning.kind must be none with a single objective, got preference: there "
+            "is nothing to trade off."
+        )
+    policy.conditioning = conditioning = Conditioning(num_objectives)
+    for layer in [module for module in policy.modules() if isinstance(module, LoraLayer)]:
+        own: Any = layer
+        zeros = torch.zeros_like(own.lora_B["default"].weight)
+        for name in gated_names(num_objectives):
+            matrix = nn.Linear(zeros.size(1), zeros.size(0), bias=False, device="meta")
+            matrix.weight = nn.Parameter(zeros.clone())
+            own.add_module(name, nn.ModuleDict({"default": matrix}))
+        own.forward = partial(conditioning.layer, own)
+
+
+def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
+    """Has the next passes of a policy read rows of these preferences [b, M]; None: equal shares.
+
+    They stay until others are set, also for a backward pass that computes activations anew. A model
+    that is not conditioned takes none.
+    """
+    conditioning = getattr(model, "conditioning", None)
+    if conditioning is not None:
+        conditioning.gates = None if preferences is None else gates(preferences)
+
+
+def is_conditioned(name: str) -> bool:
+    """Returns whether a parameter of an adapter is one of the B_j."""
+    return "lora_B" in name and not name.endswith(("lora_B.weight", "lora_B.default.weight"))
+
+
+def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
+    """Returns the ordinary LoRA adapter of a conditioned one at a preference.
+
+    Args:
+        adapter: With B₀ as ``lora_B`` and the B_j as ``lora_B1`` and so on.
+        preference: Shares of the M objectives, not negative; scaled to sum 1.
+
+    Raises:
+        ValueError: The preference is no such vector, or has not one share per objective.
+    """
+    shares = torch.tensor(preference, dtype=torch.float64)
+    if shares.ndim != 1 or not bool((shares >= 0).all() and 0 < shares.sum() < float("inf")):
+        raise ValueError(
+            f"a preference must be finite shares, not negative and not all zero, got {preference}."
+        )
+    numbers = {name.split("lora_B")[1].split(".")[0] for name in adapter if is_conditioned(name)}
+    if len(numbers) != len(shares) - 1:
+        raise ValueError(
+            f"the adapter is conditioned on {len(numbers) + 1} objectives, got a preference "
+            f"{list(preference)}: give one share for each."
+        )
+    weights = gates((shares / shares.sum())[None])[0].tolist()
+    folded = {}
+    for name, values in adapter.items():
+        if is_conditioned(name):
+            continue
+        total = values.double()
+        if "lora_B" in name:
+            for index, weight in enumerate(weights, start=1):
+                total = total + weight * adapter[name.replace("lora_B", f"lora_B{index}")].double()
+        folded[name] = total.to(values.dtype)
+    return folded

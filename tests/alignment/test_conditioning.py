@@ -1,0 +1,312 @@
+"""A conditioned policy: one adapter for all preferences, whose folds are ordinary adapters."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from firm.alignment import AlignmentClient, Prompt, RolloutConfig, copy_adapter, fill_adapter_
+from firm.alignment import conditioning as conditionings
+from firm.alignment.adapters import save_adapter
+from firm.alignment.conditioning import (
+    ConditioningConfig,
+    condition_,
+    draw_preferences,
+    fold,
+    set_preferences,
+)
+from firm.alignment.generation import generate
+from firm.alignment.policy import adapter_parameters, load_adapter_
+from firm.alignment.sequences import Queries, Sequences, forward, response_logprobs
+from firm.federation import LocalEngine, ServerState
+from firm.federation.engines.stacked import StackedEngine
+from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.firm import FirmConfig, firm_round
+
+TOKENS = torch.tensor([[0, 4, 9, 7, 5], [4, 8, 6, 10, 4], [0, 0, 5, 5, 9]])
+PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
+PREFERENCE = ConditioningConfig(kind="preference")
+
+
+@pytest.fixture
+def make_conditioned(make_policy):
+    """A tiny policy with random matrices B_j."""
+
+    def make(num_objectives: int = 2, *, fresh: bool = False, **options):
+        policy = make_policy(**options)
+        condition_(policy, num_objectives)
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.data = torch.zeros_like(drawn) if fresh else drawn
+        return policy
+
+    return make
+
+
+@pytest.fixture
+def folded(make_policy):
+    """An ordinary policy with the adapter of a conditioned one at a preference."""
+
+    def make(policy, preference):
+        plain = make_policy()
+        load_adapter_(
+            adapter_parameters(plain), fold(copy_adapter(adapter_parameters(policy)), preference)
+        )
+        return plain
+
+    return make
+
+
+@pytest.mark.parametrize("num_objectives", [2, 3, 4])
+def test_each_row_gets_the_ordinary_adapter_that_its_preference_folds_into(
+    make_conditioned, folded, num_objectives
+):
+    policy = make_conditioned(num_objectives)
+    preferences = torch.distributions.Dirichlet(torch.ones(num_objectives)).sample((3,))
+    preferences[1] = torch.eye(num_objectives)[0]
+    set_preferences(policy, preferences)
+    with torch.no_grad():
+        logits = forward(policy, TOKENS, 0).logits
+        for row, preference in enumerate(preferences):
+            alone = forward(folded(policy, preference.tolist()), TOKENS[row : row + 1], 0).logits
+            torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+    assert (logits[0] - logits[2]).abs().max() > 0.1  # the rows' own tokens aside, they differ
+
+
+def test_without_preferences_and_at_equal_shares_it_is_the_ungated_adapter(
+    make_conditioned, folded
+):
+    policy = make_conditioned(3)
+    with torch.no_grad():
+        without = forward(policy, TOKENS, 0).logits
+        set_preferences(policy, torch.full((3, 3), 1 / 3))
+        torch.testing.assert_close(forward(policy, TOKENS, 0).logits, without)
+        plain = forward(folded(policy, [1, 1, 1]), TOKENS, 0).logits
+        torch.testing.assert_close(plain, without, rtol=1e-4, atol=1e-4)
+        set_preferences(policy, torch.tensor([[1.0, 0, 0]]).repeat(3, 1))
+        with policy.disable_adapter():  # the reference has no preference
+            base = forward(policy, TOKENS, 0).logits
+        assert (base - without).abs().max() > 0.1
+        torch.testing.assert_close(base, forward(_without_adapter(policy), TOKENS, 0).logits)
+
+
+def _without_adapter(policy):
+    """A copy whose adapter adds nothing."""
+    plain = copy.deepcopy(policy)
+    for name, parameter in plain.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    return plain
+
+
+def test_replies_and_their_log_probabilities_are_those_of_the_folds(
+    make_conditioned, folded, tokenizer
+):
+    policy, config = make_conditioned(), RolloutConfig(max_new_tokens=8, stop_strings=[])
+    preferences = torch.tensor([[1.0, 0.0], [0.2, 0.8], [0.5, 0.5]])
+    queries = Queries(["x"] * 3, TOKENS, preferences)
+    torch.manual_seed(0)
+    ids, logprobs = generate(policy, queries, tokenizer=tokenizer, config=config, end_ids=[])
+    sequences = Sequences(queries, ids)
+    with torch.no_grad():
+        passed = response_logprobs(policy, sequences, 0, config.temperature)
+        is_text = (sequences.responses != 0).cumprod(1).bool()  # a forward pass skips padding
+        assert is_text.sum() > 12
+        torch.testing.assert_close(logprobs[is_text], passed[is_text], rtol=1e-4, atol=1e-4)
+        reordered = sequences.rows(torch.tensor([2, 0, 1]))  # preferences go with their rows
+        again = response_logprobs(policy, reordered, 0, config.temperature)
+        torch.testing.assert_close(again, passed[[2, 0, 1]], rtol=1e-4, atol=1e-4)
+        for row, preference in enumerate(preferences.tolist()):
+            alone = sequences.rows(slice(row, row + 1))
+            plain = folded(policy, preference)
+            own = response_logprobs(plain, alone, 0, config.temperature)
+            torch.testing.assert_close(passed[row : row + 1], own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draw_per", ["prompt", "step"])
+def test_preferences_are_on_the_simplex_and_as_often_at_its_corners_as_asked(draw_per):
+    torch.manual_seed(0)
+    config = ConditioningConfig(kind="preference", corner_share=0.25, draw_per=draw_per)
+    drawn = torch.cat([draw_preferences(config, 4, 3) for _ in range(1000)])
+    torch.testing.assert_close(drawn.sum(1), torch.ones(4000))
+    assert (drawn >= 0).all()
+    assert (drawn.amax(1) == 1).float().mean() == pytest.approx(0.25, abs=0.05)
+    torch.testing.assert_close(drawn.mean(0), torch.full((3,), 1 / 3), rtol=0, atol=0.03)
+    same = (drawn.view(1000, 4, 3) == drawn.view(1000, 4, 3)[:, :1]).all(2).all(1)
+    assert same.all() if draw_per == "step" else not same.any()
+
+
+def test_a_larger_concentration_stays_nearer_to_equal_shares():
+    torch.manual_seed(0)
+    configs = [ConditioningConfig(concentration=value) for value in (0.5, 1, 4)]
+    spreads = [draw_preferences(config, 2000, 2)[:, 0].std() for config in configs]
+    # of Beta(c, c): the square root of 1 / (4 (2 c + 1))
+    torch.testing.assert_close(
+        torch.stack(spreads), torch.tensor([8.0, 12, 36]).rsqrt(), rtol=0.05, atol=0
+    )
+
+
+@pytest.fixture
+def make_client(make_trainer, make_conditioned, letter_count):
+    """A client whose replies count letters."""
+
+    def make(objectives="ab", *, policy=None, dropout=0.0, **options):
+        trainer = make_trainer(
+            rewards={letter: letter_count(letter) for letter in objectives},
+            estimator="critic_free",
+            policy=policy or make_conditioned(len(objectives), fresh=True, dropout=dropout),
+            conditioning=PREFERENCE,
+            **options,
+        )
+        return AlignmentClient("client_0", PROMPTS, trainer, seed=3), trainer
+
+    return make
+
+
+def test_a_group_of_replies_has_one_preference_and_rows_are_weighted_by_theirs(make_client):
+    client, trainer = make_client()
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    experience = batch.whole
+    preferences = experience.rollouts.queries.preferences
+    by_prompt = preferences.view(-1, 4, 2)
+    assert (by_prompt == by_prompt[:, :1]).all()
+    assert len({tuple(row) for row in by_prompt[:, 0].tolist()}) == len(by_prompt)
+    queries = replace(experience.rollouts.queries, preferences=None)
+    plain = trainer.learner.estimator.experience(
+        replace(experience.rollouts, queries=queries), experience.scores, experience.rewards
+    )
+    torch.testing.assert_close(
+        experience.advantages, 2 * plain.advantages * preferences.T, check_dtype=False
+    )
+
+
+def test_the_gradient_is_that_of_autograd_through_the_gates(make_client, make_conditioned):
+    client, trainer = make_client(policy=make_conditioned(2), ratio="none")
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    rows = batch.whole
+    gradients = client.gradients(rows)
+    set_preferences(trainer.policy_model, rows.rollouts.queries.preferences)
+    logprobs = response_logprobs(trainer.policy_model, rows.rollouts, 0, 0.8)
+    mask = rows.rollouts.mask
+    per_reply = (logprobs * mask).sum(1) / mask.sum()
+    for j, advantages in enumerate(rows.advantages):
+        own = torch.autograd.grad(
+            -(advantages * per_reply).sum(),
+            list(trainer.adapter_parameters.values()),
+            retain_graph=True,
+        )
+        flat = torch.cat([part.flatten() for part in own])
+        torch.testing.assert_close(gradients.jacobian[j], flat, rtol=1e-3, atol=1e-5)
+    names = list(trainer.adapter_parameters)
+    sizes = [trainer.adapter_parameters[name].numel() for name in names]
+    parts = dict(zip(names, gradients.jacobian[0].split(sizes), strict=True))
+    assert all(part.abs().max() > 0 for name, part in parts.items() if "lora_B1" in name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cfg"), [(fedavg, FedAvgConfig()), (firm_round, FirmConfig())]
+)
+@pytest.mark.parametrize("max_rows", [1000, 10])
+def test_stacked_clients_end_as_in_turn(make_client, strategy, cfg, max_rows):
+    ends = []
+    for engine in ("local", "stacked"):
+        _, trainer = make_client("abc", dropout=0.1, micro_batch_size=3)
+        new_trainer = trainer.stacked() if engine == "stacked" else lambda own=trainer: own
+        names = ["client_0", "client_1", "client_2"]
+        clients = [
+            AlignmentClient(name, PROMPTS[at:], new_trainer(), seed=3)
+            for at, name in enumerate(names)
+        ]
+        options = {"max_rows": max_rows} if engine == "stacked" else {}
+        runs = {"local": LocalEngine, "stacked": StackedEngine}[engine](clients, **options)
+        start = copy_adapter(trainer.adapter_parameters)
+        state = ServerState(start, objectives=("a", "b", "c"), seed=3)
+        for _ in range(2):
+            state, _ = strategy(state, names, runs, cfg)
+        ends.append(state.adapter)
+        moved = {name: (state.adapter[name] - start[name]).abs().max() for name in start}
+        assert all(distance > 1e-4 for distance in moved.values())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], rtol=0, atol=1e-5)
+
+
+def test_the_order_of_two_objectives_decides_nothing(make_client, monkeypatch):
+    ends = []
+    own = conditionings.draw_preferences
+    for objectives in ("ab", "ba"):
+        order = [0, 1] if objectives == "ab" else [1, 0]
+
+        def drawn(*arguments, order=order):
+            return own(*arguments)[:, order]
+
+        monkeypatch.setattr("firm.alignment.client.draw_preferences", drawn)
+        client, trainer = make_client(objectives)
+        start = copy_adapter(trainer.adapter_parameters)
+        state = ServerState(start, objectives=tuple(objectives), seed=3)
+        engine = LocalEngine([client])
+        for _ in range(2):
+            state, _ = fedavg(state, ["client_0"], engine, FedAvgConfig())
+        ends.append([fold(state.adapter, shares) for shares in ([0.8, 0.2], [0.2, 0.8])])
+    for first, second in zip(ends[0], reversed(ends[1]), strict=True):
+        for name, value in first.items():
+            torch.testing.assert_close(value, second[name], rtol=0, atol=1e-5)
+    assert any((ends[0][0][name] - ends[0][1][name]).abs().max() > 1e-3 for name in ends[0][0])
+
+
+def test_a_client_draws_on_where_its_state_left_off(make_client):
+    drawn = []
+    for is_restored in (False, True):
+        client, trainer = make_client()
+        adapter = copy_adapter(trainer.adapter_parameters)
+        client.load(adapter)
+        _ = list(client.batches(1))
+        if is_restored:
+            state = client.state()
+            client, _ = make_client()
+            client.restore(state)
+        client.load(adapter, 2)
+        (batch,) = client.batches(1)
+        drawn.append(batch.whole.rollouts.queries.preferences)
+    assert torch.equal(*drawn)
+
+
+def test_a_folder_has_the_adapter_at_equal_shares_and_folds_at_any(
+    make_conditioned, make_policy, folded, tmp_path
+):
+    policy = make_conditioned(2)
+    save_adapter(policy, tmp_path)
+    for preference, expected in ((None, [1, 1]), ([3, 1], [0.75, 0.25])):
+        plain = make_policy()
+        fill_adapter_(plain, tmp_path, "base", preference=preference)
+        reference = adapter_parameters(folded(policy, expected))
+        for name, value in adapter_parameters(plain).items():
+            torch.testing.assert_close(value, reference[name])
+
+
+@pytest.mark.parametrize(
+    ("preference", "message"),
+    [
+        ([1, 1, 1], "conditioned on 2 objectives, got a preference"),
+        ([0, 0], "not all zero"),
+        ([-1, 2], "not negative"),
+        ([float("nan"), 1], "finite shares"),
+    ],
+)
+def test_a_preference_that_cannot_be_folded_is_refused(make_conditioned, preference, message):
+    adapter = copy_adapter(adapter_parameters(make_conditioned(2)))
+    with pytest.raises(ValueError, match=message):
+        fold(adapter, preference)
+
+
+def test_an_adapter_of_one_trade_off_and_a_single_objective_are_refused(make_policy, tmp_path):
+    policy = make_policy()
+    save_adapter(policy, tmp_path)
+    with pytest.raises(ValueError, match=r"has no conditioned\.safetensors, and so one trade-off"):
+        fill_adapter_(policy, tmp_path, "base", preference=[1, 1])
+    with pytest.raises(ValueError, match="must be none with a single objective"):
+        condition_(policy, 1)
