@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from firm.cli.sweep import main
 from firm.fronts import Front
 from firm.jobs.sweep import MethodConfig, SweepConfig, grid, prompt_rewards
 from firm.run import Sweep, UserError, parse
-from tests.runs import read_adapter
+from tests.runs import read_adapter, read_rows
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -114,6 +115,41 @@ def test_a_soup_is_the_mean_of_the_adapters_that_were_trained_alone(swept):
     # alone is alone: FIRM at a corner of the simplex is the same training
     for name, parameter in adapter(swept, "firm-100_0-seed_0").items():
         assert torch.equal(parameter, first[name])
+
+
+def test_one_conditioned_training_gives_every_point_of_a_front(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("firm.run.sweep.ProcessPoolExecutor", HereExecutor)
+    changes = {
+        "estimator.name": "critic_free",
+        "estimator.num_replies": 2,
+        "strategy.name": "fedavg",
+        "tracking.mode": "disabled",
+    }
+    out = main(
+        replace(
+            CONFIG,
+            out=tmp_path / "sweep",
+            overrides={**TINY, **changes},
+            methods={"front": MethodConfig(kind="front")},
+            preferences=[[2, 0], [1, 3]],
+        )
+    )
+    trained = out / "points/front-50_50-seed_0"
+    assert {path.name for path in (out / "points").iterdir()} == {
+        "front-100_0-seed_0", "front-25_75-seed_0", trained.name,
+    }  # fmt: skip
+    assert len(read_rows(trained, "client")) == 2
+    slopes = load_file(trained / "adapter/conditioned.safetensors")
+    centre, first, second = (
+        adapter(out, f"front-{shares}-seed_0") for shares in ("50_50", "100_0", "25_75")
+    )
+    assert any(value.abs().max() > 0 for value in slopes.values())
+    for name, value in centre.items():
+        slope = slopes.get(name.replace("lora_B", "lora_B1"), torch.zeros(()))
+        torch.testing.assert_close(first[name], value + slope)
+        torch.testing.assert_close(second[name], value - slope / 2)
+    assert len(Front.load(out / "front.front.json").points) == 3
 
 
 def test_points_are_a_group_in_wandb_and_a_run_of_it_shows_the_front(swept):
