@@ -5,7 +5,13 @@ be; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is what the federa
 `evaluation` says what a policy is worth on held-out prompts.
 """
 
-from firm.alignment.adapters import fill_adapter_, load_adapters, save_adapter, select_adapter
+from firm.alignment.adapters import (
+    fill_adapter_,
+    load_adapters,
+    save_adapter,
+    save_folded,
+    select_adapter,
+)
 from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators import EstimatorConfig, PPOConfig
 from firm.alignment.evaluation import (
@@ -73,6 +79,7 @@ __all__ = [
     "mismatch_alarm",
     "sample_replies",
     "save_adapter",
+    "save_folded",
     "score",
     "select_adapter",
     "take_device",

@@ -145,7 +145,7 @@ def save_adapter(policy: Any, folder: Path) -> None:
     That of a conditioned policy is the one at equal shares, and a file beside it holds what
     `fill_adapter_` needs to fold it at any other preference.
     """
-    state = policy.state_dict()
+    state = _lora_state(policy)
     own = {name: values for name, values in state.items() if not is_conditioned(name)}
     policy.save_pretrained(str(folder), state_dict=own)
     gated = {
@@ -155,6 +155,15 @@ def save_adapter(policy: Any, folder: Path) -> None:
     }
     if gated:
         save_file(gated, folder / _CONDITIONED)
+
+
+def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: values for name, values in policy.state_dict().items() if "lora_" in name}
+
+
+def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
+    """Writes a conditioned policy's adapter at a preference, as an ordinary PEFT folder."""
+    policy.save_pretrained(str(folder), state_dict=fold(_lora_state(policy), preference))
 
 
 def fill_adapter_(

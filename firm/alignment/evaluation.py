@@ -6,7 +6,7 @@ one over prompts. Two policies are compared prompt by prompt.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,14 +47,19 @@ def sample_replies(
     prompt_format: PromptFormat,
     config: RolloutConfig,
     reference: Reference,
+    preference: Sequence[float] | None = None,
 ) -> Replies:
     """Returns one sampled reply to each of N dialogues, with its KL from the base model.
 
-    The model is in evaluation mode, and the base model inside the context `reference`.
+    The model is in evaluation mode, and the base model inside the context `reference`. A policy
+    that is conditioned answers at the preference, by default at equal shares.
     """
     queries = encode_dialogues(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
     ).to(model.device)
+    if preference is not None:
+        shares = torch.tensor(preference, device=model.device) / sum(preference)
+        queries = replace(queries, preferences=shares.expand(len(prompts), -1))
     rollouts = rollout(Sampler(model, tokenizer, config, reference), queries)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
     return Replies(rollouts.completions, kl, rollouts.num_tokens, rollouts.ended)

@@ -190,8 +190,13 @@ class MultiObjectiveTrainer:
         with self._timed("rollout"):
             return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
 
-    def replies(self, prompts: Sequence[str]) -> Replies:
-        """Returns one sampled reply to each dialogue, by this process alone; for evaluation."""
+    def replies(
+        self, prompts: Sequence[str], *, preference: Sequence[float] | None = None
+    ) -> Replies:
+        """Returns one sampled reply to each dialogue, by this process alone; for evaluation.
+
+        A conditioned policy answers at the preference, by default at equal shares.
+        """
         set_mode(self.policy_model, is_training=False)
         return sample_replies(
             self.policy_model,
@@ -200,6 +205,7 @@ class MultiObjectiveTrainer:
             prompt_format=self.prompt_format,
             config=self.rollout_config,
             reference=self.policy_model.disable_adapter,
+            preference=preference,
         )
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ from firm.fronts.front import (
 )
 from firm.fronts.hypervolume import hypervolume
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
+from firm.fronts.preferences import grid
 from firm.fronts.smoothing import exponential_average, total_variation
 from firm.fronts.uncertainty import bootstrap_hypervolume
 
@@ -42,6 +43,7 @@ __all__ = [
     "dominators",
     "expected_rewards",
     "exponential_average",
+    "grid",
     "hypervolume",
     "mean_front",
     "monotone_violations",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +23,7 @@ from firm.alignment import (
     logprobs_from,
     mismatch_alarm,
     save_adapter,
+    save_folded,
 )
 from firm.federation import (
     Adapter,
@@ -33,6 +35,7 @@ from firm.federation import (
     State,
     failure_alarms,
 )
+from firm.fronts import grid
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import (
     LoadedRun,
@@ -45,6 +48,7 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.jobs.model_card import markdown_table, model_card
 from firm.report import read_record, update_report
+from firm.report.run_front import front_of_run, point_folder, split_at
 from firm.report.tables import Frame, Setting
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
 from firm.run.earlier import translated_figures
@@ -53,6 +57,8 @@ from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
+FRONT_NAME = "front.json"
+"""The front of a conditioned run, in its directory."""
 FREE_KEYS = (
     *("client_timeout", "engine", "max_rows", "name"),
     *("out", "plan", "plugins", "resume", "tracking"),
@@ -143,9 +149,14 @@ def run_rounds(
         keep_last = cfg.checkpoints.keep_last
         state = train(wing, engine, client_names(cfg), cfg.strategy, keep_last=keep_last)
         base, final = wing.finish(state)
-        save_adapter(loaded.trainer.policy_model, run.path / "adapter")
+        policy = loaded.trainer.policy_model
+        save_adapter(policy, run.path / "adapter")
+        for preference in wing.preferences:
+            save_folded(policy, run.path / "front" / point_folder(preference), preference)
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
+    if wing.preferences and (front := front_of_run(read_record(run.path))):
+        front.save(run.path / FRONT_NAME)
     return Result(run.path, run.path / "adapter", report, base, final)
 
 
@@ -180,6 +191,8 @@ class _LanguageWing(Wing):
         self._loaded, self._cfg, self._progress = loaded, cfg, progress
         self._calibrations = calibrations
         self._base: dict[str, Evaluation] = {}
+        self.preferences = _preferences(cfg)
+        """At which a conditioned policy is measured."""
 
     def start(self) -> tuple[ServerState, float | None]:
         loaded, cfg = self._loaded, self._cfg
@@ -215,6 +228,9 @@ class _LanguageWing(Wing):
         measured = self._evaluate(after.adapter, prompts, "validation")
         base = self._base["validation"]
         rows.append(measured.row(base, round=after.round, split="validation"))
+        every = self._cfg.evaluation.front_every
+        if every is not None and (after.round % every == 0 or self.is_done(after)):
+            rows += self._at_preferences(after, "validation")
         return Round(rows, quality=self._quality(measured))
 
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
@@ -222,7 +238,7 @@ class _LanguageWing(Wing):
         if not rows:
             self._progress.event("resumed", round=state.round)
             return
-        by_kind = {row["kind"]: row for row in rows}
+        by_kind = {row["kind"]: row for row in rows if "preference" not in row}
         scores = by_kind.get("evaluation", {"scores": {}})["scores"]
         means = {name: score["mean"] for name, score in scores.items()}
         self._progress.event("round_finished", row=by_kind["round"], scores=means)
@@ -234,15 +250,33 @@ class _LanguageWing(Wing):
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
         self.book.log(final.row(base, round=state.round, split="test"))
+        for row in self._at_preferences(state, "test"):
+            self.book.log(row)
         self._log_samples(final, state)
         save_file(final.by_prompt(), self.book.run.path / SCORES_NAME)
         return base, final
 
-    def _evaluate(self, adapter: Adapter, prompts: list[str], split: str) -> Evaluation:
+    def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
+        """Returns what a conditioned policy is worth at each of the preferences."""
+        prompts, base = getattr(self._loaded, split), self._base[split]
+        rows = []
+        for preference in self.preferences:
+            measured = self._evaluate(state.adapter, prompts, split, preference)
+            row = measured.row(base, round=state.round, split=split_at(split, preference))
+            rows.append({**row, "preference": list(preference)})
+        return rows
+
+    def _evaluate(
+        self,
+        adapter: Adapter,
+        prompts: list[str],
+        split: str,
+        preference: Sequence[float] | None = None,
+    ) -> Evaluation:
         trainer, cfg = self._loaded.trainer, self._cfg
         load_adapter_(trainer.adapter_parameters, adapter)
         return evaluate(
-            trainer.replies,
+            partial(trainer.replies, preference=preference),
             prompts,
             {name: self._loaded.reward_fns[name] for name in cfg.rewards},
             calibrations={name: self._calibrations[name] for name in cfg.rewards},
@@ -259,6 +293,15 @@ class _LanguageWing(Wing):
         if measured is None or not self._cfg.checkpoints.keep_best:
             return None
         return fmean(values.mean().item() for values in measured.rewards.values())
+
+
+def _preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
+    """Returns where a conditioned policy is measured; nowhere, if there is one trade-off."""
+    if cfg.policy.conditioning.kind == "none":
+        return []
+    asked = cfg.evaluation.preferences
+    rows = grid(4, len(cfg.rewards)) if asked is None else asked
+    return [tuple(share / sum(row) for share in row) for row in rows]
 
 
 def _run_row(

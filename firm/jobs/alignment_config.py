@@ -93,6 +93,12 @@ class EvaluationConfig:
     """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further scores that are reported and never trained on."""
+    preferences: list[list[float]] | None = None
+    """Preferences at which a conditioned policy is measured, and folded when the run ends; null
+    takes all vectors of multiples of 1/4, and none are measured with []."""
+    front_every: Annotated[PositiveInt | None, Hint("null waits for the end")] = 4
+    """Rounds between measurements of a conditioned policy at its preferences on the validation
+    prompts."""
 
     def __post_init__(self) -> None:
         if self.num_validation_prompts == 1:
@@ -237,12 +243,29 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         raise ValueError(
             f"start_preference needs a start to be folded, got {cfg.start_preference} without one."
         )
+    preferences = cfg.evaluation.preferences
     if cfg.policy.conditioning.kind == "none":
+        if preferences:
+            raise ValueError(
+                "evaluation.preferences needs policy.conditioning.kind preference, got "
+                f"{preferences} for a policy of one trade-off."
+            )
         return
     if len(cfg.rewards) < 2:
         raise ValueError(
             "policy.conditioning.kind must be none with a single objective, got preference."
         )
+    for preference in preferences or ():
+        if len(preference) != len(cfg.rewards):
+            raise ValueError(
+                f"evaluation.preferences must have a share for each of {', '.join(cfg.rewards)}, "
+                f"got {preference}."
+            )
+        if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
+            raise ValueError(
+                "evaluation.preferences must be finite, not negative and not all zero, got "
+                f"{preference}."
+            )
     if cfg.estimator.replies_per_prompt < 2:
         raise ValueError(
             "policy.conditioning.kind preference needs an estimator that compares replies at the "

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from firm.federation.strategies import StrategyConfig
 from firm.fields import Hint, configuration
-from firm.fronts import Front, Point, collapse_reason, seed_hypervolumes
+from firm.fronts import Front, grid, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
-from firm.report import Record, read_record
+from firm.report import read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
-from firm.report.record import rewards_of
+from firm.report.run_front import point_of
 from firm.report.static import save_figure
 from firm.run import Sweep, Tracker, UserError, check_slugs, compose, dated_folder, slug, to_yaml
 from firm.run.earlier import translated_figures
@@ -151,16 +151,6 @@ def _base(cfg: SweepConfig) -> AlignmentConfig:
     return compose(AlignmentConfig, [cfg.base], list(cfg.overrides.items()), source="overrides")
 
 
-def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
-    """Returns all preferences of multiples of 1/resolution, the first objective's falling.
-
-    >>> grid(2, 2)
-    [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]
-    """
-    counts = product(range(resolution, -1, -1), repeat=num_objectives)
-    return [tuple(count / resolution for count in row) for row in counts if sum(row) == resolution]
-
-
 def front_of(
     sweep: Sweep, method: str, objectives: tuple[str, ...], reference: list[float] | None
 ) -> Front:
@@ -180,7 +170,18 @@ def front_of(
                 f"{', '.join(objectives)}; run that point again."
             )
         with drawing(f"The point {name}"):
-            points.append(_point(name, point, record, path))
+            base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
+            points.append(
+                point_of(
+                    name,
+                    base,
+                    final,
+                    record.objectives,
+                    preference=tuple(point["preference"]),
+                    seed=point["seed"],
+                    adapter=str((path / "adapter").relative_to(path.parent.parent)),
+                )
+            )
             records.append(record)
     if not records:
         raise UserError(f"{method} has no run with a valid final evaluation; run its points again.")
@@ -259,8 +260,9 @@ def _run_config(
         overrides["rounds"] = 0
     if method.kind == "front":
         trained = PointConfig(point.method, _equal_shares(objectives), point.seed)
-        if point.name == trained.name:
+        if point.name == trained.name:  # whose points are runs of their own here
             overrides["policy.conditioning.kind"] = "preference"
+            overrides["evaluation.preferences"] = []
         else:
             overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
             overrides["start_preference"] = list(point.preference)
@@ -280,35 +282,6 @@ def _run_config(
 def _equal_shares(objectives: tuple[str, ...]) -> tuple[float, ...]:
     """Returns the preference of the point of a conditioned training itself."""
     return tuple(1 / len(objectives) for _ in objectives)
-
-
-def _point(name: str, point: Mapping[str, Any], record: Record, path: Path) -> Point:
-    """Returns what the last evaluation on the test prompts says of a run."""
-    base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
-    if any(rewards_of(row, record.objectives) is None for row in (base, final)):
-        raise ValueError("its log lacks rewards on the test prompts")
-    extra = {n: final["scores"][n]["mean"] for n in record.extra_scores()}
-    parse = {
-        key: row["scores"]["parse"]["mean"]
-        for key, row in (("parse_rate", final), ("base_parse_rate", base))
-        if "parse" in row["scores"]
-    }
-    return Point(
-        name=name,
-        preference=tuple(point["preference"]),
-        seed=point["seed"],
-        rewards={n: final["rewards"][n]["mean"] for n in record.objectives},
-        errors={n: final["rewards"][n]["se"] for n in record.objectives},
-        scores=extra,
-        kl=final["kl"],
-        adapter=str((path / "adapter").relative_to(path.parent.parent)),
-        collapse=collapse_reason(
-            commonest_share=final["commonest_share"],
-            empty_share=final["empty_share"],
-            mean_kl=final["kl"],
-            **parse,
-        ),
-    )
 
 
 def _check_reference(fronts: Mapping[str, Front]) -> None:

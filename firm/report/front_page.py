@@ -98,9 +98,9 @@ def front_page(
     rewards = prompt_rewards or {}
     settings = part("The trainings", lambda: _settings(fronts, runs), [])
     draws: dict[str, Callable[[], Block]] = {
-        "trade-off": lambda: _plane_section(fronts),
+        "trade-off": lambda: plane_section(fronts),
         "hypervolume": lambda: _hypervolume_section(fronts, runs),
-        "preference": lambda: _preference_section(fronts),
+        "preference": lambda: preference_section(fronts),
         "volumes": lambda: tables.hypervolumes(fronts, rewards, notes),
         "steering": lambda: tables.steering(fronts),
         "models": lambda: tables.models(fronts),
@@ -246,7 +246,8 @@ def _settings(fronts: Mapping[str, Front], runs: Runs) -> list[Setting]:
 # --- Sections -------------------------------------------------------------------------------------
 
 
-def _plane_section(fronts: Mapping[str, Front]) -> Section:
+def plane_section(fronts: Mapping[str, Front]) -> Section:
+    """Returns where the models of all fronts are in the plane of two rewards."""
     first = next(iter(fronts.values()))
     panels = planes(
         "front",
@@ -295,7 +296,7 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
     )
 
 
-def _preference_section(fronts: Mapping[str, Front]) -> Section:
+def preference_section(fronts: Mapping[str, Front]) -> Section:
     """Returns each objective's reward against its share of the preference."""
     panels = []
     for index, objective in enumerate(next(iter(fronts.values())).objectives):

@@ -3,16 +3,18 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from markupsafe import Markup
 
-from firm.report import formats
+from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table
 from firm.report.drawing import INK, MUTED, Key
+from firm.report.front_page import plane_section, preference_section
 from firm.report.ledger import WOULD_BE, total_bytes, uploads_so_far
 from firm.report.page import (
     PAGE_NAME,
@@ -30,6 +32,7 @@ from firm.report.page import (
     write_page,
 )
 from firm.report.record import Record, read_record
+from firm.report.run_front import front_of_run, volume_section
 from firm.report.samples import Sample, samples_of
 from firm.report.tables import Setting
 from firm.run.guard import drawing
@@ -71,6 +74,7 @@ def run_page(record: Record) -> Page:
     }
     if comparison:
         draws["evaluation"] = partial(_evaluation, record, comparison)
+    draws |= part("The front", lambda: _front(record), {})
     blocks = {name: drawn_block(name, draw) for name, draw in draws.items()}
     blocks["samples"] = _samples(part("The section 'Samples'", lambda: samples_of(record), []))
     blocks["failures"] = failures = _failures(record)
@@ -227,6 +231,34 @@ def _trade_off(run: Setting) -> Section:
         figures.trade_off_planes(record) if record.objectives else [],
         path + test,
     )
+
+
+def _front(record: Record) -> dict[str, Callable[[], Block]]:
+    """Returns the blocks of a conditioned run: its front, and whether the preference steers."""
+    front = front_of_run(record)
+    if front is None:
+        return {}
+    fronts = {record.name: front}
+    plane = (
+        "The policy at each measured preference, on the test prompts, with one standard error over "
+        "them. Up and to the right is better; the line leaves out what another preference beats. "
+        "The star is the base model."
+    )
+    steering = (
+        "Reward on the test prompts against the share that the preference gives the objective. A "
+        "preference that steers rises from left to right."
+    )
+    return {
+        "front": lambda: replace(
+            plane_section(fronts), name="front", title="The front of one run", text=plane
+        ),
+        "front-preference": lambda: replace(
+            preference_section(fronts), name="front-preference", text=steering
+        ),
+        "front-models": lambda: replace(
+            front_tables.models(fronts), name="front-models", title="The policy by preference"
+        ),
+    }
 
 
 def _evaluation(record: Record, comparison: Comparison) -> Table:
@@ -389,11 +421,13 @@ SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "trade-off": _trade_off,
     "truth": _truth,
     **{name: partial(_quantities, name=name) for name in TEXTS},
+    "front-rounds": volume_section,
     "cost": _cost,
     "privacy": _privacy,
 }
 """The parts of the page that hold figures; one without figures is left out."""
 ORDER = (
+    *("front", "front-preference", "front-models", "front-rounds"),
     *("trade-off", "evaluation", "scores", "truth", "samples"),
     *("diagnostics", "weights", "gradients", "training", "further"),
     *("cost", "privacy", "failures", "settings"),

@@ -133,6 +133,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
     },
     "evaluation": {
         "split": Text(),
+        "preference": Several(Number(0, may_lack=False), "objectives"),
         "num_prompts": COUNT,
         "num_samples": COUNT,
         "scores": ByName(MEASURE),

@@ -6,9 +6,11 @@ from safetensors.torch import load_file
 
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
+from firm.fronts import Front, grid
+from firm.report.run_front import split_at
 from firm.run import UserError
 from tests import smoke
-from tests.runs import read_adapter
+from tests.runs import read_adapter, read_rows
 
 FRONT = (
     *("--estimator.name", "critic_free", "--estimator.num_replies", 2),
@@ -48,6 +50,50 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, tmp_path, monk
     assert any(value.abs().max() > 1e-4 for value in _slopes(trained).values())
 
 
+def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(trained):
+    front = Front.load(trained / "front.json")
+    assert [point.preference for point in front.points] == grid(4, 2)
+    centre, slopes = read_adapter(trained), _slopes(trained)
+    for point in front.points:
+        assert point.preference is not None
+        (row,) = read_rows(trained, "evaluation", split=split_at("test", point.preference))
+        assert row["preference"] == list(point.preference)
+        assert point.rewards == {name: row["rewards"][name]["mean"] for name in front.objectives}
+        folded = load_file(trained / point.adapter / "adapter_model.safetensors")
+        assert folded.keys() == centre.keys()
+        for name, value in centre.items():
+            slope = slopes.get(name.replace("lora_B", "lora_B1"), torch.zeros(()))
+            expected = value + (2 * point.preference[0] - 1) * slope
+            torch.testing.assert_close(folded[name], expected)
+    assert len({tuple(point.rewards.values()) for point in front.points}) > 1
+    page = (trained / "report.html").read_text()
+    for title in ("The front of one run", "The policy by preference", "The front over the rounds"):
+        assert title in page
+    for point in front.points:
+        assert f"<td>{point.name}</td>" in page
+    # every fourth round and the last one are measured on the validation prompts
+    rounds = [row["round"] for row in read_rows(trained, "evaluation", split="validation at 1, 0")]
+    assert rounds == [2]
+
+
+def test_a_point_measures_what_its_folded_adapter_does(trained, tmp_path):
+    folded = smoke.run(
+        *("--start", f"{{{trained / 'front/75_25'}: 1}}", "--rounds", 0),
+        *("--out", tmp_path / "folded"),
+    )
+    (expected,) = read_rows(trained, "evaluation", split=split_at("test", [0.75, 0.25]))
+    _, row = read_rows(folded, "evaluation", split="test")
+    assert row["scores"] == expected["scores"]  # the same replies
+    assert row["kl"] == pytest.approx(expected["kl"], abs=1e-4)
+
+
+def test_the_terminal_shows_the_policy_at_equal_shares(trained, tmp_path, capsys):
+    smoke.run(*FRONT, "--rounds", 1, "--evaluation.front_every", 1, "--out", tmp_path / "run")
+    (row,) = read_rows(tmp_path / "run", "evaluation", split="validation", round=1)
+    shown = f"brevity {row['scores']['brevity']['mean']:.3f}"
+    assert shown in capsys.readouterr().out.replace("  ", " ")
+
+
 def test_stacked_clients_end_as_in_turn(trained, tmp_path):
     stacked = smoke.run(*FRONT, "--engine", "stacked", "--out", tmp_path / "run")
     _same(trained, stacked, tolerance=5e-5)  # Adam enlarges what rounding does to small gradients
@@ -74,6 +120,12 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
         (["--start", "{a: 1}"], "start must be empty with policy.conditioning.kind preference"),
         (["--start_preference", "[1, 1]"], "start_preference needs a start to be folded"),
         (["--policy.conditioning.corner_share", 2], "policy.conditioning.corner_share"),
+        (["--evaluation.preferences", "[[1]]"], "must have a share for each of brevity"),
+        (["--evaluation.preferences", "[[0, 0]]"], "not negative and not all zero"),
+        (
+            ["--evaluation.preferences", "[[1, 1]]", "--policy.conditioning.kind", "none"],
+            "evaluation.preferences needs policy.conditioning.kind preference",
+        ),
         (["--rewards", "{brevity: {name: brevity}}"], "must be none with a single objective"),
     ],
 )

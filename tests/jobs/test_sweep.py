@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from firm.cli.sweep import main
-from firm.fronts import Front
-from firm.jobs.sweep import MethodConfig, SweepConfig, grid, prompt_rewards
+from firm.fronts import Front, grid
+from firm.jobs.sweep import MethodConfig, SweepConfig, prompt_rewards
 from firm.run import Sweep, UserError, parse
 from tests.runs import read_adapter, read_rows
 

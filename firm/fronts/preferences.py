@@ -1,0 +1,13 @@
+"""Preferences: which to measure a front at."""
+
+from itertools import product
+
+
+def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
+    """Returns all preferences of multiples of 1/resolution, the first objective's falling.
+
+    >>> grid(2, 2)
+    [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]
+    """
+    counts = product(range(resolution, -1, -1), repeat=num_objectives)
+    return [tuple(count / resolution for count in row) for row in counts if sum(row) == resolution]

@@ -1,0 +1,121 @@
+"""The front of one run whose policy is conditioned on the preference."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from firm.fronts import Front, Point, collapse_reason, hypervolume
+from firm.report import formats
+from firm.report.drawing import Series, nonempty, series_panel
+from firm.report.page import Section
+from firm.report.record import Record, rewards_of
+from firm.report.tables import Setting
+from firm.run.rows import Row
+
+
+def split_at(split: str, preference: Sequence[float]) -> str:
+    """Returns what the rows of a preference call their split."""
+    return f"{split} at {formats.shares(preference)}"
+
+
+def point_of(
+    name: str,
+    base: Row,
+    final: Row,
+    objectives: Sequence[str],
+    *,
+    preference: tuple[float, ...],
+    seed: int,
+    adapter: str,
+) -> Point:
+    """Returns what an evaluation says of a model, beside the base model's.
+
+    Raises:
+        ValueError: A row lacks rewards.
+    """
+    if any(rewards_of(row, objectives) is None for row in (base, final)):
+        raise ValueError("its log lacks rewards on the test prompts")
+    parse = {
+        key: row["scores"]["parse"]["mean"]
+        for key, row in (("parse_rate", final), ("base_parse_rate", base))
+        if "parse" in row["scores"]
+    }
+    return Point(
+        name=name,
+        preference=preference,
+        seed=seed,
+        rewards={n: final["rewards"][n]["mean"] for n in objectives},
+        errors={n: final["rewards"][n]["se"] for n in objectives},
+        scores={n: s["mean"] for n, s in final["scores"].items() if n not in objectives},
+        kl=final["kl"],
+        adapter=adapter,
+        collapse=collapse_reason(
+            commonest_share=final["commonest_share"],
+            empty_share=final["empty_share"],
+            mean_kl=final["kl"],
+            **parse,
+        ),
+    )
+
+
+def front_of_run(record: Record) -> Front | None:
+    """Returns the front on the test prompts after the last round; None without one."""
+    rows = _rows(record, "test").get(record.num_rounds, [])
+    if len(rows) < 2:
+        return None
+    base = record.evaluations["test"][0]
+    return Front(
+        objectives=record.objectives,
+        points=tuple(
+            point_of(
+                point_folder(row["preference"]),
+                base,
+                row,
+                record.objectives,
+                preference=tuple(row["preference"]),
+                seed=record.seed or 0,
+                adapter=f"front/{point_folder(row['preference'])}",
+            )
+            for row in rows
+        ),
+        reference=tuple(0.0 for _ in record.objectives),
+        calibrations={name: record.header["calibration"][name] for name in record.objectives},
+        base={name: base["rewards"][name]["mean"] for name in record.objectives},
+        strategy=record.name,
+        num_prompts=base["num_prompts"],
+    )
+
+
+def point_folder(preference: Sequence[float]) -> str:
+    """Returns the folder of a preference's adapter: its shares in percent."""
+    return "_".join(f"{100 * share:.4g}" for share in preference)
+
+
+def volume_section(run: Setting) -> Section:
+    """Returns the hypervolume of a conditioned run on the validation prompts over the rounds."""
+    record = run.records[0]
+    volumes: dict[int, float] = {}
+    for round_number, rows in _rows(record, "validation").items():
+        rewards = [rewards_of(row, record.objectives) for row in rows]
+        known = np.array([own for own in rewards if own is not None])
+        if len(known) == len(rows) > 1 and (known > 0).all():
+            volumes[round_number] = hypervolume(known, [0.0] * len(record.objectives))
+    xs, means = (np.array(list(values), dtype=float) for values in (volumes, volumes.values()))
+    series = [Series(run.key, xs, means, np.zeros(len(xs)))] if len(xs) else []
+    title = "Hypervolume on the validation prompts"
+    return Section(
+        "front-rounds",
+        "The front over the rounds",
+        "What the policies of all measured preferences dominate together, from zero rewards.",
+        nonempty([series_panel("front-rounds", title, series, y_title="hypervolume")]),
+    )
+
+
+def _rows(record: Record, split: str) -> Mapping[int, list[Row]]:
+    """Returns the rows at preferences by round, in the order of the preferences."""
+    by_round: dict[int, list[Row]] = {}
+    for name, rows in record.evaluations.items():
+        if name.startswith(f"{split} at "):
+            for row in rows:
+                by_round.setdefault(row["round"], []).append(row)
+    return dict(sorted(by_round.items()))
