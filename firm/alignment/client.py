@@ -94,6 +94,8 @@ class AlignmentClient(Client):
         seed: Seed of the run; the streams are derived from it and `stream_name`.
         judges: Reward functions of its own; the trainer's by default. Gradients of objectives that
             are not among them are zero.
+        corners: Preferences between which a conditioned policy is trained here; by default those
+            for single objectives, so that any may be drawn.
         stream_name: By default `name`; equal for clients that are to be identical.
         on_event: Called with progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
@@ -108,6 +110,7 @@ class AlignmentClient(Client):
         *,
         seed: int,
         judges: Judges | None = None,
+        corners: Sequence[Sequence[float]] | None = None,
         stream_name: str | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
@@ -132,6 +135,12 @@ class AlignmentClient(Client):
         )
         self._prompts = PromptStream(prompts, prompt_order)
         self._streams = {"prompts": self._prompts, "rollout": self._rollout, "update": self._update}
+        shares = (
+            torch.tensor(corners, dtype=torch.float64)
+            if corners
+            else torch.eye(len(self.objectives))
+        )
+        self._corners = shares / shares.sum(1, keepdim=True)
         self._preferences = RandomStream(seed, stream_name or name, "preferences")
         if trainer.conditioning.kind == "preference":
             self._streams["preferences"] = self._preferences
@@ -201,7 +210,7 @@ class AlignmentClient(Client):
         queries = trainer.encode([prompt.text for prompt in prompts])
         if trainer.conditioning.kind == "preference":
             with self._preferences:
-                drawn = draw_preferences(trainer.conditioning, len(prompts), len(self.objectives))
+                drawn = draw_preferences(trainer.conditioning, len(prompts), self._corners)
             queries = replace(queries, preferences=drawn)
         with self._rollout:
             rollouts = trainer.sample(queries, measures_mismatch=self._round == 1)

@@ -37,15 +37,23 @@ class ConditioningConfig:
     """Whether each prompt has a preference of its own, or all prompts of a local step have one."""
 
 
-def draw_preferences(config: ConditioningConfig, count: int, num_objectives: int) -> torch.Tensor:
-    """Returns preferences, shape [count, M], rows of sum 1, by the global generator."""
+def draw_preferences(config: ConditioningConfig, count: int, corners: torch.Tensor) -> torch.Tensor:
+    """Returns preferences between some corners, shape [count, M], by the global generator.
+
+    Args:
+        config: How their shares are drawn.
+        count: How many.
+        corners: Preferences that the others lie between, rows of sum 1, shape [K, M]: the identity
+            for the whole simplex, a single one for a client with one preference.
+    """
     num_draws = count if config.draw_per == "prompt" else 1
-    shares = torch.full((num_objectives,), config.concentration, dtype=torch.float64)
-    drawn = torch.distributions.Dirichlet(shares).sample((num_draws,))
-    corners = torch.eye(num_objectives, dtype=torch.float64)
-    corners = corners[torch.randint(num_objectives, (num_draws,))]
+    concentrations = torch.full((len(corners),), config.concentration, dtype=torch.float64)
+    shares = torch.distributions.Dirichlet(concentrations).sample((num_draws,))
+    alone = torch.eye(len(corners), dtype=torch.float64)
+    alone = alone[torch.randint(len(corners), (num_draws,))]
     is_corner = torch.rand(num_draws) < config.corner_share
-    return torch.where(is_corner[:, None], corners, drawn).expand(count, -1).float()
+    drawn = torch.where(is_corner[:, None], alone, shares) @ corners.double()
+    return drawn.expand(count, -1).float()
 
 
 def gates(preferences: torch.Tensor) -> torch.Tensor:

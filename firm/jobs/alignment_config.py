@@ -67,6 +67,9 @@ class GroupConfig:
     """Reward models in place of those of the same objectives (A.2.1)."""
     objectives: Annotated[list[str] | None, NOT_IN_PAPER] = None
     """Objectives that they serve; null: all. FMOL's indicator matrix A."""
+    preferences: Annotated[list[list[float]] | None, NOT_IN_PAPER] = None
+    """Preferences between which they draw for a conditioned policy, such as [[1, 0], [0.5, 0.5]]
+    for those who care for the first objective most; null: any."""
     attack: Annotated[AttackConfig | None, NOT_IN_PAPER] = None
     """What they do instead of their part; null: nothing, they are honest."""
 
@@ -245,27 +248,27 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         )
     preferences = cfg.evaluation.preferences
     if cfg.policy.conditioning.kind == "none":
-        if preferences:
-            raise ValueError(
-                "evaluation.preferences needs policy.conditioning.kind preference, got "
-                f"{preferences} for a policy of one trade-off."
-            )
+        own = {
+            f"groups.{name}.preferences": group.preferences for name, group in cfg.groups.items()
+        }
+        for key, asked in {"evaluation.preferences": preferences, **own}.items():
+            if asked:
+                raise ValueError(
+                    f"{key} needs policy.conditioning.kind preference, got {asked} for a policy of "
+                    "one trade-off."
+                )
         return
     if len(cfg.rewards) < 2:
         raise ValueError(
             "policy.conditioning.kind must be none with a single objective, got preference."
         )
-    for preference in preferences or ():
-        if len(preference) != len(cfg.rewards):
-            raise ValueError(
-                f"evaluation.preferences must have a share for each of {', '.join(cfg.rewards)}, "
-                f"got {preference}."
-            )
-        if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
-            raise ValueError(
-                "evaluation.preferences must be finite, not negative and not all zero, got "
-                f"{preference}."
-            )
+    _check_preferences("evaluation.preferences", preferences or [], cfg)
+    for group, config in cfg.groups.items():
+        if config.preferences is not None:
+            key = f"groups.{group}.preferences"
+            if not config.preferences:
+                raise ValueError(f"{key} must hold a preference to draw, got none.")
+            _check_preferences(key, config.preferences, cfg)
     if cfg.estimator.replies_per_prompt < 2:
         raise ValueError(
             "policy.conditioning.kind preference needs an estimator that compares replies at the "
@@ -280,6 +283,18 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         raise ValueError(
             f"start must be empty with policy.conditioning.kind preference, got {list(cfg.start)}."
         )
+
+
+def _check_preferences(key: str, preferences: list[list[float]], cfg: AlignmentConfig) -> None:
+    for preference in preferences:
+        if len(preference) != len(cfg.rewards):
+            raise ValueError(
+                f"{key} must have a share for each of {', '.join(cfg.rewards)}, got {preference}."
+            )
+        if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
+            raise ValueError(
+                f"{key} must be finite, not negative and not all zero, got {preference}."
+            )
 
 
 def _check_engine(cfg: AlignmentConfig) -> None:

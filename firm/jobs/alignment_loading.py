@@ -30,7 +30,7 @@ from firm.alignment import (
     score,
     take_device,
 )
-from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
+from firm.alignment.attacks import as_attacker, attacked_judges
 from firm.federation import (
     Adapter,
     Client,
@@ -46,6 +46,7 @@ from firm.federation.aggregation import weighted_mean
 from firm.federation.engines import ENGINES
 from firm.jobs.alignment_config import (
     AlignmentConfig,
+    GroupConfig,
     PartitionConfig,
     client_names,
     reward_configs,
@@ -153,21 +154,27 @@ def build_clients(
 ) -> list[Client]:
     """Builds the clients of these names, on their shards of the training prompts or on others."""
     loaded.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
-    own: dict[str, tuple[Judges, AttackConfig | None]] = {}  # of clients that are in a group
+    own: dict[str, tuple[Judges, GroupConfig]] = {}  # of clients that are in a group
     for group, config in cfg.groups.items():
         judges = _group_judges(cfg, group, loaded.reward_fns, calibrations)
-        own |= {f"client_{index}": (judges, config.attack) for index in config.clients}
+        own |= {f"client_{index}": (judges, config) for index in config.clients}
     if prompts is None:
         shards = partition(loaded.prompts, cfg, cfg.partition, cfg.num_clients)
         prompts = dict(zip(client_names(cfg), shards, strict=True))
     new_trainer = _stacked(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
     clients = []
     for name in names:
-        judges, attack = own.get(name, (None, None))
+        judges, group = own.get(name, (None, None))
         client = AlignmentClient(
-            name, prompts[name], new_trainer(), seed=cfg.seed, judges=judges, on_event=on_event
+            name,
+            prompts[name],
+            new_trainer(),
+            seed=cfg.seed,
+            judges=judges,
+            corners=group and group.preferences,
+            on_event=on_event,
         )
-        clients.append(as_attacker(client, attack, seed=cfg.seed))
+        clients.append(as_attacker(client, group and group.attack, seed=cfg.seed))
     return clients
 
 

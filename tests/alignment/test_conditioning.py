@@ -130,7 +130,7 @@ def test_replies_and_their_log_probabilities_are_those_of_the_folds(
 def test_preferences_are_on_the_simplex_and_as_often_at_its_corners_as_asked(draw_per):
     torch.manual_seed(0)
     config = ConditioningConfig(kind="preference", corner_share=0.25, draw_per=draw_per)
-    drawn = torch.cat([draw_preferences(config, 4, 3) for _ in range(1000)])
+    drawn = torch.cat([draw_preferences(config, 4, torch.eye(3)) for _ in range(1000)])
     torch.testing.assert_close(drawn.sum(1), torch.ones(4000))
     assert (drawn >= 0).all()
     assert (drawn.amax(1) == 1).float().mean() == pytest.approx(0.25, abs=0.05)
@@ -142,18 +142,29 @@ def test_preferences_are_on_the_simplex_and_as_often_at_its_corners_as_asked(dra
 def test_a_larger_concentration_stays_nearer_to_equal_shares():
     torch.manual_seed(0)
     configs = [ConditioningConfig(concentration=value) for value in (0.5, 1, 4)]
-    spreads = [draw_preferences(config, 2000, 2)[:, 0].std() for config in configs]
+    spreads = [draw_preferences(config, 2000, torch.eye(2))[:, 0].std() for config in configs]
     # of Beta(c, c): the square root of 1 / (4 (2 c + 1))
     torch.testing.assert_close(
         torch.stack(spreads), torch.tensor([8.0, 12, 36]).rsqrt(), rtol=0.05, atol=0
     )
 
 
+def test_a_client_of_its_own_preferences_draws_between_them(make_client):
+    client, trainer = make_client("abc", corners=[[2, 0, 0], [1, 1, 2]])
+    client.load(copy_adapter(trainer.adapter_parameters))
+    drawn = torch.cat([b.whole.rollouts.queries.preferences for b in client.batches(4)])
+    # between (1, 0, 0) and (1/4, 1/4, 1/2)
+    torch.testing.assert_close(drawn[:, 2], 2 * drawn[:, 1])
+    torch.testing.assert_close(drawn.sum(1), torch.ones(len(drawn)))
+    assert (drawn[:, 0] >= 0.25).all()
+    assert drawn[:, 0].std() > 0.1
+
+
 @pytest.fixture
 def make_client(make_trainer, make_conditioned, letter_count):
     """A client whose replies count letters."""
 
-    def make(objectives="ab", *, policy=None, dropout=0.0, **options):
+    def make(objectives="ab", *, policy=None, dropout=0.0, corners=None, **options):
         trainer = make_trainer(
             rewards={letter: letter_count(letter) for letter in objectives},
             estimator="critic_free",
@@ -161,7 +172,7 @@ def make_client(make_trainer, make_conditioned, letter_count):
             conditioning=PREFERENCE,
             **options,
         )
-        return AlignmentClient("client_0", PROMPTS, trainer, seed=3), trainer
+        return AlignmentClient("client_0", PROMPTS, trainer, seed=3, corners=corners), trainer
 
     return make
 

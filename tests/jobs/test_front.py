@@ -126,6 +126,11 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
             ["--evaluation.preferences", "[[1, 1]]", "--policy.conditioning.kind", "none"],
             "evaluation.preferences needs policy.conditioning.kind preference",
         ),
+        (["--groups", "{a: {clients: [0], preferences: []}}"], "must hold a preference to draw"),
+        (
+            ["--groups", "{a: {clients: [0], preferences: [[1]]}}"],
+            r"groups\.a\.preferences must have",
+        ),
         (["--rewards", "{brevity: {name: brevity}}"], "must be none with a single objective"),
     ],
 )
