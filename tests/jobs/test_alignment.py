@@ -174,6 +174,16 @@ CRITIC_FREE = {
         "--strategy.privacy.clip_norm", 0.1, "--strategy.privacy.noise_multiplier", 0.5,
         "--strategy.privacy.noise_seed", 1,
     ),
+    "conditioned on the preference, privacy, checkpointed, micro-batches": (
+        "--policy.conditioning.kind", "preference", "--evaluation.preferences", "[]",
+        "--policy.gradient_checkpointing", "true", "--estimator.micro_batch_size", 3,
+        "--strategy.privacy.clip_norm", 0.1, "--strategy.privacy.noise_multiplier", 0.5,
+        "--strategy.privacy.noise_seed", 1, "--strategy.name", "fedavg",
+    ),
+    "conditioned on the preference, a robust mean": (
+        "--policy.conditioning.kind", "preference", "--evaluation.preferences", "[]",
+        "--strategy.name", "fedavg", "--strategy.robust.rule", "norm_clipping",
+    ),
     "FSMGDA, PPO's ratio": ("--strategy.name", "fsmgda", "--estimator.ratio", "ppo"),
 }  # fmt: skip
 

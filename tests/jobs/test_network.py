@@ -513,9 +513,20 @@ def _same(run: Path, expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
-def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_path, estimator):
-    overrides = {"estimator.name": estimator}
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"estimator.name": "ppo"},
+        {"estimator.name": "critic_free"},
+        {
+            "estimator.name": "critic_free",
+            "policy.conditioning.kind": "preference",
+            "strategy.name": "fedavg",
+        },
+    ],
+    ids=["PPO", "critic-free", "conditioned"],
+)
+def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_path, overrides):
     folder, parties = running(overrides)
     _finished(folder, parties)
     assert _adapter(folder / "server/runs/run") == _adapter(_alone(tmp_path, **overrides))

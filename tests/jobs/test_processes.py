@@ -154,17 +154,19 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch
 
 
+@pytest.mark.parametrize("kind", ["none", "preference"])
 def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
-    fork_two, runs, command_line
+    fork_two, runs, command_line, kind
 ):
     # the plain gradient step: Adam amplifies the rounding of sums over half batches
     options = ("--estimator", "{name: critic_free, actor_optimizer: sgd}", "--rounds", "1")
+    options += ("--policy.conditioning.kind", kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         with plugins_forgotten():
-            main(parse(AlignmentConfig, command_line("critic_free", *options)))
-    fork_two("critic_free_team", *options, "--processes_per_client", "2")
-    names = ("critic_free_team", "critic_free")
+            main(parse(AlignmentConfig, command_line(f"alone_{kind}", *options)))
+    fork_two(f"team_{kind}", *options, "--processes_per_client", "2")
+    names = (f"team_{kind}", f"alone_{kind}")
     for mine, theirs in zip(*(read_rows(runs / name, "client") for name in names), strict=True):
         assert mine["scores"] == pytest.approx(theirs["scores"], rel=1e-6)
         assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
