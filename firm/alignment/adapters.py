@@ -37,13 +37,18 @@ Reference = Callable[[], AbstractContextManager[Any]]
 
 
 def load_adapters(
-    config: PolicyConfig, folders: Sequence[Path], *, check_base: bool = True
+    config: PolicyConfig,
+    folders: Sequence[Path],
+    *,
+    check_base: bool = True,
+    preference: Sequence[float] | None = None,
 ) -> PeftModel:
     """Returns the base model with the adapters of N PEFT folders, in evaluation mode.
 
     Each adapter has the rank and the target modules that its own folder states; `select_adapter`
     chooses one by its place in `folders`. The model is on the accelerator when there is one. With
-    `check_base` an adapter that names another base model is refused.
+    `check_base` an adapter that names another base model is refused. With a preference all are
+    conditioned adapters, which are folded there.
 
     Raises:
         ValueError: There is no such base model, the hub cannot be reached, or a folder holds no
@@ -75,7 +80,7 @@ def load_adapters(
                 f"the adapter in {folder} does not fit {config.path} ({error}): "
                 "use the base model that it was made for."
             ) from error
-        fill_adapter_(policy, folder, config.path, name=name)
+        fill_adapter_(policy, folder, config.path, name=name, preference=preference)
     accelerator = torch.accelerator.current_accelerator()
     device = accelerator if accelerator and torch.accelerator.is_available() else "cpu"
     return policy.to(device).eval()

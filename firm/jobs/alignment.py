@@ -35,8 +35,12 @@ from firm.federation import (
     State,
     failure_alarms,
 )
-from firm.fronts import grid
-from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_config import (
+    AlignmentConfig,
+    client_names,
+    is_front_due,
+    measured_preferences,
+)
 from firm.jobs.alignment_loading import (
     LoadedRun,
     as_calibrations,
@@ -52,7 +56,7 @@ from firm.report.run_front import front_of_run, point_folder, split_at
 from firm.report.tables import Frame, Setting
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
 from firm.run.earlier import translated_figures
-from firm.run.guard import drawn
+from firm.run.guard import drawing, drawn
 from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
@@ -155,8 +159,9 @@ def run_rounds(
             save_folded(policy, run.path / "front" / point_folder(preference), preference)
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
-    if wing.preferences and (front := front_of_run(read_record(run.path))):
-        front.save(run.path / FRONT_NAME)
+    with drawing("The front of the run"):
+        if front := front_of_run(read_record(run.path)):
+            front.save(run.path / FRONT_NAME)
     return Result(run.path, run.path / "adapter", report, base, final)
 
 
@@ -191,7 +196,7 @@ class _LanguageWing(Wing):
         self._loaded, self._cfg, self._progress = loaded, cfg, progress
         self._calibrations = calibrations
         self._base: dict[str, Evaluation] = {}
-        self.preferences = _preferences(cfg)
+        self.preferences = measured_preferences(cfg)
         """At which a conditioned policy is measured."""
 
     def start(self) -> tuple[ServerState, float | None]:
@@ -228,8 +233,7 @@ class _LanguageWing(Wing):
         measured = self._evaluate(after.adapter, prompts, "validation")
         base = self._base["validation"]
         rows.append(measured.row(base, round=after.round, split="validation"))
-        every = self._cfg.evaluation.front_every
-        if every is not None and (after.round % every == 0 or self.is_done(after)):
+        if is_front_due(self._cfg, after.round):
             rows += self._at_preferences(after, "validation")
         return Round(rows, quality=self._quality(measured))
 
@@ -293,15 +297,6 @@ class _LanguageWing(Wing):
         if measured is None or not self._cfg.checkpoints.keep_best:
             return None
         return fmean(values.mean().item() for values in measured.rewards.values())
-
-
-def _preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
-    """Returns where a conditioned policy is measured; nowhere, if there is one trade-off."""
-    if cfg.policy.conditioning.kind == "none":
-        return []
-    asked = cfg.evaluation.preferences
-    rows = grid(4, len(cfg.rewards)) if asked is None else asked
-    return [tuple(share / sum(row) for share in row) for row in rows]
 
 
 def _run_row(

@@ -30,6 +30,7 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
+from firm.fronts import grid
 from firm.run import CheckpointConfig, TrackingConfig
 from reward_models import RewardModelConfig
 
@@ -221,6 +222,21 @@ class AlignmentConfig:
 def client_names(cfg: AlignmentConfig) -> list[str]:
     """Returns the names of all clients, in the order in which their updates are summed."""
     return [f"client_{index}" for index in range(cfg.num_clients)]
+
+
+def measured_preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
+    """Returns where a conditioned policy is measured, scaled to sum 1; nowhere without one."""
+    if cfg.policy.conditioning.kind == "none":
+        return []
+    asked = cfg.evaluation.preferences
+    rows = grid(4, len(cfg.rewards)) if asked is None else asked
+    return [tuple(share / sum(row) for share in row) for row in rows]
+
+
+def is_front_due(cfg: AlignmentConfig, round: int) -> bool:
+    """Returns whether these preferences are measured on the validation prompts after a round."""
+    every = cfg.evaluation.front_every
+    return every is not None and (round % every == 0 or round == cfg.rounds)
 
 
 def _check_participation(cfg: AlignmentConfig) -> None:

@@ -26,6 +26,9 @@ class ChatConfig(SpeakersConfig):
     """A finished run directory; gives adapter, policy, rewards, rollout and seed."""
     adapter: Path | None = None
     """A PEFT folder, or a run directory of which nothing else is read; by default the run's."""
+    preference: list[float] | None = None
+    """Shares of the objectives, in their order, by which a conditioned adapter answers; null: equal
+    shares."""
     show_rewards: bool = True
     """Loads the reward models and shows their scores."""
 
@@ -62,7 +65,7 @@ class Conversation:
         """The adapter that speaks."""
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
-        self._speakers = Speakers(cfg, [self.folder], rewards)
+        self._speakers = Speakers(cfg, [self.folder], rewards, preference=cfg.preference)
         self._calibrations = {}
         if cfg.run:
             self._calibrations = frozen_calibrations(rewards, checked_record(cfg.run))

@@ -56,6 +56,7 @@ class Speakers:
         cfg: The base model and how it is sampled.
         folders: The adapters.
         rewards: What replies are scored by.
+        preference: Where the adapters, which are then conditioned ones, are folded.
 
     Raises:
         UserError: Model, adapters or reward models cannot be loaded.
@@ -66,11 +67,15 @@ class Speakers:
         cfg: SpeakersConfig,
         folders: Sequence[Path],
         rewards: Mapping[str, RewardModelConfig],
+        *,
+        preference: Sequence[float] | None = None,
     ) -> None:
         transformers.utils.logging.disable_progress_bar()
         if cfg.num_threads is not None:
             torch.set_num_threads(cfg.num_threads)
-        self._policy = load_adapters(cfg.policy, folders, check_base=cfg.check_base)
+        self._policy = load_adapters(
+            cfg.policy, folders, check_base=cfg.check_base, preference=preference
+        )
         self.tokenizer = load_tokenizer(cfg.policy)
         check_vocabulary(self._policy, self.tokenizer, cfg.policy.path)
         self.reward_fns = {name: load_reward_model(own, name) for name, own in rewards.items()}

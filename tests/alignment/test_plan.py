@@ -402,6 +402,18 @@ def test_work_is_counted_by_hand():
     assert work.scored_replies == 2 * (96 + 32) + 3 * 48
 
 
+def test_the_front_of_a_conditioned_run_is_counted_with_its_uploads():
+    options = (
+        "--rounds", 6, "--policy.conditioning.kind", "preference", "--strategy.name", "fedavg",
+        "--estimator.name", "critic_free", "--estimator.num_replies", 2,
+    )  # fmt: skip
+    plain = plan_without_memory(config(*options, "--policy.conditioning.kind", "none"))
+    plan = plan_without_memory(config(*options))
+    # five preferences: 8 test prompts each, and 8 validation prompts after rounds 4 and 6
+    assert plan.work.evaluation_replies == plain.work.evaluation_replies + 5 * (8 + 2 * 8)
+    assert plan.policy.num_trainable == plain.policy.num_trainable * 3 / 2  # A, B and B_1, square
+
+
 def test_every_process_has_its_clients_and_a_reward_its_own_device(shallow):
     path = ("--policy.path", shallow)
     plan = plan_of(config(*path, "--rewards.harmless.device", "cuda:1", file="miniature"), 2)

@@ -1,17 +1,24 @@
 """Runs whose policy is conditioned on the preference: resumed, in every engine, and refused."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
+from firm.jobs.chat import ChatConfig, Conversation
+from firm.jobs.finished_runs import parse_over_run
 from firm.report.run_front import split_at
 from firm.run import UserError
 from tests import smoke
 from tests.runs import read_adapter, read_rows
 
+POLICY = "firm/miniature/checkpoints/policy"
 FRONT = (
     *("--estimator.name", "critic_free", "--estimator.num_replies", 2),
     *("--policy.conditioning.kind", "preference", "--strategy.name", "fedavg"),
@@ -85,6 +92,23 @@ def test_a_point_measures_what_its_folded_adapter_does(trained, tmp_path):
     _, row = read_rows(folded, "evaluation", split="test")
     assert row["scores"] == expected["scores"]  # the same replies
     assert row["kl"] == pytest.approx(expected["kl"], abs=1e-4)
+
+
+def _answer(run, *options):
+    arguments = ["--run", str(run), "--policy.path", str(smoke.ROOT / POLICY), *options]
+    cfg = parse_over_run(ChatConfig, arguments, key="run", description="")
+    return Conversation(replace(cfg, check_base=False)).answer("Where is my ladder?", 0)["aligned"]
+
+
+def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(trained, tmp_path):
+    folded = _answer(trained, "--adapter", str(trained / "front/100_0"))
+    assert _answer(trained, "--preference", "[2, 0]") == folded
+    strong = Path(shutil.copytree(trained, tmp_path / "strong"))
+    slopes = {name: 200 * value for name, value in _slopes(strong).items()}
+    save_file(slopes, strong / "adapter/conditioned.safetensors")
+    answers = {_answer(strong, "--preference", p).text for p in ("[1, 0]", "[0, 1]", "[1, 1]")}
+    assert len(answers) == 3
+    assert _answer(strong).text in answers  # at equal shares
 
 
 def test_the_terminal_shows_the_policy_at_equal_shares(trained, tmp_path, capsys):

@@ -11,7 +11,7 @@ from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.federation import Processes
 from firm.federation.outside import first_line
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_config import AlignmentConfig, is_front_due, measured_preferences
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
 from firm.jobs.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
@@ -131,6 +131,10 @@ def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic, busiest: int
     # the base model and the final one on both sets, every round's on the validation set
     prompts = 2 * evaluation.num_test_prompts
     prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
+    num_fronts = sum(is_front_due(cfg, number) for number in range(1, cfg.rounds + 1))
+    prompts += len(measured_preferences(cfg)) * (
+        evaluation.num_test_prompts + num_fronts * evaluation.num_validation_prompts
+    )
     # all trainings of a client start from one state, so that they have their first batch in common
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     training = cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
