@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
+from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
 from firm.report.run_front import split_at
-from firm.run import UserError
+from firm.run import UserError, parse
 from tests import smoke
 from tests.runs import read_adapter, read_rows
 
@@ -161,6 +162,23 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
 def test_what_cannot_be_conditioned_is_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         smoke.config(*(FRONT[4:] if "ppo" in arguments else FRONT), *arguments)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["miniature_front"],
+        ["miniature_critic_free", "front"],
+        ["hh_tinyllama_critic_free", "front"],
+    ],
+    ids=" ".join,
+)
+def test_shipped_configurations_train_a_front(names):
+    options = [option for name in names for option in ("--config", name)]
+    cfg = parse(AlignmentConfig, options)
+    assert cfg.policy.conditioning.kind == "preference"
+    assert cfg.strategy.name == "fedavg"
+    assert measured_preferences(cfg) == grid(4, 2)
 
 
 def test_an_ordinary_adapter_is_not_folded(tmp_path, trained):
