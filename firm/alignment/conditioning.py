@@ -4,8 +4,8 @@
 folds into an ordinary LoRA adapter of the same rank. Each row of a batch carries a preference of
 its own, by which the layer gates the B_j.
 
-Policies conditioned on a preference are Panacea's (arXiv:2402.02030), through the singular values of
-an adapter, and PARM's (ICML 2025), through a core between its two matrices.
+Policies conditioned on a preference are Panacea's (arXiv:2402.02030), through the singular values
+of an adapter, and PARM's (ICML 2025), through a core between its two matrices.
 """
 
 from collections.abc import Sequence
