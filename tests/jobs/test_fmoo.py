@@ -9,11 +9,12 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+import torch
 
 from firm.cli.fmoo import cli, main
 from firm.federation import ServerState
 from firm.federation.strategies import STRATEGIES
-from firm.fmoo import DataConfig, load_data
+from firm.fmoo import DataConfig, Splits, TaskData, load_data
 from firm.fmoo.data import DATASETS
 from firm.fmoo.metrics import delta_m
 from firm.fmoo.models import MODELS
@@ -129,10 +130,6 @@ def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):
         (["--engine", "stacked"], "lenet, gradients client by client"),
         ([], "lenet, gradients client by client"),
         (
-            ["--model.name", "linear", "--algorithms", "{mean: {strategy: {name: fedavg}}}"],
-            "linear, gradients client by client",
-        ),
-        (
             ["--model.name", "linear", "--algorithms", "{firm: {strategy: {name: firm}}}"],
             "linear, gradients of all clients in one pass",
         ),
@@ -148,6 +145,17 @@ def test_dense_models_train_all_clients_in_one_pass_and_the_log_says_so(
     assert [line for line in printed.splitlines() if "gradients" in line] == [
         f"{name}, seed 0: {told}" for name in cfg.algorithms
     ]
+
+
+@pytest.mark.parametrize(("strategy", "is_joint"), [("fedavg", False), ("firm", True)])
+def test_a_linear_map_under_a_weighted_sum_stays_one_loop_over_arrays(strategy, is_joint):
+    text = f"{{strategy: {{name: {strategy}}}, local: {{lr: 0.1}}}}"
+    options = ("--model.name", "linear", "--partition.kind", "iid")
+    cfg = _config(Path("unused"), *options, mean=text)
+    table = TaskData(torch.randn(40, 3), torch.randn(40, 2), ("a", "b"), ("squared", "squared"))
+    splits = Splits(table, table, table)
+    federation = fmoo_loading.federate(cfg, cfg.algorithms["mean"], splits, 0)
+    assert federation.has_joint_passes == is_joint
 
 
 def test_users_are_measured_on_samples_that_their_clients_keep_from_training(tmp_path):
