@@ -37,6 +37,18 @@ class ConditioningConfig:
     """Whether each prompt has a preference of its own, or all prompts of a local step have one."""
 
 
+def check_estimator(config: ConditioningConfig, name: str, *, replies_per_prompt: int) -> None:
+    """Raises ``ValueError`` where a conditioned policy's replies would not be compared in groups.
+
+    Rewards at different preferences differ by the preference, which no common mean takes off.
+    """
+    if config.kind == "preference" and replies_per_prompt < 2:
+        raise ValueError(
+            "policy.conditioning.kind preference needs an estimator that compares replies at the "
+            f"same preference, such as critic_free, got estimator {name}."
+        )
+
+
 def draw_preferences(config: ConditioningConfig, count: int, corners: torch.Tensor) -> torch.Tensor:
     """Returns preferences between some corners, shape [count, M], by the global generator.
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment.conditioning import ConditioningConfig
+from firm.alignment.conditioning import ConditioningConfig, check_estimator
 from firm.alignment.estimators import (
     EstimatorConfig,
     Experience,
@@ -92,6 +92,9 @@ class MultiObjectiveTrainer:
         self.config = config
         self.team = team
         self.conditioning = conditioning or ConditioningConfig()
+        check_estimator(
+            self.conditioning, config.name, replies_per_prompt=config.replies_per_prompt
+        )
         self.rollout_config = rollout_config
         self.num_rounds = num_rounds
         self.prompt_format = prompt_format or PromptFormat()

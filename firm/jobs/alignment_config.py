@@ -16,6 +16,7 @@ from firm.alignment import (
     RolloutConfig,
 )
 from firm.alignment.attacks import AttackConfig
+from firm.alignment.conditioning import check_estimator
 from firm.federation.engines import check_engine
 from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig
@@ -285,11 +286,11 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             if not config.preferences:
                 raise ValueError(f"{key} must hold a preference to draw, got none.")
             _check_preferences(key, config.preferences, cfg)
-    if cfg.estimator.replies_per_prompt < 2:
-        raise ValueError(
-            "policy.conditioning.kind preference needs an estimator that compares replies at the "
-            f"same preference, such as critic_free, got estimator {cfg.estimator.name}."
-        )
+    check_estimator(
+        cfg.policy.conditioning,
+        cfg.estimator.name,
+        replies_per_prompt=cfg.estimator.replies_per_prompt,
+    )
     if cfg.strategy.lora_mean == "products":
         raise ValueError(
             "strategy.lora_mean must be factors with policy.conditioning.kind preference, got "

@@ -314,6 +314,12 @@ def test_a_preference_that_cannot_be_folded_is_refused(make_conditioned, prefere
         fold(adapter, preference)
 
 
+def test_an_estimator_that_compares_no_replies_is_refused(make_trainer, letter_count):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    with pytest.raises(ValueError, match="needs an estimator that compares replies .* got .* ppo"):
+        make_trainer(rewards=rewards, conditioning=PREFERENCE)
+
+
 def test_an_adapter_of_one_trade_off_and_a_single_objective_are_refused(make_policy, tmp_path):
     policy = make_policy()
     save_adapter(policy, tmp_path)
