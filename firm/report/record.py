@@ -159,8 +159,13 @@ def final_figure(key: str) -> Callable[[Record], float | None]:
 
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
-    """Returns the rows of one kind by round, the last one of each round and value of `key`."""
-    latest = {(row["round"], row[key]): row for row in rows if row.get("kind") == kind}
+    """Returns the rows of one kind by round, the last one of each round and value of `key`.
+
+    A run without rounds has two evaluations of round 0, the base model's and, with the change since
+    then, that of what it starts from.
+    """
+    own = [row for row in rows if row.get("kind") == kind]
+    latest = {(row["round"], row[key], "change" in row): row for row in own}
     return sorted(latest.values(), key=lambda row: row["round"])
 
 

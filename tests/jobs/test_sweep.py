@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from firm.cli.sweep import main
 from firm.fronts import Front, grid
 from firm.jobs.sweep import MethodConfig, SweepConfig, prompt_rewards
+from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.runs import read_adapter, read_rows
 
@@ -150,6 +151,15 @@ def test_one_conditioned_training_gives_every_point_of_a_front(tmp_path, monkeyp
         torch.testing.assert_close(first[name], value + slope)
         torch.testing.assert_close(second[name], value - slope / 2)
     assert len(Front.load(out / "front.front.json").points) == 3
+
+
+def test_a_soup_is_judged_beside_the_base_model_and_not_beside_itself(swept):
+    fronts = [Front.load(swept / f"{name}.front.json") for name in ("firm", "soups")]
+    record = read_record(swept / "points/soups-50_50-seed_0")  # without rounds
+    base, final = record.evaluations["test"]
+    assert {name: base["rewards"][name]["mean"] for name in record.objectives} == fronts[0].base
+    assert "change" in final
+    assert final["rewards"] != base["rewards"]
 
 
 def test_points_are_a_group_in_wandb_and_a_run_of_it_shows_the_front(swept):
