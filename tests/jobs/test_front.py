@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from firm.alignment.conditioning import draw_preferences
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
@@ -122,6 +123,21 @@ def test_the_terminal_shows_the_policy_at_equal_shares(trained, tmp_path, capsys
 def test_stacked_clients_end_as_in_turn(trained, tmp_path):
     stacked = smoke.run(*FRONT, "--engine", "stacked", "--out", tmp_path / "run")
     _same(trained, stacked, tolerance=5e-5)  # Adam enlarges what rounding does to small gradients
+
+
+def test_a_group_draws_between_its_own_preferences(tmp_path, monkeypatch):
+    drawn, own = [], draw_preferences
+
+    def noted(*arguments):
+        drawn.append(own(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr("firm.alignment.client.draw_preferences", noted)
+    groups = "{careful: {clients: [1], preferences: [[1, 3]]}}"
+    smoke.run(*FRONT, "--groups", groups, "--rounds", 1, "--out", tmp_path / "run")
+    first, second = (torch.cat(drawn[at : at + 2]) for at in (0, 2))  # two local steps each
+    assert first.std(0).min() > 0.05
+    assert (second == torch.tensor([0.25, 0.75])).all()
 
 
 def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
