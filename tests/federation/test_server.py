@@ -193,6 +193,10 @@ def test_a_round_below_its_quorum_raises_with_every_reason(start):
         accept(_request(start), [], failures, cfg=StrategyConfig())
     assert raised.value.__cause__ is cause
 
+    many = [*failures, *(Failure(name, "KeyError: 1") for name in "defgh")]
+    with pytest.raises(RoundFailed, match=r"no prompts; c, d, e and 3 more: KeyError: 1\)"):
+        accept(_request(start), [], many, cfg=StrategyConfig())
+
     good, cfg = _reply("a", 1.0, [[0.5, 0.5]]), StrategyConfig(quorum=2)
     with pytest.raises(RoundFailed, match=r"^1 client finished round 1, quorum 2 \(b: .*resume"):
         accept(_request(start), [good], failures, cfg=cfg)
