@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firm.alignment.conditioning import draw_preferences
+from firm.alignment.conditioning import draw_preferences, fold
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
+from firm.jobs.serve_point import ServeConfig, serve_point
 from firm.report.run_front import split_at
 from firm.run import UserError, parse
 from tests import smoke
@@ -83,6 +84,21 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
     # every fourth round and the last one are measured on the validation prompts
     rounds = [row["round"] for row in read_rows(trained, "evaluation", split="validation at 1, 0")]
     assert rounds == [2]
+
+
+def test_what_is_merged_between_points_is_the_fold_at_that_preference(trained, tmp_path):
+    serve_point(
+        ServeConfig(
+            front=trained / "front.json",
+            want="brevity=0.6,positivity=0.4",
+            merge=True,
+            out=tmp_path / "merged",
+        )
+    )
+    merged = load_file(tmp_path / "merged/adapter_model.safetensors")
+    expected = fold({**read_adapter(trained), **_slopes(trained)}, [0.6, 0.4])
+    for name, value in merged.items():
+        torch.testing.assert_close(value, expected[name])
 
 
 def test_a_point_measures_what_its_folded_adapter_does(trained, tmp_path):
