@@ -150,9 +150,10 @@ class Workspace:
         if leases is None:
             _LEASES.set(leases := WeakKeyDictionary())
         if self not in leases:
-            is_new = not self._idle
-            of_images = self.data.inputs.ndim == 4
-            replica = Replica(self._model, of_images=of_images) if is_new else self._idle.pop()
+            try:
+                replica = self._idle.pop()
+            except IndexError:  # asked for beforehand, another thread might take the last one
+                replica = Replica(self._model, of_images=self.data.inputs.ndim == 4)
             leases[self] = lease = _Lease(replica)
             weakref.finalize(lease, self._idle.append, replica)
         return leases[self].replica
