@@ -26,7 +26,7 @@ from firm.fronts.front import (
 )
 from firm.fronts.hypervolume import hypervolume
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
-from firm.fronts.preferences import grid
+from firm.fronts.preferences import grid, preference_folder
 from firm.fronts.smoothing import exponential_average, total_variation
 from firm.fronts.uncertainty import bootstrap_hypervolume
 
@@ -51,6 +51,7 @@ __all__ = [
     "neighbours",
     "non_dominated",
     "preference_correlations",
+    "preference_folder",
     "seed_hypervolumes",
     "total_variation",
 ]

@@ -1,5 +1,6 @@
-"""Preferences: which to measure a front at."""
+"""Preferences: which to measure a front at, and what their folders are called."""
 
+from collections.abc import Sequence
 from itertools import product
 
 
@@ -11,3 +12,12 @@ def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
     """
     counts = product(range(resolution, -1, -1), repeat=num_objectives)
     return [tuple(count / resolution for count in row) for row in counts if sum(row) == resolution]
+
+
+def preference_folder(preference: Sequence[float]) -> str:
+    """Returns what the folder of a preference is called: its shares in percent, to four digits.
+
+    >>> preference_folder([0.25, 0.75])
+    '25_75'
+    """
+    return "_".join(f"{100 * share:.4g}" for share in preference)

@@ -35,6 +35,7 @@ from firm.federation import (
     State,
     failure_alarms,
 )
+from firm.fronts import preference_folder
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     client_names,
@@ -52,7 +53,7 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.jobs.model_card import markdown_table, model_card
 from firm.report import read_record, update_report
-from firm.report.run_front import front_of_run, point_folder, split_at
+from firm.report.run_front import front_of_run, split_at
 from firm.report.tables import Frame, Setting
 from firm.run import Progress, Run, Tracker, dated_folder, to_dict
 from firm.run.earlier import translated_figures
@@ -156,7 +157,7 @@ def run_rounds(
         policy = loaded.trainer.policy_model
         save_adapter(policy, run.path / "adapter")
         for preference in wing.preferences:
-            save_folded(policy, run.path / "front" / point_folder(preference), preference)
+            save_folded(policy, run.path / "front" / preference_folder(preference), preference)
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
     with drawing("The front of the run"):

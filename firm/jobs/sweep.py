@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from firm.federation.strategies import StrategyConfig
 from firm.fields import Hint, configuration
-from firm.fronts import Front, grid, seed_hypervolumes
+from firm.fronts import Front, grid, preference_folder, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
@@ -78,8 +78,7 @@ class PointConfig:
     @property
     def name(self) -> str:
         """Its folder: method, preference in percent, seed."""
-        shares = "_".join(f"{100 * share:.4g}" for share in self.preference)
-        return f"{slug(self.method)}-{shares}-seed_{self.seed}"
+        return f"{slug(self.method)}-{preference_folder(self.preference)}-seed_{self.seed}"
 
 
 @dataclass(frozen=True)

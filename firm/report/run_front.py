@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from firm.fronts import Front, Point, collapse_reason, hypervolume
+from firm.fronts import Front, Point, collapse_reason, hypervolume, preference_folder
 from firm.report import formats
 from firm.report.drawing import Series, nonempty, series_panel
 from firm.report.page import Section
@@ -68,13 +68,13 @@ def front_of_run(record: Record) -> Front | None:
         objectives=record.objectives,
         points=tuple(
             point_of(
-                point_folder(row["preference"]),
+                preference_folder(row["preference"]),
                 base,
                 row,
                 record.objectives,
                 preference=tuple(row["preference"]),
                 seed=record.seed or 0,
-                adapter=f"front/{point_folder(row['preference'])}",
+                adapter=f"front/{preference_folder(row['preference'])}",
             )
             for row in rows
         ),
@@ -84,11 +84,6 @@ def front_of_run(record: Record) -> Front | None:
         strategy=record.name,
         num_prompts=base["num_prompts"],
     )
-
-
-def point_folder(preference: Sequence[float]) -> str:
-    """Returns the folder of a preference's adapter: its shares in percent."""
-    return "_".join(f"{100 * share:.4g}" for share in preference)
 
 
 def volume_section(run: Setting) -> Section:
