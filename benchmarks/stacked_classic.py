@@ -54,14 +54,14 @@ def main() -> None:
     for model, batch_size, cfg in CASES:
         data = load_data(DataConfig()).train if model == "lenet" else table()
         for count in CLIENTS:
+            # convolutions too, which a stacked engine would leave to their clients
+            own, workspaces.is_stackable = workspaces.is_stackable, lambda model: True
             rounds = {
                 engine.__name__: round_of(engine, model, data, count, batch_size, cfg)
                 for engine in (StackedEngine, LocalEngine)
             }
-            # convolutions too, as a stacked engine would otherwise leave them to their clients
-            own, workspaces.is_stackable = workspaces.is_stackable, lambda model: True
-            taken = interleaved(rounds, repeats=REPEATS + 1)
             workspaces.is_stackable = own
+            taken = interleaved(rounds, repeats=REPEATS + 1)
             stacked, local = (median(seconds[1:]) for seconds in taken.values())
             figures = (f"{stacked:.3f}", f"{local:.3f}", f"{stacked / local:.2f}")
             rows.append([f"{model}, {cfg.name}, {count} clients, batch {batch_size}", *figures])

@@ -124,7 +124,9 @@ class SupervisedClient(Client):
         known = self._remembered(minibatch)
         if known is None:
             served = list(self.served)
-            losses, own = self._batch_gradients(minibatch, lambda own: own[served], len(served))
+            losses, own = self._batch_gradients(
+                minibatch, lambda losses: losses[served], len(served)
+            )
             rows = torch.zeros(len(self.objectives), own.shape[1])
             rows[served] = own
             known = Gradients(rows, losses)
@@ -139,7 +141,7 @@ class SupervisedClient(Client):
         factors = self.of_served(weights)
         if known := self._remembered(minibatch):
             return self._reported(Gradients(factors[None] @ known.jacobian, known.losses))
-        losses, row = self._batch_gradients(minibatch, lambda own: (factors @ own)[None], 1)
+        losses, row = self._batch_gradients(minibatch, lambda losses: (factors @ losses)[None], 1)
         return self._reported(Gradients(row, losses))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:

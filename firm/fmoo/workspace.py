@@ -101,6 +101,8 @@ class Workspace:
 
     def __init__(self, model: MultiTaskModel, data: TaskData, cfg: LocalConfig) -> None:
         self._model, self.data, self.cfg = copy.deepcopy(model), data, cfg
+        self.is_stackable = is_stackable(model)
+        """Whether clients in lockstep take their gradients in one pass."""
         self._idle: list[Replica] = []
         self.mean, self.std = _statistics(data.inputs)
         for name, module in model.named_modules():
@@ -138,11 +140,6 @@ class Workspace:
     def generator(self) -> torch.Generator:
         """What this thread's model draws dropout from."""
         return self._replica.generator
-
-    @property
-    def is_stackable(self) -> bool:
-        """Whether clients in lockstep take their gradients in one pass."""
-        return is_stackable(self._model)
 
     @property
     def _replica(self) -> Replica:
