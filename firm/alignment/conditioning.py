@@ -154,7 +154,8 @@ def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
         preference: Shares of the M objectives, not negative; scaled to sum 1.
 
     Raises:
-        ValueError: The preference is no such vector, or has not one share per objective.
+        ValueError: The preference is no such vector, or has not one share per objective, or a layer
+            lacks some of its matrices.
     """
     shares = torch.tensor(preference, dtype=torch.float64)
     if shares.ndim != 1 or not bool((shares >= 0).all() and 0 < shares.sum() < float("inf")):
@@ -175,6 +176,12 @@ def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
         total = values.double()
         if "lora_B" in name:
             for index, weight in enumerate(weights, start=1):
-                total = total + weight * adapter[name.replace("lora_B", f"lora_B{index}")].double()
+                gated = adapter.get(name.replace("lora_B", f"lora_B{index}"))
+                if gated is None or gated.shape != values.shape:
+                    raise ValueError(
+                        f"{name} has no B_{index} of its shape {list(values.shape)}: give the "
+                        "conditioned adapter as it was saved."
+                    )
+                total = total + weight * gated.double()
         folded[name] = total.to(values.dtype)
     return folded

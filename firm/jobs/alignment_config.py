@@ -280,6 +280,12 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             "policy.conditioning.kind must be none with a single objective, got preference."
         )
     _check_preferences("evaluation.preferences", preferences or [], cfg)
+    shown = [tuple(f"{share:.3g}" for share in row) for row in measured_preferences(cfg)]
+    if len(set(shown)) < len(shown):
+        raise ValueError(
+            "evaluation.preferences must differ in three digits of their shares, which name their "
+            f"figures, got {preferences}."
+        )
     for group, config in cfg.groups.items():
         if config.preferences is not None:
             key = f"groups.{group}.preferences"

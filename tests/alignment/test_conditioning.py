@@ -314,6 +314,18 @@ def test_a_preference_that_cannot_be_folded_is_refused(make_conditioned, prefere
         fold(adapter, preference)
 
 
+@pytest.mark.parametrize("change", ["missing", "short"])
+def test_a_conditioned_adapter_without_a_layer_s_matrix_is_refused(make_conditioned, change):
+    adapter = copy_adapter(adapter_parameters(make_conditioned(2)))
+    name = next(name for name in adapter if "lora_B1" in name)
+    if change == "missing":
+        del adapter[name]
+    else:
+        adapter[name] = adapter[name][:1]
+    with pytest.raises(ValueError, match="has no B_1 of its shape"):
+        fold(adapter, [1, 1])
+
+
 def test_an_estimator_that_compares_no_replies_is_refused(make_trainer, letter_count):
     rewards = {letter: letter_count(letter) for letter in "ab"}
     with pytest.raises(ValueError, match="compares replies at the same preference"):

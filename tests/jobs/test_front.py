@@ -178,6 +178,7 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
         (["--start_preference", "[1, 1]"], "start_preference needs a start to be folded"),
         (["--policy.conditioning.corner_share", 2], "policy.conditioning.corner_share"),
         (["--evaluation.preferences", "[[1]]"], "must have a share for each of brevity"),
+        (["--evaluation.preferences", "[[1, 1], [2, 2]]"], "must differ in three digits"),
         (["--evaluation.preferences", "[[0, 0]]"], "not negative and not all zero"),
         (
             ["--evaluation.preferences", "[[1, 1]]", "--policy.conditioning.kind", "none"],
