@@ -12,9 +12,12 @@ def main(cfg: ServeConfig) -> Path:
     """Prints which model answers the wish; returns the adapter's folder."""
     served = serve_point(cfg)
     print(f"wanted    {served.in_words(served.want)}")
+    if served.front.is_conditioned:
+        print(f"reached   at the preference {served.in_words(served.preference)}")
     for point, share in served.parts:
         part = f", share {share:.3f}" if cfg.merge else ""
-        print(f"model     {point.name}, trained for {served.in_words(point.preference)}{part}")
+        preference = served.in_words(point.preference)
+        print(f"model     {point.name}, {served.made} {preference}{part}")
     print_table(
         "\nReward in [0, 1], mean ± standard error over prompts",
         ["", "base", "expected"],

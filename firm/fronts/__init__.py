@@ -3,9 +3,9 @@
 Several models are trained for several preferences and seeds; what each earns in M objectives is a
 point [M], and more is better. `dominance` and `hypervolume` judge points, `front` is the record
 that is written and compared, `uncertainty` and `correlation` say how far to trust it, `collapse`
-names the models that speak no more, `nearest` finds the models for a wanted preference, and
-`smoothing` prepares curves of a training. The FIRM paper draws such points; the figures on them
-are not in it.
+names the models that speak no more, `nearest` finds the models for a wanted preference, `reach` the
+preference for a wanted point of a conditioned model's front, and `smoothing` prepares curves of a
+training. The FIRM paper draws such points; the figures on them are not in it.
 """
 
 from firm.fronts.collapse import collapse_reason
@@ -27,6 +27,7 @@ from firm.fronts.front import (
 from firm.fronts.hypervolume import hypervolume
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
 from firm.fronts.preferences import grid, preference_folder
+from firm.fronts.reach import reaching, widest_gap
 from firm.fronts.smoothing import exponential_average, total_variation
 from firm.fronts.uncertainty import bootstrap_hypervolume
 
@@ -52,6 +53,8 @@ __all__ = [
     "non_dominated",
     "preference_correlations",
     "preference_folder",
+    "reaching",
     "seed_hypervolumes",
     "total_variation",
+    "widest_gap",
 ]

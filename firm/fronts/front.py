@@ -66,6 +66,9 @@ class Front:
     """What trained the models."""
     num_prompts: int
     """Test prompts behind every reward."""
+    is_conditioned: bool = False
+    """Whether the points of a seed are one conditioned adapter at several preferences, so that the
+    mean of two of them is that adapter at the preference in between."""
 
     def __post_init__(self) -> None:
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
@@ -182,7 +185,7 @@ class Front:
         Raises:
             ValueError: The file holds no front; the message says where.
         """
-        return read_record(path, cls, version=_FORMAT)
+        return read_record(path, cls, version=_FORMAT, added={"is_conditioned": False})
 
 
 def _check_shown(what: str, text: str) -> None:

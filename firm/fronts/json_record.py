@@ -4,6 +4,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -34,11 +35,19 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
         raise
 
 
-def read_record(path: str | Path, kind: type[RecordT], *, version: int) -> RecordT:
+def read_record(
+    path: str | Path, kind: type[RecordT], *, version: int, added: Mapping[str, Any] | None = None
+) -> RecordT:
     """Returns the dataclass in a file that `write_record` wrote.
 
-    Every field must be there and no other, each of its type: str, int, float, Any, `X | None`,
-    `tuple[X, ...]`, `dict[str, X]` or a dataclass of such.
+    Every field must be there and no other, each of its type: str, int, float, bool, Any,
+    `X | None`, `tuple[X, ...]`, `dict[str, X]` or a dataclass of such.
+
+    Args:
+        path: The file.
+        kind: What it holds.
+        version: Its format.
+        added: Fields that older files of this format lack, and their values there.
 
     Raises:
         ValueError: The file is malformed, or the record refuses its values; one line says where.
@@ -47,7 +56,7 @@ def read_record(path: str | Path, kind: type[RecordT], *, version: int) -> Recor
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.pop("format", None) != version:
             raise ValueError(f'it must be an object with "format": {version}')
-        return _parse(kind, content, "")
+        return _parse(kind, {**(added or {}), **content}, "")
     # no JSON and no UTF-8 are ValueErrors too
     except (ValueError, OverflowError, RecursionError) as error:
         what = kind.__name__.lower()
@@ -98,11 +107,17 @@ def _joined(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
+_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    bool: "true or false",
+}
 
 
 def _of_type(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         text = json.dumps(value)
         shown = text if len(text) <= 40 else f"{text[:40]} and so on"
         raise ValueError(f"{where} must be {_NAMES.get(kind, 'a number')}, got {shown}")

@@ -25,7 +25,7 @@ def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> 
         ValueError: The wanted preference is no preference, or no model with one is left.
     """
     target = _as_want(front, want)
-    candidates = _with_preference(front) if any_point else _sound(front)
+    candidates = _with_preference(front) if any_point else sound(front)
     if not candidates.points:
         raise ValueError(
             f"none of {len(front.points)} models has a preference"
@@ -56,7 +56,7 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
     mixtures = [
         mixture
         for seed in sorted({point.seed for point in front.points})
-        for mixture in _mixtures(_sound(front.of_seed(seed)), target)
+        for mixture in _mixtures(sound(front.of_seed(seed)), target)
     ]
     if not mixtures:
         return [(nearest(front, want), 1.0)]
@@ -99,7 +99,7 @@ def _with_preference(front: Front) -> Front:
     return replace(front, points=tuple(p for p in front.points if p.preference is not None))
 
 
-def _sound(front: Front) -> Front:
+def sound(front: Front) -> Front:
     """Returns the models with a preference, neither collapsed nor dominated by one that is not."""
     speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not speaking.points:

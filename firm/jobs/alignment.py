@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import save_file
@@ -35,7 +36,7 @@ from firm.federation import (
     State,
     failure_alarms,
 )
-from firm.fronts import preference_folder
+from firm.fronts import preference_folder, widest_gap
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     client_names,
@@ -255,7 +256,7 @@ class _LanguageWing(Wing):
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
         self.book.log(final.row(base, round=state.round, split="test"))
-        for row in self._at_preferences(state, "test"):
+        for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(final, state)
         save_file(final.by_prompt(), self.book.run.path / SCORES_NAME)
@@ -263,12 +264,28 @@ class _LanguageWing(Wing):
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
         """Returns what a conditioned policy is worth at each of the preferences."""
+        return [self._at_preference(state, split, preference) for preference in self.preferences]
+
+    def _at_preference(self, state: ServerState, split: str, preference: Sequence[float]) -> Row:
         prompts, base = getattr(self._loaded, split), self._base[split]
-        rows = []
-        for preference in self.preferences:
-            measured = self._evaluate(state.adapter, prompts, split, preference)
-            row = measured.row(base, round=state.round, split=split_at(split, preference))
-            rows.append({**row, "preference": list(preference)})
+        measured = self._evaluate(state.adapter, prompts, split, preference)
+        row = measured.row(base, round=state.round, split=split_at(split, preference))
+        return {**row, "preference": list(preference)}
+
+    def _final_front(self, state: ServerState) -> list[Row]:
+        """Returns the rows on the test prompts, and those in the widest gaps between them.
+
+        There are fewer of those where a gap is too narrow for a name of its own. `preferences` has
+        them all then.
+        """
+        rows = self._at_preferences(state, "test")
+        for _ in range(self._cfg.evaluation.num_refined):
+            rewards = [[row["rewards"][name]["mean"] for name in self._cfg.rewards] for row in rows]
+            gap = widest_gap(np.array(self.preferences), np.array(rewards))
+            if split_at("test", gap) in {row["split"] for row in rows}:
+                break
+            rows.append(self._at_preference(state, "test", gap))
+            self.preferences.append(gap)
         return rows
 
     def _evaluate(

@@ -101,6 +101,9 @@ class EvaluationConfig:
     preferences: list[list[float]] | None = None
     """Preferences at which a conditioned policy is measured, and folded when the run ends; null
     takes all vectors of multiples of 1/4, and none are measured with []."""
+    num_refined: NonNegativeInt = 0
+    """Further preferences at which the final front is measured and folded, one after the other,
+    each in the middle of its widest gap: evenly spaced in rewards (SURF, arXiv:2605.20619)."""
     front_every: Annotated[PositiveInt | None, Hint("null waits for the end")] = 4
     """Rounds between measurements of a conditioned policy at its preferences on the validation
     prompts."""
@@ -268,7 +271,9 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         own = {
             f"groups.{name}.preferences": group.preferences for name, group in cfg.groups.items()
         }
-        for key, asked in {"evaluation.preferences": preferences, **own}.items():
+        refined = cfg.evaluation.num_refined
+        wishes = {"evaluation.preferences": preferences, "evaluation.num_refined": refined, **own}
+        for key, asked in wishes.items():
             if asked:
                 raise ValueError(
                     f"{key} needs policy.conditioning.kind preference, got {asked} for a policy of "
@@ -285,6 +290,11 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         raise ValueError(
             "evaluation.preferences must differ in three digits of their shares, which name their "
             f"figures, got {preferences}."
+        )
+    if cfg.evaluation.num_refined and len(shown) < 2:
+        raise ValueError(
+            f"evaluation.num_refined must be 0 with {len(shown)} evaluation.preferences, got "
+            f"{cfg.evaluation.num_refined}: a gap is between two."
         )
     for group, config in cfg.groups.items():
         if config.preferences is not None:

@@ -1,4 +1,4 @@
-"""Picks or merges a model for a wanted trade-off, from the front that a sweep left."""
+"""Picks or merges a model for a wanted trade-off, from the front that a sweep or a run left."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
-from firm.fronts import Expectation, Front, Point, expected_rewards, nearest, neighbours
+from firm.fronts import Expectation, Front, Point, expected_rewards, nearest, neighbours, reaching
 from firm.jobs.model_card import markdown_table, model_card
 from firm.run import UserError, dated_folder
 from firm.run.files import whole_folder
@@ -28,12 +28,16 @@ class ServeConfig:
     """One wish."""
 
     front: Path
-    """A METHOD.front.json of a sweep; the adapters' folders lie beside it."""
+    """A METHOD.front.json of a sweep, or the front.json of a conditioned run; the adapters' folders
+    lie beside it."""
     want: str
-    """The wanted preference, as name=share of every objective with commas between; scaled to sum
-    1."""
+    """The wanted trade-off, as name=share of every objective with commas between; scaled to sum 1.
+    Of models that were trained one by one it is the preference that they were trained for. On the
+    front of a conditioned adapter it is what is gained: of each objective's range on the front, in
+    these shares to each other; the preference that reaches it is looked up."""
     merge: bool = False
-    """Merge the adapters around the wish, instead of naming the nearest one."""
+    """Merge the adapters around the wish, instead of naming the nearest one. Of a conditioned
+    adapter that is its fold at the preference itself."""
     out: Path | None = None
     """Folder of the merged adapter, which must not exist; by default runs/merged-TIME."""
 
@@ -51,13 +55,17 @@ class ServedPoint:
 
     front: Front
     want: list[float]
-    """The wanted preference."""
+    """The wanted trade-off."""
+    preference: list[float]
+    """What answers it: the wish itself, or the preference at which a conditioned adapter does."""
     parts: list[tuple[Point, float]]
     """Models and their shares in the answer; a single one where nothing was merged."""
     folders: list[Path]
     """Adapters of the parts."""
     merged: Path | None
     """The adapter that was written, None where nothing was to be merged."""
+    run: Path | None
+    """The conditioned run that the front is of; None for a sweep's."""
 
     @property
     def adapter(self) -> Path:
@@ -88,10 +96,19 @@ class ServedPoint:
                 "earn what lies between."
             )
         trained = _scaled(self.parts[0][0].preference)
-        pairs = zip(_scaled(self.want), trained, strict=True)
-        is_exact = all(math.isclose(wanted, given, abs_tol=1e-6) for wanted, given in pairs)
-        nearby = "" if is_exact else " It was trained for another preference, the nearest there is."
+        pairs = zip(_scaled(self.preference), trained, strict=True)
+        if all(math.isclose(wanted, given, abs_tol=1e-6) for wanted, given in pairs):
+            nearby = ""
+        elif self.front.is_conditioned:
+            nearby = " It is the nearest preference that was measured; --merge folds at the wanted."
+        else:
+            nearby = " It was trained for another preference, the nearest there is."
         return f"Measured on {prompts} at the end of its run.{nearby}"
+
+    @property
+    def made(self) -> str:
+        """Returns what the models have to do with their preferences."""
+        return "measured at" if self.front.is_conditioned else "trained for"
 
     def in_words(self, preference: Sequence[float] | None) -> str:
         """Returns a preference with its objectives' names, scaled to sum 1."""
@@ -103,6 +120,11 @@ class ServedPoint:
 
         There is none that measures where the runs of the adapters are gone.
         """
+        if self.run is not None:
+            chosen = ["--adapter", str(self.merged)] if self.merged else []
+            preference = json.dumps([round(share, 6) for share in self.preference])
+            asked = chosen or ["--preference", preference]
+            return {"chat": ["firm", "chat", "--run", str(self.run), *asked]}
         runs = [folder.parent for folder in self.folders]
         if not all((run / "run.json").is_file() for run in runs):
             base = _read_settings(self.folders[0])["base_model_name_or_path"]
@@ -125,15 +147,23 @@ def serve_point(cfg: ServeConfig) -> ServedPoint:
     """
     front = load_front(cfg.front)
     want = parse_want(cfg.want, front.objectives)
-    parts = neighbours(front, want) if cfg.merge else [(nearest(front, want), 1.0)]
+    preference, candidates = want, front
+    if front.is_conditioned:
+        around = reaching(front, want)
+        shares = [[share * x for x in _scaled(point.preference)] for point, share in around]
+        preference = [sum(column) for column in zip(*shares, strict=True)]
+        candidates = front.of_seed(around[0][0].seed)
+    else:
+        around = neighbours(front, want) if cfg.merge else []
+    parts = around if cfg.merge else [(nearest(candidates, preference), 1.0)]
     folders = [cfg.front.parent / point.adapter for point, _ in parts]
     for (point, _), folder in zip(parts, folders, strict=True):
         check_there(point, folder, cfg.front.parent)
-    if not cfg.merge:
-        return ServedPoint(front, want, parts, folders, None)
-    out = cfg.out or dated_folder("merged")
-    served = ServedPoint(front, want, parts, folders, out)
-    write_merged(out, folders, [share for _, share in parts], merged_card(served))
+    out = (cfg.out or dated_folder("merged")) if cfg.merge else None
+    run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
+    served = ServedPoint(front, want, preference, parts, folders, out, run)
+    if out is not None:
+        write_merged(out, folders, [share for _, share in parts], merged_card(served))
     return served
 
 
@@ -291,10 +321,19 @@ def merged_card(served: ServedPoint) -> ModelCard:
         for point, share in served.parts
     ]
     front, seed = served.front, served.parts[0][0].seed
-    text = f"""A LoRA adapter: the mean of {len(parts)} adapters that {front.strategy} trained
-from the same start (seed {seed}) for other preferences.
+    if front.is_conditioned:
+        origin = (
+            f"the fold at the preference {served.in_words(served.preference)} of the\n"
+            f"conditioned adapter of {front.strategy} (seed {seed}), as the mean of others."
+        )
+    else:
+        origin = (
+            f"the mean of {len(parts)} adapters that {front.strategy} trained\n"
+            f"from the same start (seed {seed}) for other preferences."
+        )
+    text = f"""A LoRA adapter: {origin}
 
-{markdown_table(["adapter", "trained for", "share"], parts)}
+{markdown_table(["adapter", served.made, "share"], parts)}
 
 ## Expected reward
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -116,7 +116,13 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
     folder = run_points(cfg, out, points, sweep_configs(cfg, out), free_keys=["reference"])
     if folder is None:
         return None
-    fronts = {method: front_of(folder, method, objectives, cfg.reference) for method in cfg.methods}
+    fronts = {
+        method: replace(
+            front_of(folder, method, objectives, cfg.reference),
+            is_conditioned=config.kind == "front",
+        )
+        for method, config in cfg.methods.items()
+    }
     _check_reference(fronts)
     for method, front in fronts.items():
         front.save(out / f"{slug(method)}.front.json")

@@ -83,6 +83,7 @@ def front_of_run(record: Record) -> Front | None:
         base={name: base["rewards"][name]["mean"] for name in record.objectives},
         strategy=record.name,
         num_prompts=base["num_prompts"],
+        is_conditioned=True,
     )
 
 
@@ -107,10 +108,13 @@ def volume_section(run: Setting) -> Section:
 
 
 def _rows(record: Record, split: str) -> Mapping[int, list[Row]]:
-    """Returns the rows at preferences by round, in the order of the preferences."""
+    """Returns the rows at preferences by round, the first objective's share falling."""
     by_round: dict[int, list[Row]] = {}
     for name, rows in record.evaluations.items():
         if name.startswith(f"{split} at "):
             for row in rows:
                 by_round.setdefault(row["round"], []).append(row)
-    return dict(sorted(by_round.items()))
+    return {
+        number: sorted(by_round[number], key=lambda row: row["preference"], reverse=True)
+        for number in sorted(by_round)
+    }

@@ -411,6 +411,8 @@ def test_the_front_of_a_conditioned_run_is_counted_with_its_uploads():
     plan = plan_without_memory(config(*options))
     # five preferences: 8 test prompts each, and 8 validation prompts after rounds 4 and 6
     assert plan.work.evaluation_replies == plain.work.evaluation_replies + 5 * (8 + 2 * 8)
+    refined = plan_without_memory(config(*options, "--evaluation.num_refined", 3))
+    assert refined.work.evaluation_replies == plan.work.evaluation_replies + 3 * 8
     assert plan.policy.num_trainable == plain.policy.num_trainable * 3 / 2  # A, B and B_1, square
 
 

@@ -1,5 +1,6 @@
 """Runs whose policy is conditioned on the preference: resumed, in every engine, and refused."""
 
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from firm.alignment.conditioning import draw_preferences, fold
+from firm.cli.serve_point import main
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
-from firm.jobs.serve_point import ServeConfig, serve_point
+from firm.jobs.serve_point import ServeConfig
 from firm.report.run_front import split_at
 from firm.run import UserError, parse
 from tests import smoke
@@ -86,19 +88,78 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
     assert rounds == [2]
 
 
-def test_what_is_merged_between_points_is_the_fold_at_that_preference(trained, tmp_path):
-    serve_point(
-        ServeConfig(
-            front=trained / "front.json",
-            want="brevity=0.6,positivity=0.4",
-            merge=True,
-            out=tmp_path / "merged",
-        )
-    )
+@pytest.fixture
+def bent(trained, tmp_path):
+    """The same run with rewards that make wishes differ from preferences, all of them sound."""
+    place = Path(shutil.copytree(trained, tmp_path / "bent"))
+    front = Front.load(place / "front.json")
+    points = []
+    for point in front.points:
+        first, _ = point.preference or ()
+        rewards = dict(zip(front.objectives, (first**2, 1 - first**2), strict=True))
+        points.append(replace(point, rewards=rewards, collapse=None))
+    replace(front, points=tuple(points)).save(place / "front.json")
+    return place
+
+
+def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, capsys):
+    options = ["--front", str(bent / "front.json"), "--want", "brevity=0.4,positivity=0.6"]
+    main(parse(ServeConfig, [*options, "--merge", "--out", str(tmp_path / "merged")]))
+    # 0.4 of the way between 0.5² and 0.75² in rewards
+    share = 0.5 + 0.25 * (0.4 - 0.25) / (0.5625 - 0.25)
     merged = load_file(tmp_path / "merged/adapter_model.safetensors")
-    expected = fold({**read_adapter(trained), **_slopes(trained)}, [0.6, 0.4])
+    expected = fold({**read_adapter(bent), **_slopes(bent)}, [share, 1 - share])
     for name, value in merged.items():
         torch.testing.assert_close(value, expected[name])
+    printed = capsys.readouterr().out
+    shown = f"brevity {share:.3f}, positivity {1 - share:.3f}"
+    assert f"reached   at the preference {shown}" in printed
+    assert "0.400 ± " in printed
+    assert f"--adapter {tmp_path / 'merged'}" in printed
+    assert f"the fold at the preference {shown}" in (tmp_path / "merged/README.md").read_text()
+
+    assert main(parse(ServeConfig, options)) == bent / "front/50_50"
+    printed = capsys.readouterr().out
+    assert "50_50, measured at brevity 0.500, positivity 0.500" in printed
+    assert "the nearest preference that was measured" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("chat")]
+    program, command, *arguments = shlex.split(line.removeprefix("chat"))
+    assert (program, command) == ("firm", "chat")
+    cfg = parse_over_run(ChatConfig, arguments, key="run", description="")
+    assert cfg.run == bent
+    assert cfg.preference == pytest.approx([share, 1 - share], abs=1e-6)
+
+
+def test_the_widest_gaps_of_the_final_front_are_measured_too(tmp_path):
+    options = (*FRONT, "--evaluation.preferences", "[[1, 0], [0, 1]]")
+    run = smoke.run(*options, "--evaluation.num_refined", 3, "--out", tmp_path / "run")
+    front = Front.load(run / "front.json")
+    names = [point.name for point in front.points]
+    assert len(names) == 5
+    assert names[0] == "100_0"
+    assert "50_50" in names
+    assert sorted(point.preference for point in front.points)[::-1] == [
+        point.preference for point in front.points
+    ]
+    for point in front.points:
+        assert (run / point.adapter / "adapter_model.safetensors").is_file()
+    rounds = read_rows(run, "evaluation", split=split_at("validation", [0.5, 0.5]))
+    assert rounds == []  # the rounds are measured where all have the same preferences
+    page = (run / "report.html").read_text()
+    assert all(f">{name}</" in page for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((*FRONT, "--evaluation.preferences", "[[1, 0]]"), "a gap is between two"),
+        ((), "evaluation.num_refined needs policy.conditioning.kind preference, got 2"),
+    ],
+)
+def test_gaps_of_no_front_are_refused(options, reason, tmp_path):
+    with pytest.raises(UserError, match=reason):
+        smoke.run(*options, "--evaluation.num_refined", 2, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_point_measures_what_its_folded_adapter_does(trained, tmp_path):

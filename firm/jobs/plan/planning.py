@@ -132,9 +132,9 @@ def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic, busiest: int
     prompts = 2 * evaluation.num_test_prompts
     prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
     num_fronts = sum(is_front_due(cfg, number) for number in range(1, cfg.rounds + 1))
-    prompts += len(measured_preferences(cfg)) * (
-        evaluation.num_test_prompts + num_fronts * evaluation.num_validation_prompts
-    )
+    num_measured = len(measured_preferences(cfg))
+    prompts += num_measured * num_fronts * evaluation.num_validation_prompts
+    prompts += (num_measured + evaluation.num_refined) * evaluation.num_test_prompts
     # all trainings of a client start from one state, so that they have their first batch in common
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     training = cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
