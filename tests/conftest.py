@@ -23,6 +23,7 @@ import torch
 from hypothesis import settings
 
 from firm.federation.strategies import STRATEGIES
+from tests.browser import page  # noqa: F401  # a fixture
 from tests.plugins import plugins_forgotten
 
 settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure

@@ -9,6 +9,11 @@ from firm.run import parse
 
 ROOT = Path(__file__).parents[1]
 SMOKE = ROOT / "configs/smoke.yaml"
+FRONT = (
+    *("--estimator.name", "critic_free", "--estimator.num_replies", 2),
+    *("--policy.conditioning.kind", "preference", "--strategy.name", "fedavg"),
+)
+"""Options of a run whose policy is conditioned on the preference."""
 
 
 def config(*arguments: object) -> AlignmentConfig:

@@ -8,6 +8,7 @@ be; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is what the federa
 from firm.alignment.adapters import (
     fill_adapter_,
     load_adapters,
+    refold_adapter_,
     save_adapter,
     save_folded,
     select_adapter,
@@ -77,6 +78,7 @@ __all__ = [
     "load_tokenizer",
     "logprobs_from",
     "mismatch_alarm",
+    "refold_adapter_",
     "sample_replies",
     "save_adapter",
     "save_folded",

@@ -214,6 +214,24 @@ def fill_adapter_(
     set_peft_model_state_dict(policy, adapter, adapter_name=name, low_cpu_mem_usage=has_no_memory)
 
 
+def refold_adapter_(
+    policy: PeftModel, index: int, folder: Path, base: str, preference: Sequence[float]
+) -> None:
+    """Folds a conditioned adapter that `load_adapters` loaded at another preference.
+
+    Args:
+        policy: The model.
+        index: Which of its adapters.
+        folder: Where that came from.
+        base: What messages call the base model.
+        preference: Shares of the M objectives.
+
+    Raises:
+        ValueError: The folder holds no conditioned adapter, or has other objectives.
+    """
+    fill_adapter_(policy, folder, base, name=_slot_name(index), preference=preference)
+
+
 def _slot_name(index: int) -> str:
     """Returns a name that is part of no other in the model: peft looks for it anywhere in them."""
     return f"adapter_{index:04d}"

@@ -13,6 +13,7 @@ COMMANDS = {
     "sweep": ("sweep", "Runs a training for every preference, and draws the front."),
     "evaluate": ("evaluate", "Compares adapters with their base model on held-out prompts."),
     "chat": ("chat", "Lets the base and the aligned model answer side by side."),
+    "explore": ("explore", "Opens a page with a slider for each objective of a conditioned run."),
     "serve-point": ("serve_point", "Picks or merges a model for a wanted trade-off."),
     "network": ("network", "Runs across sites over a network: kits, server, sites, runs."),
     "fmoo": ("fmoo", "Compares the classic algorithms on images, tables and text."),

@@ -27,7 +27,7 @@ from firm.fronts.front import (
 from firm.fronts.hypervolume import hypervolume
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
 from firm.fronts.preferences import grid, preference_folder
-from firm.fronts.reach import reaching, widest_gap
+from firm.fronts.reach import mean_preference, reaching, widest_gap
 from firm.fronts.smoothing import exponential_average, total_variation
 from firm.fronts.uncertainty import bootstrap_hypervolume
 
@@ -47,6 +47,7 @@ __all__ = [
     "grid",
     "hypervolume",
     "mean_front",
+    "mean_preference",
     "monotone_violations",
     "nearest",
     "neighbours",

@@ -62,6 +62,17 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
     return min(found, key=lambda entry: entry[:2])[2]
 
 
+def mean_preference(parts: Sequence[tuple[Point, float]]) -> list[float]:
+    """Returns the mean of some models' preferences by their shares, of sum 1, shape [M]."""
+    rows = [[share * entry for entry in _scaled(point)] for point, share in parts]
+    return [float(sum(column)) for column in zip(*rows, strict=True)]
+
+
+def _scaled(point: Point) -> list[float]:
+    preference = point.preference or ()
+    return [entry / sum(preference) for entry in preference]
+
+
 def widest_gap(preferences: np.ndarray, rewards: np.ndarray) -> tuple[float, ...]:
     """Returns the preference in the middle of the longest step between neighbours on a front.
 

@@ -1,6 +1,6 @@
 """Talks to the base and the aligned model side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,15 +82,31 @@ class Conversation:
             line: What the person says.
             turn: Its number; the noise of both sides follows from it and the seed.
         """
-        answers = {}
-        for side in SIDES:
-            self._dialogues[side] += f"{HUMAN} {line}{ASSISTANT}"
-            answers[side] = self._reply(side, turn)
-            self._dialogues[side] += f" {answers[side].text}"
+        answers, self._dialogues = self.continued(self._dialogues, line, turn)
         return answers
 
-    def _reply(self, side: str, turn: int) -> Answer:
-        dialogue = self._dialogues[side]
+    def continued(
+        self, dialogues: Mapping[str, str], line: str, turn: int
+    ) -> tuple[dict[str, Answer], dict[str, str]]:
+        """Returns each side's reply to a line, and the dialogues with it.
+
+        Args:
+            dialogues: What was said so far, by side; nothing with {}.
+            line: What the person says.
+            turn: Its number; the noise of both sides follows from it and the seed.
+        """
+        answers, longer = {}, {}
+        for side in SIDES:
+            longer[side] = f"{dialogues.get(side, '')}{HUMAN} {line}{ASSISTANT}"
+            answers[side] = self._reply(side, longer[side], turn)
+            longer[side] += f" {answers[side].text}"
+        return answers, longer
+
+    def turn_to(self, preference: Sequence[float]) -> None:
+        """Has the aligned side, whose adapter is conditioned, answer at another preference."""
+        self._speakers.refold(0, preference)
+
+    def _reply(self, side: str, dialogue: str, turn: int) -> Answer:
         stream = RandomStream(self._seed, "chat", turn)  # the same for both sides
         with self._speakers.speaking(SIDES[side]) as sample, stream:
             replies = sample([dialogue])

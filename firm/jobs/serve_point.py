@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
-from firm.fronts import Expectation, Front, Point, expected_rewards, nearest, neighbours, reaching
+from firm.fronts import (
+    Expectation,
+    Front,
+    Point,
+    expected_rewards,
+    mean_preference,
+    nearest,
+    neighbours,
+    reaching,
+)
 from firm.jobs.model_card import markdown_table, model_card
 from firm.run import UserError, dated_folder
 from firm.run.files import whole_folder
@@ -150,8 +159,7 @@ def serve_point(cfg: ServeConfig) -> ServedPoint:
     preference, candidates = want, front
     if front.is_conditioned:
         around = reaching(front, want)
-        shares = [[share * x for x in _scaled(point.preference)] for point, share in around]
-        preference = [sum(column) for column in zip(*shares, strict=True)]
+        preference = mean_preference(around)
         candidates = front.of_seed(around[0][0].seed)
     else:
         around = neighbours(front, want) if cfg.merge else []

@@ -17,6 +17,7 @@ from firm.alignment import (
     check_vocabulary,
     load_adapters,
     load_tokenizer,
+    refold_adapter_,
     sample_replies,
     select_adapter,
 )
@@ -76,6 +77,7 @@ class Speakers:
         self._policy = load_adapters(
             cfg.policy, folders, check_base=cfg.check_base, preference=preference
         )
+        self._folders, self._base = folders, cfg.policy.path
         self.tokenizer = load_tokenizer(cfg.policy)
         check_vocabulary(self._policy, self.tokenizer, cfg.policy.path)
         self.reward_fns = {name: load_reward_model(own, name) for name, own in rewards.items()}
@@ -86,6 +88,15 @@ class Speakers:
             prompt_format=cfg.policy.prompt,
             config=cfg.rollout,
         )
+
+    def refold(self, index: int, preference: Sequence[float]) -> None:
+        """Folds a conditioned adapter at another preference.
+
+        Raises:
+            UserError: The adapter is not conditioned, or has other objectives.
+        """
+        folder = self._folders[index]
+        refold_adapter_(self._policy, index, folder, self._base, preference)
 
     @contextmanager
     def speaking(self, index: int | None) -> Iterator[partial[Replies]]:

@@ -1,9 +1,12 @@
 """Recipes run where a user runs them: in the clone."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from firm.fronts import Front
 from tests import smoke
 
 
@@ -17,3 +20,26 @@ def in_the_project(monkeypatch):
 def run(tmp_path_factory) -> Path:
     """A finished run of one round of configs/smoke.yaml, which no test changes."""
     return smoke.run("--rounds", 1, "--out", tmp_path_factory.mktemp("runs") / "aligned")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """A finished run of configs/smoke.yaml whose policy is conditioned; no test changes it."""
+    return smoke.run(*smoke.FRONT, "--out", tmp_path_factory.mktemp("front") / "run")
+
+
+@pytest.fixture(scope="session")
+def bent(trained, tmp_path_factory) -> Path:
+    """The same run with rewards that make wishes differ from preferences, all of them sound.
+
+    No test changes it.
+    """
+    place = Path(shutil.copytree(trained, tmp_path_factory.mktemp("front") / "bent"))
+    front = Front.load(place / "front.json")
+    points = []
+    for point in front.points:
+        first, _ = point.preference or ()
+        rewards = dict(zip(front.objectives, (first**2, 1 - first**2), strict=True))
+        points.append(replace(point, rewards=rewards, collapse=None))
+    replace(front, points=tuple(points)).save(place / "front.json")
+    return place

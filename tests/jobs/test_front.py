@@ -22,12 +22,9 @@ from firm.report.run_front import split_at
 from firm.run import UserError, parse
 from tests import smoke
 from tests.runs import read_adapter, read_rows
+from tests.smoke import FRONT
 
 POLICY = "firm/miniature/checkpoints/policy"
-FRONT = (
-    *("--estimator.name", "critic_free", "--estimator.num_replies", 2),
-    *("--policy.conditioning.kind", "preference", "--strategy.name", "fedavg"),
-)
 
 
 def _slopes(run):
@@ -40,11 +37,6 @@ def _same(first, second, tolerance=0.0):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name], rtol=0, atol=tolerance)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return smoke.run(*FRONT, "--out", tmp_path_factory.mktemp("front") / "run")
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, tmp_path, monkeypatch):
@@ -86,20 +78,6 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
     # every fourth round and the last one are measured on the validation prompts
     rounds = [row["round"] for row in read_rows(trained, "evaluation", split="validation at 1, 0")]
     assert rounds == [2]
-
-
-@pytest.fixture
-def bent(trained, tmp_path):
-    """The same run with rewards that make wishes differ from preferences, all of them sound."""
-    place = Path(shutil.copytree(trained, tmp_path / "bent"))
-    front = Front.load(place / "front.json")
-    points = []
-    for point in front.points:
-        first, _ = point.preference or ()
-        rewards = dict(zip(front.objectives, (first**2, 1 - first**2), strict=True))
-        points.append(replace(point, rewards=rewards, collapse=None))
-    replace(front, points=tuple(points)).save(place / "front.json")
-    return place
 
 
 def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, capsys):

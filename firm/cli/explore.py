@@ -1,0 +1,192 @@
+"""A page with a slider for each objective: the front, and the model's answers anywhere on it."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from firm.jobs.chat import SIDES, Answer
+from firm.jobs.explore import ExploreConfig, Explorer, Place
+from firm.jobs.finished_runs import parse_over_run
+from firm.run import UserError, exit_on_user_error
+
+HELP = (
+    "Move the sliders to a trade-off: the model gains in each objective, of what this front has to "
+    "gain, in proportion to the sliders. Then ask: the base model and the model at this trade-off "
+    "answer side by side, on the same noise."
+)
+STYLE = "#reached :is(td, th) { white-space: nowrap; padding: .3rem .5rem; }"
+LEGEND = (
+    "Circles: the front as it was measured, with one standard error; hollow where another one is "
+    "better in all. Square: where the sliders lead. Star: the base model. In the table: the base "
+    "model's rewards, and those expected at this preference."
+)
+ASKED = "Say something to both"
+
+
+def main(cfg: ExploreConfig) -> None:
+    """Serves the page to this machine until it is interrupted."""
+    page = build_page(Explorer(cfg))
+    print(f"{serve(page, cfg.port)} (Ctrl-C ends it)", flush=True)
+    page.block_thread()
+
+
+def serve(page: Any, port: int | None) -> str:
+    """Serves a page to this machine, in a thread, and returns its address.
+
+    Raises:
+        UserError: The port is taken.
+    """
+    try:
+        _, address, _ = page.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            footer_links=[],
+            theme=_theme(),
+            css=STYLE,
+        )
+    except OSError as error:
+        raise UserError(
+            f"port: the page cannot be served at {port or 'any port from 7860'}; give another one."
+        ) from error
+    return address
+
+
+def build_page(explorer: Explorer) -> Any:
+    """Returns the page as Gradio's Blocks, which are not served yet.
+
+    Raises:
+        UserError: Gradio is not installed.
+    """
+    gradio = _gradio()
+    import plotly.graph_objects as go
+
+    front = explorer.front
+
+    def moved(*want: float) -> list[Any]:
+        """Returns the planes with the point where the sliders are, and what it is in words."""
+        place = _place(explorer, want)
+        if place is None:
+            return [*[gradio.skip()] * len(figures), "Give one objective a share above 0."]
+        return [*map(go.Figure, explorer.planes(place)), _in_words(explorer, place)]
+
+    def asked(line: str, talk: dict[str, Any], *want: float) -> list[Any]:
+        """Returns an empty field, the state, and both dialogues with the replies to a line."""
+        place = _place(explorer, want)
+        if not line.strip() or place is None:
+            return [line, talk, *(talk["shown"][side] for side in SIDES)]
+        answers, dialogues = explorer.answer(place, talk["said"], line.strip(), talk["turn"])
+        shown = {side: [*talk["shown"][side], *_turn(line, answers[side])] for side in SIDES}
+        talk = {"said": dialogues, "turn": talk["turn"] + 1, "shown": shown}
+        return ["", talk, *shown.values()]
+
+    first = explorer.place([1.0] * len(front.objectives))
+    figures = [go.Figure(plane) for plane in explorer.planes(first)]
+    with gradio.Blocks(title=f"FIRM · {front.strategy}", analytics_enabled=False) as page:
+        gradio.Markdown(f"# {_escaped(front.strategy)}\n\n{HELP}")
+        with gradio.Row():
+            with gradio.Column(scale=2):
+                sliders = [
+                    gradio.Slider(0, 1, value=0.5, step=0.01, label=name, elem_id=f"share-{index}")
+                    for index, name in enumerate(front.objectives)
+                ]
+                words = gradio.Markdown(_in_words(explorer, first), elem_id="reached")
+            with gradio.Column(scale=3):
+                plots = [gradio.Plot(figure, show_label=False) for figure in figures]
+                gradio.Markdown(LEGEND)
+        with gradio.Row():
+            chats = [
+                gradio.Chatbot(
+                    label=label,
+                    height=320,
+                    min_width=320,
+                    render_markdown=False,
+                    buttons=["copy"],
+                    elem_id=side,
+                )
+                for side, label in zip(SIDES, ("base model", "at this trade-off"), strict=True)
+            ]
+        with gradio.Row():
+            line = gradio.Textbox(
+                show_label=False, placeholder=ASKED, scale=6, elem_id="line", max_lines=4
+            )
+            ask = gradio.Button("Ask", variant="primary", scale=1, elem_id="ask")
+            anew = gradio.Button("Begin anew", scale=1, elem_id="anew")
+        talk = gradio.State(_nothing_said())
+        gradio.on(
+            [slider.change for slider in sliders],
+            moved,
+            sliders,
+            [*plots, words],
+            trigger_mode="always_last",
+            show_progress="hidden",
+        )
+        # one model answers all: one line at a time
+        limits = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+        gradio.on(
+            [ask.click, line.submit], asked, [line, talk, *sliders], [line, talk, *chats], **limits
+        )
+        gradio.on(
+            [anew.click, *(chat.clear for chat in chats)],
+            lambda: [_nothing_said(), *([] for _ in SIDES)],
+            None,
+            [talk, *chats],
+        )
+    return page
+
+
+def _gradio() -> Any:
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    try:
+        import gradio
+    except ImportError:
+        raise UserError(
+            "the page needs Gradio: pip install 'firm-align[explore]'. In the terminal, "
+            "`firm chat --run RUN --preference '[0.7, 0.3]'` answers without it."
+        ) from None
+    return gradio
+
+
+def _theme() -> Any:
+    """Returns a theme that asks no other machine for its fonts."""
+    return _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+
+
+def _place(explorer: Explorer, want: Sequence[float]) -> Place | None:
+    return explorer.place(want) if any(want) else None
+
+
+def _nothing_said() -> dict[str, Any]:
+    return {"said": {}, "turn": 0, "shown": {side: [] for side in SIDES}}
+
+
+def _turn(line: str, answer: Answer) -> list[dict[str, str]]:
+    scores = f"\n\n{'  ·  '.join(answer.scores)}" if answer.scores else ""
+    return [
+        {"role": "user", "content": line.strip()},
+        {"role": "assistant", "content": f"{answer.text}{scores}"},
+    ]
+
+
+def _in_words(explorer: Explorer, place: Place) -> str:
+    """Returns the preference and what it should earn, as a table."""
+    rows = [
+        f"| {_escaped(name)} | {share:.3f} | {explorer.front.base[name]:.3f} "
+        f"| {place.expected.rewards[name]:.3f} ± {place.expected.errors[name]:.3f} |"
+        for name, share in zip(explorer.front.objectives, place.preference, strict=True)
+    ]
+    head = "| | preference | base | expected |\n|---|---|---|---|"
+    return "\n".join([head, *rows])
+
+
+def _escaped(text: str) -> str:
+    """Returns a text in which no sign means anything to Markdown."""
+    return "".join(f"\\{sign}" if sign in r"\`*_{}[]()<>#+-.!|~&" else sign for sign in text)
+
+
+def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
+    """Runs `main` with the command line's configuration; bad input ends in one line."""
+    with exit_on_user_error():
+        main(parse_over_run(ExploreConfig, argv, key="run", description=description))

@@ -1,0 +1,128 @@
+"""A conditioned run at any trade-off: where it is on the measured front, and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Interval
+
+from firm.fields import Hint, configuration
+from firm.fronts import Expectation, expected_rewards, mean_preference, reaching
+from firm.jobs.alignment import FRONT_NAME
+from firm.jobs.chat import Answer, ChatConfig, Conversation
+from firm.jobs.serve_point import load_front
+from firm.jobs.speakers import SpeakersConfig
+from firm.report.drawing import Key
+from firm.report.front_page import front_clouds
+from firm.report.plane import KL, Cloud, Spot, planes
+from firm.report.static import light_color
+from firm.run import UserError
+
+CLEAR, GRAY = "rgba(0, 0, 0, 0)", "#808890"
+"""Colours that do on a light page and on a dark one."""
+POINT = Key("the sliders' trade-off", "var(--objective-1)")
+
+
+@configuration
+class ExploreConfig(SpeakersConfig):
+    """One page. What is not given comes from `run`."""
+
+    run: Path | None = None
+    """A finished conditioned run, with its front.json; gives adapter, policy, rewards, rollout and
+    seed."""
+    show_rewards: bool = True
+    """Loads the reward models and shows their scores."""
+    port: Annotated[int | None, Interval(ge=1, le=65535), Hint("null takes a free one")] = None
+    """Of the page, which this machine alone can open; null: the first free one from 7860."""
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise ValueError(
+                "there is no front to explore: give --run runs/mine, a conditioned run."
+            )
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a wish leads on the measured front."""
+
+    preference: list[float]
+    """At which the adapter answers."""
+    expected: Expectation
+    """Rewards there, linear between the measured preferences."""
+
+
+class Explorer:
+    """A conditioned run's front and its policy.
+
+    Args:
+        cfg: The run, and how replies are sampled and scored.
+
+    Raises:
+        UserError: The run has no front, or its model or reward models cannot be loaded.
+    """
+
+    def __init__(self, cfg: ExploreConfig) -> None:
+        run = cfg.run or Path()
+        if (run / "run.json").is_file() and not (run / FRONT_NAME).is_file():
+            raise UserError(
+                f"{run} has no {FRONT_NAME}: explore a finished run with policy.conditioning.kind "
+                "preference, measured at two preferences or more."
+            )
+        self.front = load_front(run / FRONT_NAME)
+        own = {f.name: getattr(cfg, f.name) for f in fields(SpeakersConfig)}
+        equal = [1.0] * len(self.front.objectives)
+        chat = ChatConfig(run=run, show_rewards=cfg.show_rewards, preference=equal, **own)
+        self._conversation = Conversation(chat)
+        self._clouds = front_clouds({run.name: self.front})
+
+    def place(self, want: Sequence[float]) -> Place:
+        """Returns where a wish [M] leads; see `firm.fronts.reaching`.
+
+        Raises:
+            ValueError: The wish is no preference, or all models have collapsed.
+        """
+        parts = reaching(self.front, want)
+        return Place(mean_preference(parts), expected_rewards(parts))
+
+    def planes(self, place: Place) -> list[dict[str, Any]]:
+        """Returns the front with a place on it, a figure for plotly for each pair of objectives."""
+        facts = {
+            f"preference for {name}": f"{share:.3f}"
+            for name, share in zip(self.front.objectives, place.preference, strict=True)
+        }
+        spot = Spot(place.expected.rewards, place.expected.errors, facts)
+        here = Cloud(POINT, len(self._clouds), [], [spot])
+        base = {KL: 0.0, **self.front.base}
+        panels = planes("front", [*self._clouds, here], self.front.objectives, base=base)
+        figures = [_in_any_light(panel.figure) for panel in panels]
+        for figure in figures:
+            figure["layout"]["modebar"] = {"bgcolor": CLEAR, "color": GRAY}
+        return figures
+
+    def answer(
+        self, place: Place, dialogues: Mapping[str, str], line: str, turn: int
+    ) -> tuple[dict[str, Answer], dict[str, str]]:
+        """Returns the base model's reply and that at a place, and the dialogues with them."""
+        self._conversation.turn_to(place.preference)
+        return self._conversation.continued(dialogues, line, turn)
+
+
+def _in_any_light(figure: Any) -> Any:
+    """Returns a figure without variables of colours, on no ground of its own."""
+    match figure:
+        case dict():
+            return {key: _in_any_light(value) for key, value in figure.items()}
+        case list() | tuple():
+            return [_in_any_light(value) for value in figure]
+        case "var(--surface)":
+            return CLEAR
+        case "var(--ink)" | "var(--muted)":
+            return GRAY
+        case "var(--grid)":
+            return "rgba(128, 136, 144, 0.25)"
+        case str() if figure.startswith("var("):
+            return light_color(figure)
+    return figure

@@ -1,0 +1,142 @@
+"""The page with sliders, as a browser shows it and as a person uses it."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from firm.cli.explore import cli
+from firm.fronts import Front
+from firm.jobs.chat import ChatConfig, Conversation
+from firm.jobs.finished_runs import parse_over_run
+from tests.smoke import ROOT
+
+POLICY = ("--policy.path", str(ROOT / "firm/miniature/checkpoints/policy"), "--check_base", "false")
+SLIDE = """((index, share) => {
+    const input = document.querySelector(`#share-${index} input[type=range]`);
+    Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set.call(input, share);
+    for (const name of ["input", "pointerup"]) {
+        input.dispatchEvent(new Event(name, { bubbles: true }));
+    }
+})"""
+MARKERS = """[...document.querySelectorAll(".js-plotly-plot")].map((plot) =>
+    plot.data.filter(({ name }) => name.startsWith("the sliders")).map(({ x, y }) => [x[0], y[0]])
+)"""
+
+
+@pytest.fixture(scope="module")
+def strong(bent, tmp_path_factory):
+    """The bent run, with an adapter that answers differently at each preference."""
+    place = Path(shutil.copytree(bent, tmp_path_factory.mktemp("front") / "strong"))
+    slopes = load_file(place / "adapter/conditioned.safetensors")
+    slopes = {name: 200 * value for name, value in slopes.items()}
+    save_file(slopes, place / "adapter/conditioned.safetensors")
+    return place
+
+
+def _command(run, *options):
+    """Starts the command as a person does, in a process of its own: Gradio leaves sockets open."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "firm", "explore", "--run", str(run), *POLICY, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def address(strong):
+    """Where the page of that run is served."""
+    with _command(strong) as command:
+        assert command.stdout is not None
+        lines = iter(command.stdout.readline, "")
+        yield next(line.split()[0] for line in lines if "Ctrl-C" in line)
+        command.send_signal(signal.SIGINT)
+        command.communicate(timeout=60)
+
+
+@pytest.fixture
+def explored(address, page):
+    """The page in a browser."""
+    page.visit(address)
+    page.wait_until("document.querySelectorAll('.js-plotly-plot .point').length > 0")
+    return page
+
+
+def _said(page, side):
+    """Returns what stands in a dialogue."""
+    return " ".join(page(f"document.querySelector('#{side}').innerText").split())
+
+
+def _ask(page, line, count):
+    page("document.querySelector('#line textarea').focus()")
+    page.write(line)
+    page("document.querySelector('#ask').click()")
+    page.wait_until(f"document.querySelectorAll('#aligned .message').length >= {count}")
+
+
+def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, strong):
+    page = explored
+    assert page.complaints == []
+    assert {urlsplit(url).hostname for url in page.requests} <= {"127.0.0.1", None}  # None: data
+    page(f"{SLIDE}(0, 0.4)")
+    page(f"{SLIDE}(1, 0.6)")
+    page.wait_until("document.querySelector('#reached').innerText.includes('0.400 ±')")
+    share = 0.5 + 0.25 * (0.4 - 0.25) / (0.5625 - 0.25)  # as in tests/jobs/test_front.py
+    assert f"{share:.3f}" in page("document.querySelector('#reached').innerText")
+    page.wait_until(f"Math.abs(({MARKERS})[0][0][0] - 0.4) < 1e-6")
+    assert page(MARKERS)[0][0] == pytest.approx([0.4, 0.6])
+
+    _ask(page, "Where is my ladder?", 2)
+    options = ["--run", str(strong), *POLICY, "--preference", f"[{share}, {1 - share}]"]
+    cfg = parse_over_run(ChatConfig, options, key="run", description="")
+    expected = Conversation(cfg).answer("Where is my ladder?", 0)
+    for side, answer in expected.items():
+        said = _said(page, side)
+        parts = ["Where is my ladder?", answer.text, *answer.scores]
+        places = [said.find(" ".join(part.split())) for part in parts]
+        assert -1 < places[0] < places[1] < places[2] < places[3]
+    assert page("document.querySelector('#line textarea').value") == ""
+
+    page("document.querySelector('#anew').click()")
+    page.wait_until("document.querySelectorAll('#aligned .message').length == 0")
+    assert page.complaints == []
+
+
+def test_all_sliders_at_zero_are_no_wish(explored):
+    page = explored
+    before = page(MARKERS)
+    page(f"{SLIDE}(0, 0)")
+    page(f"{SLIDE}(1, 0)")
+    page.wait_until("document.querySelector('#reached').innerText.includes('above 0')")
+    assert page(MARKERS)[0][0][1] == pytest.approx(1.0)  # where the second slider alone led
+    assert before != page(MARKERS)
+    assert page.complaints == []
+
+
+def test_bad_input_ends_in_one_line(strong, run, refusal, tmp_path):
+    assert "--run runs/mine, a conditioned run" in refusal(cli, [])
+    assert "has no front.json: explore a finished run" in refusal(cli, ["--run", str(run)])
+    assert "no run at" in refusal(cli, ["--run", str(tmp_path)])
+    place = Path(shutil.copytree(strong, tmp_path / "collapsed"))
+    front = Front.load(place / "front.json")
+    points = tuple(replace(point, collapse="one reply") for point in front.points)
+    replace(front, points=points).save(place / "front.json")
+    assert "collapsed: train more" in refusal(cli, ["--run", str(place), *POLICY])
+
+
+def test_a_port_that_is_taken_is_named(strong):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with _command(strong, "--port", str(port)) as command:
+            _, complaint = command.communicate(timeout=120)
+    assert command.returncode == 2
+    assert f"cannot be served at {port}; give another one" in complaint
+    assert "Traceback" not in complaint
