@@ -225,6 +225,16 @@ class AlignmentClient(Client):
             gradients.jacobian[j] = 0.0
         return gradients
 
+    def gradients_by_preference(self, minibatch: Experience) -> Gradients:
+        """Returns the losses, and the gradients at each preference; see ``Client``."""
+        if self._trainer.conditioning.kind == "none":
+            return self.gradients(minibatch)
+        gradients = self._gradients(minibatch, by_preference=True)
+        rows = gradients.jacobian.view(-1, len(self.objectives), gradients.jacobian.size(1))
+        for j in set(range(len(self.objectives))).difference(self.served):
+            rows[:, j] = 0.0
+        return gradients
+
     def weighted_gradients(self, minibatch: Experience, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
@@ -232,14 +242,16 @@ class AlignmentClient(Client):
         """
         return self._gradients(minibatch, self.of_served(weights).to(minibatch.rewards.device))
 
-    def _gradients(self, minibatch: Experience, weights: torch.Tensor | None = None) -> Gradients:
+    def _gradients(
+        self, minibatch: Experience, weights: torch.Tensor | None = None, **options: bool
+    ) -> Gradients:
         team = self._trainer.team
         with self._update:
             if team.size == 1:
-                return self._trainer.gradients(minibatch, weights)
+                return self._trainer.gradients(minibatch, weights, **options)
             seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
             with RandomStream(seed, "dropout", team.rank):
-                return self._trainer.gradients(minibatch, weights)
+                return self._trainer.gradients(minibatch, weights, **options)
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Takes one optimizer step of the adapter and of what the estimator trains beside."""

@@ -77,6 +77,29 @@ def gates(preferences: torch.Tensor) -> torch.Tensor:
     return preferences.size(1) * preferences[:, :-1] - 1
 
 
+def weighted_by_preference(
+    coefficients: torch.Tensor, own: torch.Tensor | None, wanted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns by what each reply's gradient counts in the rows of a Jacobian.
+
+    Args:
+        coefficients: Of the objectives' gradients, c_jb, shape [M, b].
+        own: The replies' preferences, shape [b, M]; None where they have none.
+        wanted: Preferences to take the rows apart by, shape [K, M].
+
+    Returns:
+        Without preferences the coefficients. With the replies' own the fixed weights at them, M
+        p_bj c_jb, whose mean over the objectives is Σ_j p_bj c_jb; [M, b]. With `wanted` the rows
+        1[p_b = p_k] c_jb, [K M, b], objective by objective of each preference.
+    """
+    if own is None:
+        return coefficients
+    if wanted is None:
+        return coefficients * len(coefficients) * own.T.to(coefficients)
+    is_at = (own[None] == wanted[:, None]).all(2)  # [K, b]
+    return (is_at[:, None] * coefficients).flatten(0, 1)
+
+
 class Conditioning:
     """The preferences of the rows that are in a conditioned policy."""
 

@@ -241,28 +241,37 @@ class MultiObjectiveTrainer:
             for start in range(0, len(permutation), size):
                 yield permutation[start : start + size]
 
-    def gradients(self, minibatch: Experience, weights: torch.Tensor | None = None) -> Gradients:
+    def gradients(
+        self,
+        minibatch: Experience,
+        weights: torch.Tensor | None = None,
+        *,
+        by_preference: bool = False,
+    ) -> Gradients:
         """Stages 5 and 6: returns the M losses of a minibatch and their Jacobian [M, d].
 
-        With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum.
+        With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum. By
+        preference, of a conditioned policy, it is [K M, d]; see `Gradients`.
         Rows are taken `micro_batch_size` at a time, each process of the team its share of them;
         losses and gradients are sums of the parts, so that a minibatch is one optimizer step
         however it is divided. `aux` is the `MinibatchGradients`; nothing is stepped.
         """
         own = minibatch.rows(self.team.share(minibatch.num_rows))
         parts = own.split(self.config.micro_batch_size)
+        preferences = minibatch.rollouts.queries.preferences if by_preference else None
+        options = {} if preferences is None else {"preferences": preferences.unique(dim=0)}
 
         def summed_over_parts() -> MinibatchGradients:
-            estimator = self.learner.estimator
-            gradients = estimator.gradients(parts[0], minibatch, weights)
+            estimator: Any = self.learner.estimator
+            gradients = estimator.gradients(parts[0], minibatch, weights, **options)
             for part in parts[1:]:
-                gradients.add_(estimator.gradients(part, minibatch, weights))
+                gradients.add_(estimator.gradients(part, minibatch, weights, **options))
             return gradients
 
         gradients = self.team.together(summed_over_parts)
         with self._timed("reduce"):
             gradients = gradients.summed(self.team)
-        return Gradients(gradients.jacobian, gradients.losses, gradients)
+        return Gradients(gradients.jacobian, gradients.losses, gradients, **options)
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Stage 9: steps the adapter along the weighted gradient, and the estimator's own part."""

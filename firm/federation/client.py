@@ -32,6 +32,9 @@ class Gradients:
     """Loss of each objective, shape [M]."""
     aux: Any = None
     """Opaque input of the client's own ``step``, such as a critic's gradients."""
+    preferences: torch.Tensor | None = None
+    """Where the gradients are taken apart by preference: those of the minibatch, shape [K, M]. The
+    Jacobian is [K M, d] then: row k M + j is objective j's at preference k."""
 
 
 class Batch(Protocol):
@@ -89,13 +92,21 @@ class Client(ABC):
     def gradients(self, minibatch: Any) -> Gradients:
         """Returns the gradients of all objectives at the current parameters."""
 
+    def gradients_by_preference(self, minibatch: Any) -> Gradients:
+        """Returns the gradients of all objectives, apart by preference where data have their own.
+
+        That is with a model that is conditioned on a preference; with others it is ``gradients``.
+        """
+        return self.gradients(minibatch)
+
     @abstractmethod
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Takes one optimizer step along the weighted gradient, and the critic's step.
 
         Args:
             gradients: What ``gradients`` returned for this minibatch.
-            weights: Weights of the objectives, shape [M], non-negative, sum 1.
+            weights: Weights of the Jacobian's rows, shape [M], non-negative, sum 1; [K M] by
+                preference, where those of each sum to 1.
         """
 
     @abstractmethod

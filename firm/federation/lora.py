@@ -21,6 +21,7 @@ NUM_HALVINGS = 100
 """Of an interval of floats: none is left to halve after 64 or so."""
 
 _FACTOR = re.compile(r"(.*\blora_)([AB])((?:\.[^.]+)?\.weight)")
+_FURTHER = re.compile(r"(.*\blora_B)(\d+)((?:\.[^.]+)?\.weight)")
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,17 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
     would make one factor short and the other long are rescaled (``_scales``). Balanced factors
     would not do: a young B is far shorter than A, and balancing shrinks A in the first round.
 
+    A conditioned adapter's further matrices B₁ to B_{M-1} stand below its B, so that all products
+    with A are averaged at once.
+
     Everything runs in float64 on the CPU, and no [out, in] is formed. Weights, names and shapes are
     as for ``weighted_mean``; parameters outside pairs are plain means.
 
     Raises:
         ValueError: There are no pairs, or a factor stands alone.
     """
+    if any(_FURTHER.fullmatch(name) for name in adapters[0]):
+        return _apart(product_mean([_stacked(own) for own in adapters], weights), adapters[0])
     first = adapters[0]
     if not (pairs := lora_pairs(first)):
         raise ValueError(
@@ -100,6 +106,32 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
         product = mean_product(pair, adapters, weights)
         mean[pair.a], mean[pair.b] = _factors(product, mean[pair.a], mean[pair.b])
     return {name: mean[name].to(parameter.dtype) for name, parameter in first.items()}
+
+
+def _stacked(adapter: Adapter) -> Adapter:
+    """Returns the adapter with the B of each layer above its further matrices, [M out, r]."""
+    stacked = {}
+    for name, values in adapter.items():
+        parts = _FURTHER.fullmatch(name)
+        if parts is None:
+            stacked[name] = [values]
+        else:
+            stacked[f"{parts[1]}{parts[3]}"].append(values)
+    return {
+        name: torch.cat(values) if len(values) > 1 else values[0]
+        for name, values in stacked.items()
+    }
+
+
+def _apart(stacked: Adapter, like: Adapter) -> Adapter:
+    """Returns what `_stacked` gives it from, with the names and shapes of `like`."""
+    left = dict(stacked)
+    apart = {}
+    for name, values in like.items():
+        parts = _FURTHER.fullmatch(name)
+        base = f"{parts[1]}{parts[3]}" if parts else name
+        apart[name], left[base] = left[base][: len(values)], left[base][len(values) :]
+    return apart
 
 
 @dataclass(frozen=True)

@@ -319,19 +319,22 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
     options = request.options_by_client.get(client.name, request.weighting_options)
     find = partial(WEIGHTINGS[request.weighting], served=served_objectives(client), **options)
+    takes_gradients = client.gradients
+    if "preference" in options:  # which data with a preference of their own have in its place
+        takes_gradients = client.gradients_by_preference
     num_steps, solves = 0, []
     weights = torch.empty(0)
     for batch in _batches(client, request):
         num_steps += 1
         if request.solve_per == "batch":
-            weights, solve = _solve(client.gradients(batch.whole).jacobian, find)
+            weights, solve = _solve(client.gradients(batch.whole), find)
             solves.append(solve)
         for minibatch in batch.minibatches():
             if request.solve_per == "batch":
                 gradients, factors = client.weighted_gradients(minibatch, weights), torch.ones(1)
             else:
-                gradients = client.gradients(minibatch)
-                weights, solve = _solve(gradients.jacobian, find)
+                gradients = takes_gradients(minibatch)
+                weights, solve = _solve(gradients, find)
                 solves.append(solve)
                 factors = weights
             client.step(_pulled_back(gradients, client, request), factors)
@@ -399,17 +402,31 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _solve(
-    jacobian: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor]
+    gradients: Gradients, find: Callable[..., torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the weights [M] of a Jacobian [M, d], and the figures of the solve."""
+    """Returns the weights of a Jacobian's rows, and the figures of the solve.
+
+    By preference each has a problem of its own; the figures are those of the objectives' whole
+    gradients and of their mean weights.
+    """
     start = time.perf_counter()
-    gram = gram_matrix(jacobian).cpu()
+    gram = gram_matrix(gradients.jacobian).cpu()
     gram_end = time.perf_counter()
-    weights = find(gram)
+    if (preferences := gradients.preferences) is None:
+        mean = weights = find(gram)
+    else:
+        count, size = preferences.shape
+        blocks = gram.view(count, size, count, size)
+        rows = [
+            find(blocks[k, :, k], preference=preference)
+            for k, preference in enumerate(preferences.tolist())
+        ]
+        weights, mean = torch.cat(rows), torch.stack(rows).mean(0)
+        gram = blocks.sum((0, 2))
     solve_end = time.perf_counter()
     return weights, {
-        "weights": weights.tolist(),
-        **solve_figures(gram, weights),
+        "weights": mean.tolist(),
+        **solve_figures(gram, mean),
         "gram_matrix": gram,
         "gram": gram_end - start,
         "solve": solve_end - gram_end,

@@ -42,6 +42,7 @@ from firm.jobs.alignment_config import (
     client_names,
     is_front_due,
     measured_preferences,
+    solves_at_preferences,
 )
 from firm.jobs.alignment_loading import (
     LoadedRun,
@@ -361,6 +362,8 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
             instead=str,
         )
         texts += [alarm] if alarm else []
+    if solves_at_preferences(cfg):  # which have no β
+        return texts
     return texts + drawn(
         "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
     )

@@ -237,6 +237,17 @@ def measured_preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
     return [tuple(share / sum(row) for share in row) for row in rows]
 
 
+def solves_at_preferences(cfg: AlignmentConfig) -> bool:
+    """Returns whether clients solve for weights at each preference of a minibatch (FIRM, Eq. 54).
+
+    Else rows are weighted by their preference.
+    """
+    if cfg.policy.conditioning.kind == "none":
+        return False
+    requests = cfg.strategy.requests(tuple(cfg.rewards)).values()
+    return any("preference" in fields.get("weighting_options", {}) for fields in requests)
+
+
 def is_front_due(cfg: AlignmentConfig, round: int) -> bool:
     """Returns whether these preferences are measured on the validation prompts after a round."""
     every = cfg.evaluation.front_every
@@ -302,20 +313,28 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             if not config.preferences:
                 raise ValueError(f"{key} must hold a preference to draw, got none.")
             _check_preferences(key, config.preferences, cfg)
+    if solves_at_preferences(cfg):
+        _check_solves(cfg)
     check_estimator(
         cfg.policy.conditioning,
         cfg.estimator.name,
         replies_per_prompt=cfg.estimator.replies_per_prompt,
     )
-    if cfg.strategy.lora_mean == "products":
-        raise ValueError(
-            "strategy.lora_mean must be factors with policy.conditioning.kind preference, got "
-            "products: freeze A (policy.lora.freeze_a) for an exact mean."
-        )
     if cfg.start:
         raise ValueError(
             f"start must be empty with policy.conditioning.kind preference, got {list(cfg.start)}."
         )
+
+
+def _check_solves(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on options that solves at the drawn preferences leave no room for."""
+    for key, left in {"preference": None, "preferences": {}, "solve_per": "minibatch"}.items():
+        given = getattr(cfg.strategy, key, left)
+        if given != left:
+            raise ValueError(
+                f"strategy.{key} must be {left} with policy.conditioning.kind preference, got "
+                f"{given}: each minibatch is solved at the preferences that its prompts were given."
+            )
 
 
 def _check_preferences(key: str, preferences: list[list[float]], cfg: AlignmentConfig) -> None:

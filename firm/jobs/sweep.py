@@ -280,7 +280,8 @@ def _run_config(
             f"methods.{point.method}: strategy {run.strategy.name} knows no preferences; use one "
             f"of {names}."
         )
-    overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
+    if run.policy.conditioning.kind == "none":  # else each prompt has a preference of its own
+        overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
     return point_config(cfg, overrides, point.seed, source=source)
 
 

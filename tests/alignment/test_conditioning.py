@@ -18,11 +18,15 @@ from firm.alignment.conditioning import (
 )
 from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
+from firm.alignment.rewards import Judges
 from firm.alignment.sequences import Queries, Sequences, forward, response_logprobs
 from firm.federation import LocalEngine, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.training import LocalTraining, local_training
+from firm.gradients import gram_matrix
+from firm.solvers import firm_weights
 
 TOKENS = torch.tensor([[0, 4, 9, 7, 5], [4, 8, 6, 10, 4], [0, 0, 5, 5, 9]])
 PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
@@ -177,46 +181,104 @@ def make_client(make_trainer, make_conditioned, letter_count):
     return make
 
 
-def test_a_group_of_replies_has_one_preference_and_rows_are_weighted_by_theirs(make_client):
+def test_a_group_of_replies_has_one_preference(make_client):
     client, trainer = make_client()
     client.load(copy_adapter(trainer.adapter_parameters))
     (batch,) = client.batches(1)
-    experience = batch.whole
-    preferences = experience.rollouts.queries.preferences
-    by_prompt = preferences.view(-1, 4, 2)
+    by_prompt = batch.whole.rollouts.queries.preferences.view(-1, 4, 2)
     assert (by_prompt == by_prompt[:, :1]).all()
     assert len({tuple(row) for row in by_prompt[:, 0].tolist()}) == len(by_prompt)
-    queries = replace(experience.rollouts.queries, preferences=None)
-    plain = trainer.learner.estimator.experience(
-        replace(experience.rollouts, queries=queries), experience.scores, experience.rewards
-    )
-    torch.testing.assert_close(
-        experience.advantages, 2 * plain.advantages * preferences.T, check_dtype=False
-    )
 
 
-def test_the_gradient_is_that_of_autograd_through_the_gates(make_client, make_conditioned):
+@pytest.fixture
+def drawn_rows(make_client, make_conditioned):
+    """A client, its batch, and autograd's gradient of the replies' weighted log-probabilities."""
     client, trainer = make_client(policy=make_conditioned(2), ratio="none")
     client.load(copy_adapter(trainer.adapter_parameters))
     (batch,) = client.batches(1)
     rows = batch.whole
-    gradients = client.gradients(rows)
     set_preferences(trainer.policy_model, rows.rollouts.queries.preferences)
     logprobs = response_logprobs(trainer.policy_model, rows.rollouts, 0, 0.8)
     mask = rows.rollouts.mask
     per_reply = (logprobs * mask).sum(1) / mask.sum()
+
+    def gradient(coefficients):
+        parameters = list(trainer.adapter_parameters.values())
+        loss = -(coefficients * per_reply).sum()
+        parts = torch.autograd.grad(loss, parameters, retain_graph=True)
+        return torch.cat([part.flatten() for part in parts])
+
+    return client, trainer, rows, gradient
+
+
+def test_the_gradient_is_that_of_autograd_through_the_gates(drawn_rows):
+    client, trainer, rows, gradient = drawn_rows
+    gradients = client.gradients(rows)
+    assert gradients.preferences is None
     for j, advantages in enumerate(rows.advantages):
-        own = torch.autograd.grad(
-            -(advantages * per_reply).sum(),
-            list(trainer.adapter_parameters.values()),
-            retain_graph=True,
-        )
-        flat = torch.cat([part.flatten() for part in own])
-        torch.testing.assert_close(gradients.jacobian[j], flat, rtol=1e-3, atol=1e-5)
+        weighted = 2 * rows.rollouts.queries.preferences[:, j] * advantages
+        torch.testing.assert_close(gradients.jacobian[j], gradient(weighted), rtol=1e-3, atol=1e-5)
     names = list(trainer.adapter_parameters)
     sizes = [trainer.adapter_parameters[name].numel() for name in names]
     parts = dict(zip(names, gradients.jacobian[0].split(sizes), strict=True))
     assert all(part.abs().max() > 0 for name, part in parts.items() if "lora_B1" in name)
+
+
+def test_by_preference_there_is_a_gradient_of_each_objective_at_each(drawn_rows):
+    client, _, rows, gradient = drawn_rows
+    gradients = client.gradients_by_preference(rows)
+    own = rows.rollouts.queries.preferences
+    assert len(gradients.preferences) == len({tuple(row) for row in own.tolist()}) == 4
+    assert len(gradients.jacobian) == 4 * 2
+    for k, preference in enumerate(gradients.preferences):
+        is_at = (own == preference).all(1)
+        assert is_at.sum() == 4  # a group
+        for j, advantages in enumerate(rows.advantages):
+            row = gradients.jacobian[2 * k + j]
+            torch.testing.assert_close(row, gradient(advantages * is_at), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(gradients.losses, client.gradients(rows).losses)
+
+
+def test_firm_solves_at_each_preference_of_a_minibatch(make_client, monkeypatch):
+    client, trainer = make_client("abc", minibatch_size=8)
+    steps = []
+    monkeypatch.setattr(client, "step", lambda *arguments: steps.append(arguments))
+    state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=tuple("abc"), seed=3)
+    cfg = FirmConfig(preference_strength=0.1)
+    request = LocalTraining(
+        adapter=state.adapter, objectives=tuple("abc"), round=1, **cfg.local_training("abc")
+    )
+    monkeypatch.setattr(client, "metrics", dict)
+    update = local_training(client, request)
+    assert len(steps) > 1
+    for (gradients, weights), mean in zip(steps, update.metrics["weights"], strict=True):
+        blocks = weights.view(-1, 3)
+        rows = gradients.jacobian.unflatten(0, (-1, 3))
+        for k, preference in enumerate(gradients.preferences):
+            gram = gram_matrix(rows[k])
+            expected = firm_weights(gram, preference=preference.tolist(), preference_strength=0.1)
+            torch.testing.assert_close(blocks[k].double(), expected.double())
+        assert mean == pytest.approx(blocks.mean(0).tolist())
+    assert any(len(gradients.preferences) > 1 for gradients, _ in steps)
+
+
+def test_a_client_that_serves_some_objectives_solves_for_these(
+    make_trainer, make_conditioned, letter_count
+):
+    rewards = {letter: letter_count(letter) for letter in "abc"}
+    trainer = make_trainer(
+        rewards=rewards,
+        estimator="critic_free",
+        policy=make_conditioned(3, fresh=True),
+        conditioning=replace(PREFERENCE, corner_share=0.5),
+    )
+    own = Judges({letter: rewards[letter] for letter in "ac"})
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=3, judges=own)
+    state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=tuple("abc"), seed=3)
+    state, rows = firm_round(state, ["client_0"], LocalEngine([client]), FirmConfig())
+    (row,) = rows["clients"]
+    assert all(weights[1] == 0 for weights in row["weights"])
+    assert any(0 < weights[0] < 1 for weights in row["weights"])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +308,10 @@ def test_stacked_clients_end_as_in_turn(make_client, strategy, cfg, max_rows):
         torch.testing.assert_close(value, ends[1][name], rtol=0, atol=1e-5)
 
 
-def test_the_order_of_two_objectives_decides_nothing(make_client, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "cfg"), [(fedavg, FedAvgConfig()), (firm_round, FirmConfig())]
+)
+def test_the_order_of_two_objectives_decides_nothing(make_client, monkeypatch, strategy, cfg):
     ends = []
     own = conditionings.draw_preferences
     for objectives in ("ab", "ba"):
@@ -261,7 +326,7 @@ def test_the_order_of_two_objectives_decides_nothing(make_client, monkeypatch):
         state = ServerState(start, objectives=tuple(objectives), seed=3)
         engine = LocalEngine([client])
         for _ in range(2):
-            state, _ = fedavg(state, ["client_0"], engine, FedAvgConfig())
+            state, _ = strategy(state, ["client_0"], engine, cfg)
         ends.append([fold(state.adapter, shares) for shares in ([0.8, 0.2], [0.2, 0.8])])
     for first, second in zip(ends[0], reversed(ends[1]), strict=True):
         for name, value in first.items():

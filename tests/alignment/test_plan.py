@@ -22,6 +22,7 @@ from firm.alignment import (
     evaluate,
     load_policy,
 )
+from firm.alignment.conditioning import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.sequences import Queries
@@ -32,6 +33,7 @@ from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan, plan_tables
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
+from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.run import parse, print_table
 from tests.runs import read_rows
 
@@ -223,6 +225,40 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     assert memory.saved[True] < memory.saved[False] < memory.update[False]
 
 
+def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
+    make_trainer, checkpoint, letter_count
+):
+    conditioning = ConditioningConfig(kind="preference")
+    lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
+    policy = PolicyConfig(str(checkpoint), lora=lora, conditioning=conditioning)
+    trainer = make_trainer(
+        rewards={letter: letter_count(letter) for letter in "ab"},
+        policy=load_policy(policy, stream=RandomStream(0, "adapter"), num_objectives=2),
+        estimator="critic_free",
+        conditioning=conditioning,
+    )
+    torch.manual_seed(5)
+    query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
+    prompts = trainer.tokenizer.batch_decode(query_ids)
+    preferences = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [1.0, 0.0]])
+    experience = trainer.experience(trainer.sample(Queries(prompts, query_ids, preferences)))
+    minibatch = experience.rows(np.array([0, 1, 4, 5, 8, 9, 12, 13]))  # two replies to each prompt
+    with LiveBytes(trainer.policy_model) as live:
+        gradients = trainer.gradients(minibatch, by_preference=True)
+    cfg = config(
+        "--policy.path", checkpoint,
+        "--policy.lora.target_modules", "[q_proj, v_proj]",
+        "--policy.conditioning.kind", "preference",
+        "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
+        "--estimator.name", "critic_free",
+        "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
+    )  # fmt: skip
+    memory = plan_of(cfg).memory
+    assert len(gradients.jacobian) == 4 * 2
+    assert memory.jacobian == gradients.jacobian.nbytes
+    assert memory.update[False] == pytest.approx(live.peak - memory.jacobian, rel=0.1)
+
+
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     make_trainer, checkpoint, letter_count, estimator
@@ -411,6 +447,11 @@ def test_the_front_of_a_conditioned_run_is_counted_with_its_uploads():
     plan = plan_without_memory(config(*options))
     # five preferences: 8 test prompts each, and 8 validation prompts after rounds 4 and 6
     assert plan.work.evaluation_replies == plain.work.evaluation_replies + 5 * (8 + 2 * 8)
+    solved = (*options, "--strategy.name", "firm")
+    # a minibatch of four replies may have one to each of the batch's four prompts
+    assert preferences_of_minibatch(config(*solved)) == 4
+    assert preferences_of_minibatch(config(*solved, "--policy.conditioning.draw_per", "step")) == 1
+    assert preferences_of_minibatch(config(*options)) == 1
     refined = plan_without_memory(config(*options, "--evaluation.num_refined", 3))
     assert refined.work.evaluation_replies == plan.work.evaluation_replies + 3 * 8
     assert plan.policy.num_trainable == plain.policy.num_trainable * 3 / 2  # A, B and B_1, square

@@ -85,6 +85,41 @@ def test_the_product_is_the_mean_products_best_approximation_of_rank_r(seed, spr
     torch.testing.assert_close(mean["bias"], weighted_mean(clients, weights)["bias"])
 
 
+def conditioned_clients(seed, num_clients=4, spread=0.1):
+    """Clients whose layer has two further matrices of B."""
+    rest = [
+        clients_of(seed + 100 * index, num_clients=num_clients, spread=spread) for index in (1, 2)
+    ]
+    further = ["layer.q.lora_B1.weight", "layer.q.lora_B2.weight"]
+    return [
+        {
+            A: own[A],
+            B: own[B],
+            **{name: part[index][B] for name, part in zip(further, rest, strict=True)},
+            "bias": own["bias"],
+        }
+        for index, own in enumerate(clients_of(seed, num_clients=num_clients, spread=spread))
+    ]
+
+
+@given(seed=seeds)
+def test_all_products_of_a_conditioned_adapter_are_averaged_at_once(seed):
+    clients, weights = conditioned_clients(seed), [1.0, 2.0, 3.0, 4.0]
+    names = [name for name in clients[0] if "lora_B" in name]
+    terms = [
+        weight * torch.cat([own[name] for name in names]) @ own[A]
+        for own, weight in zip(clients, weights, strict=True)
+    ]
+    expected = best_approximation(torch.stack(terms).sum(0) / sum(weights), RANK)
+    mean = product_mean(clients, weights)
+    assert list(mean) == list(clients[0])
+    assert {name: value.shape for name, value in mean.items()} == {
+        name: value.shape for name, value in clients[0].items()
+    }
+    products = torch.cat([mean[name] for name in names]) @ mean[A]
+    torch.testing.assert_close(products, expected, rtol=1e-8, atol=1e-10)
+
+
 def test_a_mean_product_of_rank_r_is_kept_exactly():
     shared = adapter_of(0)  # one A for all: the mean of B is exact, and both ways agree
     clients = [{**adapter_of(seed), A: shared[A]} for seed in range(1, 5)]

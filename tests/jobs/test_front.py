@@ -180,6 +180,19 @@ def test_stacked_clients_end_as_in_turn(trained, tmp_path):
     _same(trained, stacked, tolerance=5e-5)  # Adam enlarges what rounding does to small gradients
 
 
+@pytest.mark.parametrize("engine", ["local", "stacked"])
+def test_firm_solves_at_the_preferences_that_were_drawn(trained, tmp_path, engine):
+    options = ("--strategy.name", "firm", "--engine", engine, "--strategy.lora_mean", "products")
+    run = smoke.run(*FRONT, *options, "--out", tmp_path / "run")
+    weights = [row["weights"] for row in read_rows(run, "client")]
+    assert all(sum(own) == pytest.approx(1) for row in weights for own in row)
+    assert len({tuple(own) for row in weights for own in row}) > 2
+    assert len(Front.load(run / "front.json").points) == 5
+    assert not any("β" in alarm for row in read_rows(run, "round") for alarm in row["alarms"])
+    with pytest.raises(AssertionError):
+        _same(trained, run, tolerance=1e-3)
+
+
 def test_a_group_draws_between_its_own_preferences(tmp_path, monkeypatch):
     drawn, own = [], draw_preferences
 
@@ -212,7 +225,14 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
     ("arguments", "message"),
     [
         (["--estimator.name", "ppo"], "needs an estimator that compares replies"),
-        (["--strategy.lora_mean", "products"], "strategy.lora_mean must be factors"),
+        (
+            ["--strategy", "{name: firm, preference: [0.5, 0.5]}"],
+            r"strategy\.preference must be None with policy\.conditioning\.kind preference",
+        ),
+        (
+            ["--strategy", "{name: firm, solve_per: batch}"],
+            r"solve_per must be minibatch",
+        ),
         (["--start", "{a: 1}"], "start must be empty with policy.conditioning.kind preference"),
         (["--start_preference", "[1, 1]"], "start_preference needs a start to be folded"),
         (["--policy.conditioning.corner_share", 2], "policy.conditioning.corner_share"),

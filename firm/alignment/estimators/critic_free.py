@@ -13,6 +13,7 @@ import torch
 from annotated_types import Ge, Interval
 
 from firm.alignment.advantages import masked_mean
+from firm.alignment.conditioning import weighted_by_preference
 from firm.alignment.estimators.estimator import (
     EstimatorConfig,
     Experience,
@@ -119,8 +120,6 @@ class CriticFree:
             kl = self.kl.per_token(rollouts)
             penalty = self.kl.coefficient * kl.sum(1)  # [B]
             advantages = group_advantages(rewards, penalty, self.config)
-            if (preferences := rollouts.queries.preferences) is not None:
-                advantages = advantages * len(advantages) * preferences.T  # fixed weights at p
         return CriticFreeExperience(rollouts, scores, rewards, advantages, kl)
 
     def gradients(
@@ -128,8 +127,13 @@ class CriticFree:
         part: CriticFreeExperience,
         minibatch: CriticFreeExperience,
         weights: torch.Tensor | None = None,
+        *,
+        preferences: torch.Tensor | None = None,
     ) -> MinibatchGradients:
-        """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes."""
+        """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes.
+
+        Replies with preferences count by them (`weighted_by_preference`).
+        """
         policy, rollouts, config = self._policy, part.rollouts, self.config
         whole = units(minibatch.rollouts.mask, config)
         set_mode(policy.model, is_training=True)
@@ -147,7 +151,12 @@ class CriticFree:
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
             terms = [(losses, (each * factors).to(losses)) for losses, each in terms]
-            values = torch.stack([coefficients @ losses for losses, coefficients in terms]).sum(0)
+            asked = rollouts.queries.preferences
+            sums = [weighted_by_preference(each, asked) @ losses for losses, each in terms]
+            values = torch.stack(sums).sum(0)
+            terms = [
+                (losses, weighted_by_preference(each, asked, preferences)) for losses, each in terms
+            ]
             with policy.timed("backward"):
                 if weights is not None:
                     jacobian = policy.jacobian((weights @ values)[None])

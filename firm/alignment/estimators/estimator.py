@@ -130,6 +130,8 @@ class Estimator(Protocol):
 
         Losses are means over the whole minibatch; both are of the type that `experience` returns.
         With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum.
+        Estimators for conditioned policies take `preferences` [K, M], too, to take the rows apart
+        by them (`weighted_by_preference`).
         """
         ...
 

@@ -141,7 +141,8 @@ class FirmConfig(StrategyConfig):
 def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) -> torch.Tensor:
     """Returns FIRM's weights of the served objectives' own problem, 0 for the others, shape [M].
 
-    A zero gradient is the shortest of all: left in, its objective would get all the weight.
+    A zero gradient is the shortest of all: left in, its objective would get all the weight. Where a
+    preference asks for none of them all weights are 0.
     ``options`` are those of ``firm_weights``.
     """
     rows = list(served)
@@ -149,6 +150,8 @@ def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) ->
         return firm_weights(gram, **options)
     if options.get("preference") is not None:
         options["preference"] = [options["preference"][j] for j in rows]
+        if not any(options["preference"]):
+            return torch.zeros(len(gram), dtype=gram.dtype)
     if options.get("constraints"):
         options["constraints"] = [
             [*(bounds[j] for j in rows), bounds[-1]] for bounds in options["constraints"]

@@ -24,7 +24,7 @@ from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.training import ObjectiveTraining
 from firm.gradients import PerSequenceGradients
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.plan.passes import minibatch_share, rollouts, updates
+from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch, rollouts, updates
 from firm.jobs.plan.record import Memory, PolicyFigures
 from firm.jobs.plan.traffic import Traffic
 
@@ -196,6 +196,7 @@ def process_memory(
 ) -> Memory:
     """Returns what one process with so many clients needs, by passes of fake models."""
     num_objectives = len(cfg.rewards)
+    num_rows = num_objectives * preferences_of_minibatch(cfg)
     joint, sampled = updates(cfg, traffic, num_clients), rollouts(cfg, traffic, num_clients)
     is_stacked = cfg.engine == "stacked"
     in_parts = joint.rows < joint.clients * minibatch_share(cfg, traffic)
@@ -215,7 +216,7 @@ def process_memory(
                 cfg.estimator,
                 cfg.rollout,
                 num_rows=joint.rows,
-                num_objectives=num_objectives,
+                num_objectives=num_rows,
             )
     model.eval()
     with mode, torch.no_grad():
@@ -230,7 +231,7 @@ def process_memory(
     stacks = 2 * joint.clients * own_adapter  # the clients' matrices and their gradients
     return Memory(
         learner=STATES_PER_CLIENT * _learner_bytes(architecture, policy, cfg) + own_adapter,
-        jacobian=jacobians * num_objectives * policy.num_trainable * 4,
+        jacobian=jacobians * num_rows * policy.num_trainable * 4,
         update={key: size + stacks for key, size in update.items()},
         saved=saved,
         cache=cache * num_tokens,

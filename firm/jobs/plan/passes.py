@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from firm.federation.engines.stacked import MAX_ROWS
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
 from firm.jobs.plan.traffic import Traffic, num_passes
 
 
@@ -45,6 +45,13 @@ def minibatch_share(cfg: AlignmentConfig, traffic: Traffic) -> int:
     estimator, is_whole = cfg.estimator, traffic.takes_whole_batches
     rows = estimator.batch_size if is_whole else estimator.minibatch_size
     return math.ceil(rows / cfg.processes_per_client)
+
+
+def preferences_of_minibatch(cfg: AlignmentConfig) -> int:
+    """Returns by how many preferences a minibatch's gradients are taken apart, at most."""
+    if not solves_at_preferences(cfg) or cfg.policy.conditioning.draw_per == "step":
+        return 1
+    return min(cfg.estimator.num_prompts, cfg.estimator.minibatch_size)
 
 
 def rollouts(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
