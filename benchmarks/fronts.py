@@ -1,11 +1,13 @@
 """Hypervolumes of a sweep's methods at the preferences that all of them have, paired by seed.
 
-    python benchmarks/fronts.py runs/front_sweep
+    python benchmarks/fronts.py runs/front_sweep --against separate_runs
     python benchmarks/fronts.py runs/front_sweep --true true_helpful true_harmless
 
-Two reference points: zeros, where about half is the base model's own, and a stricter one. Models
-that have collapsed are left out (`firm.fronts.collapse_reason`), and what is below the reference
-counts nothing. With --true the volume is that of other scores, too, from -1.5 each.
+Two reference points: zeros, where about half is the base model's own, and, for two objectives, a
+stricter one. Models that have collapsed are left out (`firm.fronts.collapse_reason`), and what is
+below the reference counts nothing. With --true the volume is that of other scores, too, from -1.5
+each. Differences have 95 % intervals over the seeds by Student's t. How far parse rates fall is
+compared at equal preferences, as means over the seeds.
 """
 
 import argparse
@@ -15,7 +17,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from firm.fronts import Front, Point, hypervolume
+from firm.fronts import Front, Point, by_preference, hypervolume, preference_correlations
+from firm.report.trajectories import mean_difference
 from firm.run import print_table
 
 Values = Mapping[str, Mapping[int, list[list[float]]]]
@@ -37,29 +40,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for folder in options.sweep
         for path in sorted(folder.glob("*.front.json"))
     }
-    common = set.intersection(*({p.preference for p in front.points} for front in fronts.values()))
-    points = {
-        name: [p for p in front.points if p.preference in common and p.collapse is None]
+    if options.against not in (None, *fronts):
+        parser.error(f"--against must be one of {', '.join(fronts)}, got {options.against}.")
+    common = set.intersection(*(set(by_preference(front)) for front in fronts.values()))
+    fronts = {name: _at(front, common) for name, front in fronts.items()}
+    sound = {
+        name: [point for point in front.points if point.collapse is None]
         for name, front in fronts.items()
     }
     objectives = next(iter(fronts.values())).objectives
-    rewards = _values(points, lambda p: [p.rewards[name] for name in objectives])
+    print(f"{len(common)} preferences that all methods have.")
+    rewards = _values(sound, lambda p: [p.rewards[name] for name in objectives])
     _show("rewards from zero", rewards, (0.0,) * len(objectives), options.against)
     if len(objectives) == len(STRICT):
         _show(f"rewards from {STRICT}", rewards, STRICT, options.against)
     if names := options.true:
-        scores = _values(points, lambda p: [p.scores[name] for name in names])
+        scores = _values(sound, lambda p: [p.scores[name] for name in names])
         _show(", ".join(names), scores, (LEAST_TRUE,) * len(names), options.against)
-    rows = [
-        [
-            name,
-            f"{min(p.scores.get('parse', float('nan')) for p in own):.3f}",
-            f"{max(p.kl for p in own):.2f}",
-            str(sum(p.collapse is not None for p in fronts[name].points)),
-        ]
-        for name, own in points.items()
-    ]
-    print_table("At the ends", ["method", "least parse rate", "largest KL", "collapsed"], rows)
+    _show_ends(fronts, options.against)
+
+
+def _at(front: Front, preferences: set[tuple[float, ...]]) -> Front:
+    """Returns the points of some preferences."""
+    kept = [p for group in preferences for p in by_preference(front)[group]]
+    return Front(**{**vars(front), "points": tuple(kept)})
 
 
 def _values(points: Mapping[str, list[Point]], values: Callable[[Point], list[float]]) -> Values:
@@ -83,12 +87,14 @@ def _show(title: str, values: Values, reference: Sequence[float], against: str |
         seeds = " ".join(f"{volume:.3f}" for volume in by_seed.values())
         cells = [name, seeds, _mean(list(by_seed.values()))]
         if against is not None:
-            shared = sorted(by_seed.keys() & volumes[against].keys())
-            changes = [by_seed[seed] - volumes[against][seed] for seed in shared]
-            cells.append("" if name == against else _mean(changes))
+            other = volumes[against]
+            shared = sorted(by_seed.keys() & other.keys())
+            changes = [by_seed[seed] - other[seed] for seed in shared]
+            ratio = fmean(by_seed[seed] for seed in shared) / fmean(other[s] for s in shared)
+            cells += ["", ""] if name == against else [_interval(changes), f"{ratio:.3f}"]
         rows.append(cells)
     heads = ["method", "by seed", "mean ± standard error"]
-    heads += [] if against is None else [f"less {against}"]
+    heads += [] if against is None else [f"less {against}", "ratio"]
     print_table(f"Hypervolume, {title}", heads, rows)
 
 
@@ -97,9 +103,49 @@ def _volume(rows: list[list[float]], reference: Sequence[float]) -> float:
     return float(hypervolume(np.array(above), reference)) if above else 0.0
 
 
+def _show_ends(fronts: Mapping[str, Front], against: str | None) -> None:
+    """Prints whether preferences steer, and what happens where the models are worst."""
+    parses = {name: _parse_rates(front) for name, front in fronts.items()}
+    rows = []
+    for name, front in fronts.items():
+        seeds = sorted({point.seed for point in front.points})
+        correlations = [preference_correlations(front.of_seed(seed)) for seed in seeds]
+        steering = [fmean(row[each] or 0.0 for row in correlations) for each in front.objectives]
+        cells = [
+            name,
+            ", ".join(f"{value:.3f}" for value in steering),
+            f"{min(p.scores.get('parse', float('nan')) for p in front.points):.3f}",
+            f"{max(p.kl for p in front.points):.2f}",
+            f"{fmean(p.kl for p in front.points):.2f}",
+            str(sum(p.collapse is not None for p in front.points)),
+        ]
+        if against is not None:
+            falls = [rate - parses[name][at] for at, rate in parses[against].items()]
+            cells.append("" if name == against else f"{max(falls):.3f}")
+        rows.append(cells)
+    heads = ["method", "Spearman's ρ", "least parse rate", "largest KL", "mean KL", "collapsed"]
+    heads += [] if against is None else [f"largest fall of parse rate below {against}"]
+    print_table("Along the front", heads, rows)
+
+
+def _parse_rates(front: Front) -> dict[tuple[float, ...], float]:
+    """Returns the mean parse rate over the seeds, by preference."""
+    return {
+        preference: fmean(point.scores.get("parse", float("nan")) for point in points)
+        for preference, points in by_preference(front).items()
+    }
+
+
 def _mean(values: Sequence[float]) -> str:
-    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{fmean(values):+.4f} ± {error:.4f}"
+    return f"{fmean(values):+.4f} ± {_error(values):.4f}"
+
+
+def _interval(values: Sequence[float]) -> str:
+    return mean_difference(values).text(4) if len(values) > 1 else f"{fmean(values):+.4f}"
+
+
+def _error(values: Sequence[float]) -> float:
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
 
 
 if __name__ == "__main__":

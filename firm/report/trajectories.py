@@ -6,6 +6,7 @@ from itertools import groupby
 from statistics import fmean
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from firm.fronts import total_variation
@@ -220,7 +221,12 @@ def difference(
     if seeds[0] != seeds[1] or len(seeds[0]) < 2:
         raise ValueError(f"two settings are compared on the same two seeds or more, got {seeds}.")
     ends = [over_seeds(records, figure).values for records in (first, second)]
-    values = np.array(ends[0]) - np.array(ends[1])
-    mean, error = float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
-    reach = float(stats.t.ppf((1 + level) / 2, len(values) - 1)) * error
-    return Difference(mean, mean - reach, mean + reach, len(values))
+    return mean_difference(np.array(ends[0]) - np.array(ends[1]), level=level)
+
+
+def mean_difference(values: ArrayLike, *, level: float = 0.95) -> Difference:
+    """Returns the mean of differences [N], one for each of two seeds or more, with its interval."""
+    changes = np.asarray(values, dtype=np.float64)
+    mean, error = float(changes.mean()), float(changes.std(ddof=1) / len(changes) ** 0.5)
+    reach = float(stats.t.ppf((1 + level) / 2, len(changes) - 1)) * error
+    return Difference(mean, mean - reach, mean + reach, len(changes))
