@@ -109,7 +109,9 @@ class ServedPoint:
         if all(math.isclose(wanted, given, abs_tol=1e-6) for wanted, given in pairs):
             nearby = ""
         elif self.front.is_conditioned:
-            nearby = " It is the nearest preference that was measured; --merge folds at the wanted."
+            nearby = (
+                " It is the measured preference nearest to that; --merge writes the adapter at it."
+            )
         else:
             nearby = " It was trained for another preference, the nearest there is."
         return f"Measured on {prompts} at the end of its run.{nearby}"

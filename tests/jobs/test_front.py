@@ -99,7 +99,7 @@ def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, ca
     assert main(parse(ServeConfig, options)) == bent / "front/50_50"
     printed = capsys.readouterr().out
     assert "50_50, measured at brevity 0.500, positivity 0.500" in printed
-    assert "the nearest preference that was measured" in printed
+    assert "the measured preference nearest to that" in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("chat")]
     program, command, *arguments = shlex.split(line.removeprefix("chat"))
     assert (program, command) == ("firm", "chat")
