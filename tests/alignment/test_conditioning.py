@@ -259,6 +259,9 @@ def test_firm_solves_at_each_preference_of_a_minibatch(make_client, monkeypatch)
             expected = firm_weights(gram, preference=preference.tolist(), preference_strength=0.1)
             torch.testing.assert_close(blocks[k].double(), expected.double())
         assert mean == pytest.approx(blocks.mean(0).tolist())
+    norms = [gradients.jacobian.unflatten(0, (-1, 3)).sum(0).norm(dim=1) for gradients, _ in steps]
+    for whole, logged in zip(norms, update.metrics["gradient_norms"], strict=True):
+        assert logged == pytest.approx(whole.tolist(), rel=1e-5)
     assert any(len(gradients.preferences) > 1 for gradients, _ in steps)
 
 
@@ -269,16 +272,27 @@ def test_a_client_that_serves_some_objectives_solves_for_these(
     trainer = make_trainer(
         rewards=rewards,
         estimator="critic_free",
-        policy=make_conditioned(3, fresh=True),
-        conditioning=replace(PREFERENCE, corner_share=0.5),
+        policy=make_conditioned(3),  # away from the base model, so that its KL counts in rewards
+        conditioning=replace(PREFERENCE, corner_share=1),
     )
     own = Judges({letter: rewards[letter] for letter in "ac"})
-    client = AlignmentClient("client_0", PROMPTS, trainer, seed=3, judges=own)
-    state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=tuple("abc"), seed=3)
-    state, rows = firm_round(state, ["client_0"], LocalEngine([client]), FirmConfig())
-    (row,) = rows["clients"]
+    corners = [[0, 1, 0], [1, 0, 1]]  # of which the first asks for what it does not serve
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=3, judges=own, corners=corners)
+    start = copy_adapter(trainer.adapter_parameters)
+    client.load(start)
+    (batch,) = client.batches(1)
+    gradients = client.gradients_by_preference(batch.whole)
+    assert gradients.preferences.tolist() == [[0, 1, 0], [0.5, 0, 0.5]]
+    rows = gradients.jacobian.unflatten(0, (2, 3))
+    assert not rows[:, 1].any()
+    assert rows[:, [0, 2]].any()
+
+    state = ServerState(start, objectives=tuple("abc"), seed=3)
+    state, metrics = firm_round(state, ["client_0"], LocalEngine([client]), FirmConfig())
+    (row,) = metrics["clients"]
     assert all(weights[1] == 0 for weights in row["weights"])
-    assert any(0 < weights[0] < 1 for weights in row["weights"])
+    assert any(0 < sum(weights) < 1 for weights in row["weights"])  # nothing at the first corner
+    assert any((state.adapter[name] != start[name]).any() for name in start)
 
 
 @pytest.mark.parametrize(

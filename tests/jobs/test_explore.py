@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.cli.explore import cli
 from firm.fronts import Front
-from firm.jobs.chat import ChatConfig, Conversation
+from firm.jobs.chat import SIDES, ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
 from tests.smoke import ROOT
 
@@ -94,15 +94,19 @@ def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, stron
     page.wait_until(f"Math.abs(({MARKERS})[0][0][0] - 0.4) < 1e-6")
     assert page(MARKERS)[0][0] == pytest.approx([0.4, 0.6])
 
-    _ask(page, "Where is my ladder?", 2)
+    lines = ["Where is my ladder?", "And the mug?"]
+    for turn, line in enumerate(lines):
+        _ask(page, line, 2 * turn + 2)
     options = ["--run", str(strong), *POLICY, "--preference", f"[{share}, {1 - share}]"]
     cfg = parse_over_run(ChatConfig, options, key="run", description="")
-    expected = Conversation(cfg).answer("Where is my ladder?", 0)
-    for side, answer in expected.items():
-        said = _said(page, side)
-        parts = ["Where is my ladder?", answer.text, *answer.scores]
-        places = [said.find(" ".join(part.split())) for part in parts]
-        assert -1 < places[0] < places[1] < places[2] < places[3]
+    conversation = Conversation(cfg)
+    answers = [conversation.answer(line, turn) for turn, line in enumerate(lines)]
+    for side in SIDES:
+        said, at = _said(page, side), 0
+        for line, answer in zip(lines, answers, strict=True):
+            for part in (line, answer[side].text, *answer[side].scores):
+                at = said.find(" ".join(part.split()), at)
+                assert at >= 0, (part, said)
     assert page("document.querySelector('#line textarea').value") == ""
 
     page("document.querySelector('#anew').click()")
