@@ -2,6 +2,8 @@
 
     python benchmarks/fronts.py runs/front_sweep --against separate_runs
     python benchmarks/fronts.py runs/front_sweep --true true_helpful true_harmless
+    python benchmarks/fronts.py runs/front_sweep --picture docs/front \
+        --methods one_conditioned_run rewarded_soups separate_runs
 
 Two reference points: zeros, where about half is the base model's own, and, for two objectives, a
 stricter one. Models that have collapsed are left out (`firm.fronts.collapse_reason`), and what is
@@ -18,6 +20,8 @@ from statistics import fmean, stdev
 import numpy as np
 
 from firm.fronts import Front, Point, by_preference, hypervolume, preference_correlations
+from firm.report.front_page import front_figure
+from firm.report.static import save_figure
 from firm.report.trajectories import mean_difference
 from firm.run import print_table
 
@@ -33,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("sweep", type=Path, nargs="+")
     parser.add_argument("--true", nargs="+", metavar="SCORE", help="scores to measure by, too")
+    parser.add_argument("--methods", nargs="+", help="which ones; all unless given")
+    parser.add_argument("--picture", type=Path, help="where to draw the fronts, without a suffix")
     parser.add_argument("--against", help="method that the others are compared with")
     options = parser.parse_args(arguments)
     fronts = {
@@ -40,10 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for folder in options.sweep
         for path in sorted(folder.glob("*.front.json"))
     }
+    for name in options.methods or ():
+        if name not in fronts:
+            parser.error(f"--methods must be of {', '.join(fronts)}, got {name}.")
+    fronts = {name: fronts[name] for name in options.methods or fronts}
     if options.against not in (None, *fronts):
         parser.error(f"--against must be one of {', '.join(fronts)}, got {options.against}.")
     common = set.intersection(*(set(by_preference(front)) for front in fronts.values()))
     fronts = {name: _at(front, common) for name, front in fronts.items()}
+    if options.picture:
+        named = {front.strategy: front for front in fronts.values()}
+        print(*save_figure(front_figure(named), options.picture))
     sound = {
         name: [point for point in front.points if point.collapse is None]
         for name, front in fronts.items()
