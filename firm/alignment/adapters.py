@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from firm.alignment.conditioning import fold, is_conditioned
+from firm.alignment.lora_xs import narrowed, widened
 from firm.alignment.policy import (
     PolicyConfig,
     check_fits,
@@ -163,7 +164,9 @@ def save_adapter(policy: Any, folder: Path) -> None:
 
 
 def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
-    return {name: values for name, values in policy.state_dict().items() if "lora_" in name}
+    """Returns the adapter as an ordinary one, whatever the policy trains of it."""
+    state = {name: values for name, values in policy.state_dict().items() if "lora_" in name}
+    return widened(policy, state)
 
 
 def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
@@ -201,6 +204,7 @@ def fill_adapter_(
         adapter = fold(adapter, preference)
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     problem = f"the adapter in {folder} does not fit {base}"
+    adapter = narrowed(policy, adapter, problem)
     check_fits(adapter, slot, problem=problem, remedy="use the base model that it was made for.")
     for key, values in slot.items():
         adapter[key] = adapter[key].to(values.dtype)

@@ -17,6 +17,7 @@ from annotated_types import Interval
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from firm.alignment.lora_xs import outward
 from firm.federation import Adapter
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
@@ -120,6 +121,7 @@ class Conditioning:
             for name, gate in zip(gated_names(self.num_objectives), self.gates.T, strict=True):
                 gate = gate.to(update).view(-1, *[1] * (update.ndim - 1))
                 update = update + gate * getattr(layer, name)["default"](hidden)
+        update = outward(layer, update)
         return (result + update * layer.scaling["default"]).to(result.dtype)
 
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.conditioning import ConditioningConfig, condition_
+from firm.alignment.lora_xs import make_small_
 from firm.alignment.prompts import PromptFormat
 from firm.federation import Adapter, RandomStream
 from firm.federation.outside import first_line
@@ -84,8 +85,12 @@ class PolicyConfig:
     equal to EOS."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
     """How a dialogue becomes the policy's input."""
+    adapter: Annotated[Literal["lora", "lora_xs"], NOT_IN_PAPER] = "lora"
+    """lora: matrices A and B per layer. lora_xs: r² numbers per layer between fixed matrices made
+    from its own weight (arXiv:2405.17604), whose mean over clients is exact; r and alpha are those
+    of `lora`, and the step size may need to be another."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """The adapter."""
+    """The adapter's rank, scale and place."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
     """Whether it depends on the preference."""
 
@@ -259,6 +264,8 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
         )
     if lora.freeze_a:
         freeze_a_(policy)
+    if config.adapter == "lora_xs":
+        make_small_(policy)
     if config.conditioning.kind == "preference":
         condition_(policy, num_objectives)
     return policy

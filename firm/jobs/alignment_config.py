@@ -198,12 +198,14 @@ class AlignmentConfig:
             )
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
-        if self.policy.lora.freeze_a and self.strategy.lora_mean == "products":
+        is_small = self.policy.adapter == "lora_xs"
+        if (self.policy.lora.freeze_a or is_small) and self.strategy.lora_mean == "products":
+            given = "policy.adapter lora_xs" if is_small else "policy.lora.freeze_a"
             raise ValueError(
-                "strategy.lora_mean must be factors with policy.lora.freeze_a, whose mean of B is "
-                "exact already, got products."
+                f"strategy.lora_mean must be factors with {given}, whose mean of what is trained "
+                "is exact already, got products."
             )
-        if self.policy.lora.freeze_a and self.start:
+        if self.policy.lora.freeze_a and not is_small and self.start:
             raise ValueError(
                 "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
                 f"lost, got {list(self.start)}."

@@ -9,6 +9,7 @@ import torch
 
 from firm.alignment.conditioning import gates
 from firm.alignment.generation import RolloutConfig
+from firm.alignment.lora_xs import outward
 from firm.alignment.sequences import Queries, response_logits
 from firm.gradients.jacobian import jacobian_buffer
 from firm.gradients.per_sequence import Tap, add_weight_gradients_
@@ -172,6 +173,7 @@ class Pass:
             for index, gate in enumerate(self._gates.T, start=1):
                 gated = self._product((name, f"lora_B{index}"), layer, hidden)
                 update = update + gate[:, None, None] * gated
+        update = outward(layer, update)
         return (result + update * layer.scaling["default"]).to(result.dtype)
 
     def _product(self, matrix: Matrix, layer: Any, x: torch.Tensor) -> torch.Tensor:
