@@ -124,7 +124,7 @@ def _stacked(adapter: Adapter) -> Adapter:
 
 
 def _apart(stacked: Adapter, like: Adapter) -> Adapter:
-    """Returns what `_stacked` gives it from, with the names and shapes of `like`."""
+    """Takes apart what `_stacked` put together, into the names and shapes of `like`."""
     left = dict(stacked)
     apart = {}
     for name, values in like.items():

@@ -320,7 +320,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     options = request.options_by_client.get(client.name, request.weighting_options)
     find = partial(WEIGHTINGS[request.weighting], served=served_objectives(client), **options)
     takes_gradients = client.gradients
-    if "preference" in options:  # which data with a preference of their own have in its place
+    if "preference" in options:  # data with preferences of their own are solved at these
         takes_gradients = client.gradients_by_preference
     num_steps, solves = 0, []
     weights = torch.empty(0)
