@@ -5,8 +5,11 @@ here once, where they enter the program.
 """
 
 import re
+from collections.abc import Iterable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NUM_NAMED = 3
+"""How many a message names of those that failed for the same reason."""
 MAX_NAME = 64
 """Longest name of a run, a site or a client that becomes part of a path."""
 
@@ -48,3 +51,22 @@ def check_name(name: str, what: str) -> str:
             f"a letter or a digit, got {printable(repr(name), max_length=80)}."
         )
     return name
+
+
+def by_reason(failures: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns who failed and why, a text for each reason; of many with one reason a few are named.
+
+    Args:
+        failures: Names with their reasons.
+
+    >>> by_reason([("a", "late"), ("b", "ill"), ("c", "late")])
+    ['a, c: late', 'b: ill']
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in failures:
+        names.setdefault(reason, []).append(name)
+    texts = []
+    for reason, own in names.items():
+        named, others = ", ".join(own[:NUM_NAMED]), len(own) - NUM_NAMED
+        texts.append(f"{named}{f' and {others} more' if others > 0 else ''}: {reason}")
+    return texts

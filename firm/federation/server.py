@@ -19,12 +19,9 @@ from firm.federation.diagnostics import (
     weights_spread,
 )
 from firm.federation.messages import Request, Update
-from firm.federation.outside import printable
+from firm.federation.outside import by_reason, printable
 from firm.federation.privacy import breach
 from firm.federation.strategy import StrategyConfig
-
-NUM_NAMED = 3
-"""Clients that a message names of those that failed for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ def accept(
     num_attackers = cfg.robust.attackers_left(num_refused(all_failures))
     quorum = max(cfg.quorum, cfg.robust.updates_needed(num_attackers))
     if len(accepted) < quorum:
-        reasons = _in_words(all_failures)
+        reasons = "; ".join(by_reason((each.client, each.reason) for each in all_failures))
         causes = [failure.cause for failure in all_failures if failure.cause]
         whose = ""
         if quorum > cfg.quorum:
@@ -126,19 +123,6 @@ def accept(
             f"cause, then resume from round {request.round - 1}."
         ) from (causes[0] if causes else None)
     return accepted, all_failures
-
-
-def _in_words(failures: Sequence[Failure]) -> str:
-    """Returns who failed and why; of many with one reason a few are named."""
-    by_reason: dict[str, list[str]] = {}
-    for failure in failures:
-        by_reason.setdefault(failure.reason, []).append(failure.client)
-    texts = []
-    for reason, clients in by_reason.items():
-        named, others = clients[:NUM_NAMED], len(clients) - NUM_NAMED
-        who = f"{', '.join(named)} and {others} more" if others > 0 else ", ".join(named)
-        texts.append(f"{who}: {reason}")
-    return "; ".join(texts)
 
 
 def _uncommon(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from firm.federation.outside import check_name
+from firm.federation.outside import by_reason, check_name
 from firm.run.differences import differences
 from firm.run.directory import Row, Run
 from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
@@ -166,7 +166,8 @@ def summarise(outcomes: Sequence[Outcome]) -> None:
     """Raises a `UserError` that names the points that failed, if any did."""
     failed = [outcome for outcome in outcomes if outcome.problem]
     if failed:
-        reasons = "\n".join(f"  {outcome.name}: {outcome.problem}" for outcome in failed)
+        causes = by_reason((outcome.name, outcome.problem or "") for outcome in failed)
+        reasons = "\n".join(f"  {cause}" for cause in causes)
         raise UserError(
             f"{len(failed)} of {len(outcomes)} points did not finish; the others are kept. Repair "
             f"the cause and call again with --resume true:\n{reasons}"

@@ -106,6 +106,11 @@ def test_a_point_that_fails_leaves_the_others_to_go_on_and_is_named(eventful):
     with pytest.raises(UserError, match=r"1 of 2 points.*\n  bad: ValueError: n must not be neg"):
         summarise(outcomes)
     summarise([Outcome("good", 1.0)])
+    alike = [Outcome(f"point_{index}", 1.0, "no such model") for index in range(12)]
+    with pytest.raises(UserError, match=r"12 of 13 points") as failure:
+        summarise([*alike, Outcome("good", 1.0)])
+    (line,) = str(failure.value).splitlines()[1:]
+    assert line == "  point_0, point_1, point_2 and 9 more: no such model"
 
 
 def test_a_point_that_another_process_is_at_is_left_to_it(eventful):
