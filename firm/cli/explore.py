@@ -25,6 +25,7 @@ ASKED = "Say something to both"
 
 def main(cfg: ExploreConfig) -> None:
     """Serves the page to this machine until it is interrupted."""
+    _gradio()  # before a model is loaded in vain
     page = build_page(Explorer(cfg))
     print(f"{serve(page, cfg.port)} (Ctrl-C ends it)", flush=True)
     page.block_thread()

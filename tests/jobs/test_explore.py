@@ -136,6 +136,12 @@ def test_bad_input_ends_in_one_line(strong, run, refusal, tmp_path):
     assert "collapsed: train more" in refusal(cli, ["--run", str(place), *POLICY])
 
 
+def test_without_gradio_it_says_how_to_get_it(strong, refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    line = refusal(cli, ["--run", str(strong), "--policy.path", "no/model"])
+    assert "pip install 'firm-align[explore]'" in line
+
+
 def test_a_port_that_is_taken_is_named(strong):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
