@@ -17,7 +17,7 @@ from annotated_types import Interval
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from firm.alignment.lora_xs import outward
+from firm.alignment.lora_xs import layer_output
 from firm.federation import Adapter
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
@@ -111,18 +111,10 @@ class Conditioning:
 
     def layer(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Returns what a LoRA layer gives for x [b, ..., in]."""
-        result = layer.base_layer(x, *args, **options)
-        if layer.disable_adapters:
-            return result
-        first = layer.lora_A["default"]
-        hidden = first(layer.lora_dropout["default"](x.to(first.weight.dtype)))
-        update = layer.lora_B["default"](hidden)
-        if self.gates is not None:
-            for name, gate in zip(gated_names(self.num_objectives), self.gates.T, strict=True):
-                gate = gate.to(update).view(-1, *[1] * (update.ndim - 1))
-                update = update + gate * getattr(layer, name)["default"](hidden)
-        update = outward(layer, update)
-        return (result + update * layer.scaling["default"]).to(result.dtype)
+        names = gated_names(self.num_objectives)
+        matrices = (getattr(layer, name)["default"] for name in names)
+        gated = () if self.gates is None else zip(self.gates.T, matrices, strict=True)
+        return layer_output(layer, x, *args, gated=gated, **options)
 
 
 def gated_names(num_objectives: int) -> list[str]:

@@ -12,6 +12,7 @@ A and U R, an ordinary LoRA adapter of rank r.
 
 import hashlib
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,34 @@ def make_small_(policy: Any) -> None:
         own.lora_B["default"] = inner
         own.frozen_peft_weight_names = {"default": ("lora_A",)}
         own.register_buffer("xs_left", left.to(first), persistent=False)
-        own.forward = partial(_forward, own)
+        own.forward = partial(layer_output, own)
 
 
-def _forward(layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Returns what a layer gives for x [b, ..., in]."""
+def layer_output(
+    layer: Any,
+    x: torch.Tensor,
+    *args: Any,
+    gated: Iterable[tuple[torch.Tensor, nn.Module]] = (),
+    **options: Any,
+) -> torch.Tensor:
+    """Returns what a LoRA layer gives, of either kind.
+
+    Args:
+        layer: The layer.
+        x: Its input, shape [b, ..., in].
+        *args: Further arguments of the base layer.
+        gated: Factors by row [b] of further matrices beside B, and these.
+        **options: Those of the base layer.
+    """
     result = layer.base_layer(x, *args, **options)
     if layer.disable_adapters:
         return result
     first = layer.lora_A["default"]
     hidden = first(layer.lora_dropout["default"](x.to(first.weight.dtype)))
-    update = outward(layer, layer.lora_B["default"](hidden))
+    update = layer.lora_B["default"](hidden)
+    for gate, matrix in gated:
+        update = update + gate.to(update).view(-1, *[1] * (update.ndim - 1)) * matrix(hidden)
+    update = outward(layer, update)
     return (result + update * layer.scaling["default"]).to(result.dtype)
 
 
