@@ -1,4 +1,4 @@
-"""Hypervolumes of a sweep's methods at the preferences that all of them have, paired by seed.
+"""Hypervolumes of sweeps' methods at the preferences and seeds that all have, paired by seed.
 
     python benchmarks/fronts.py runs/front_sweep --against separate_runs
     python benchmarks/fronts.py runs/front_sweep --true true_helpful true_harmless
@@ -14,6 +14,7 @@ compared at equal preferences, as means over the seeds.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.against not in (None, *fronts):
         parser.error(f"--against must be one of {', '.join(fronts)}, got {options.against}.")
     common = set.intersection(*(set(by_preference(front)) for front in fronts.values()))
-    fronts = {name: _at(front, common) for name, front in fronts.items()}
+    seeds = set.intersection(*({p.seed for p in front.points} for front in fronts.values()))
+    fronts = {name: _at(front, common, seeds) for name, front in fronts.items()}
     if options.picture:
         named = {front.strategy: front for front in fronts.values()}
         print(*save_figure(front_figure(named), options.picture))
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, front in fronts.items()
     }
     objectives = next(iter(fronts.values())).objectives
-    print(f"{len(common)} preferences that all methods have.")
+    print(f"{len(common)} preferences and {len(seeds)} seeds that all methods have.")
     rewards = _values(sound, lambda p: [p.rewards[name] for name in objectives])
     _show("rewards from zero", rewards, (0.0,) * len(objectives), options.against)
     if len(objectives) == len(STRICT):
@@ -73,10 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _show_ends(fronts, options.against)
 
 
-def _at(front: Front, preferences: set[tuple[float, ...]]) -> Front:
-    """Returns the points of some preferences."""
-    kept = [p for group in preferences for p in by_preference(front)[group]]
-    return Front(**{**vars(front), "points": tuple(kept)})
+def _at(front: Front, preferences: set[tuple[float, ...]], seeds: set[int]) -> Front:
+    """Returns the points of some preferences and seeds."""
+    groups = by_preference(front).items()
+    kept = [p for group, own in groups if group in preferences for p in own if p.seed in seeds]
+    return replace(front, points=tuple(kept))
 
 
 def _values(points: Mapping[str, list[Point]], values: Callable[[Point], list[float]]) -> Values:

@@ -1,6 +1,5 @@
 """A browser that tests drive: Chromium, over its debugging pipe."""
 
-import base64
 import fcntl
 import json
 import os
@@ -79,19 +78,9 @@ class Page:
             assert time.monotonic() < deadline, f"{condition} does not come true"
             time.sleep(0.05)
 
-    def press(self, key: str) -> None:
-        """Presses a key on what has the focus."""
-        for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
     def write(self, text: str) -> None:
         """Writes a text into what has the focus."""
         self._call("Input.insertText", text=text)
-
-    def picture(self, path: Path) -> None:
-        """Writes what the window shows as a PNG file."""
-        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """Returns what every figure of the page shows, by its name."""

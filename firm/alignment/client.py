@@ -220,17 +220,17 @@ class AlignmentClient(Client):
 
     def gradients(self, minibatch: Experience) -> Gradients:
         """Returns the M losses of a minibatch and their Jacobian [M, d]."""
-        gradients = self._gradients(minibatch)
-        for j in set(range(len(self.objectives))).difference(self.served):
-            gradients.jacobian[j] = 0.0
-        return gradients
+        return self._of_served_alone(self._gradients(minibatch))
 
     def gradients_by_preference(self, minibatch: Experience) -> Gradients:
         """Returns the losses, and the gradients at each preference; see ``Client``."""
         if self._trainer.conditioning.kind == "none":
             return self.gradients(minibatch)
-        gradients = self._gradients(minibatch, by_preference=True)
-        rows = gradients.jacobian.view(-1, len(self.objectives), gradients.jacobian.size(1))
+        return self._of_served_alone(self._gradients(minibatch, by_preference=True))
+
+    def _of_served_alone(self, gradients: Gradients) -> Gradients:
+        """Returns gradients [M, d] or [K M, d] with zeros for objectives that are not served."""
+        rows = gradients.jacobian.unflatten(0, (-1, len(self.objectives)))
         for j in set(range(len(self.objectives))).difference(self.served):
             rows[:, j] = 0.0
         return gradients

@@ -13,12 +13,14 @@ A and U R, an ordinary LoRA adapter of rank r.
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -162,10 +164,11 @@ def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
     if path.is_file():
         return load_file(path)
     found = {name: _vectors(weight, rank) for name, weight in weights.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
-    save_file({name: values.contiguous() for name, values in found.items()}, draft)
-    os.replace(draft, path)
+    with suppress(OSError, SafetensorError):  # a place that cannot be written costs the time alone
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        save_file({name: values.contiguous() for name, values in found.items()}, draft)
+        os.replace(draft, path)
     return found
 
 

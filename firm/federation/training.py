@@ -319,9 +319,9 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
     options = request.options_by_client.get(client.name, request.weighting_options)
     find = partial(WEIGHTINGS[request.weighting], served=served_objectives(client), **options)
-    takes_gradients = client.gradients
+    gradients_of = client.gradients
     if "preference" in options:  # data with preferences of their own are solved at these
-        takes_gradients = client.gradients_by_preference
+        gradients_of = client.gradients_by_preference
     num_steps, solves = 0, []
     weights = torch.empty(0)
     for batch in _batches(client, request):
@@ -333,7 +333,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
             if request.solve_per == "batch":
                 gradients, factors = client.weighted_gradients(minibatch, weights), torch.ones(1)
             else:
-                gradients = takes_gradients(minibatch)
+                gradients = gradients_of(minibatch)
                 weights, solve = _solve(gradients, find)
                 solves.append(solve)
                 factors = weights

@@ -54,6 +54,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
     for own in fronts:
         gains = (own.rewards() - least) / np.where(ranges > 0, ranges, 1.0)
         misses = gains - gains.sum(axis=1, keepdims=True) * target  # [N, M], linear in the models
+        misses = misses.round(12)  # squares of what is smaller underflow in the Gram matrices
         for cell in neighbourhoods(own.preferences()):
             shares = min_norm_weights(misses[cell] @ misses[cell].T)
             missed = max(float(np.linalg.norm(shares @ misses[cell])), _SAME)
@@ -64,13 +65,11 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
 
 def mean_preference(parts: Sequence[tuple[Point, float]]) -> list[float]:
     """Returns the mean of some models' preferences by their shares, of sum 1, shape [M]."""
-    rows = [[share * entry for entry in _scaled(point)] for point, share in parts]
-    return [float(sum(column)) for column in zip(*rows, strict=True)]
-
-
-def _scaled(point: Point) -> list[float]:
-    preference = point.preference or ()
-    return [entry / sum(preference) for entry in preference]
+    rows = [
+        share * as_shares(point.preference or (), len(point.rewards), name=point.name)
+        for point, share in parts
+    ]
+    return np.sum(rows, axis=0).tolist()
 
 
 def widest_gap(preferences: np.ndarray, rewards: np.ndarray) -> tuple[float, ...]:

@@ -73,7 +73,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Begins both dialogues anew."""
-        self._dialogues = dict.fromkeys(SIDES, "")
+        self._dialogues: dict[str, str] = {}
 
     def answer(self, line: str, turn: int) -> dict[str, Answer]:
         """Returns each side's reply to a line, and goes on from it.

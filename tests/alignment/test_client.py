@@ -23,6 +23,7 @@ from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
 from firm.federation.training import ObjectiveTraining, objective_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
+from tests.cabs import PROMPTS
 
 SEED = 11
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -32,7 +33,6 @@ WITHOUT_LOSSES = [
     if not get_type_hints(strategy)["cfg"].reads_losses
 ]
 """Strategies that ask for no losses on a whole shard, which prompts have none of."""
-PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 
 
 @pytest.fixture(params=["ppo", "critic_free"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.alignment import AlignmentClient, Prompt, RolloutConfig, copy_adapter, fill_adapter_
+from firm.alignment import AlignmentClient, RolloutConfig, copy_adapter, fill_adapter_
 from firm.alignment import conditioning as conditionings
 from firm.alignment.adapters import save_adapter
 from firm.alignment.conditioning import (
@@ -27,9 +27,8 @@ from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.training import LocalTraining, local_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
+from tests.cabs import PROMPTS, TOKENS
 
-TOKENS = torch.tensor([[0, 4, 9, 7, 5], [4, 8, 6, 10, 4], [0, 0, 5, 5, 9]])
-PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 PREFERENCE = ConditioningConfig(kind="preference")
 
 

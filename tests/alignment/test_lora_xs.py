@@ -11,7 +11,6 @@ from firm.alignment import (
     AlignmentClient,
     LoraSettings,
     PolicyConfig,
-    Prompt,
     copy_adapter,
     fill_adapter_,
     load_adapters,
@@ -29,9 +28,8 @@ from firm.alignment.sequences import forward, response_logprobs
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.firm import FirmConfig, firm_round
+from tests.cabs import PROMPTS, TOKENS
 
-TOKENS = torch.tensor([[0, 4, 9, 7, 5], [4, 8, 6, 10, 4], [0, 0, 5, 5, 9]])
-PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 LORA = LoraSettings(r=3, alpha=6.0, dropout=0.0, target_modules=["q_proj", "v_proj"])
 
 
@@ -231,6 +229,14 @@ def test_vectors_of_large_matrices_are_found_once_for_each_base_model(
     next(iter(weights.values()))[0, 0] += 1e-3
     module._left_singular_vectors(weights, 3)
     assert len(found) == 3 * len(_layers(first))
+
+
+def test_a_place_that_cannot_be_written_costs_no_run(make_small, monkeypatch, tmp_path):
+    expected = make_small()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(module, "CACHED_SIZE", 1)
+    assert torch.equal(_logits(make_small()), _logits(expected))
 
 
 def test_an_adapter_loads_into_the_live_parameters(make_small):

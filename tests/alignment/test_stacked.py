@@ -10,8 +10,8 @@ from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
+from tests.cabs import PROMPTS
 
-PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 PROMPTS += [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefghij"]
 WITHOUT_LOSSES = {
     name: get_type_hints(strategy)["cfg"]

@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from firm.alignment import AlignmentClient, Prompt, copy_adapter
+from firm.alignment import AlignmentClient, copy_adapter
 from firm.alignment.estimators import ESTIMATORS, EstimatorConfig, PPOConfig, register_estimator
 from firm.alignment.sequences import token_logprobs
 from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.run.plugins import import_plugin
+from tests.cabs import PROMPTS
 from tests.plugins import plugins_forgotten
-
-PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
 
 
 @pytest.fixture(scope="module", autouse=True)
