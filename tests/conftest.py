@@ -2,6 +2,9 @@
 
 import os
 
+from tests.processor import without_faulty_amx
+
+os.environ.update(without_faulty_amx())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")

@@ -9,12 +9,21 @@ import torch
 
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
+from firm.federation.masking import added
 from firm.federation.messages import Request, Update
+from firm.federation.outside import by_reason
 from firm.federation.randomness import derive_seed
 from firm.federation.sampling import sample_clients
-from firm.federation.server import Check, ServerState, accept, num_refused, round_metrics
+from firm.federation.secure import OpenSum, with_mean
+from firm.federation.server import (
+    Check,
+    RoundFailed,
+    ServerState,
+    accept,
+    num_refused,
+    round_metrics,
+)
 from firm.federation.strategy import StrategyConfig
-from firm.federation.training import LocalTraining
 from firm.federation.transforms import ServerStep
 from firm.solvers import fixed_weights
 
@@ -86,20 +95,46 @@ class Round:
     def train(
         self, fields: Mapping[str, Any], *, clients: Sequence[str] | None = None
     ) -> list[Reply]:
-        """Returns the valid replies of "local_training", from the sampled clients by default.
+        """Returns the valid replies of a local training, from the sampled clients by default.
+
+        With secure aggregation each has the mean of all in the place of its own adapter.
 
         Args:
             fields: Those of ``LocalTraining`` that ``StrategyConfig.training`` gave, and what the
                 server decided in this round. Losses that are shared must not be negative.
             clients: Whom to ask.
         """
-        request = self.request(LocalTraining, fields)
+        kind, fields = next(iter(self._cfg.training_requests(dict(fields)).items()))
+        request: Any = self.request(kind, fields)
 
         def check(update: Update) -> str | None:
             losses = update.metrics.get("start_losses")
             return losses_problem(losses, request.objectives) if request.share_losses else None
 
-        return self.ask(request, self.sampled if clients is None else clients, check=check)
+        replies = self.ask(request, self.sampled if clients is None else clients, check=check)
+        return with_mean(replies, self._opened(replies)) if self._cfg.secure else replies
+
+    def _opened(self, replies: Sequence[Reply]) -> Adapter:
+        """Returns the mean of masked updates, from the first of their clients that can open it.
+
+        The clients take turns at being asked first.
+
+        Raises:
+            RoundFailed: None can.
+        """
+        updates = [reply.content for reply in replies]
+        total = added([update.masked for update in updates])
+        nonces = [update.nonce for update in updates]
+        request = self.request(OpenSum, {"total": total, "nonces": nonces})
+        turn = self.number % len(replies)
+        for reply in (*replies[turn:], *replies[:turn]):
+            if answers := self.ask(request, [reply.client]):
+                return answers[0].content.adapter
+        reasons = by_reason((each.client, each.reason) for each in self._failures)
+        raise RoundFailed(
+            f"no client could open the sum of round {self.number} ({'; '.join(reasons)}); repair "
+            f"the cause, then resume from round {self.number - 1}."
+        )
 
     def finish(
         self,

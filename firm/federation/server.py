@@ -21,6 +21,7 @@ from firm.federation.diagnostics import (
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason, printable
 from firm.federation.privacy import breach
+from firm.federation.secure import FEWEST, MaskedTraining, OpenSum
 from firm.federation.strategy import StrategyConfig
 
 
@@ -111,6 +112,10 @@ def accept(
             accepted.append(reply)
     num_attackers = cfg.robust.attackers_left(num_refused(all_failures))
     quorum = max(cfg.quorum, cfg.robust.updates_needed(num_attackers))
+    if isinstance(request, MaskedTraining):
+        quorum = max(quorum, FEWEST)
+    if isinstance(request, OpenSum):
+        quorum = 0  # its caller asks another client
     if len(accepted) < quorum:
         reasons = "; ".join(by_reason((each.client, each.reason) for each in all_failures))
         causes = [failure.cause for failure in all_failures if failure.cause]

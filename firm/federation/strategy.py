@@ -8,10 +8,22 @@ from firm.federation.accounting import require_accountant
 from firm.federation.aggregation import Aggregation
 from firm.federation.client import Capability, Client, missing
 from firm.federation.lora import LoraMean
+from firm.federation.masking import MAX_MESSAGES
 from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.robust import RobustConfig
-from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, chain
+from firm.federation.secure import FEWEST, Secure, secure_requests
+from firm.federation.training import LocalTraining
+from firm.federation.transforms import (
+    Count,
+    Mean,
+    Privacy,
+    Robust,
+    Secured,
+    ServerStep,
+    Transform,
+    chain,
+)
 from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, PositiveInt, configuration
 
 
@@ -53,6 +65,9 @@ class StrategyConfig:
     """Robust aggregation, where some clients may attack."""
     privacy: Annotated[PrivacyConfig | None, NOT_IN_PAPER] = None
     """Differential privacy of the clients; null: none."""
+    secure: Annotated[Secure | None, NOT_IN_PAPER] = None
+    """Secure aggregation, by which the server learns the mean of the clients' updates and no single
+    one: their sites hide them under masks; null: none."""
 
     preference_key: ClassVar[str | None] = None
     """Name of the option that takes a preference of the objectives; None where there is none."""
@@ -87,6 +102,8 @@ class StrategyConfig:
         self._check_averages()
         if self.privacy is not None:
             self._check_privacy(self.privacy)
+        if self.secure is not None:
+            self._check_secure()
         self.server()  # or its transformations do not go together
 
     def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
@@ -99,8 +116,12 @@ class StrategyConfig:
             Robust(self.robust),
             Count(self.aggregation),
             Mean(self.lora_mean, self.server_learning_rate),
-            Privacy(self.privacy, has_regulars=bool(self.always)),
+            *self.protections(),
         )
+
+    def protections(self) -> tuple[Transform, ...]:
+        """Returns the end of every server's step: what keeps clients' data from others."""
+        return Privacy(self.privacy, has_regulars=bool(self.always)), Secured(self.secure)
 
     @classmethod
     def forms(cls) -> list[type["StrategyConfig"]]:
@@ -133,6 +154,17 @@ class StrategyConfig:
                 name = f"strategy.name {self.name}"
                 raise ValueError(missing(kind.__name__, capability, strategy=name))
 
+    def training_requests(self, training: dict[str, Any]) -> dict[type[Request], dict[str, Any]]:
+        """Returns the fields of the requests by which clients train, that of the training first.
+
+        These are the given ones of ``LocalTraining``, or what secure aggregation makes of them.
+        """
+        if self.secure is None:
+            return {LocalTraining: training}
+        return secure_requests(
+            training, aggregation=self.aggregation, max_update_norm=self.max_update_norm
+        )
+
     def local_work(self) -> dict[str, Any]:
         """Returns the fields of a request that say how long local training is."""
         return {"num_local_steps": self.num_local_steps, "num_local_epochs": self.num_local_epochs}
@@ -163,13 +195,7 @@ class StrategyConfig:
 
     def _check_privacy(self, privacy: PrivacyConfig) -> None:
         """Raises ``ValueError`` where ε would not hold of what clients send."""
-        if not self.sends_adapters_only:
-            kinds = [kind for kind in StrategyConfig.forms() if kind.sends_adapters_only]
-            raise ValueError(
-                "privacy covers the mean of adapters, and not the Jacobians, losses or updates by "
-                "objective that others send; it is for strategies "
-                f"{', '.join(kind.name for kind in kinds)}, got {type(self).__name__}."
-            )
+        self._check_sends_adapters_only("privacy")
         if self.max_update_norm is not None:
             raise ValueError(
                 "privacy.clip_norm limits the updates already, and refusing one would reveal it; "
@@ -181,6 +207,25 @@ class StrategyConfig:
                 f"privacy.statistics to exact, got {privacy.statistics}."
             )
         require_accountant()
+
+    def _check_secure(self) -> None:
+        """Raises ``ValueError`` where the server could not do its part without single updates."""
+        self._check_sends_adapters_only("secure aggregation")
+        if not FEWEST <= (self.clients_per_round or FEWEST) <= MAX_MESSAGES:
+            raise ValueError(
+                f"secure aggregation adds {FEWEST} to {MAX_MESSAGES} updates; clients_per_round "
+                f"must be in that range, got {self.clients_per_round}."
+            )
+
+    def _check_sends_adapters_only(self, what: str) -> None:
+        """Raises ``ValueError`` where clients send more of their gradients than an adapter."""
+        if not self.sends_adapters_only:
+            kinds = [kind for kind in StrategyConfig.forms() if kind.sends_adapters_only]
+            raise ValueError(
+                f"{what} covers the mean of adapters, and not the Jacobians, losses or updates by "
+                "objective that others send; it is for strategies "
+                f"{', '.join(kind.name for kind in kinds)}, got {type(self).__name__}."
+            )
 
 
 Strategy = Callable[..., tuple[Any, dict[str, Any]]]

@@ -16,6 +16,7 @@ from firm.federation.lora import LoraMean
 from firm.federation.messages import Update
 from firm.federation.privacy import PrivacyConfig, server_noised
 from firm.federation.robust import RobustConfig, robust_updates
+from firm.federation.secure import Secure
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,48 @@ class Privacy:
             entries={**step.entries, "privacy": spent},
             hidden=step.hidden if is_exact else (*step.hidden, "drift"),
         )
+
+
+@dataclass(frozen=True)
+class Secured:
+    """Requires a step that needs no more than the mean, where that is all that the server has.
+
+    Secure aggregation puts the mean in the place of each update (``Round.train``), which changes no
+    mean of them.
+    """
+
+    how: Secure | None
+    """How updates are hidden; None leaves the step as it is."""
+
+    def check(self, before: Sequence[Transform]) -> None:
+        """Follows the plain mean of updates."""
+        if self.how is None:
+            return
+        for each in before:
+            if isinstance(each, UnitLengths):
+                raise ValueError(
+                    "normalize_updates must be false with secure aggregation, where the server "
+                    "cannot tell an update's length."
+                )
+            if isinstance(each, Mean) and each.of != "factors":
+                raise ValueError(
+                    "secure aggregation adds A and B, and not their products; lora_mean must be "
+                    f"factors, got {each.of}."
+                )
+            if isinstance(each, Privacy) and each.cfg is not None and each.cfg.at != "client":
+                raise ValueError(
+                    "a server that adds noise has to check that updates are clipped, which secure "
+                    f"aggregation hides; privacy.at must be client, got {each.cfg.at}."
+                )
+        if rule := _robust_rule(before):
+            raise ValueError(
+                "a robust rule compares single updates, which secure aggregation hides; "
+                f"robust.rule must be none, got {rule}."
+            )
+
+    def __call__(self, step: ServerStep) -> ServerStep:
+        """Returns the step without a drift in the log, for which updates would have to be known."""
+        return step if self.how is None else replace(step, hidden=(*step.hidden, "drift"))
 
 
 def zero_updates(

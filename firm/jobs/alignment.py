@@ -36,6 +36,7 @@ from firm.federation import (
     State,
     failure_alarms,
 )
+from firm.federation.engines import with_own_key
 from firm.fronts import preference_folder, widest_gap
 from firm.jobs.alignment_config import (
     AlignmentConfig,
@@ -132,6 +133,7 @@ def align(cfg: AlignmentConfig) -> Result | None:
     if isinstance(engine, ProcessesEngine) and not processes.is_server:
         engine.serve()
         return None
+    engine = with_own_key(engine, cfg.strategy.secure)
     return run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
 

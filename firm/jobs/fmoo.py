@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from firm.federation import ServerState, State, failure_alarms
+from firm.federation.engines import with_own_key
 from firm.federation.outside import printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
 from firm.jobs import fmoo_page
@@ -79,7 +80,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
             name=f"{name}, seed {seed}",
             group=study.name,
         ) as tracker,
-        closing(federation.engine) as engine,
+        closing(with_own_key(federation.engine, federation.cfg.secure)) as engine,
     ):
         how = "of all clients in one pass" if federation.has_joint_passes else "client by client"
         print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {how}"), flush=True)

@@ -19,6 +19,7 @@ from firm.federation.accounting import message_epsilon
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Model, Reading, shown
+from firm.federation.secure import OpenSum
 from firm.federation.strategy import StrategyConfig
 from firm.federation.tasks import TASKS
 from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
@@ -155,7 +156,8 @@ class Ledger:
         """Returns what a client's answers so far, and as many more, spend."""
         if self._privacy is None:
             return inf
-        count = sum(n for (name, _), n in self.answers.items() if name == client)
+        answers = self.answers.items()
+        count = sum(n for (name, task), n in answers if name == client and task != OpenSum.task)
         return message_epsilon(self._privacy, count + more)
 
     def check(self, clients: Sequence[str], task: str) -> None:
@@ -164,7 +166,8 @@ class Ledger:
         for client in clients:
             if most is not None and self.answers[client, task] >= most:
                 raise Refused(f"the budget of {most} answers of {client} to {task} is spent")
-            if self._privacy is not None and self.epsilon(client, more=1) > self._max_epsilon:
+            more = int(task != OpenSum.task)  # a mean is of updates that are counted
+            if self._privacy is not None and self.epsilon(client, more=more) > self._max_epsilon:
                 raise Refused(f"the budget of ε {self._max_epsilon:.4g} of {client} is spent")
 
     def answered(self, round: int, client: str, task: str) -> None:

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from firm.federation.client import Failure, ProcessLost, Reply, State
 from firm.federation.engines.agreement import Agreement, Budget, Ledger, Refused
@@ -13,6 +15,7 @@ from firm.federation.engines.states import StateMissing
 from firm.federation.messages import Answer
 from firm.federation.outside import printable
 from firm.federation.schema import METRICS, Invalid, Items, Reading, Schema, Text, shown
+from firm.federation.secure import FEWEST
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 
@@ -29,9 +32,12 @@ class SitePolicy:
     metrics: tuple[str, ...] | None = None
     """Names of the metrics that may leave: figures of a batch or a minibatch as a whole, none of
     one reply. null: all that are registered as such; an empty list: none."""
-    tasks: tuple[str, ...] = ("local_training",)
+    tasks: tuple[str, ...] = ("local_training", "masked_training", "open_sum")
     """Tasks that the server may ask for. What another one sends (Jacobians, several updates)
-    reveals more of the data than an adapter does."""
+    reveals more of the data than an adapter does; without local_training no update leaves but under
+    a mask."""
+    least_in_mean: Annotated[int, Interval(ge=FEWEST)] = FEWEST
+    """Fewest updates in a sum that the site opens, with secure aggregation."""
     reasons: bool = False
     """Whether the server learns in full why a client failed. An error may quote the prompt or reply
     that caused it; without this the server learns the kind of error and the machine's error number,

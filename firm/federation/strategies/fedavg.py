@@ -16,8 +16,7 @@ from firm.federation.messages import Request
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.federation.training import LocalTraining
-from firm.federation.transforms import Count, Mean, Privacy, Robust, ServerStep, UnitLengths, chain
+from firm.federation.transforms import Count, Mean, Robust, ServerStep, UnitLengths, chain
 from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers import fixed_weights
 
@@ -56,7 +55,7 @@ class ScalarConfig(StrategyConfig):
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
         """Returns what a round asks of clients; see ``StrategyConfig``."""
-        return {LocalTraining: self.local_training()}
+        return self.training_requests(self.local_training())
 
     def learning_rate(self, num_rounds: int) -> float:
         """Returns η · decay^⌊t/100⌋ with t the rounds finished: 100 rounds for every value."""
@@ -88,7 +87,7 @@ class FedAvgConfig(ScalarConfig):
             *([UnitLengths()] if self.normalize_updates else []),
             Count(self.aggregation),
             Mean(self.lora_mean, self.learning_rate(num_rounds)),
-            Privacy(self.privacy, has_regulars=bool(self.always)),
+            *self.protections(),
         )
 
 

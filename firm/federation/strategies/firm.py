@@ -17,8 +17,8 @@ from firm.federation.rounds import Round
 from firm.federation.schema import Flag, Items, Number, Optional, Text
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.federation.training import LocalTraining, weighting
-from firm.federation.transforms import Count, Mean, Privacy, Rate, Robust, ServerStep, chain
+from firm.federation.training import weighting
+from firm.federation.transforms import Count, Mean, Rate, Robust, ServerStep, chain
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
@@ -80,7 +80,7 @@ class FirmConfig(StrategyConfig):
             Count(self.aggregation),
             Mean(self.lora_mean),
             Rate(self.server_learning_rate),
-            Privacy(self.privacy, has_regulars=bool(self.always)),
+            *self.protections(),
         )
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -125,7 +125,7 @@ class FirmConfig(StrategyConfig):
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
         """Returns what a round asks of clients; see ``StrategyConfig``."""
-        return {LocalTraining: self.local_training(objectives)}
+        return self.training_requests(self.local_training(objectives))
 
 
 @weighting(

@@ -1,6 +1,5 @@
 import errno
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from firm.federation import LocalEngine, RoundFailed
 from firm.federation.engines import (
     Agreement,
-    Lost,
     MemoryStates,
     Site,
     SitePolicy,
@@ -21,39 +19,12 @@ from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
+from tests.channels import MemoryChannel
 
 FINGERPRINT = {"version": "1", "configuration": "abc"}
 PLACES = {"hospital": ["client_0"], "bank": ["client_1", "client_2"]}
 NAMES = ["client_0", "client_1", "client_2"]
 POLICY = SitePolicy(tasks=("local_training", "share_jacobian"))
-
-
-class MemoryChannel:
-    """Carries messages to sites of this process; whatever a test does to them on the way."""
-
-    def __init__(self, sites: dict[str, Site]):
-        self.sites = sites
-        self.spoil: Callable[[str, bytes], bytes | None] = lambda site, answer: answer
-        self.asked: list[tuple[str, bytes]] = []
-        self.answered: list[tuple[str, bytes]] = []
-        self.timeouts: list[float] = []
-        self.back: list[str] = []
-
-    def ask(self, messages, *, timeout):
-        self.timeouts.append(timeout)
-        answers = {}
-        for site, message in messages.items():
-            self.asked.append((site, message))
-            answer = self.spoil(site, self.sites[site].answer(message))
-            answers[site] = Lost("no answer within 5 s") if answer is None else answer
-            self.answered.append((site, answer or b""))
-        return answers
-
-    def returned(self):
-        return self.back
-
-    def close(self):
-        self.sites = {}
 
 
 def _agreement(names, cfg=None):

@@ -1,0 +1,130 @@
+"""Masks for secure aggregation: a server adds vectors that it cannot read.
+
+The additively homomorphic stream cipher of Castelluccia, Mykletun and Tsudik (2005), "Efficient
+Aggregation of Encrypted Data in Wireless Sensor Networks" (doi:10.1109/MOBIQUITOUS.2005.25), on
+integers modulo 2⁴⁸. Whoever has the key K sends c = x + F_K(nonce), with a nonce of its own for
+every message. The sum of messages is Σx + ΣF_K(nonce): with K and the nonces the masks come off,
+without them it is uniformly random. The masks come off of the sum of exactly these messages and of
+nothing else, so one message cannot be passed off as a sum of several.
+
+F_K is SHAKE-256 of the key and the nonce, a pseudo-random function of 256 bits of key.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import torch
+
+NUM_BYTES = 6
+"""Bytes of a number as it travels."""
+STEP = 2.0**-28
+"""Distance of two numbers that can be told apart: a rounding error of at most 2e-9."""
+MAX_MESSAGES = 1024
+"""Most messages in a sum."""
+LARGEST = 2 ** (8 * NUM_BYTES - 1) * STEP / MAX_MESSAGES
+"""Magnitude below which a number must be for any such sum to be right: 512."""
+KEY_BYTES = 32
+NONCE_BYTES = 16
+
+_MODULUS = np.uint64(2 ** (8 * NUM_BYTES))
+
+
+class Key:
+    """The secret that hides messages and opens their sums; all sites have it, no server does.
+
+    Attributes:
+        identity: Digest that tells keys apart and says nothing about them.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        if len(content) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(content)}.")
+        self._content = content
+        self.identity = hashlib.sha256(b"identity of a masking key" + content).hexdigest()[:16]
+
+    @classmethod
+    def generate(cls) -> Self:
+        """Returns a new key, from the operating system's entropy."""
+        return cls(os.urandom(KEY_BYTES))
+
+    @property
+    def content(self) -> bytes:
+        """The secret itself, 32 bytes."""
+        return self._content
+
+    def __repr__(self) -> str:
+        return f"Key({self.identity})"  # a log must not have the secret
+
+    def mask(self, nonce: bytes, size: int) -> np.ndarray:
+        """Returns F_K(nonce): integers modulo 2⁴⁸, shape [size]."""
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"a nonce has {NONCE_BYTES} bytes, got {len(nonce)}.")
+        stream = hashlib.shake_256(self._content + nonce).digest(NUM_BYTES * size)
+        return _integers(np.frombuffer(stream, dtype=np.uint8).reshape(size, NUM_BYTES))
+
+
+def masked(values: np.ndarray, key: Key) -> tuple[bytes, torch.Tensor]:
+    """Returns a fresh nonce, and values in multiples of STEP under its mask.
+
+    Args:
+        values: Numbers, float64 [d], each below LARGEST in magnitude.
+        key: K.
+
+    Returns:
+        The nonce and the message, uint8 [d, 6].
+
+    Raises:
+        ValueError: A value is too large, or not finite.
+    """
+    largest = np.abs(values).max(initial=0.0)
+    if not np.rint(largest / STEP) * STEP < LARGEST:
+        raise ValueError(
+            f"a number of magnitude {largest:.4g} cannot be added under masks, which hold less "
+            f"than {LARGEST:g}."
+        )
+    nonce = os.urandom(NONCE_BYTES)
+    whole = np.rint(values / STEP).astype(np.int64).astype(np.uint64)  # modulo 2⁶⁴
+    return nonce, _as_bytes(whole + key.mask(nonce, len(values)))
+
+
+def added(messages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of messages, uint8 [d, 6], which takes no key.
+
+    Raises:
+        ValueError: There are none, or more than MAX_MESSAGES.
+    """
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise ValueError(f"a sum is of 1 to {MAX_MESSAGES} messages, got {len(messages)}.")
+    total = np.zeros(len(messages[0]), dtype=np.uint64)
+    for message in messages:
+        total += _integers(message.numpy())
+    return _as_bytes(total)
+
+
+def opened(total: torch.Tensor, nonces: Sequence[bytes], key: Key) -> np.ndarray:
+    """Returns the sum of the values of the messages that have these nonces, float64 [d].
+
+    Of any other messages, or with another key, what comes out is random.
+    """
+    numbers = _integers(total.numpy())
+    for nonce in nonces:
+        numbers -= key.mask(nonce, len(numbers))  # modulo 2⁶⁴, of which 2⁴⁸ is a divisor
+    numbers %= _MODULUS
+    signed = numbers.astype(np.int64)
+    signed[numbers >= _MODULUS // np.uint64(2)] -= int(_MODULUS)
+    return signed * STEP
+
+
+def _as_bytes(numbers: np.ndarray) -> torch.Tensor:
+    """Returns integers modulo 2⁴⁸ as uint8 [d, 6], the lowest byte first."""
+    columns = numbers.astype("<u8").view(np.uint8).reshape(len(numbers), 8)
+    return torch.from_numpy(columns[:, :NUM_BYTES].copy())
+
+
+def _integers(columns: np.ndarray) -> np.ndarray:
+    padded = np.zeros((len(columns), 8), dtype=np.uint8)
+    padded[:, :NUM_BYTES] = columns
+    return padded.view("<u8").reshape(-1).astype(np.uint64)
