@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 import firm.alignment.client  # registers the metrics of language models
@@ -30,7 +31,16 @@ from benchmarks.mutations import example, mutated_messages, mutations
 from benchmarks.quadratic import OBJECTIVES, SECRET, START, Quadratic
 from firm.federation import LocalEngine, RoundFailed, ServerState, beta_alarm
 from firm.federation import schema as schemas
-from firm.federation.engines import Agreement, Budget, Lost, Site, SitePolicy, SitesEngine
+from firm.federation.engines import (
+    Agreement,
+    Budget,
+    Lost,
+    SecureEngine,
+    Site,
+    SitePolicy,
+    SitesEngine,
+)
+from firm.federation.masking import Key, added, masked
 from firm.federation.messages import Request
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Reading
@@ -68,6 +78,8 @@ AGREEMENTS: dict[str, tuple[str, Any]] = {
     "plain": ("local_training", FirmConfig()),
     "objectives": ("objective_training", FsmgdaConfig()),
     "jacobians": ("share_jacobian", FedCmooConfig(compressor="none", communication="one_way")),
+    "masks": ("masked_training", FirmConfig(secure="masks")),
+    "sums": ("open_sum", FirmConfig(secure="masks")),
 }
 """What sites have agreed to, and the task that is asked for."""
 
@@ -89,6 +101,9 @@ class Config:
 READING = Reading(OBJECTIVES, START)
 
 
+KEY = Key(bytes(32))
+
+
 def new_state() -> ServerState:
     return ServerState(dict(START), objectives=OBJECTIVES, seed=0)
 
@@ -96,7 +111,7 @@ def new_state() -> ServerState:
 def new_site(client: str, cfg: Any) -> Site:
     agreement = Agreement(cfg, objectives=OBJECTIVES, num_rounds=NUM_ROUNDS, clients=[client])
     return Site(
-        lambda setup: LocalEngine([Quadratic(client)]),
+        lambda setup: SecureEngine(LocalEngine([Quadratic(client)]), KEY),
         [client],
         fingerprint={},
         agreement=agreement,
@@ -234,7 +249,15 @@ def honest_request(agreement: str) -> dict[str, Any]:
     """Returns the request that was agreed, as its message."""
     task, cfg = AGREEMENTS[agreement]
     kind = TASKS[task].request
-    decided = {"seed": 11, "weighting_options": {"weights": [0.5, 0.5]}, "factors": None}
+    size = sum(parameter.numel() for parameter in START.values())
+    sent = [masked(np.full(size + 1, 0.5), KEY) for _ in range(2)]
+    decided = {
+        "seed": 11,
+        "weighting_options": {"weights": [0.5, 0.5]},
+        "factors": None,
+        "total": added([message for _, message in sent]),
+        "nonces": [nonce.hex() for nonce, _ in sent],
+    }
     fields = {
         name: decided.get(name, 0) if value == "decided by the server" else value
         for name, value in cfg.requests(OBJECTIVES)[kind].items()

@@ -9,7 +9,7 @@ import torch
 
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
-from firm.federation.masking import added
+from firm.federation.masking import STEP, added
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason
 from firm.federation.randomness import derive_seed
@@ -49,6 +49,7 @@ class Round:
         )
         self._failures: list[Failure] = []
         self._bytes: dict[str, list[int]] = {}  # down and up, by client
+        self._entries: State = {}  # of the round's row
 
     def seed(self, purpose: str) -> int:
         """Returns a seed that all clients of this round share, and no other round does."""
@@ -122,6 +123,7 @@ class Round:
         Raises:
             RoundFailed: None can.
         """
+        start = time.perf_counter()
         updates = [reply.content for reply in replies]
         total = added([update.masked for update in updates])
         nonces = [update.nonce for update in updates]
@@ -129,6 +131,12 @@ class Round:
         turn = self.number % len(replies)
         for reply in (*replies[turn:], *replies[:turn]):
             if answers := self.ask(request, [reply.client]):
+                self._entries["secure"] = {
+                    "num_updates": len(updates),
+                    "masked_bytes": total.numel() * len(updates),
+                    "seconds": time.perf_counter() - start,
+                    "rounding": STEP / 2,
+                }
                 return answers[0].content.adapter
         reasons = by_reason((each.client, each.reason) for each in self._failures)
         raise RoundFailed(
@@ -155,7 +163,7 @@ class Round:
             also: Clients without an update whose states count as after this round all the same.
             entries: What else the round's row holds, JSON-able.
         """
-        entries, hidden = dict(entries or {}), ()
+        entries, hidden = {**self._entries, **(entries or {})}, ()
         if adapter is None:
             step = self._cfg.server(self._state.round)(self._step(replies, memory))
             adapter, memory, hidden = step.adapter, step.memory, step.hidden

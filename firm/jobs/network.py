@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine
-from firm.federation.engines import Agreement, Ledger, Site, SitesEngine
+from firm.federation.engines import Agreement, Ledger, SecureEngine, Site, SitesEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PartitionConfig, client_names
@@ -35,7 +35,9 @@ from firm.jobs.network_config import (
     SiteConfig,
     clients_by_site,
     federation_of,
+    key_identity,
     kit_config,
+    site_key,
     site_name,
 )
 from firm.network import link
@@ -106,7 +108,8 @@ class Federation(SitesController):
             on_event=progress.event,
         )
         setup = {"calibrations": as_figures(calibrations)}
-        if problems := engine.meet(fingerprint(cfg, loaded), setup):
+        key = key_identity(kit) if cfg.strategy.secure else None
+        if problems := engine.meet(fingerprint(cfg, loaded, key), setup):
             raise UserError(f"the sites cannot begin: {'; '.join(problems)}.")
         run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
@@ -129,7 +132,8 @@ def site_process(kit: Path) -> None:
     cfg = kit_config(kit, own.overrides)
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
-    shared = fingerprint(cfg, loaded)
+    key = site_key(kit) if cfg.strategy.secure else None
+    shared = fingerprint(cfg, loaded, key.identity if key else None)
     states = kit / "states" / _digest(sorted(shared.items())) / f"process_{processes.rank}"
     prompts = None
     if own.own_prompts:
@@ -157,8 +161,11 @@ def site_process(kit: Path) -> None:
     def build_all(setup: Mapping[str, Any]) -> Engine:
         as_calibrations(setup["calibrations"])  # before the other processes are told
         processes.broadcast(setup)
-        engines.append(build(setup))
-        return engines[0]
+        engine = build(setup)
+        if key is not None:
+            engine = SecureEngine(engine, key, least_in_mean=own.policy.least_in_mean)
+        engines.append(engine)
+        return engine
 
     agreement = Agreement(
         cfg.strategy, objectives=list(cfg.rewards), num_rounds=cfg.rounds, clients=names
@@ -176,8 +183,11 @@ def site_process(kit: Path) -> None:
         engine.close()
 
 
-def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun) -> dict[str, Any]:
-    """Returns what must be the same at server and sites, by a name that a person understands."""
+def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun, key: str | None = None) -> dict[str, Any]:
+    """Returns what must be the same at server and sites, by a name that a person understands.
+
+    With secure aggregation the identity of its key is part of it.
+    """
     policy: Any = loaded.trainer.policy_model
     base = hashlib.sha256()
     for name, parameter in sorted(policy.named_parameters()):
@@ -188,6 +198,7 @@ def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun) -> dict[str, Any]:
     return {
         "version": version("firm-align"),
         "base model": base.hexdigest()[:16],
+        **({} if key is None else {"masking key": key}),
         "tokenizer": _digest(sorted(tokenizer.get_vocab().items())),
         **{f"key {key}": value for key, value in leaves(to_dict(cfg)) if not _is_own(key)},
     }

@@ -1,11 +1,12 @@
 """The configuration of a federation over a network, and of each party's own part."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from firm.federation.engines import SitePolicy
+from firm.federation.masking import Key
 from firm.federation.outside import check_name
 from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.jobs.alignment_config import AlignmentConfig
@@ -15,6 +16,8 @@ from firm.run.shipped import CONFIGS
 
 OUTPUT = "output.txt"
 """What the processes of a kit print, in its folder."""
+KEY, IDENTITY = "masking.key", "masking.identity"
+"""Of secure aggregation: the key, in each site's kit, and its name, in the server's."""
 
 
 @configuration
@@ -141,6 +144,39 @@ def site_name(kit: Path) -> str:
             f"{kit} must be called as its site ({', '.join(sites)}); give the folder its name back."
         )
     return names[0]
+
+
+def write_keys(server: Path, sites: Iterable[Path]) -> None:
+    """Makes a key of secure aggregation for the sites' kits, and names it in the server's."""
+    key = Key.generate()
+    for kit in sites:
+        path = kit / KEY
+        path.touch(mode=0o600)
+        path.write_bytes(key.content)
+    (server / IDENTITY).write_text(key.identity + "\n", encoding="utf-8")
+
+
+def site_key(kit: Path) -> Key:
+    """Returns the key of secure aggregation in a site's kit."""
+    try:
+        return Key((kit / KEY).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{kit / KEY} is no key of secure aggregation ({getattr(error, 'strerror', error)}); "
+            "take the file from the kit as it was made, or have new kits made for all parties."
+        ) from error
+
+
+def key_identity(kit: Path) -> str:
+    """Returns which key of secure aggregation the sites have, as the server's kit names it."""
+    path = kit / IDENTITY
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} does not name the sites' key of secure aggregation; take the file from the "
+            "kit as it was made, or have new kits made for all parties."
+        ) from error
 
 
 def clients_by_site(federation: FederationConfig) -> dict[str, list[str]]:

@@ -21,10 +21,13 @@ from firm.jobs.network_config import (
     ServerConfig,
     SiteConfig,
     federation_of,
+    key_identity,
     kit_config,
     run_config,
     server_address,
+    site_key,
     site_name,
+    write_keys,
 )
 from firm.network import certificates, console, kits
 from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
@@ -61,6 +64,7 @@ def provision(cfg: FederationConfig) -> None:
     for kit in made.values():
         (kit / "federation.yaml").write_text(to_yaml(cfg), encoding="utf-8")
         (kit / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
+    write_keys(made["server"], [made[site] for site in cfg.sites])
     commands = {"server": "start-server", "admin": "submit"}
     print_table(
         f"{cfg.name}: a folder for each party; hand each its own, and nobody `authority`",
@@ -166,7 +170,8 @@ def _site(cfg: SiteConfig) -> Daemons:
 
 def _keep_own_part(cfg: ServerConfig | SiteConfig, name: str) -> None:
     """Checks a party's own part and writes it into its kit, where the party's process reads it."""
-    kit_config(cfg.kit, cfg.overrides)
+    if kit_config(cfg.kit, cfg.overrides).strategy.secure is not None:
+        (site_key if isinstance(cfg, SiteConfig) else key_identity)(cfg.kit)
     own = replace(cfg, kit=cfg.kit.resolve())
     (cfg.kit / name).write_text(to_yaml(own), encoding="utf-8")
 

@@ -117,6 +117,7 @@ def _facts(record: Record) -> dict[str, str]:
         "Started": formats.moment(record.run["started"]),
         "Log-probability mismatch": _mismatch(record),
         "Privacy": _guarantee(record),
+        "Secure aggregation": (record.settings.get("strategy") or {}).get("secure"),
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "")}
 
@@ -308,7 +309,8 @@ def _cost(run: Setting) -> Section:
         "Bytes and seconds",
         "What the federation sent so far, as serialised, and where the time went: bars are "
         "seconds per stage summed over the clients, the line is the elapsed time of the round."
-        + would_send,
+        + would_send
+        + _secured(run.records[0]),
         figures.cost_curves(run),
         [
             figures.UP,
@@ -330,6 +332,23 @@ def _would_send(record: Record) -> str:
         f" The clients sent {formats.size(total_bytes(record, 'bytes_up'))} up; with as many "
         f"clients it would have been {others}, by the sizes of what these send: the adapter and "
         "the uncompressed Jacobian, and one adapter per objective."
+    )
+
+
+def _secured(record: Record) -> str:
+    """Returns what secure aggregation hid and cost, in sentences; empty without it."""
+    rows = [row["secure"] for row in record.rounds if row.get("secure")]
+    if not rows:
+        return ""
+    sizes = [row["num_updates"] for row in rows]
+    fewest, num_updates = min(sizes), sum(sizes)
+    hidden = sum(row.get("masked_bytes") or 0 for row in rows)
+    seconds = fmean([row.get("seconds") or 0.0 for row in rows])
+    return (
+        f" The server saw the mean of {fewest} updates or more in each round, and none of the "
+        f"{num_updates}: under masks these were {formats.size(hidden)}. Adding them and having "
+        f"the sum opened took {formats.number(seconds)} s a round; rounding moved no number of an "
+        f"update by more than {formats.number(rows[-1].get('rounding') or 0.0)}."
     )
 
 

@@ -120,6 +120,10 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "weights": ByName(NUMBER),
         "norm_ratio": AMOUNT,
         "disagreement_bound": NUMBER,
+        "secure": Fields(
+            {"num_updates": COUNT, "masked_bytes": COUNT, "seconds": AMOUNT, "rounding": AMOUNT},
+            required=("num_updates",),
+        ),
         "privacy": Fields(
             {
                 "epsilon": AMOUNT,

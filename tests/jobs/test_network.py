@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,7 +25,8 @@ import recipes.network
 from firm.cli import align
 from firm.cli.network import cli
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
-from firm.federation.engines import Agreement, Site, SitePolicy, SitesEngine
+from firm.federation.engines import Agreement, SecureEngine, Site, SitePolicy, SitesEngine
+from firm.federation.masking import Key
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import network as jobs_network
@@ -184,6 +187,56 @@ def test_a_party_that_runs_already_is_told_before_anything_is_written(
     finally:
         os.close(descriptor)
     assert not (kits / party / written).exists()
+
+
+@pytest.fixture(scope="module")
+def secure_kits(tmp_path_factory):
+    """The kits of a federation with secure aggregation."""
+    overrides = {**OVERRIDES, "strategy.secure": "masks"}
+    cfg = _federation(tmp_path_factory.mktemp("secure"), port=free_port(), overrides=overrides)
+    network.provision(cfg)
+    return cfg.out
+
+
+def _files(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def test_the_key_of_secure_aggregation_is_at_the_sites_alone(secure_kits, kits):
+    keys = {site: (secure_kits / site / "masking.key").read_bytes() for site in SITES}
+    (key,) = set(keys.values())
+    assert (kits / "bank/masking.key").read_bytes() != key  # another federation has its own
+    assert (secure_kits / "bank/masking.key").stat().st_mode & 0o777 == 0o600
+    for party in ("server", "admin", "authority"):
+        assert not any(
+            key in content or key.hex().encode() in content
+            for content in _files(secure_kits / party)
+        )
+    identity = (secure_kits / "server/masking.identity").read_text().strip()
+    assert identity == Key(key).identity
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * 31], ids=["missing", "empty", "cut off"])
+def test_a_site_without_its_key_is_told_in_one_line_before_anything_starts(
+    secure_kits, content, tmp_path
+):
+    kit = tmp_path / "bank"
+    shutil.copytree(secure_kits / "bank", kit)
+    path = kit / "masking.key"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=r"masking.key is no key of secure aggregation \(") as told:
+        network.start_site(network.SiteConfig(kit))
+    assert "\n" not in str(told.value)
+    assert not (kit / "site.yaml").exists()
+
+
+def test_a_server_that_cannot_name_the_key_is_told(secure_kits, tmp_path):
+    kit = tmp_path / "server"
+    shutil.copytree(secure_kits / "server", kit)
+    (kit / "masking.identity").unlink()
+    with pytest.raises(UserError, match="does not name the sites' key of secure aggregation"):
+        network.start_server(network.ServerConfig(kit))
+    assert not (kit / "server.yaml").exists()
 
 
 def test_a_folder_that_is_no_kit_is_told(tmp_path):
@@ -533,6 +586,70 @@ def test_a_network_gives_the_adapter_of_one_process_bit_for_bit(running, tmp_pat
     assert all(len(row["clients"]) == 3 for row in _rows(folder, "round"))
     followed = parties["submit"].printed.read_text().splitlines()
     assert [line for line in followed if line.startswith("round 2/4")]
+
+
+@pytest.mark.slow
+def test_a_server_of_secure_aggregation_holds_the_mean_and_no_update(running, tmp_path):
+    mean, *updates = _first_round(tmp_path)
+    kept = {"checkpoints.keep_last": 8}
+    folder, parties = running({"strategy.secure": "masks", "rounds": 8, **kept})
+    _until(lambda: _rows(folder, "round"))
+    in_memory = {
+        pattern
+        for content in _memory(parties["server"].process.pid)
+        for pattern in (mean, *updates)
+        if pattern in content
+    }
+    assert in_memory == {mean}
+    _finished(folder, parties)
+    on_disk = b"".join(_files(folder / "server"))
+    assert mean in on_disk  # in a checkpoint
+    assert not any(update in on_disk for update in updates)
+    saved = read_adapter(folder / "server/runs/run")
+    alone = read_adapter(_alone(tmp_path, rounds=8))
+    for name, value in saved.items():
+        torch.testing.assert_close(value, alone[name], atol=1e-6, rtol=0)
+
+
+def _first_round(tmp_path) -> list[bytes]:
+    """A part of the mean after one round with secure aggregation, and of each update in it."""
+    settings = [*OVERRIDES.items(), ("strategy.secure", "masks")]
+    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings)
+    loaded = load(cfg, Processes())
+    calibrations = common_calibrations(loaded, cfg, tmp_path)
+    inner = LocalEngine(build_clients(loaded, cfg, calibrations, client_names(cfg)))
+    updates = []
+
+    class Overheard:
+        def map(self, request, clients):
+            replies, failures = inner.map(request, clients)
+            updates.extend(reply.content.adapter for reply in replies)
+            return replies, failures
+
+    state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
+    engine = SecureEngine(Overheard(), Key.generate())
+    state, _ = STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
+    name = next(name for name in state.adapter if "lora_B" in name)
+    parts = [adapter[name].numpy().tobytes()[:64] for adapter in (state.adapter, *updates)]
+    assert len(set(parts)) == 4
+    return parts
+
+
+def _memory(parent: int) -> Iterator[bytes]:
+    """What the descendants of a process hold in memory, as long as they are there."""
+    for pid in _descendants(parent):
+        with (
+            suppress(OSError),
+            open(f"/proc/{pid}/mem", "rb") as memory,
+            open(f"/proc/{pid}/maps") as maps,
+        ):
+            for line in maps.read().splitlines():
+                span, mode = line.split()[:2]
+                start, end = (int(number, 16) for number in span.split("-"))
+                if mode.startswith("rw"):
+                    memory.seek(start)
+                    with suppress(OSError):  # it has just been given back
+                        yield memory.read(end - start)
 
 
 @pytest.mark.slow

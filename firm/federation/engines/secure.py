@@ -1,5 +1,6 @@
 """The site's part of secure aggregation, around whatever engine runs the clients."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -70,6 +71,7 @@ class SecureEngine:
         update = reply.content
         assert isinstance(update, Update)
         limit, length = request.max_update_norm, update_length(request.adapter, update.adapter)
+        begin = time.perf_counter()
         try:
             if limit is not None and length > limit:
                 raise ValueError(
@@ -79,7 +81,11 @@ class SecureEngine:
             nonce, numbers = masked_update(request, update, self._key)
         except ValueError as error:
             return Failure(reply.client, str(error), reply.bytes_down, kind=type(error).__name__)
-        content = MaskedUpdate(update.client, numbers, nonce, update.metrics)
+        metrics = update.metrics
+        if "seconds" in metrics:
+            seconds = {**metrics["seconds"], "mask": time.perf_counter() - begin}
+            metrics = {**metrics, "seconds": seconds}
+        content = MaskedUpdate(update.client, numbers, nonce, metrics)
         return replace(reply, content=content, bytes_up=len(pack(content)))
 
     def _open(self, request: OpenSum, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
