@@ -7,7 +7,6 @@ import torch
 
 from firm.federation.client import Adapter
 from firm.federation.lora import LoraMean, product_mean
-from firm.federation.messages import Update
 
 Aggregation = Literal["uniform", "by_examples"]
 
@@ -119,12 +118,12 @@ def update_length(start: Adapter, adapter: Adapter) -> float:
     return sum(squares) ** 0.5
 
 
-def update_lengths(start: Adapter, updates: Sequence[Update]) -> list[float]:
+def update_lengths(start: Adapter, updates: Sequence[Any]) -> list[float]:
     """Returns the lengths ‖θ_c - θ_t‖ of the updates, summed in float64."""
     return [update_length(start, update.adapter) for update in updates]
 
 
-def by_client(updates: Sequence[Update], values: Sequence[float]) -> dict[str, float]:
+def by_client(updates: Sequence[Any], values: Sequence[float]) -> dict[str, float]:
     """Returns one value of each update by its client's name."""
     return {update.client: value for update, value in zip(updates, values, strict=True)}
 

@@ -79,6 +79,9 @@ class Client(ABC):
     """Optional methods that clients of this class implement."""
     shared: slice = slice(None)
     """The Jacobian's columns that all objectives share."""
+    upload_error: torch.Tensor | None = None
+    """What rounding took of the client's update, shape [d], for the next one to have; engines keep
+    it with ``state``."""
 
     @abstractmethod
     def load(self, adapter: Adapter, round: int = 1) -> None:

@@ -18,12 +18,12 @@ from firm.federation.schema import (
     Model,
     Named,
     Number,
-    Parameters,
     Reading,
     Text,
     fields_of,
     shown,
 )
+from firm.federation.uploads import SentParameters
 
 MAX_ROUND = 10**9
 """More rounds than any run has."""
@@ -122,6 +122,10 @@ class Request(Message):
         """How many local trainings are asked for, each of which sends an adapter."""
         return 0
 
+    def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
+        """Returns the bytes of parameters in an answer, given number and bytes of the adapter's."""
+        return self.num_trainings * adapter_bytes
+
     @property
     def takes_whole_batches(self) -> bool:
         """Whether gradients of a whole batch are asked for, beside its minibatches'."""
@@ -161,8 +165,8 @@ class Update(Answer):
     """The answer to a local training."""
 
     client: Annotated[str, Text()]
-    adapter: Annotated[Adapter, Parameters()]
-    """θ_c."""
+    adapter: Annotated[Any, SentParameters()]
+    """θ_c: an ``Adapter``, or on its way a ``QuantizedUpdate``."""
     num_examples: Examples
     """Size of the client's shard."""
     metrics: MetricsByName

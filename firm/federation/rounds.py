@@ -25,6 +25,7 @@ from firm.federation.server import (
 )
 from firm.federation.strategy import StrategyConfig
 from firm.federation.transforms import ServerStep
+from firm.federation.uploads import QuantizedUpdate
 from firm.solvers import fixed_weights
 
 RequestType = TypeVar("RequestType", bound=Request)
@@ -85,7 +86,7 @@ class Round:
             count[1] += item.bytes_up
         replies, self._failures = accept(
             request,
-            replies,
+            [_applied(reply, request) for reply in replies],
             [*self._failures, *failures],
             cfg=self._cfg,
             check=check,
@@ -197,6 +198,14 @@ class Round:
             num_refused=num_refused(self._failures),
             memory=self._state.memory if memory is None else memory,
         )
+
+
+def _applied(reply: Reply, request: Request) -> Reply:
+    """Returns a reply whose update is an adapter, if it came quantised."""
+    sent = reply.content.adapter if isinstance(reply.content, Update) else None
+    if not isinstance(sent, QuantizedUpdate):
+        return reply
+    return replace(reply, content=replace(reply.content, adapter=sent.applied(request.adapter)))
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:

@@ -96,6 +96,10 @@ class MaskedTraining(LocalTraining):
     max_update_norm: Annotated[float | None, Optional(Number(0))] = None
     """Longest update that leaves the site."""
 
+    def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
+        """Returns the bytes of the masked numbers."""
+        return masking.NUM_BYTES * num_parameters
+
     def plain(self) -> LocalTraining:
         """Returns the training that the client itself is asked for."""
         values = {each.name: getattr(self, each.name) for each in fields(LocalTraining)}
@@ -208,4 +212,4 @@ def opened_mean(request: OpenSum, key: masking.Key) -> Adapter:
 
 def _flat(adapter: Adapter) -> np.ndarray:
     parts = [parameter.double().reshape(-1) for parameter in adapter.values()]
-    return torch.cat(parts).numpy()
+    return torch.cat([torch.empty(0, dtype=torch.float64), *parts]).numpy()

@@ -24,6 +24,7 @@ from firm.federation.transforms import (
     Transform,
     chain,
 )
+from firm.federation.uploads import UploadConfig
 from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, PositiveInt, configuration
 
 
@@ -69,6 +70,9 @@ class StrategyConfig:
     """Secure aggregation, by which the server learns the mean of the clients' updates and no single
     one: their sites hide them under masks; null: none."""
 
+    upload: Annotated[UploadConfig | None, NOT_IN_PAPER] = None
+    """Quantised uploads; null sends updates in the adapter's own type."""
+
     preference_key: ClassVar[str | None] = None
     """Name of the option that takes a preference of the objectives; None where there is none."""
     sends_adapters_only: ClassVar[bool] = False
@@ -104,6 +108,11 @@ class StrategyConfig:
             self._check_privacy(self.privacy)
         if self.secure is not None:
             self._check_secure()
+        if self.upload is not None and self.privacy is not None and self.privacy.at == "server":
+            raise ValueError(
+                "rounding makes a clipped update longer than privacy.clip_norm, which the server "
+                "refuses; with upload set privacy.at to client, got server."
+            )
         self.server()  # or its transformations do not go together
 
     def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
@@ -171,7 +180,12 @@ class StrategyConfig:
 
     def training(self) -> dict[str, Any]:
         """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
-        return {**self.local_work(), "share_gram": self.share_gram, "privacy": self.privacy}
+        return {
+            **self.local_work(),
+            "share_gram": self.share_gram,
+            "privacy": self.privacy,
+            "upload": self.upload,
+        }
 
     def _check_averages(self) -> None:
         """Raises ``ValueError`` on options of a mean where none is taken, or of too few updates."""
@@ -211,6 +225,11 @@ class StrategyConfig:
     def _check_secure(self) -> None:
         """Raises ``ValueError`` where the server could not do its part without single updates."""
         self._check_sends_adapters_only("secure aggregation")
+        if self.upload is not None:
+            raise ValueError(
+                "masks hide whole numbers of 48 bits, whatever an update was rounded to; upload "
+                f"must be null with secure aggregation, got {self.upload.bits} bits."
+            )
         if not FEWEST <= (self.clients_per_round or FEWEST) <= MAX_MESSAGES:
             raise ValueError(
                 f"secure aggregation adds {FEWEST} to {MAX_MESSAGES} updates; clients_per_round "

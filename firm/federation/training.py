@@ -55,6 +55,7 @@ from firm.federation.sharing import (
     start_losses,
 )
 from firm.federation.tasks import task
+from firm.federation.uploads import UploadConfig, quantized
 from firm.gradients import gram_matrix
 from firm.solvers import fixed_weights
 
@@ -129,6 +130,8 @@ class LocalTraining(Request):
     """Factor of each objective's fixed weight, shape [M]."""
     privacy: PrivacyConfig | None = None
     """Limits of what leaves the client."""
+    upload: UploadConfig | None = None
+    """How the update is quantised; None sends it in its own type."""
 
     @property
     def num_trainings(self) -> int:
@@ -143,6 +146,10 @@ class LocalTraining(Request):
     def num_solves(self, num_passes: int) -> int:
         """Returns how often a client solves for weights; never where they are fixed."""
         return 0 if self.weighting == "fixed" else self._num_weights(num_passes)
+
+    def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
+        """Returns the bytes of the update's numbers."""
+        return adapter_bytes if self.upload is None else self.upload.num_bytes(num_parameters)
 
     def _num_weights(self, num_passes: int) -> int:
         return self.num_local_steps if self.solve_per == "batch" else num_passes
@@ -162,7 +169,8 @@ class LocalTraining(Request):
             **sizes.metrics,
             **({"gram": [[digits] * count] * count} if self.share_gram else {}),
         }
-        return Update(client, self.adapter, 1000, metrics)
+        # a quantised update names no parameters
+        return Update(client, self.adapter if self.upload is None else {}, 1000, metrics)
 
     def of(self, *clients: str) -> "LocalTraining":
         """Returns the request as it goes to some clients."""
@@ -262,13 +270,17 @@ def local_training(client: Client, request: LocalTraining) -> Update:
     weights need no Gram matrix, and a client with the capability "weighted_gradients" no Jacobian
     either. A client that serves some of the objectives finds the weights of these alone.
 
-    With privacy the update is what ``protected`` lets out, and no more.
+    With privacy the update is what ``protected`` lets out, and no more. Quantised uploads come
+    last, and their rounding errors are the client's to keep.
     """
     with errors_kept_back(request.privacy):
         update = _trained(client, request)
-    if request.privacy is None:
+    if request.privacy is not None:
+        update = protected(update, request.adapter, request.privacy, request.round)
+    if request.upload is None:
         return update
-    return protected(update, request.adapter, request.privacy, request.round)
+    sent = quantized(client, update.adapter, request.adapter, request.upload, request.round)
+    return replace(update, adapter=sent)
 
 
 def _trained(client: Client, request: LocalTraining) -> Update:

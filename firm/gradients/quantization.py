@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -98,6 +99,9 @@ class QuantizingCompressor:
     """Bits per entry, from 2 to 16; where none is given, those with the smallest q."""
     bucket: int = 128
     """Entries that share one scale of 4 bytes."""
+    rounding: Literal["random", "nearest"] = "random"
+    """nearest takes the nearer neighbour in place of a random one: the smallest error, and no
+    longer unbiased."""
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -124,9 +128,13 @@ class QuantizingCompressor:
         runs = torch.nn.functional.pad(values, padding).view(num_objectives, num_runs, self.bucket)
         scales = runs.abs().amax(dim=2)  # [M, runs]
         steps = runs / torch.where(scales > 0, scales, 1).unsqueeze(2) * num_levels
-        floors = steps.floor()
-        draws = torch.rand(runs.shape, generator=generator).to(runs.device)
-        levels = (floors + (draws < steps - floors)).clamp_(-num_levels, num_levels)
+        if self.rounding == "nearest":
+            levels = steps.round()
+        else:
+            floors = steps.floor()
+            draws = torch.rand(runs.shape, generator=generator).to(runs.device)
+            levels = floors + (draws < steps - floors)
+        levels.clamp_(-num_levels, num_levels)
         codes = (levels + num_levels).view(num_objectives, -1)[:, :num_kept]
         return QuantizedMessage(
             (num_objectives, num_parameters),

@@ -90,6 +90,19 @@ def test_sizes_and_messages_are_those_of_the_run(tmp_path):
         assert plan.work.optimizer_steps == plan.work.solves == len(row["weights"])
 
 
+@pytest.mark.parametrize("upload", [("--strategy.upload.bits", 4), ("--strategy.secure", "masks")])
+def test_uploads_are_those_of_the_run_quantised_or_masked(upload, tmp_path):
+    cfg = config("--out", tmp_path / "run", "--rounds", 1, *upload, *FEW_REPLIES)
+    plan = plan_without_memory(cfg)
+    main(cfg)
+    rows = read_rows(cfg.out, "client")
+    first = min(row["bytes_up"] for row in rows)  # one of the clients also opens the sum
+    assert plan.policy.bytes_up == pytest.approx(first, rel=0.1)  # most of it are figures
+    opened = sum(row["bytes_up"] - first for row in rows)
+    expected = plan.policy.adapter_bytes if "masks" in upload else 0
+    assert opened == pytest.approx(expected, rel=0.1, abs=500)
+
+
 FEDCMOO_A = (
     "--strategy.name", "fedcmoo", "--strategy.communication", "one_way",
     "--strategy.compressor", "none", "--strategy.solver", "exact",

@@ -10,14 +10,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 from firm.federation.accounting import message_epsilon
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
-from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import Model, Reading, shown
 from firm.federation.secure import OpenSum
 from firm.federation.strategy import StrategyConfig
@@ -106,7 +105,7 @@ def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, 
 
 def _plain(value: Any) -> Any:
     """Returns a value as JSON would have it, so that lists and tuples compare alike."""
-    if isinstance(value, PrivacyConfig):
+    if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}

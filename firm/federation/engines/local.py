@@ -99,7 +99,7 @@ class LocalEngine:
         )
         self._states = MemoryStates() if states is None else states
         for name, client in self._clients.items():
-            self._states.write(name, 0, client.state())
+            self._states.write(name, 0, _state_of(client))
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``.
@@ -157,9 +157,9 @@ class LocalEngine:
         bytes_down = size_of(name)
         try:
             with time_limit(self._timeout, name, interrupt=self._interrupt):
-                client.restore(accepted_state)
+                _restore(client, accepted_state)
                 content = TASKS[request.task].function(client, request.of(name))
-                state = client.state()
+                state = _state_of(client)
             outcome = checked_reply(request, name, content, bytes_down, len(pack(content)))
             if isinstance(outcome, Reply):
                 self._states.write(name, request.round, state)
@@ -181,8 +181,21 @@ class LocalEngine:
     def _leave_out_failed_batches(self, client: Client, round: int, state: State) -> None:
         """Moves a client's accepted state past the batches that the failed task had drawn."""
         try:
-            client.restore(state)
+            _restore(client, state)
             client.skip_failed_batches()
-            self._states.write(client.name, round, client.state())
+            self._states.write(client.name, round, _state_of(client))
         except Exception:  # what fails here failed before, and was reported
             logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)
+
+
+def _state_of(client: Client) -> State:
+    """Returns all of a client that shapes later rounds: its state, and its upload's error."""
+    error = client.upload_error
+    return client.state() if error is None else {**client.state(), "upload_error": error}
+
+
+def _restore(client: Client, state: State) -> None:
+    """Returns a client to what ``_state_of`` gave."""
+    own = dict(state)
+    client.upload_error = own.pop("upload_error", None)
+    client.restore(own)

@@ -48,6 +48,11 @@ class FsmgdaConfig(StrategyConfig):
             raise ValueError(
                 "FSMGDA's clients see one objective at a time; share_gram is for firm."
             )
+        if self.upload is not None:
+            raise ValueError(
+                "upload is for one update per client, and FSMGDA's clients send one per objective; "
+                f"it must be null, got {self.upload.bits} bits."
+            )
         super().__post_init__()
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:

@@ -28,9 +28,9 @@ class Traffic:
         self._cfg = cfg
         self.adapter = {name: torch.empty(0) for name in adapter}
         self._adapter_bytes = sum(parameter.nbytes for parameter in adapter.values())
-        num_parameters = sum(parameter.numel() for parameter in adapter.values())
-        num_columns = min(num_parameters, SAMPLED_PARAMETERS) or SAMPLED_PARAMETERS
-        self._scale = num_parameters / num_columns
+        self._num_parameters = sum(parameter.numel() for parameter in adapter.values())
+        num_columns = min(self._num_parameters, SAMPLED_PARAMETERS) or SAMPLED_PARAMETERS
+        self._scale = self._num_parameters / num_columns
         self._sizes = Sizes(num_columns, num_passes(cfg), _metrics(list(cfg.rewards)))
         self.bytes_down = self.bytes_up = self.uploads = 0
         self.num_clients = 0
@@ -43,8 +43,8 @@ class Traffic:
         """Counts the request and its answers; trainings fail, which ends the round."""
         answer = request.example(clients[0], self._sizes)
         down = len(pack(request.of(clients[0]))) + self._adapter_bytes + self._missing(request)
-        up = len(pack(answer)) + request.num_trainings * self._adapter_bytes
-        up += self._missing(answer)
+        up = len(pack(answer)) + self._missing(answer)
+        up += request.parameter_bytes(self._num_parameters, self._adapter_bytes)
         self.bytes_down += len(clients) * down
         self.bytes_up += len(clients) * up
         self.uploads = max(self.uploads, len(clients) * up)

@@ -43,7 +43,7 @@ how, processes.GRACE = sys.argv[1], 0.1
 
 
 class Client:
-    num_examples, objectives = 1, ("a",)
+    num_examples, objectives, upload_error = 1, ("a",), None
 
     def __init__(self, name):
         self.name = name
