@@ -4,6 +4,10 @@
     python benchmarks/fronts.py runs/front_sweep --true true_helpful true_harmless
     python benchmarks/fronts.py runs/front_sweep --picture docs/front \
         --methods one_conditioned_run rewarded_soups separate_runs
+    python benchmarks/fronts.py docs/fronts/hh --against separate_runs
+
+A method that several folders have is one method: seeds may have been run apart. `docs/fronts` keeps
+the fronts of studies whose runs are gone.
 
 Two reference points: zeros, where about half is the base model's own, and, for two objectives, a
 stricter one. Models that have collapsed are left out (`firm.fronts.collapse_reason`), and what is
@@ -42,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, help="where to draw the fronts, without a suffix")
     parser.add_argument("--against", help="method that the others are compared with")
     options = parser.parse_args(arguments)
-    fronts = {
-        path.name.removesuffix(".front.json"): Front.load(path)
-        for folder in options.sweep
-        for path in sorted(folder.glob("*.front.json"))
-    }
+    fronts: dict[str, Front] = {}
+    for path in (path for folder in options.sweep for path in sorted(folder.glob("*.front.json"))):
+        name, front = path.name.removesuffix(".front.json"), Front.load(path)
+        known = fronts.get(name, replace(front, points=()))
+        fronts[name] = replace(front, points=(*known.points, *front.points))
     for name in options.methods or ():
         if name not in fronts:
             parser.error(f"--methods must be of {', '.join(fronts)}, got {name}.")

@@ -341,14 +341,14 @@ def _secured(record: Record) -> str:
     if not rows:
         return ""
     sizes = [row["num_updates"] for row in rows]
-    fewest, num_updates = min(sizes), sum(sizes)
-    hidden = sum(row.get("masked_bytes") or 0 for row in rows)
-    seconds = fmean([row.get("seconds") or 0.0 for row in rows])
+    hidden = formats.size(sum(row.get("masked_bytes") or 0 for row in rows))
+    seconds = formats.number(fmean([row.get("seconds") or 0.0 for row in rows]))
+    rounding = max(row.get("rounding") or 0.0 for row in rows)
     return (
-        f" The server saw the mean of {fewest} updates or more in each round, and none of the "
-        f"{num_updates}: under masks these were {formats.size(hidden)}. Adding them and having "
-        f"the sum opened took {formats.number(seconds)} s a round; rounding moved no number of an "
-        f"update by more than {formats.number(rows[-1].get('rounding') or 0.0)}."
+        f" With secure aggregation the server saw none of the {formats.count(sum(sizes), 'update')}"
+        f", which were {hidden} under masks, but in each round their mean, of {min(sizes)} at the "
+        f"least. Adding them and having the sum opened took {seconds} s a round. Rounding moved no "
+        f"number of an update by more than {rounding:.1g}."
     )
 
 

@@ -109,6 +109,7 @@ def run_path(make_run) -> Path:
             row["failures"] = [{"client": "client_9", "reason": "late"}]
             row["weights"] = {"helpful": 0.5, "harmless": 0.5}
             row["privacy"] = {"epsilon": 1.0, "epsilon_server": 2.0, "delta": 1e-5, "clipped": 0.5}
+            row["secure"] = {"num_updates": 2, "masked_bytes": 9, "seconds": 0.1, "rounding": 1e-9}
             row["dropped_fields"] = {"client_1": 2}
             row["norm_ratio"] = row["disagreement_bound"] = 1.5
     of_client = rows[last(rows, "client")]

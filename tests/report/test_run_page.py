@@ -368,6 +368,28 @@ def test_without_noise_epsilon_is_infinite_and_without_privacy_not_spoken_of(mak
     assert "epsilon" not in figures_in(html)
 
 
+def test_a_run_with_secure_aggregation_tells_what_was_hidden_at_what_price(make_run):
+    run_path = make_run(num_done=3)
+    assert "secure aggregation" not in Tags(write(run_path)).text
+    rows = read_rows(run_path)
+    sizes = iter([3, 2, 3])
+    for row in rows:
+        if row["kind"] == "round":
+            count = next(sizes)
+            row["secure"] = {
+                "num_updates": count,
+                "masked_bytes": 1_000_000 * count,
+                "seconds": 0.25,
+                "rounding": 2.0**-29,
+            }
+    write_rows(run_path, rows)
+    text = Tags(write(run_path)).text
+    assert "saw none of the 8 updates, which were 8 MB under masks" in text
+    assert "in each round their mean, of 2 at the least" in text
+    assert "took 0.250 s a round" in text
+    assert "by more than 2e-09" in text
+
+
 def test_the_command_writes_the_final_page(make_run, capsys):
     run_path = make_run()
     main([str(run_path)])
