@@ -103,6 +103,44 @@ def moved(start: Adapter, adapters: Sequence[Adapter], factors: Sequence[float])
     return result
 
 
+def mean_where_trained(
+    start: Adapter,
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    trained: Sequence[torch.Tensor | None],
+    *,
+    learning_rate: float = 1.0,
+) -> Adapter:
+    """Returns θ_t + η Σ wᵢ mᵢ (θᵢ - θ_t) / Σ wᵢ mᵢ, coordinate by coordinate.
+
+    Each parameter is averaged over the clients that train it, as in HeteroFL (Diao et al. 2021,
+    arXiv:2010.01264); one that nobody trains stays. Zeros in the place of what a client lacks, as
+    in HetLoRA (Cho et al. 2024, arXiv:2401.06432), would draw it towards where it was.
+
+    Args:
+        start: θ_t.
+        adapters: θᵢ, at least one.
+        weights: w, not negative.
+        trained: mᵢ, bool [d] over the adapter's parameters; None where a client trains all.
+        learning_rate: η.
+    """
+    sizes = [parameter.numel() for parameter in start.values()]
+    masks = [torch.ones(sum(sizes), dtype=torch.bool) if mask is None else mask for mask in trained]
+    total = torch.stack([w * mask.double() for w, mask in zip(weights, masks, strict=True)]).sum(0)
+    result, place = {}, 0
+    for (name, parameter), size in zip(start.items(), sizes, strict=True):
+        part = slice(place, place + size)
+        origin = parameter.double().reshape(-1)
+        moves = torch.zeros_like(origin)
+        for adapter, weight, mask in zip(adapters, weights, masks, strict=True):
+            delta = adapter[name].double().reshape(-1) - origin
+            moves += weight * delta.where(mask[part], torch.zeros(()).double())
+        step = torch.where(total[part] > 0, moves / total[part].clamp(min=1e-300), 0.0)
+        result[name] = (origin + learning_rate * step).view_as(parameter).to(parameter.dtype)
+        place += size
+    return result
+
+
 def update_matrix(start: Adapter, adapters: Sequence[Adapter]) -> torch.Tensor:
     """Returns the updates θᵢ - θ_t as rows, float32 [N, d], the columns in the adapter's order."""
     origin = flat(start)

@@ -68,6 +68,30 @@ def lora_pairs(adapter: Adapter) -> list[LoraPair]:
     return pairs
 
 
+def rank_mask(adapter: Adapter, rank: int) -> torch.Tensor:
+    """Returns which of the parameters belong to the first ranks of their layers, bool [d].
+
+    These are rows of A, and columns of B and of a conditioned adapter's further matrices.
+
+    Raises:
+        ValueError: A parameter is no factor of LoRA, or its layer has fewer ranks.
+    """
+    parts = []
+    for name, parameter in adapter.items():
+        factor = _FACTOR.fullmatch(name) or _FURTHER.fullmatch(name)
+        if factor is None:
+            raise ValueError(f"{name!r} is no factor of LoRA, of which a client could train ranks.")
+        axis = 0 if factor[2] == "A" else 1
+        if parameter.size(axis) < rank:
+            raise ValueError(
+                f"{name!r} has {parameter.size(axis)} ranks; a client cannot train {rank} of them."
+            )
+        mask = torch.zeros(parameter.shape, dtype=torch.bool)
+        mask.narrow(axis, 0, rank).fill_(True)
+        parts.append(mask.reshape(-1))
+    return torch.cat(parts)
+
+
 def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
     """Returns an adapter whose products are the means Σ wᵢ BᵢAᵢ / Σ wᵢ, as far as rank r can.
 

@@ -148,6 +148,14 @@ class Request(Message):
         """Returns the request as it leaves this program for some clients at their sites."""
         return self.of(*clients)
 
+    def received(self, content: Any, client: str) -> Any:
+        """Returns an answer that was read as the server uses it; by default as it is.
+
+        Raises:
+            Invalid: It is not of this client.
+        """
+        return content
+
     def reading(self) -> Reading:
         """Returns what an answer is read against."""
         return Reading(self.objectives, self.adapter)
@@ -166,7 +174,7 @@ class Update(Answer):
 
     client: Annotated[str, Text()]
     adapter: Annotated[Any, SentParameters()]
-    """θ_c: an ``Adapter``, or on its way a ``QuantizedUpdate``."""
+    """θ_c: an ``Adapter``, or on its way what ``uploads.sent`` makes of it."""
     num_examples: Examples
     """Size of the client's shard."""
     metrics: MetricsByName

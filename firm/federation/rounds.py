@@ -9,6 +9,7 @@ import torch
 
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
+from firm.federation.lora import rank_mask
 from firm.federation.masking import STEP, added
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason
@@ -25,7 +26,6 @@ from firm.federation.server import (
 )
 from firm.federation.strategy import StrategyConfig
 from firm.federation.transforms import ServerStep
-from firm.federation.uploads import QuantizedUpdate
 from firm.solvers import fixed_weights
 
 RequestType = TypeVar("RequestType", bound=Request)
@@ -86,7 +86,7 @@ class Round:
             count[1] += item.bytes_up
         replies, self._failures = accept(
             request,
-            [_applied(reply, request) for reply in replies],
+            replies,
             [*self._failures, *failures],
             cfg=self._cfg,
             check=check,
@@ -197,15 +197,13 @@ class Round:
             num_clients=self._num_clients,
             num_refused=num_refused(self._failures),
             memory=self._state.memory if memory is None else memory,
+            trained=[self._trained(reply.client) for reply in replies],
         )
 
-
-def _applied(reply: Reply, request: Request) -> Reply:
-    """Returns a reply whose update is an adapter, if it came quantised."""
-    sent = reply.content.adapter if isinstance(reply.content, Update) else None
-    if not isinstance(sent, QuantizedUpdate):
-        return reply
-    return replace(reply, content=replace(reply.content, adapter=sent.applied(request.adapter)))
+    def _trained(self, client: str) -> torch.Tensor | None:
+        """Returns which of the parameters a client trains, bool [d]; None: all."""
+        rank = self._cfg.ranks.get(client)
+        return None if rank is None else rank_mask(self._state.adapter, rank)
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:

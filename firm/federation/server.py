@@ -21,6 +21,7 @@ from firm.federation.diagnostics import (
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason, printable
 from firm.federation.privacy import breach
+from firm.federation.schema import Invalid
 from firm.federation.secure import FEWEST, MaskedTraining, OpenSum
 from firm.federation.strategy import StrategyConfig
 
@@ -98,7 +99,10 @@ def accept(
     Raises:
         RoundFailed: Fewer are left than ``cfg.quorum``, or than the robust rule needs.
     """
-    problems = [_problem(reply.content, request, cfg, check) for reply in replies]
+    replies, problems = list(replies), []
+    for place, reply in enumerate(replies):
+        replies[place], problem = _received(reply, request)
+        problems.append(problem or _problem(replies[place].content, request, cfg, check))
     if common is not None:
         problems = _uncommon(replies, problems, common)
     accepted, all_failures = [], list(failures)
@@ -149,6 +153,14 @@ def _uncommon(
 def num_refused(failures: Sequence[Failure]) -> int:
     """Returns how many clients sent an answer that was refused."""
     return len({failure.client for failure in failures if failure.is_refused})
+
+
+def _received(reply: Reply, request: Request) -> tuple[Reply, str | None]:
+    """Returns a reply as the server uses it, or why it cannot."""
+    try:
+        return replace(reply, content=request.received(reply.content, reply.client)), None
+    except Invalid as error:
+        return reply, printable(f"its answer is refused: {error}")
 
 
 def _problem(

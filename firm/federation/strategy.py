@@ -72,6 +72,9 @@ class StrategyConfig:
 
     upload: Annotated[UploadConfig | None, NOT_IN_PAPER] = None
     """Quantised uploads; null sends updates in the adapter's own type."""
+    ranks: Annotated[dict[str, PositiveInt], NOT_IN_PAPER] = field(default_factory=dict)
+    """Ranks of single clients, by name, where they are fewer than the adapter's: such a client
+    trains and sends the first ones of each LoRA layer."""
 
     preference_key: ClassVar[str | None] = None
     """Name of the option that takes a preference of the objectives; None where there is none."""
@@ -113,6 +116,8 @@ class StrategyConfig:
                 "rounding makes a clipped update longer than privacy.clip_norm, which the server "
                 "refuses; with upload set privacy.at to client, got server."
             )
+        if self.ranks:
+            self._check_ranks()
         self.server()  # or its transformations do not go together
 
     def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
@@ -185,6 +190,7 @@ class StrategyConfig:
             "share_gram": self.share_gram,
             "privacy": self.privacy,
             "upload": self.upload,
+            "ranks": self.ranks,
         }
 
     def _check_averages(self) -> None:
@@ -234,6 +240,22 @@ class StrategyConfig:
             raise ValueError(
                 f"secure aggregation adds {FEWEST} to {MAX_MESSAGES} updates; clients_per_round "
                 f"must be in that range, got {self.clients_per_round}."
+            )
+
+    def _check_ranks(self) -> None:
+        """Raises ``ValueError`` where a mean over those who train a rank would not do."""
+        self._check_sends_adapters_only("ranks")
+        problems = {
+            "robust.rule must be none": self.robust.rule != "none",
+            "lora_mean must be factors": self.lora_mean != "factors",
+            "normalize_updates must be false": getattr(self, "normalize_updates", False),
+            "privacy must be null": self.privacy is not None,
+            "secure must be null": self.secure is not None,
+        }
+        for problem in (text for text, is_there in problems.items() if is_there):
+            raise ValueError(
+                "where clients have ranks of their own, each rank is averaged over those who train "
+                f"it; {problem}."
             )
 
     def _check_sends_adapters_only(self, what: str) -> None:

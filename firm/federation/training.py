@@ -16,6 +16,7 @@ import torch
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
+from firm.federation.lora import rank_mask
 from firm.federation.messages import (
     MAX_CLIENTS,
     MAX_ROUND,
@@ -55,7 +56,7 @@ from firm.federation.sharing import (
     start_losses,
 )
 from firm.federation.tasks import task
-from firm.federation.uploads import UploadConfig, quantized
+from firm.federation.uploads import UploadConfig, received, sent
 from firm.gradients import gram_matrix
 from firm.solvers import fixed_weights
 
@@ -132,6 +133,10 @@ class LocalTraining(Request):
     """Limits of what leaves the client."""
     upload: UploadConfig | None = None
     """How the update is quantised; None sends it in its own type."""
+    ranks: Annotated[dict[str, int], Named(Number(1, 2**20, is_integer=True), MAX_CLIENTS)] = field(
+        default_factory=dict
+    )
+    """Ranks that some clients train, the first ones of each LoRA layer."""
 
     @property
     def num_trainings(self) -> int:
@@ -176,7 +181,21 @@ class LocalTraining(Request):
         """Returns the request as it goes to some clients."""
         options = self.options_by_client
         own = {name: options[name] for name in clients if name in options}
-        return replace(super().of(*clients), options_by_client=own)
+        ranks = {name: self.ranks[name] for name in clients if name in self.ranks}
+        return replace(super().of(*clients), options_by_client=own, ranks=ranks)
+
+    def trained(self, client: str) -> torch.Tensor | None:
+        """Returns which of the parameters a client trains, bool [d]; None: all."""
+        rank = self.ranks.get(client)
+        return None if rank is None else rank_mask(self.adapter, rank)
+
+    def received(self, content: Any, client: str) -> Any:
+        """Returns an update with the adapter that was sent, whole."""
+        if not isinstance(content, Update):
+            return content
+        trained = self.trained(client)
+        adapter = received(content.adapter, self.adapter, cfg=self.upload, trained=trained)
+        return replace(content, adapter=adapter)
 
     def to_network(self, *clients: str) -> "LocalTraining":
         """Returns the request without a seed of the noise, which is each site's own."""
@@ -270,17 +289,23 @@ def local_training(client: Client, request: LocalTraining) -> Update:
     weights need no Gram matrix, and a client with the capability "weighted_gradients" no Jacobian
     either. A client that serves some of the objectives finds the weights of these alone.
 
-    With privacy the update is what ``protected`` lets out, and no more. Quantised uploads come
-    last, and their rounding errors are the client's to keep.
+    A client that trains some ranks alone has no gradient in the others. With privacy the update is
+    what ``protected`` lets out, and no more. Quantised uploads come last, and their rounding errors
+    are the client's to keep.
     """
     with errors_kept_back(request.privacy):
         update = _trained(client, request)
     if request.privacy is not None:
         update = protected(update, request.adapter, request.privacy, request.round)
-    if request.upload is None:
-        return update
-    sent = quantized(client, update.adapter, request.adapter, request.upload, request.round)
-    return replace(update, adapter=sent)
+    content = sent(
+        client,
+        update.adapter,
+        request.adapter,
+        cfg=request.upload,
+        trained=request.trained(client.name),
+        round=request.round,
+    )
+    return replace(update, adapter=content)
 
 
 def _trained(client: Client, request: LocalTraining) -> Update:
@@ -335,17 +360,19 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     if "preference" in options:  # data with preferences of their own are solved at these
         gradients_of = client.gradients_by_preference
     num_steps, solves = 0, []
+    trained = request.trained(client.name)
     weights = torch.empty(0)
     for batch in _batches(client, request):
         num_steps += 1
         if request.solve_per == "batch":
-            weights, solve = _solve(client.gradients(batch.whole), find)
+            weights, solve = _solve(_within(client.gradients(batch.whole), trained), find)
             solves.append(solve)
         for minibatch in batch.minibatches():
             if request.solve_per == "batch":
-                gradients, factors = client.weighted_gradients(minibatch, weights), torch.ones(1)
+                gradients = _within(client.weighted_gradients(minibatch, weights), trained)
+                factors = torch.ones(1)
             else:
-                gradients = gradients_of(minibatch)
+                gradients = _within(gradients_of(minibatch), trained)
                 weights, solve = _solve(gradients, find)
                 solves.append(solve)
                 factors = weights
@@ -370,7 +397,8 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
     )
     factors = torch.tensor(request.factors or [1.0] * count, dtype=torch.float64)
     num_steps, num_passes = 0, 0
-    if request.skipped_batches == 0:
+    trained = request.trained(client.name)
+    if request.skipped_batches == 0 and trained is None:
         num_steps = num_passes = client.weighted_steps(
             _num_steps(client, request), weights * factors, proximal=request.proximal
         )
@@ -378,7 +406,7 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
         num_steps += 1
         for minibatch in batch.minibatches():
             num_passes += 1
-            gradients = client.weighted_gradients(minibatch, weights * factors)
+            gradients = _within(client.weighted_gradients(minibatch, weights * factors), trained)
             client.step(_pulled_back(gradients, client, request), torch.ones(1))
     return {**client.metrics(), "weights": [weights.tolist()] * num_passes, "num_steps": num_steps}
 
@@ -392,6 +420,14 @@ def _num_steps(client: Client, request: LocalTraining) -> int:
     if request.num_local_epochs is None:
         return request.num_local_steps
     return request.num_local_epochs * client.batches_per_epoch
+
+
+def _within(gradients: Gradients, trained: torch.Tensor | None) -> Gradients:
+    """Returns gradients without what is not trained, bool [d]."""
+    if trained is None:
+        return gradients
+    rows = gradients.jacobian
+    return replace(gradients, jacobian=rows * trained.to(rows))
 
 
 def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:

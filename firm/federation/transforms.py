@@ -9,8 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Protocol
 
+import torch
+
 from firm.federation.accounting import spend
-from firm.federation.aggregation import Aggregation, by_client, server_step, shares, update_lengths
+from firm.federation.aggregation import (
+    Aggregation,
+    by_client,
+    mean_where_trained,
+    server_step,
+    shares,
+    update_lengths,
+)
 from firm.federation.client import Adapter, State
 from firm.federation.lora import LoraMean
 from firm.federation.messages import Update
@@ -37,6 +46,8 @@ class ServerStep:
     """Clients whose answers were refused."""
     memory: State
     """The strategy's memory from round to round."""
+    trained: Sequence[torch.Tensor | None] = ()
+    """Which of the parameters each update's client trains, bool [d]; None: all."""
     weights: Sequence[float] = ()
     """Weight of each update, not scaled."""
     lengths: Sequence[float] | None = None
@@ -151,9 +162,16 @@ class Mean:
 
     def __call__(self, step: ServerStep) -> ServerStep:
         """Returns the step with θ_{t+1}."""
+        adapters = [update.adapter for update in step.updates]
+        if any(mask is not None for mask in step.trained):
+            rate = self.learning_rate
+            adapter = mean_where_trained(
+                step.start, adapters, step.weights, step.trained, learning_rate=rate
+            )
+            return replace(step, adapter=adapter, learning_rate=rate)
         adapter = server_step(
             step.start,
-            [update.adapter for update in step.updates],
+            adapters,
             step.weights,
             learning_rate=self.learning_rate,
             lengths=step.lengths,

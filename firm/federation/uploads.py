@@ -1,10 +1,11 @@
-"""Quantised uploads: a client's update in a few bits per number.
+"""Smaller uploads: a client's update in a few bits per number, or of a few ranks.
 
-What a client sends is Q(θ_c - θ_t), from which the server has θ_t + Q(θ_c - θ_t). Rounded to the
-nearest level, what rounding took is kept and added to the client's next update: error feedback, by
-which the updates that arrived and those that were meant differ by one rounding error however many
-rounds there are (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). Rounded at random,
-every update is right in the mean by itself (QSGD, Alistarh et al. 2017, arXiv:1610.02132).
+With ``UploadConfig`` a client sends Q(θ_c - θ_t), from which the server has θ_t + Q(θ_c - θ_t).
+Rounded to the nearest level, what rounding took is kept and added to the client's next update:
+error feedback, by which the updates that arrived and those that were meant differ by one rounding
+error however many rounds there are (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847).
+Rounded at random, every update is right in the mean by itself (QSGD, Alistarh et al. 2017,
+arXiv:1610.02132). A client that trains the first ranks of each LoRA layer alone sends these.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from annotated_types import Interval
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Client
 from firm.federation.randomness import derive_seed
-from firm.federation.schema import Invalid, Parameters, Reading, shown
+from firm.federation.schema import LARGEST_ENTRY, Invalid, Parameters, Reading, shown
 from firm.fields import NOT_IN_PAPER, configuration
 from firm.gradients import QuantizingCompressor, message_from_dict, message_to_dict
 from firm.gradients.compression import FLOAT_BYTES
@@ -41,50 +42,88 @@ class UploadConfig:
 
 
 @dataclass(frozen=True)
+class PartialUpdate:
+    """Those numbers of θ_c that a client trains, as they travel in its place."""
+
+    partial: torch.Tensor
+    """The numbers one after the other, [k]."""
+
+
+@dataclass(frozen=True)
 class QuantizedUpdate:
     """θ_c - θ_t in a few bits per number, as it travels in the place of θ_c."""
 
     quantized: dict[str, Any]
-    """The numbers one after the other, as a Jacobian of one row (``message_to_dict``)."""
-
-    def applied(self, start: Adapter) -> Adapter:
-        """Returns θ_t + Q(θ_c - θ_t), in the types of θ_t."""
-        delta = message_from_dict(self.quantized).reconstruct()[0].double()
-        parts = delta.split([parameter.numel() for parameter in start.values()])
-        return {
-            name: (parameter.double() + part.view(parameter.shape)).to(parameter.dtype)
-            for (name, parameter), part in zip(start.items(), parts, strict=True)
-        }
+    """The numbers that the client trains, as a Jacobian of one row (``message_to_dict``)."""
 
 
 @dataclass(frozen=True)
 class SentParameters:
-    """θ_c with the names, shapes and types of θ_t, or an update that is quantised."""
+    """θ_c with the names, shapes and types of θ_t, or what travels in its place."""
 
-    def read(self, value: Any, path: str, reading: Reading) -> Adapter | QuantizedUpdate:
+    def read(
+        self, value: Any, path: str, reading: Reading
+    ) -> Adapter | PartialUpdate | QuantizedUpdate:
         """Returns the adapter, or the update."""
-        if isinstance(value, QuantizedUpdate):
+        if isinstance(value, PartialUpdate | QuantizedUpdate):
             value = vars(value)
-        if not isinstance(value, Mapping) or set(value) != {"quantized"}:
-            return Parameters().read(value, path, reading)
-        content = value["quantized"]
         size = sum(parameter.numel() for parameter in reading.adapter.values())
-        if not isinstance(content, Mapping) or content.get("kind") != "quantizing":
-            raise Invalid(f"{path} must be a quantised update, got {shown(content)}")
-        try:
-            shape = message_from_dict(dict(content)).shape
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise Invalid(f"{path} cannot be read: {shown(str(error))}") from error
-        if shape != (1, size):
-            raise Invalid(f"{path} must be of {size} numbers, got {shown(shape)}")
-        return QuantizedUpdate(dict(content))
+        match value:
+            case {"partial": numbers, **others} if not others:
+                return PartialUpdate(_checked_numbers(numbers, path, size))
+            case {"quantized": content, **others} if not others:
+                return QuantizedUpdate(_checked_message(content, path, size))
+        return Parameters().read(value, path, reading)
 
 
-def quantized(
-    client: Client, adapter: Adapter, start: Adapter, cfg: UploadConfig, round: int
-) -> QuantizedUpdate:
-    """Returns a client's update as it is sent, and has the client keep what rounding took of it."""
-    delta = flat(adapter) - flat(start)
+def _checked_numbers(numbers: Any, path: str, size: int) -> torch.Tensor:
+    is_tensor = isinstance(numbers, torch.Tensor) and numbers.layout == torch.strided
+    if not is_tensor or not numbers.is_floating_point() or numbers.ndim != 1:
+        raise Invalid(f"{path} must be a vector of floats, got {shown(numbers)}")
+    if numbers.numel() > size:
+        raise Invalid(f"{path} must be of at most {size} numbers, got {numbers.numel()}")
+    if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
+        raise Invalid(f"{path} is not finite")
+    return numbers
+
+
+def _checked_message(content: Any, path: str, size: int) -> dict[str, Any]:
+    if not isinstance(content, Mapping) or content.get("kind") != "quantizing":
+        raise Invalid(f"{path} must be a quantised update, got {shown(content)}")
+    try:
+        count, num_columns = message_from_dict(dict(content)).shape
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise Invalid(f"{path} cannot be read: {shown(str(error))}") from error
+    if count != 1 or num_columns > size:
+        raise Invalid(f"{path} must be of at most {size} numbers, got {count} x {num_columns}")
+    return dict(content)
+
+
+def sent(
+    client: Client,
+    adapter: Adapter,
+    start: Adapter,
+    *,
+    cfg: UploadConfig | None,
+    trained: torch.Tensor | None,
+    round: int,
+) -> Adapter | PartialUpdate | QuantizedUpdate:
+    """Returns a client's update as it is sent; the client keeps what rounding to nearest took.
+
+    Args:
+        client: The client.
+        adapter: θ_c.
+        start: θ_t.
+        cfg: How numbers are rounded, if at all.
+        trained: Which of the parameters the client trains, bool [d]; None: all.
+        round: The round.
+    """
+    kept = slice(None) if trained is None else trained
+    if cfg is None:
+        if trained is None:
+            return adapter
+        return PartialUpdate(_flat(adapter)[kept])
+    delta = (flat(adapter) - flat(start))[kept]
     if cfg.rounding == "nearest" and client.upload_error is not None:
         delta = delta + client.upload_error
     compressor = QuantizingCompressor(bits=cfg.bits, rounding=cfg.rounding)
@@ -93,3 +132,48 @@ def quantized(
     if cfg.rounding == "nearest":
         client.upload_error = delta - message.reconstruct()[0]
     return QuantizedUpdate(message_to_dict(message))
+
+
+def received(
+    content: Adapter | PartialUpdate | QuantizedUpdate,
+    start: Adapter,
+    *,
+    cfg: UploadConfig | None,
+    trained: torch.Tensor | None,
+) -> Adapter:
+    """Returns θ_c, or θ_t + Q(θ_c - θ_t), of what ``sent`` gave; the arguments are its.
+
+    Raises:
+        Invalid: It was sent in another way.
+    """
+    wanted = QuantizedUpdate if cfg else dict if trained is None else PartialUpdate
+    if not isinstance(content, wanted):
+        raise Invalid(f"its update must come as {_NAMES[wanted]}, got {_NAMES[type(content)]}")
+    if isinstance(content, dict):
+        return content
+    numbers = _flat(start).clone()
+    size = numbers.numel() if trained is None else int(trained.sum())
+    kept = slice(None) if trained is None else trained
+    if isinstance(content, PartialUpdate):
+        if content.partial.shape != (size,) or content.partial.dtype != numbers.dtype:
+            raise Invalid(f"its update must be {size} numbers, got {shown(content.partial)}")
+        numbers[kept] = content.partial
+    else:
+        message = message_from_dict(content.quantized)
+        if message.shape != (1, size):
+            raise Invalid(f"its update must be {size} numbers, got {message.shape[1]}")
+        delta = message.reconstruct()[0].double()
+        numbers[kept] = (numbers[kept].double() + delta).to(numbers.dtype)
+    parts = numbers.split([parameter.numel() for parameter in start.values()])
+    return {
+        name: part.view(parameter.shape).to(parameter.dtype)
+        for (name, parameter), part in zip(start.items(), parts, strict=True)
+    }
+
+
+_NAMES = {dict: "an adapter", PartialUpdate: "some of its ranks", QuantizedUpdate: "quantised"}
+
+
+def _flat(adapter: Adapter) -> torch.Tensor:
+    """Returns an adapter's parameters one after the other in their own type, [d]."""
+    return torch.cat([parameter.reshape(-1) for parameter in adapter.values()])

@@ -190,6 +190,7 @@ class AlignmentConfig:
             raise ValueError(f"start must have shares that are not all zero, got {self.start}.")
         _check_engine(self)
         _check_participation(self)
+        _check_ranks(self)
         if self.strategy.robust.min_updates > self.num_clients:
             raise ValueError(
                 f"strategy.robust.rule {self.strategy.robust.rule} with num_attackers "
@@ -270,6 +271,22 @@ def _check_participation(cfg: AlignmentConfig) -> None:
         if name not in names:
             raise ValueError(
                 f"strategy.always must name clients, {names[0]} to {names[-1]}, got {name!r}."
+            )
+
+
+def _check_ranks(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` on ranks of clients that there are not, or that the adapter lacks."""
+    names, whole = client_names(cfg), cfg.policy.lora.r
+    if cfg.strategy.ranks and cfg.policy.adapter != "lora":
+        raise ValueError(
+            "strategy.ranks are of LoRA layers; policy.adapter must be lora, got "
+            f"{cfg.policy.adapter}."
+        )
+    for name, rank in cfg.strategy.ranks.items():
+        if name not in names or rank > whole:
+            raise ValueError(
+                f"strategy.ranks must name clients, {names[0]} to {names[-1]}, with ranks of at "
+                f"most policy.lora.r ({whole}), got {name}: {rank}."
             )
 
 

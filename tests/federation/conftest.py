@@ -45,7 +45,7 @@ class QuadraticClient(Client):
 
     Args:
         name: Name in the federation.
-        targets: Minima of the objectives, shape [M, 3].
+        targets: Minima of the objectives, shape [M, d].
         stream_name: Name of the random stream; ``name`` by default.
         fails_in: Loads, counted from 1, at whose first step the client raises.
         diverges_in: Loads at whose end the adapter is NaN.
@@ -55,6 +55,7 @@ class QuadraticClient(Client):
         uneven_draws: Whether a batch draws one more random number while the first parameter is
             positive, as a longer reply does.
         batches_per_epoch: By default the client cannot tell.
+        parameters: Names and shapes of the d parameters; three in "first" and "second" by default.
     """
 
     capabilities = frozenset({"losses"})
@@ -78,12 +79,15 @@ class QuadraticClient(Client):
         bias: float = 0.0,
         uneven_draws: bool = False,
         batches_per_epoch: int | None = None,
+        parameters: Adapter | None = None,
     ):
         self.name, self.objectives, self.num_examples = name, objectives, num_examples
         self._targets, self._noise, self._num_minibatches = targets, noise, num_minibatches
         self._parameters = {
-            "first": torch.zeros(2, requires_grad=True),
-            "second": torch.zeros(1, requires_grad=True),
+            name: torch.zeros(value.shape, requires_grad=True)
+            for name, value in (
+                parameters or {"first": torch.zeros(2), "second": torch.zeros(1)}
+            ).items()
         }
         self._new_optimizer = partial(optimizer, self._parameters.values(), lr=lr)
         self._optimizer = self._new_optimizer()
@@ -114,7 +118,7 @@ class QuadraticClient(Client):
             self._num_batches += 1
             self._num_drawn += 1
             with self._stream:
-                noise = self._noise * torch.randn(self._num_minibatches, 3)
+                noise = self._noise * torch.randn(self._num_minibatches, self._targets.size(1))
                 if self._uneven_draws and self._parameters["first"][0] > 0:
                     torch.randn(1)
             yield QuadraticBatch(noise)
@@ -126,10 +130,10 @@ class QuadraticClient(Client):
         return Gradients(rows, losses.detach())
 
     def losses(self) -> torch.Tensor:
-        return self._losses_at(torch.zeros(3)).detach()
+        return self._losses_at(torch.zeros(self._targets.size(1))).detach()
 
     def _losses_at(self, noise: torch.Tensor) -> torch.Tensor:
-        point = torch.cat(list(self._parameters.values()))
+        point = torch.cat([value.reshape(-1) for value in self._parameters.values()])
         squares = (point - self._targets - noise).square().sum(dim=1)
         return self._scale * squares / 2 + self._bias  # [M]
 
@@ -140,7 +144,7 @@ class QuadraticClient(Client):
         direction = combine(gradients.jacobian, weights)
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         for parameter, grad in zip(self._parameters.values(), direction.split(sizes), strict=True):
-            parameter.grad = grad.clone()
+            parameter.grad = grad.view(parameter.shape).clone()
         self._in_charge.step()
         if self._num_loads in self._diverges_in:
             with torch.no_grad():

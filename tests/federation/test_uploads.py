@@ -12,7 +12,7 @@ from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.uploads import QuantizedUpdate, SentParameters, UploadConfig, quantized
+from firm.federation.uploads import SentParameters, UploadConfig, received, sent
 
 START = {"first": torch.zeros(30, 20), "second": torch.full((57,), 0.5)}
 SIZE = 657
@@ -27,11 +27,15 @@ def _adapter(seed, scale=0.01):
     }
 
 
-def _sent(client, adapter, cfg, round=1):
+def _arrived(client, adapter, cfg, round=1):
     """What arrives of a client's update, θ_t + Q(θ_c - θ_t), over the wire."""
-    message = quantized(client, adapter, START, cfg, round)
-    content = unpack(pack(message))
-    return SentParameters().read(content, "adapter", Reading((), START)).applied(START)
+    message = sent(client, adapter, START, cfg=cfg, trained=None, round=round)
+    content = SentParameters().read(unpack(pack(message)), "adapter", Reading((), START))
+    return received(content, START, cfg=cfg, trained=None)
+
+
+def _message(client, adapter, start, cfg):
+    return sent(client, adapter, start, cfg=cfg, trained=None, round=1)
 
 
 def _delta(adapter):
@@ -41,7 +45,7 @@ def _delta(adapter):
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 def test_an_error_is_at_most_half_a_level_of_its_run(bits, new_client):
     adapter = _adapter(0)
-    arrived = _delta(_sent(new_client(), adapter, UploadConfig(bits=bits)))
+    arrived = _delta(_arrived(new_client(), adapter, UploadConfig(bits=bits)))
     delta = _delta(adapter)
     for run, own in zip(delta.split(128), arrived.split(128), strict=True):
         level = run.abs().max() / (2 ** (bits - 1) - 1)
@@ -56,8 +60,8 @@ def test_what_arrives_in_many_rounds_is_what_was_meant_but_for_one_error(new_cli
         adapter = {name: value + 0.003 for name, value in START.items()}  # the same small step
         adapter["first"][0, 0] += 1.0  # beside a large one
         meant += _delta(adapter)
-        arrived += _delta(_sent(client, adapter, cfg, round))
-        forgotten += _delta(_sent(new_client(), adapter, cfg, round))
+        arrived += _delta(_arrived(client, adapter, cfg, round))
+        forgotten += _delta(_arrived(new_client(), adapter, cfg, round))
     assert (meant - arrived - client.upload_error).abs().max() < 1e-4
     assert (meant - arrived).abs().max() < 0.5
     assert (meant - forgotten)[:128].abs().max() > 0.11  # of 0.12: the small steps never arrived
@@ -65,7 +69,7 @@ def test_what_arrives_in_many_rounds_is_what_was_meant_but_for_one_error(new_cli
 
 def test_random_rounding_is_right_in_the_mean_and_keeps_nothing(new_client):
     cfg, client, adapter = UploadConfig(bits=2, rounding="random"), new_client(), _adapter(1)
-    rounds = [_delta(_sent(client, adapter, cfg, round)) for round in range(1, 1001)]
+    rounds = [_delta(_arrived(client, adapter, cfg, round)) for round in range(1, 1001)]
     assert client.upload_error is None
     rows, delta = torch.stack(rounds), _delta(adapter)
     error = delta.abs().max() / 2 / len(rounds) ** 0.5  # at most, with levels that far apart
@@ -80,7 +84,7 @@ def test_an_upload_takes_its_bits_and_a_scale_for_every_128_numbers(bits, share,
     adapter = {"first": torch.randn(256, 256)}
     whole = len(pack(Update("a", adapter, 1, {})))
     cfg = UploadConfig(bits=bits)
-    small = len(pack(Update("a", quantized(new_client(), adapter, start, cfg, 1), 1, {})))
+    small = len(pack(Update("a", _message(new_client(), adapter, start, cfg), 1, {})))
     assert share - 0.02 < small / whole < share
 
 
@@ -151,16 +155,16 @@ def test_a_refused_update_leaves_its_error_as_it_was(new_client, start):
     ],
 )
 def test_what_is_no_quantised_update_is_refused(change, reason, new_client):
-    content = unpack(pack(quantized(new_client(), _adapter(0), START, UploadConfig(), 1)))
+    content = unpack(pack(_message(new_client(), _adapter(0), START, UploadConfig())))
     with pytest.raises(Invalid, match=reason):
         SentParameters().read(change(content["quantized"]), "adapter", Reading((), START))
 
 
 def test_an_update_of_another_size_is_refused(new_client):
     small = {"first": torch.zeros(3)}
-    content = vars(quantized(new_client(), small, small, UploadConfig(), 1))
-    with pytest.raises(Invalid, match="must be of 657 numbers"):
-        SentParameters().read(QuantizedUpdate(**content), "adapter", Reading((), START))
+    content = _message(new_client(), small, small, UploadConfig())
+    with pytest.raises(Invalid, match="its update must be 657 numbers, got 3"):
+        received(content, START, cfg=UploadConfig(), trained=None)
 
 
 @pytest.mark.parametrize(
