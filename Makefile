@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LATEST ?= .venv-latest
+NETWORK ?= configs/network.yaml
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
@@ -24,7 +25,7 @@ demo: install ## Align the miniature world to two objectives and write runs/<nam
 	$(OFFLINE) $(LAUNCH) recipes/firm_hh.py
 
 network-demo: install ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
-	$(OFFLINE) $(BIN)/python recipes/network.py demo --config configs/network.yaml --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
+	$(OFFLINE) $(BIN)/python recipes/network.py demo --config $(NETWORK) --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
 
 test: install ## Run the test suite (without network, within minutes).
 	$(OFFLINE) $(BIN)/python -m pytest -q -n 2 --dist loadfile
