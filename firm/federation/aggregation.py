@@ -134,8 +134,8 @@ def mean_where_trained(
         moves = torch.zeros_like(origin)
         for adapter, weight, mask in zip(adapters, weights, masks, strict=True):
             delta = adapter[name].double().reshape(-1) - origin
-            moves += weight * delta.where(mask[part], torch.zeros(()).double())
-        step = torch.where(total[part] > 0, moves / total[part].clamp(min=1e-300), 0.0)
+            moves += weight * mask[part] * delta
+        step = moves / total[part].where(total[part] > 0, 1.0)
         result[name] = (origin + learning_rate * step).view_as(parameter).to(parameter.dtype)
         place += size
     return result

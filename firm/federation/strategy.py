@@ -69,7 +69,6 @@ class StrategyConfig:
     secure: Annotated[Secure | None, NOT_IN_PAPER] = None
     """Secure aggregation, by which the server learns the mean of the clients' updates and no single
     one: their sites hide them under masks; null: none."""
-
     upload: Annotated[UploadConfig | None, NOT_IN_PAPER] = None
     """Quantised uploads; null sends updates in the adapter's own type."""
     ranks: Annotated[dict[str, PositiveInt], NOT_IN_PAPER] = field(default_factory=dict)

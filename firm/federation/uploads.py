@@ -164,6 +164,8 @@ def received(
             raise Invalid(f"its update must be {size} numbers, got {message.shape[1]}")
         delta = message.reconstruct()[0].double()
         numbers[kept] = (numbers[kept].double() + delta).to(numbers.dtype)
+        if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
+            raise Invalid(f"its update leads to entries beyond {LARGEST_ENTRY:g}")
     parts = numbers.split([parameter.numel() for parameter in start.values()])
     return {
         name: part.view(parameter.shape).to(parameter.dtype)

@@ -67,7 +67,8 @@ class QuantizedMessage(Message):
         num_levels = 2 ** (self.bits - 1) - 1
         codes = _unpacked(self.codes, num_objectives * self.num_kept, self.bits)
         levels = codes.view(num_objectives, self.num_kept).to(self.scales.device) - num_levels
-        scales = self.scales.repeat_interleave(self.bucket, dim=1)[:, : self.num_kept]
+        length = min(self.bucket, self.num_kept)  # however long a sender says that runs are
+        scales = self.scales.repeat_interleave(length, dim=1)[:, : self.num_kept]
         values = levels * (scales * (num_parameters / self.num_kept / num_levels))
         if self.num_kept == num_parameters:
             return values

@@ -160,6 +160,23 @@ def test_what_is_no_quantised_update_is_refused(change, reason, new_client):
         SentParameters().read(change(content["quantized"]), "adapter", Reading((), START))
 
 
+@pytest.mark.parametrize("scale", [1e25, 3e38])
+def test_an_update_beyond_all_bounds_is_refused(scale, new_client):
+    content = unpack(pack(_message(new_client(), _adapter(0), START, UploadConfig())))
+    content["quantized"]["scales"].fill_(scale)
+    message = SentParameters().read(content, "adapter", Reading((), START))
+    with pytest.raises(Invalid, match=r"entries beyond 1e\+18"):
+        received(message, START, cfg=UploadConfig(), trained=None)
+
+
+def test_runs_that_are_said_to_be_very_long_take_no_memory(new_client):
+    small = {"first": torch.zeros(3)}
+    message = _message(new_client(), {"first": torch.ones(3)}, small, UploadConfig())
+    message.quantized["bucket"] = 10**12
+    arrived = received(message, small, cfg=UploadConfig(), trained=None)
+    assert torch.allclose(arrived["first"], torch.ones(3))
+
+
 def test_an_update_of_another_size_is_refused(new_client):
     small = {"first": torch.zeros(3)}
     content = _message(new_client(), small, small, UploadConfig())
