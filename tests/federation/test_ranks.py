@@ -158,6 +158,18 @@ def test_the_ranks_of_one_client_are_left_to_the_others(kind, new_engine, same):
     assert sizes["a"] < min(sizes["b"], sizes["c"]) - 50
 
 
+def test_a_client_solves_and_steps_with_the_gradients_of_its_ranks_alone(new_engine):
+    """Norms of all ranks' gradients would be longer, and lead to other weights."""
+    (plain,), (own,) = (
+        _run(FirmConfig(ranks=r), new_engine(), num_rounds=1)[1] for r in ({}, {"a": 1})
+    )
+    for objective in range(2):
+        whole = plain["clients"][0]["gradient_norms"][0][objective]
+        assert own["clients"][0]["gradient_norms"][0][objective] < 0.9 * whole
+    assert own["clients"][0]["weights"][0] != plain["clients"][0]["weights"][0]
+    assert own["clients"][1]["weights"][0] == plain["clients"][1]["weights"][0]
+
+
 def test_whole_ranks_are_a_run_without(new_engine):
     plain, _ = _run(FirmConfig(), new_engine())
     whole, _ = _run(FirmConfig(ranks=dict.fromkeys("abc", 4)), new_engine())

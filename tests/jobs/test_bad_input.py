@@ -200,6 +200,25 @@ CASES = {
         ["--strategy.always", "[client_9]"],
         ["strategy.always must name clients, client_0 to client_1, got 'client_9'"],
     ),
+    "a rank of a client that is none": (
+        ["--strategy.ranks", "{client_9: 2}"],
+        [
+            "strategy.ranks must name clients, client_0 to client_1, with ranks of at most",
+            "client_9",
+        ],
+    ),
+    "more ranks than the adapter has": (
+        ["--strategy.ranks", "{client_1: 9}"],
+        ["with ranks of at most policy.lora.r (4), got client_1: 9"],
+    ),
+    "ranks of what has none": (
+        ["--strategy.ranks", "{client_1: 2}", "--policy.adapter", "lora_xs"],
+        ["strategy.ranks are of LoRA layers; policy.adapter must be lora, got lora_xs"],
+    ),
+    "masks and a robust rule": (
+        ["--strategy.secure", "masks", "--strategy.robust.rule", "median"],
+        ["a robust rule compares single updates, which secure aggregation hides"],
+    ),
     "no threads": (
         ["--num_threads", "0"],
         ["num_threads must be at least 1, got 0; null leaves it to torch"],

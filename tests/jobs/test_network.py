@@ -311,6 +311,8 @@ def test_another_base_model_is_noticed_and_another_adapter_is_not():
         names[min(name for name in names if "lora_" not in name)].view(-1)[-1:].add_(1e-3)
     after = jobs_network.fingerprint(cfg, loaded)
     assert [key for key in before if before[key] != after[key]] == ["base model"]
+    secure = jobs_network.fingerprint(cfg, loaded, "0123")
+    assert {key: secure[key] for key in secure if key not in after} == {"masking key": "0123"}
 
 
 class _Wire:
