@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from statistics import median
 from typing import Any
 
@@ -149,7 +150,7 @@ def row(name: str, scheme: Scheme, updates: np.ndarray) -> list[Any]:
 def main(sizes: Sequence[int], num_clients: int) -> None:
     schemes = {"masks": masks()}
     try:
-        import tenseal
+        tenseal = import_module("tenseal")
     except ImportError:
         print('without CKKS and BFV: pip install "firm-align[bench]"')
     else:
