@@ -4,7 +4,7 @@
     python benchmarks/fronts.py runs/front_sweep --true true_helpful true_harmless
     python benchmarks/fronts.py runs/front_sweep --picture docs/front \
         --methods one_conditioned_run rewarded_soups separate_runs
-    python benchmarks/fronts.py docs/fronts/hh --against separate_runs
+    python benchmarks/fronts.py docs/fronts/hh --against separate_runs --points
 
 A method that several folders have is one method: seeds may have been run apart. `docs/fronts` keeps
 the fronts of studies whose runs are gone.
@@ -45,11 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", help="which ones; all unless given")
     parser.add_argument("--picture", type=Path, help="where to draw the fronts, without a suffix")
     parser.add_argument("--against", help="method that the others are compared with")
+    parser.add_argument("--points", action="store_true", help="print means by preference, too")
     options = parser.parse_args(arguments)
     fronts: dict[str, Front] = {}
     for path in (path for folder in options.sweep for path in sorted(folder.glob("*.front.json"))):
         name, front = path.name.removesuffix(".front.json"), Front.load(path)
         known = fronts.get(name, replace(front, points=()))
+        if twice := {p.name for p in known.points} & {p.name for p in front.points}:
+            parser.error(f"two folders have {sorted(twice)[0]}; leave one of them out.")
         fronts[name] = replace(front, points=(*known.points, *front.points))
     for name in options.methods or ():
         if name not in fronts:
@@ -77,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scores = _values(sound, lambda p: [p.scores[name] for name in names])
         _show(", ".join(names), scores, (LEAST_TRUE,) * len(names), options.against)
     _show_ends(fronts, options.against)
+    if options.points:
+        _show_points(fronts)
 
 
 def _at(front: Front, preferences: set[tuple[float, ...]], seeds: set[int]) -> Front:
@@ -146,6 +151,19 @@ def _show_ends(fronts: Mapping[str, Front], against: str | None) -> None:
     heads = ["method", "Spearman's ρ", "least parse rate", "largest KL", "mean KL", "collapsed"]
     heads += [] if against is None else [f"largest fall of parse rate below {against}"]
     print_table("Along the front", heads, rows)
+
+
+def _show_points(fronts: Mapping[str, Front]) -> None:
+    """Prints means and standard errors over the seeds, by preference, and the base model's."""
+    first = next(iter(fronts.values()))
+    rows = [["base model", "", *(f"{first.base[name]:.3f}" for name in first.objectives), ""]]
+    for method, front in fronts.items():
+        for preference, points in by_preference(front).items():
+            columns = [[p.rewards[name] for p in points] for name in front.objectives]
+            columns.append([p.kl for p in points])
+            cells = [f"{fmean(column):.3f} ± {_error(column):.3f}" for column in columns]
+            rows.append([method, ", ".join(f"{share:.2f}" for share in preference), *cells])
+    print_table("Means over the seeds", ["method", "preference", *first.objectives, "KL"], rows)
 
 
 def _parse_rates(front: Front) -> dict[tuple[float, ...], float]:

@@ -14,7 +14,7 @@ def without_faulty_amx() -> dict[str, str]:
     On some virtual machines every matrix product in bfloat16 dies of an illegal instruction. The
     variables have to be set before oneDNN is first used; what a user has set stays.
     """
-    if "ONEDNN_MAX_CPU_ISA" in os.environ:
+    if {"ONEDNN_MAX_CPU_ISA", "PYTEST_XDIST_WORKER"} & os.environ.keys():  # has been decided
         return {}
     flags = Path("/proc/cpuinfo")
     if not flags.is_file() or "amx_bf16" not in flags.read_text(encoding="utf-8"):

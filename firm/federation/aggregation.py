@@ -166,6 +166,16 @@ def by_client(updates: Sequence[Any], values: Sequence[float]) -> dict[str, floa
     return {update.client: value for update, value in zip(updates, values, strict=True)}
 
 
-def flat(adapter: Adapter) -> torch.Tensor:
-    """Returns an adapter's parameters one after the other, float32 [d]."""
-    return torch.cat([parameter.float().reshape(-1) for parameter in adapter.values()])
+def flat(adapter: Adapter, dtype: torch.dtype | None = torch.float32) -> torch.Tensor:
+    """Returns an adapter's parameters one after the other, [d]; None keeps their own type."""
+    whole = torch.cat([parameter.reshape(-1) for parameter in adapter.values()])
+    return whole if dtype is None else whole.to(dtype)
+
+
+def unflattened(vector: torch.Tensor, like: Adapter) -> Adapter:
+    """Returns a vector [d] as an adapter with the names, shapes and types of another."""
+    parts = vector.split([parameter.numel() for parameter in like.values()])
+    return {
+        name: part.view(parameter.shape).to(parameter.dtype)
+        for (name, parameter), part in zip(like.items(), parts, strict=True)
+    }

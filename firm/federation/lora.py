@@ -4,7 +4,7 @@ mean(B)·mean(A) is not mean(B·A), which is computed here and brought back to r
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +90,11 @@ def rank_mask(adapter: Adapter, rank: int) -> torch.Tensor:
         mask.narrow(axis, 0, rank).fill_(True)
         parts.append(mask.reshape(-1))
     return torch.cat(parts)
+
+
+def trained_ranks(adapter: Adapter, ranks: Mapping[str, int], client: str) -> torch.Tensor | None:
+    """Returns which of the parameters a client trains, bool [d]; None: all, as it has no rank."""
+    return rank_mask(adapter, ranks[client]) if client in ranks else None
 
 
 def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:

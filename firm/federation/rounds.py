@@ -9,7 +9,7 @@ import torch
 
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
-from firm.federation.lora import rank_mask
+from firm.federation.lora import trained_ranks
 from firm.federation.masking import STEP, added
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason
@@ -197,13 +197,11 @@ class Round:
             num_clients=self._num_clients,
             num_refused=num_refused(self._failures),
             memory=self._state.memory if memory is None else memory,
-            trained=[self._trained(reply.client) for reply in replies],
+            trained=[
+                trained_ranks(self._state.adapter, self._cfg.ranks, reply.client)
+                for reply in replies
+            ],
         )
-
-    def _trained(self, client: str) -> torch.Tensor | None:
-        """Returns which of the parameters a client trains, bool [d]; None: all."""
-        rank = self._cfg.ranks.get(client)
-        return None if rank is None else rank_mask(self._state.adapter, rank)
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from firm.federation import masking
-from firm.federation.aggregation import Aggregation
+from firm.federation.aggregation import Aggregation, flat, unflattened
 from firm.federation.client import Adapter, Client, Reply
 from firm.federation.messages import (
     DECIDED_BY_SERVER,
@@ -106,11 +106,11 @@ class MaskedTraining(LocalTraining):
         return LocalTraining(**values)
 
     def example(self, client: str, sizes: Sizes) -> Answer:
-        """Returns an update as large as a client's; see ``Request``."""
+        """Returns an update but for its parameters' numbers; see ``parameter_bytes``."""
         update = self.plain().example(client, sizes)
         assert isinstance(update, Update)
-        nonce, numbers = masked_update(self, update, masking.Key(bytes(masking.KEY_BYTES)))
-        return MaskedUpdate(client, numbers, nonce, update.metrics)
+        weight = torch.zeros(1, masking.NUM_BYTES, dtype=torch.uint8)
+        return MaskedUpdate(client, weight, "0" * 2 * masking.NONCE_BYTES, update.metrics)
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def masked_update(
     weight = 1.0
     if request.aggregation == "by_examples":
         weight = update.num_examples / EXAMPLES_PER_WEIGHT
-    delta = _flat(update.adapter) - _flat(request.adapter)
-    nonce, numbers = masking.masked(np.append(weight * delta, weight), key)
+    delta = flat(update.adapter, torch.float64) - flat(request.adapter, torch.float64)
+    nonce, numbers = masking.masked(np.append(weight * delta.numpy(), weight), key)
     return nonce.hex(), numbers
 
 
@@ -201,15 +201,5 @@ def opened_mean(request: OpenSum, key: masking.Key) -> Adapter:
         raise ValueError(
             f"the sum is not that of these {len(nonces)} updates, or was masked with another key."
         )
-    mean = torch.from_numpy(_flat(request.adapter) + numbers[:-1] / numbers[-1])
-    adapter, start = {}, 0
-    for name, parameter in request.adapter.items():
-        part = mean[start : start + parameter.numel()]
-        adapter[name] = part.reshape(parameter.shape).to(parameter.dtype)
-        start += parameter.numel()
-    return adapter
-
-
-def _flat(adapter: Adapter) -> np.ndarray:
-    parts = [parameter.double().reshape(-1) for parameter in adapter.values()]
-    return torch.cat([torch.empty(0, dtype=torch.float64), *parts]).numpy()
+    mean = flat(request.adapter, torch.float64) + torch.from_numpy(numbers[:-1] / numbers[-1])
+    return unflattened(mean, request.adapter)

@@ -170,7 +170,7 @@ def _problem(
         return f"its answer is no {request.answer.__name__} but {type(content).__name__}"
     try:
         if isinstance(content, Update):
-            if reason := too_long(content.adapter, request, cfg):
+            if reason := too_long(content.adapter, request.adapter, cfg.max_update_norm):
                 return reason
             if reason := breach(content, request.adapter, cfg.privacy):
                 return reason
@@ -179,14 +179,16 @@ def _problem(
         return printable(f"its answer is refused: {type(error).__name__}: {error}")
 
 
-def too_long(adapter: Adapter, request: Request, cfg: StrategyConfig) -> str | None:
-    """Returns why an adapter is too far from θ_t; None if it is near enough."""
-    if cfg.max_update_norm is None:
+def too_long(adapter: Adapter, start: Adapter, limit: float | None) -> str | None:
+    """Returns why an adapter is too far from θ_t; None if it is near enough, or may be anywhere."""
+    if limit is None:
         return None
-    norm = update_length(request.adapter, adapter)
-    if norm <= cfg.max_update_norm:
-        return None
-    return f"its update has norm {norm:.4g}, above max_update_norm {cfg.max_update_norm:g}"
+    norm = update_length(start, adapter)
+    return (
+        None
+        if norm <= limit
+        else f"its update has norm {norm:.4g}, above max_update_norm {limit:g}"
+    )
 
 
 def round_metrics(

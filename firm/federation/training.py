@@ -16,7 +16,7 @@ import torch
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
-from firm.federation.lora import rank_mask
+from firm.federation.lora import trained_ranks
 from firm.federation.messages import (
     MAX_CLIENTS,
     MAX_ROUND,
@@ -186,8 +186,7 @@ class LocalTraining(Request):
 
     def trained(self, client: str) -> torch.Tensor | None:
         """Returns which of the parameters a client trains, bool [d]; None: all."""
-        rank = self.ranks.get(client)
-        return None if rank is None else rank_mask(self.adapter, rank)
+        return trained_ranks(self.adapter, self.ranks, client)
 
     def received(self, content: Any, client: str) -> Any:
         """Returns an update with the adapter that was sent, whole."""

@@ -211,26 +211,19 @@ class Privacy:
         """Follows the plain mean of updates that count alike."""
         if self.cfg is None:
             return
-        for each in before:
-            if isinstance(each, UnitLengths):
-                raise ValueError(
-                    "normalize_updates must be false with privacy, which limits the updates' "
-                    "lengths itself and has noise of that size."
-                )
-            if isinstance(each, Count) and each.by != "uniform":
+        _check_plain_mean(
+            before,
+            lengths="normalize_updates must be false with privacy, which limits the updates' "
+            "lengths itself and has noise of that size",
+            products="privacy clips A and B, whose products have no such limit",
+            rules="privacy is accounted for the plain mean",
+        )
+        for count in (each for each in before if isinstance(each, Count)):
+            if count.by != "uniform":
                 raise ValueError(
                     "privacy needs clients that count alike, or one could change the mean by more "
-                    f"than its share; aggregation must be uniform, got {each.by}."
+                    f"than its share; aggregation must be uniform, got {count.by}."
                 )
-            if isinstance(each, Mean) and each.of != "factors":
-                raise ValueError(
-                    "privacy clips A and B, whose products have no such limit; lora_mean must be "
-                    f"factors, got {each.of}."
-                )
-        if rule := _robust_rule(before):
-            raise ValueError(
-                f"privacy is accounted for the plain mean; robust.rule must be none, got {rule}."
-            )
 
     def __call__(self, step: ServerStep) -> ServerStep:
         """Returns the step with noise, the ledger in its memory, and the row's "privacy"."""
@@ -277,27 +270,19 @@ class Secured:
         """Follows the plain mean of updates."""
         if self.how is None:
             return
-        for each in before:
-            if isinstance(each, UnitLengths):
-                raise ValueError(
-                    "normalize_updates must be false with secure aggregation, where the server "
-                    "cannot tell an update's length."
-                )
-            if isinstance(each, Mean) and each.of != "factors":
-                raise ValueError(
-                    "secure aggregation adds A and B, and not their products; lora_mean must be "
-                    f"factors, got {each.of}."
-                )
-            if isinstance(each, Privacy) and each.cfg is not None and each.cfg.at != "client":
+        _check_plain_mean(
+            before,
+            lengths="normalize_updates must be false with secure aggregation, where the server "
+            "cannot tell an update's length",
+            products="secure aggregation adds A and B, and not their products",
+            rules="a robust rule compares single updates, which secure aggregation hides",
+        )
+        for privacy in (each.cfg for each in before if isinstance(each, Privacy)):
+            if privacy is not None and privacy.at != "client":
                 raise ValueError(
                     "a server that adds noise has to check that updates are clipped, which secure "
-                    f"aggregation hides; privacy.at must be client, got {each.cfg.at}."
+                    f"aggregation hides; privacy.at must be client, got {privacy.at}."
                 )
-        if rule := _robust_rule(before):
-            raise ValueError(
-                "a robust rule compares single updates, which secure aggregation hides; "
-                f"robust.rule must be none, got {rule}."
-            )
 
     def __call__(self, step: ServerStep) -> ServerStep:
         """Returns the step without a drift in the log, for which updates would have to be known."""
@@ -315,6 +300,19 @@ def zero_updates(
         return {}
     names = [name for name, length in by_client(updates, lengths).items() if length == 0]
     return {"zero_updates": names} if names else {}
+
+
+def _check_plain_mean(
+    before: Sequence[Transform], *, lengths: str, products: str, rules: str
+) -> None:
+    """Raises ``ValueError``, for these reasons, unless updates are averaged as they are."""
+    for each in before:
+        if isinstance(each, UnitLengths):
+            raise ValueError(f"{lengths}.")
+        if isinstance(each, Mean) and each.of != "factors":
+            raise ValueError(f"{products}; lora_mean must be factors, got {each.of}.")
+    if rule := _robust_rule(before):
+        raise ValueError(f"{rules}; robust.rule must be none, got {rule}.")
 
 
 def _robust_rule(before: Sequence[Transform]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Interval
 
-from firm.federation.aggregation import flat
+from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Adapter, Client
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import LARGEST_ENTRY, Invalid, Parameters, Reading, shown
@@ -122,7 +122,7 @@ def sent(
     if cfg is None:
         if trained is None:
             return adapter
-        return PartialUpdate(_flat(adapter)[kept])
+        return PartialUpdate(flat(adapter, None)[kept])
     delta = (flat(adapter) - flat(start))[kept]
     if cfg.rounding == "nearest" and client.upload_error is not None:
         delta = delta + client.upload_error
@@ -151,7 +151,7 @@ def received(
         raise Invalid(f"its update must come as {_NAMES[wanted]}, got {_NAMES[type(content)]}")
     if isinstance(content, dict):
         return content
-    numbers = _flat(start).clone()
+    numbers = flat(start, None).clone()
     size = numbers.numel() if trained is None else int(trained.sum())
     kept = slice(None) if trained is None else trained
     if isinstance(content, PartialUpdate):
@@ -166,16 +166,7 @@ def received(
         numbers[kept] = (numbers[kept].double() + delta).to(numbers.dtype)
         if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
             raise Invalid(f"its update leads to entries beyond {LARGEST_ENTRY:g}")
-    parts = numbers.split([parameter.numel() for parameter in start.values()])
-    return {
-        name: part.view(parameter.shape).to(parameter.dtype)
-        for (name, parameter), part in zip(start.items(), parts, strict=True)
-    }
+    return unflattened(numbers, start)
 
 
 _NAMES = {dict: "an adapter", PartialUpdate: "some of its ranks", QuantizedUpdate: "quantised"}
-
-
-def _flat(adapter: Adapter) -> torch.Tensor:
-    """Returns an adapter's parameters one after the other in their own type, [d]."""
-    return torch.cat([parameter.reshape(-1) for parameter in adapter.values()])

@@ -195,7 +195,7 @@ def _state_of(client: Client) -> State:
 
 
 def _restore(client: Client, state: State) -> None:
-    """Returns a client to what ``_state_of`` gave."""
+    """Restores a client from what ``_state_of`` gave."""
     own = dict(state)
     client.upload_error = own.pop("upload_error", None)
     client.restore(own)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from firm.federation.aggregation import update_length
 from firm.federation.client import Failure, Reply, State
 from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
 from firm.federation.masking import Key
@@ -20,6 +19,7 @@ from firm.federation.secure import (
     opened_mean,
 )
 from firm.federation.serialization import pack
+from firm.federation.server import too_long
 
 
 def with_own_key(engine: Engine, secure: Secure | None) -> Engine:
@@ -70,14 +70,10 @@ class SecureEngine:
         """Returns a client's reply under a mask, or why its update stays at the site."""
         update = reply.content
         assert isinstance(update, Update)
-        limit, length = request.max_update_norm, update_length(request.adapter, update.adapter)
         begin = time.perf_counter()
         try:
-            if limit is not None and length > limit:
-                raise ValueError(
-                    f"its update has norm {length:.4g}, above max_update_norm {limit:g}, and stays "
-                    "at its site"
-                )
+            if reason := too_long(update.adapter, request.adapter, request.max_update_norm):
+                raise ValueError(f"{reason}, and stays at its site")
             nonce, numbers = masked_update(request, update, self._key)
         except ValueError as error:
             return Failure(reply.client, str(error), reply.bytes_down, kind=type(error).__name__)

@@ -75,7 +75,8 @@ def fsmgda(
     request = this_round.request(ObjectiveTraining, cfg.local_work())
 
     def check(content: ObjectiveUpdates) -> str | None:
-        reasons = (too_long(adapter, request, cfg) for adapter in content.updates.values())
+        limit = cfg.max_update_norm
+        reasons = (too_long(each, request.adapter, limit) for each in content.updates.values())
         return next(filter(None, reasons), None)
 
     replies = this_round.ask(
