@@ -3,10 +3,10 @@
 import difflib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +22,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ENTRY_POINT_GROUP = "firm.reward_models"
 """Installed packages offer reward functions in this group of entry points: the key is the reward's
 name, the value the function, or a module that registers it."""
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""Kinds of parameters that take whatever is left."""
 
 
 @configuration
@@ -118,9 +121,38 @@ class FunctionReward:
     function: Callable[..., Any]
     options: dict[str, Any]
 
-    def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> Any:
-        """Calls the function by keyword, so that it may leave `prompts` to `**kwargs`."""
-        return self.function(prompts=prompts, completions=completions, **self.options, **kwargs)
+    def __call__(self, prompts: list[str], completions: list[str], **columns: list[Any]) -> Any:
+        """Calls the function by keyword, with those fields of the data that it has parameters for.
+
+        Raises:
+            TypeError: It needs a field that the data do not have.
+        """
+        given = {**columns, **self.options, "prompts": prompts, "completions": completions}
+        if missing := sorted(self.needs - given.keys()):
+            fields = ", ".join(sorted(columns)) or "none"
+            raise TypeError(
+                f"its parameter {missing[0]} is no option and no field of the data (further "
+                f"fields: {fields}): add the field, or give the parameter a default"
+            )
+        return self.function(**{name: value for name, value in given.items() if self._takes(name)})
+
+    @property
+    def needs(self) -> set[str]:
+        """Parameters that options or fields of the data must fill."""
+        own = {"prompts", "completions", *self.options}
+        return {
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.default is parameter.empty and parameter.kind not in _REST
+        } - own
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    def _takes(self, name: str) -> bool:
+        kinds = {parameter.kind for parameter in self._parameters.values()}
+        return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 REWARD_MODELS: dict[str, Callable[[RewardModelConfig, str], Any]] = {
@@ -172,7 +204,7 @@ def _function(
 def _check_call(name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
     signature = inspect.signature(function)
     try:
-        signature.bind(prompts=[], completions=[], **options)
+        signature.bind_partial(prompts=[], completions=[], **options)
     except TypeError as error:
         given = [option for option in options if option != "self"]
         raise ValueError(

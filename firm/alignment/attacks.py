@@ -88,9 +88,12 @@ class _AttackedReward:
     def __init__(self, reward_fn: RewardFn, factor: float, shift: float) -> None:
         self._reward_fn, self._factor, self._shift = reward_fn, factor, shift
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: list[Any]
+    ) -> list[float]:
         name = getattr(self._reward_fn, "name", "attacked")
-        scores = score({name: self._reward_fn}, prompts, completions)[0]  # [B]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        scores = score({name: self._reward_fn}, prompts, completions, rows)[0]  # [B]
         return (self._factor * scores.double() + self._shift).tolist()
 
     def __getattr__(self, name: str) -> Any:

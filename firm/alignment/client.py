@@ -208,6 +208,7 @@ class AlignmentClient(Client):
         trainer = self._trainer
         prompts = self._prompts.draw(trainer.config.num_prompts)
         queries = trainer.encode([prompt.text for prompt in prompts])
+        queries = replace(queries, columns=[prompt.columns for prompt in prompts])
         if trainer.conditioning.kind == "preference":
             with self._preferences:
                 drawn = draw_preferences(trainer.conditioning, len(prompts), self._corners)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from firm.alignment.adapters import Reference
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
-from firm.alignment.prompts import PromptFormat
+from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score
 from firm.alignment.rollout import Sampler, encode_dialogues, rollout
 from firm.federation.randomness import RandomStream
@@ -160,7 +160,7 @@ class Evaluation:
 
 def evaluate(
     generate: Generate,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     reward_fns: Mapping[str, RewardFn],
     *,
     calibrations: Mapping[str, Calibration],
@@ -173,7 +173,7 @@ def evaluate(
 
     Args:
         generate: Samples one reply to each dialogue that it is given.
-        prompts: At least two different dialogues.
+        prompts: At least two different ones.
         reward_fns: The objectives; there may be none.
         calibrations: Their maps to [0, 1].
         stream: Sampling noise. Evaluations that are to be compared get streams of equal state.
@@ -192,12 +192,14 @@ def evaluate(
         )
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
     asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one prompt abut
+    texts = [prompt.text for prompt in asked]
     with stream:
-        starts = range(0, len(asked), batch_size)
-        chunks = [generate(asked[start : start + batch_size]) for start in starts]
+        starts = range(0, len(texts), batch_size)
+        chunks = [generate(texts[start : start + batch_size]) for start in starts]
     completions = [text for replies in chunks for text in replies.completions]
     fns = {**reward_fns, **extra_fns}
-    rows = score(fns, asked, completions) if fns else ()  # [M + extras, P * S]
+    columns = [prompt.columns for prompt in asked]
+    rows = score(fns, texts, completions, columns) if fns else ()  # [M + extras, P * S]
     scores = dict(zip(fns, rows, strict=True))
 
     def by_prompt(values: torch.Tensor) -> torch.Tensor:
@@ -213,7 +215,7 @@ def evaluate(
         distinct_2=distinct(completions, 2),
         num_samples=num_samples,
         samples=[
-            _sample(prompt, completions[at], {name: row[at] for name, row in scores.items()})
+            _sample(prompt.text, completions[at], {name: row[at] for name, row in scores.items()})
             for prompt, at in zip(prompts, range(0, len(asked), num_samples), strict=True)
         ],
     )
@@ -225,7 +227,7 @@ def _sample(prompt: str, completion: str, scores: Mapping[str, torch.Tensor]) ->
 
 
 def _check_measurable(
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     reward_fns: Mapping[str, RewardFn],
     extra_fns: Mapping[str, RewardFn],
     calibrations: Mapping[str, Calibration],
@@ -233,9 +235,10 @@ def _check_measurable(
     """Checks that prompts allow standard errors, and that each objective has its calibration."""
     if len(prompts) < 2:
         raise ValueError(f"an evaluation needs 2 prompts for a standard error, got {len(prompts)}.")
-    if len(set(prompts)) != len(prompts):
+    num_distinct = len({prompt.text for prompt in prompts})
+    if num_distinct != len(prompts):
         raise ValueError(
-            f"{len(prompts) - len(set(prompts))} of {len(prompts)} evaluation prompts are repeats, "
+            f"{len(prompts) - num_distinct} of {len(prompts)} evaluation prompts are repeats, "
             "which would shrink the standard errors: give every prompt once and raise num_samples."
         )
     if shared := sorted(reward_fns.keys() & extra_fns.keys()):

@@ -10,8 +10,8 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +25,11 @@ from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_TAGS = {"user": HUMAN, "assistant": ASSISTANT}
+_SOURCES = ("prompt", "messages", "chosen")
+"""Fields that a prompt is read from, the first that a row has."""
+_ARGUMENTS = ("prompts", "completions")
+"""Keywords of a reward function that no field of the data may take."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +41,10 @@ class Prompt:
     text: str
     r"""Turns that open with `"\n\nHuman:"` and `"\n\nAssistant:"`; the last one is an empty turn of
     the assistant."""
-    kind: str
+    kind: str = ""
     """The group that it comes from, such as "helpful"; empty when the data do not say."""
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The row's further fields, such as an `answer`, which reward functions get by keyword."""
 
 
 @configuration
@@ -118,9 +125,11 @@ def load_prompts(
 ) -> list[Prompt]:
     r"""Returns the distinct prompts of one or more sources, in their order.
 
-    A row gives its field `prompt`, or, where it has none, `chosen` up to and including its last
-    `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes; `kind` is optional. Limits on tokens
-    need the policy's tokenizer.
+    A row gives its field `prompt`, a text or chat turns with `role` and `content`; or where it has
+    none, its `messages` up to the user's last one; or `chosen`, as turns likewise, or as a text up
+    to and including its last `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes. `kind` is
+    optional; reward functions get further fields by keyword. Limits on tokens need the policy's
+    tokenizer.
 
     Raises:
         ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
@@ -160,7 +169,7 @@ def _read(source: str, split: str) -> Iterator[Prompt]:
         return
     name, _, folder = (source, "", "") if path.is_dir() else source.partition(":")
     for number, row in enumerate(_open_dataset(name, folder, split), start=1):
-        yield _prompt(row, place=f"{source}, {split} row {number}", kind=folder)
+        yield as_prompt(row, place=f"{source}, {split} row {number}", kind=folder)
 
 
 def _read_file(path: Path) -> Iterator[Prompt]:
@@ -180,11 +189,11 @@ def _read_file(path: Path) -> Iterator[Prompt]:
                         "one object per line in a .jsonl file."
                     )
                 for number, row in enumerate(rows, start=1):
-                    yield _prompt(row, place=f"{path}, row {number}")
+                    yield as_prompt(row, place=f"{path}, row {number}")
             else:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
-                        yield _prompt(json.loads(line), place=f"{path}, line {number}")
+                        yield as_prompt(json.loads(line), place=f"{path}, line {number}")
     except json.JSONDecodeError as error:
         line = error.lineno if is_whole else number
         raise ValueError(
@@ -218,13 +227,27 @@ def _open_dataset(name: str, folder: str, split: str) -> Any:
         ) from None
 
 
-def _prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
-    expected = f"give an object with the text `prompt`, or `chosen` with {ASSISTANT!r} inside."
-    if not isinstance(row, dict):
+def as_prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
+    """Returns the prompt of one row of data, as `load_prompts` describes it.
+
+    Raises:
+        ValueError: The row is malformed; the message names the `place` and repeats no text.
+    """
+    expected = (
+        "give an object with a text or chat turns as `prompt`, with `messages`, or with `chosen` "
+        f"that has {ASSISTANT!r} inside."
+    )
+    if not isinstance(row, Mapping):
         raise ValueError(f"{place}: got a JSON {type(row).__name__}: {expected}")
-    text = row.get("prompt")
-    if text is None and isinstance(row.get("chosen"), str):
-        before, tag, _ = row["chosen"].rpartition(ASSISTANT)
+    source = next((name for name in _SOURCES if row.get(name) is not None), "")
+    text = row.get(source)
+    if isinstance(text, list):
+        try:
+            text = dialogue_of_turns(text, drops_answer=source != "prompt")
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    elif source == "chosen" and isinstance(text, str):
+        before, tag, _ = text.rpartition(ASSISTANT)
         text = before + tag
     if not isinstance(text, str) or not text.strip():
         got = "an empty text" if isinstance(text, str) else f"fields {', '.join(map(str, row))}"
@@ -232,16 +255,63 @@ def _prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
     kind = row.get("kind") or kind
     if not isinstance(kind, str):
         raise ValueError(f"{place}: `kind` must be a text, got {type(kind).__name__}.")
-    for field, value in (("the prompt", text), ("`kind`", kind)):
+    for name, value in (("the prompt", text), ("`kind`", kind)):
         if half := re.search("[\ud800-\udfff]", value):
             raise ValueError(
-                f"{place}: {field} has half a surrogate pair at character {half.start() + 1}, "
+                f"{place}: {name} has half a surrogate pair at character {half.start() + 1}, "
                 "which no tokenizer reads: remove it."
             )
     try:
-        return Prompt(as_dialogue(text), kind)
+        dialogue = as_dialogue(text)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+    columns = {str(name): value for name, value in row.items() if name not in (source, *_ARGUMENTS)}
+    return Prompt(dialogue, kind, columns)
+
+
+def dialogue_of_turns(turns: Sequence[Any], *, drops_answer: bool = False) -> str:
+    r"""Returns chat messages with `role` and `content` as a dialogue that waits for a reply.
+
+    What the system says opens the first human turn: a dialogue has no third speaker.
+
+    Args:
+        turns: Messages of "user", "assistant" and, in front, "system".
+        drops_answer: Whether messages after the last one of the user are left out.
+
+    Raises:
+        ValueError: A message has no such role, or no text, or the last one is not the user's.
+
+    >>> dialogue_of_turns([{"role": "user", "content": "Hi"}])
+    '\n\nHuman: Hi\n\nAssistant:'
+    """
+    spoken = [_spoken(turn, number) for number, turn in enumerate(turns, start=1)]
+    while drops_answer and spoken and spoken[-1][0] == "assistant":
+        spoken.pop()
+    roles = [role for role, _ in spoken]
+    if not roles or roles[-1] != "user" or "system" in roles[1:]:
+        got = ", ".join(roles) or "none"
+        raise ValueError(
+            f"chat turns must end with the user's, the system's first, got {got}: add or remove "
+            "turns."
+        )
+    if roles[0] == "system":
+        (_, system), (_, question), *later = spoken
+        spoken = [("user", f"{system}\n\n{question}"), *later]
+    return "".join(f"{_TAGS[role]} {text}" for role, text in spoken) + ASSISTANT
+
+
+def _spoken(turn: Any, number: int) -> tuple[str, str]:
+    """Returns the role and the text of one chat message."""
+    role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else "??"
+    if isinstance(content, list):  # parts, as models that see pictures have them
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        content = None if None in parts else "".join(map(str, parts))
+    if role not in ("system", *_TAGS) or not isinstance(content, str):
+        raise ValueError(
+            f"chat turn {number} must have a `role`, which is user, assistant or system, and a "
+            "text as `content`: correct it."
+        )
+    return role, content.strip()
 
 
 def parse_dialogue(text: str) -> list[dict[str, str]]:

@@ -20,7 +20,8 @@ from firm.federation.outside import printable
 from firm.fields import NOT_IN_PAPER, configuration
 
 RewardFn = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
-"""Called with the keywords `prompts` and `completions`; returns one number per completion."""
+"""Called with the keywords `prompts` and `completions`, and the data's further fields; returns one
+number per completion."""
 
 Method = Literal["sigmoid", "minmax", "none"]
 
@@ -28,7 +29,10 @@ LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
 
 
 def score(
-    reward_fns: Mapping[str, RewardFn], prompts: Sequence[str], completions: Sequence[str]
+    reward_fns: Mapping[str, RewardFn],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    columns: Sequence[Mapping[str, Any]] | None = None,
 ) -> torch.Tensor:
     """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
@@ -37,6 +41,8 @@ def score(
             awaited.
         prompts: B dialogues, as the data have them.
         completions: B replies, cut at their stop.
+        columns: Further fields of the data for each of the B; a function gets those of a name as a
+            list of B, with None where a row lacks it.
 
     Raises:
         ValueError: A reward raised an error, or did not return one finite number per completion.
@@ -47,17 +53,25 @@ def score(
             f"every completion needs its prompt, got {len(prompts)} prompts and "
             f"{len(completions)} completions."
         )
+    names = dict.fromkeys(name for row in columns or () for name in row)
+    keywords = {name: [row.get(name) for row in columns or ()] for name in names}
     rows = []
     for name, reward_fn in reward_fns.items():
-        values = _called(name, reward_fn, list(prompts), list(completions))
+        values = _called(name, reward_fn, list(prompts), list(completions), keywords)
         rows.append(_checked(name, values, len(completions)))
     return torch.stack(rows)
 
 
-def _called(name: str, reward_fn: RewardFn, prompts: list[str], completions: list[str]) -> Any:
+def _called(
+    name: str,
+    reward_fn: RewardFn,
+    prompts: list[str],
+    completions: list[str],
+    keywords: Mapping[str, list[Any]],
+) -> Any:
     """Returns what a reward function gives; an error in it names the objective."""
     try:
-        values = reward_fn(prompts=prompts, completions=completions)
+        values = reward_fn(prompts=prompts, completions=completions, **keywords)
         return asyncio.run(_result(values)) if inspect.isawaitable(values) else values
     except (ProcessLost, TimeoutError):  # the engine's, which interrupts whatever is at work
         raise
@@ -265,6 +279,7 @@ class Asked:
     objectives: Sequence[str]
     prompts: Sequence[str]
     completions: Sequence[str]
+    columns: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -304,7 +319,8 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
         batches = [asked[at] for at, _ in askers[key]]
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         completions = [completion for batch in batches for completion in batch.completions]
-        (scores,) = score({askers[key][0][1]: fn}, prompts, completions)
+        columns = [row for b in batches for row in b.columns or [{}] * len(b.completions)]
+        (scores,) = score({askers[key][0][1]: fn}, prompts, completions, columns)
         truncated = _truncated(askers[key][0][1], fn, len(completions))
         start = 0
         for at, name in askers[key]:

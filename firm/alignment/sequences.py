@@ -1,5 +1,6 @@
 """Prompts and responses as rows of tokens, and forward passes over them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,8 @@ class Queries(Rows):
     """The same as the policy reads them, left-padded, [B, Q]."""
     preferences: torch.Tensor | None = None
     """Shares of the objectives that a conditioned policy is to answer by, [B, M]; None: equal."""
+    columns: list[Mapping[str, Any]] | None = None
+    """The further fields of each row of the data, for the reward models."""
 
     def to(self, device: Any) -> "Queries":
         """Returns the prompts with their tokens and preferences on a device."""

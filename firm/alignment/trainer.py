@@ -313,7 +313,10 @@ class MultiObjectiveTrainer:
     def _scores(self, rollouts: Rollouts) -> torch.Tensor:
         """Returns the scores [M, B]; each process of the team asks for its share."""
         own = rollouts.rows(self.team.share(rollouts.num_rows))
-        asked = Asked(self.judges, self.objectives, own.queries.prompts, own.completions)
+        queries = own.queries
+        asked = Asked(
+            self.judges, self.objectives, queries.prompts, own.completions, queries.columns
+        )
         scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows))
         for name, is_truncated in scored.truncated.items():
             self.truncated[name] += is_truncated

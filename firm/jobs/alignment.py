@@ -17,6 +17,7 @@ from firm.alignment import (
     Calibration,
     Comparison,
     Evaluation,
+    Prompt,
     comparison_table,
     evaluate,
     kl_alarm,
@@ -294,7 +295,7 @@ class _LanguageWing(Wing):
     def _evaluate(
         self,
         adapter: Adapter,
-        prompts: list[str],
+        prompts: list[Prompt],
         split: str,
         preference: Sequence[float] | None = None,
     ) -> Evaluation:

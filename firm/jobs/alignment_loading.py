@@ -68,9 +68,9 @@ class LoadedRun:
     """Further scores that are reported."""
     prompts: list[Prompt]
     """Those to train on."""
-    validation: list[str]
+    validation: list[Prompt]
     """Those that every round is measured on; at the server alone."""
-    test: list[str]
+    test: list[Prompt]
     """Those that are held out to the end; at the server alone."""
     fresh: Adapter
     """The adapter that rewards are calibrated with."""
@@ -96,8 +96,8 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
     prompts = load_prompts(cfg.data.train, tokenizer)
     validation, test = [], []
     if processes.is_server and measures:
-        validation = _texts(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
-        test = _texts(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
+        validation = _first(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
+        test = _first(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
     reward_fns = {key: load_reward_model(c, key) for key, c in reward_configs(cfg).items()}
     policy = load_policy(
         cfg.policy, stream=RandomStream(cfg.seed, "adapter"), num_objectives=len(cfg.rewards)
@@ -217,12 +217,11 @@ def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
     return loaded.trainer.stacked()
 
 
-def _texts(
+def _first(
     config: PromptsConfig, limit: int, tokenizer: transformers.PreTrainedTokenizerBase
-) -> list[str]:
-    """Returns the first prompts of a held-out source, as dialogues."""
-    prompts = load_prompts(config, tokenizer)[:limit] if limit else []
-    return [prompt.text for prompt in prompts]
+) -> list[Prompt]:
+    """Returns the first prompts of a held-out source."""
+    return load_prompts(config, tokenizer)[:limit] if limit else []
 
 
 def partition(
@@ -263,10 +262,11 @@ def _group_judges(
 def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration]:
     """Returns the maps from scores to rewards: fixed beforehand, or from base-model replies."""
     seed = cfg.evaluation.calibration_seed
-    texts = [prompt.text for prompt in loaded.prompts[: cfg.evaluation.num_calibration_prompts]]
+    prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
+    texts, columns = [p.text for p in prompts], [p.columns for p in prompts]
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
         replies = loaded.trainer.replies(texts)
-    scores = score(loaded.reward_fns, texts, replies.completions)
+    scores = score(loaded.reward_fns, texts, replies.completions, columns)
     return {
         key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)
         for (key, config), row in zip(reward_configs(cfg).items(), scores, strict=True)

@@ -30,7 +30,7 @@ class ChatConfig(SpeakersConfig):
     """Shares of the objectives, in their order, by which a conditioned adapter answers; null: equal
     shares."""
     show_rewards: bool = True
-    """Loads the reward models and shows their scores."""
+    """Loads the reward models and shows the scores of those that need no field of the data."""
 
     def __post_init__(self) -> None:
         if not (self.run or self.adapter):
@@ -110,7 +110,8 @@ class Conversation:
         stream = RandomStream(self._seed, "chat", turn)  # the same for both sides
         with self._speakers.speaking(SIDES[side]) as sample, stream:
             replies = sample([dialogue])
-        reward_fns = self._speakers.reward_fns
+        judges = self._speakers.reward_fns.items()
+        reward_fns = {name: fn for name, fn in judges if not getattr(fn, "needs", ())}
         rows = score(reward_fns, [dialogue], replies.completions) if reward_fns else ()
         scores = {name: row[0] for name, row in zip(reward_fns, rows, strict=True)}
         return Answer(replies.completions[0].strip(), in_words(scores, self._calibrations))

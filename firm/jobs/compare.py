@@ -134,7 +134,7 @@ def _evaluations(
         with speakers.speaking(index - 1 if index else None) as sample:
             evaluations[name] = evaluate(
                 sample,
-                [prompt.text for prompt in prompts],
+                prompts,
                 {key: fn for key, fn in reward_fns.items() if key in calibrations},
                 calibrations=calibrations,
                 stream=RandomStream(cfg.seed, "evaluation", "test"),

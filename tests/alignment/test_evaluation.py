@@ -23,11 +23,11 @@ from firm.alignment.evaluation import (
 )
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
-from firm.alignment.prompts import PromptFormat
+from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration
 from firm.federation.randomness import RandomStream
 
-PROMPTS = [f"\n\nHuman: Question {index}\n\nAssistant:" for index in range(6)]
+PROMPTS = [Prompt(f"\n\nHuman: Question {index}\n\nAssistant:") for index in range(6)]
 CALIBRATIONS = {"words": Calibration("minmax", low=0.0, high=10.0)}
 
 
@@ -185,7 +185,7 @@ def test_rows_can_be_written_to_disk():
     base = run(policy())
     rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-    assert [row["prompt"] for row in rows[1:]] == PROMPTS[:2]
+    assert [row["prompt"] for row in rows[1:]] == [prompt.text for prompt in PROMPTS[:2]]
     assert rows[1].keys() == {"round", "prompt", "completion", "scores"}
     assert rows[1]["scores"].keys() == {"words", "match"}
 

@@ -14,6 +14,7 @@ from firm.alignment.prompts import (
     Prompt,
     PromptFormat,
     PromptsConfig,
+    as_prompt,
     encode_prompts,
     format_prompt,
     load_prompts,
@@ -72,6 +73,41 @@ def test_a_pair_gives_the_dialogue_up_to_the_last_assistant_tag(tmp_path):
     assert load(file) == [Prompt(THREE_TURNS, "")]
 
 
+USER = {"role": "user", "content": "First question?"}
+REPLY = {"role": "assistant", "content": " First answer."}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "Second?"}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER, REPLY, PARTS]},
+        {"messages": [USER, REPLY, PARTS, {"role": "assistant", "content": "secret"}]},
+        {"chosen": [USER, REPLY, PARTS, REPLY], "rejected": [USER, REPLY, PARTS, REPLY]},
+    ],
+)
+def test_chat_turns_become_a_dialogue(row):
+    expected = f"{HUMAN} First question?{ASSISTANT} First answer.{HUMAN} Second?{ASSISTANT}"
+    assert as_prompt(row, place="here").text == expected
+
+
+def test_a_system_turn_opens_the_first_human_turn():
+    turns = [{"role": "system", "content": "Be kind."}, USER]
+    assert as_prompt({"prompt": turns}, place="here").text == (
+        f"{HUMAN} Be kind.\n\nFirst question?{ASSISTANT}"
+    )
+    with pytest.raises(ValueError, match="the system's first, got user, system, user"):
+        as_prompt({"prompt": [USER, turns[0], USER]}, place="here")
+
+
+def test_further_fields_are_kept_for_the_reward_functions(tmp_path):
+    file = tmp_path / "a.jsonl"
+    row = {"prompt": "2 + 2?", "kind": "sum", "answer": 4, "completions": "x", "prompts": "y"}
+    file.write_text(json.dumps(row))
+    (prompt,) = load(file)
+    assert prompt.columns == {"kind": "sum", "answer": 4}
+
+
 def test_a_saved_dataset_and_a_folder_of_files_are_read_by_split(tmp_path):
     table = {
         split: datasets.Dataset.from_dict({"chosen": [f"{HUMAN} {split}?{ASSISTANT} Yes."]})
@@ -119,7 +155,15 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
         ('["secret"]', r"line 2: got a JSON list"),
         ('{"text": "secret"}', r"line 2: no prompt in fields text"),
         ('{"prompt": " "}', r"line 2: no prompt in an empty text"),
-        ('{"prompt": ["secret"]}', r"line 2: no prompt in fields prompt"),
+        ('{"prompt": 3}', r"line 2: no prompt in fields prompt"),
+        ('{"prompt": ["secret"]}', r"line 2: chat turn 1 must have a `role`"),
+        ('{"prompt": []}', r"line 2: chat turns must end with the user's, .* got none"),
+        ('{"prompt": [{"role": "secret", "content": "x"}]}', r"line 2: chat turn 1 must have a"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r"line 2: chat turn 1 must have a"),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
+            r"line 2: chat turns must end with the user's, .* got user, assistant: add or remove",
+        ),
         ('{"chosen": "secret"}', r"line 2: no prompt in an empty text"),
         ('{"prompt": "secret", "kind": 3}', r"line 2: `kind` must be a text, got int"),
         (r'{"prompt": "secret \ud83d"}', r"line 2: the prompt has half a surrogate .* character 8"),

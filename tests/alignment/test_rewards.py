@@ -35,6 +35,28 @@ def test_scores_have_one_row_per_objective_in_order():
     assert scores.tolist() == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
 
 
+def test_further_fields_of_the_data_are_keywords():
+    def right(completions, answer, **kwargs):
+        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    rows = [{"answer": "a"}, {}, {"answer": "x"}]
+    assert score({"right": right}, PROMPTS, REPLIES, rows).tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_batches_that_are_scored_together_keep_their_own_fields():
+    def right(completions, answer=None, **kwargs):
+        return [float(text == a) for text, a in zip(completions, answer, strict=True)]
+
+    judges = Judges({"right": right})
+    batches = [
+        Asked(judges, ["right"], PROMPTS[:2], ["a", "b"], [{"answer": "a"}, {"answer": "a"}]),
+        Asked(judges, ["right"], PROMPTS[:1], ["b"]),
+        Asked(judges, ["right"], PROMPTS[:1], ["b"], [{"answer": "b"}]),
+    ]
+    scores = [scored.scores.tolist() for scored in scores_together(batches)]
+    assert scores == [[[1.0, 0.0]], [[0.0]], [[1.0]]]
+
+
 def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
     async def slow(prompts, completions, **kwargs):
         return length(prompts, completions)

@@ -114,6 +114,41 @@ def test_its_metrics_are_the_logs_as_a_table(result):
     assert set(table["round"]) == {0, 1, 2}
 
 
+ANSWERED_REWARD = """
+from reward_models import reward_model
+
+@reward_model("answered")
+def answered(prompts, completions, answer, **kwargs):
+    assert all(f" {own}\\n" in prompt for prompt, own in zip(prompts, answer, strict=True))
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--engine", "stacked", "--estimator.name", "critic_free", "--estimator.num_replies", 2),
+        ("--groups", "{odd: {clients: [1], attack: {kind: label_flip}}}"),
+    ],
+)
+def test_reward_functions_get_each_replys_own_fields_of_the_data(options, tmp_path):
+    file = tmp_path / "answered.py"
+    file.write_text(ANSWERED_REWARD)
+    data = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"Say number {index}", "answer": index} for index in range(40)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    splits = (f"--data.{split}.source" for split in ("train", "validation", "test"))
+    with plugins_forgotten():
+        folder = run(
+            *SHORT,
+            *("--rewards", f"{{answered: {{name: answered, file: {file}}}}}"),
+            *(part for split in splits for part in (split, data)),
+            *("--out", tmp_path / "run", *options),
+        )
+    assert read_rows(folder, "evaluation", split="test", round=1)
+
+
 def test_every_step_is_logged_with_its_weights(finished):
     for row in read_rows(finished, "client"):
         assert row["num_steps"] == 2

@@ -47,6 +47,20 @@ def test_the_decorator_leaves_a_function_as_it_is():
     assert load_reward_model(RewardModelConfig(name="constant"), "c")(["p"], ["a"]) == [1.0]
 
 
+def test_a_function_gets_the_fields_of_the_data_that_it_has_parameters_for():
+    @reward_model("right")
+    def right(prompts, completions, answer, *, case=True):
+        same = zip(completions, answer, strict=True)
+        return [float((a == b) if case else (a.lower() == b.lower())) for a, b in same]
+
+    columns = {"answer": ["A"], "kind": ["sum"], "case": [True]}
+    reward = load_reward_model(RewardModelConfig(name="right", options={"case": False}), "r")
+    assert reward(["p"], ["a"], **columns) == [1.0]  # options come before fields
+    assert reward.needs == {"answer"}
+    with pytest.raises(TypeError, match=r"answer .* no field of the data \(.*: kind\)"):
+        reward(["p"], ["a"], kind=["sum"])
+
+
 def test_a_class_is_a_kind_with_settings_of_its_own():
     @reward_model("letters")
     @dataclass(frozen=True)
