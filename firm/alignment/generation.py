@@ -127,6 +127,8 @@ def _generate(
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = query_ids != pad_id
+    num_embedded = model.get_input_embeddings().weight.size(0)
+    is_embedded = pad_id < num_embedded or not end_ids  # rows that end go on with it
     set_preferences(model, queries.preferences)
     with _without_sampling_defaults(model):
         output = model.generate(
@@ -140,13 +142,16 @@ def _generate(
                 top_k=0 if draws is None else None,
                 top_p=1.0 if draws is None else None,
                 eos_token_id=list(end_ids) or None,
-                pad_token_id=pad_id,
+                pad_token_id=pad_id if is_embedded else end_ids[0],
                 cache_implementation="static" if config.cache == "static" else None,
                 output_scores=True,
                 return_dict_in_generate=True,
             ),
         )
     responses = output.sequences[:, query_ids.size(1) :]
+    if not is_embedded:
+        is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
+        responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
     scores = torch.stack(output.scores if draws is None else draws.logits, dim=1)  # [B, T, V]
     return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
 

@@ -82,7 +82,7 @@ class PolicyConfig:
     more time, the same gradients."""
     pad_token: str | None = None
     """Padding token; by default the checkpoint's, or its unknown token where that is missing or
-    equal to EOS."""
+    equal to EOS, or else one that is added for training alone: no model reads or writes it."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
     """How a dialogue becomes the policy's input."""
     adapter: Annotated[Literal["lora", "lora_xs"], NOT_IN_PAPER] = "lora"
@@ -120,9 +120,11 @@ def take_device(device: str, *, num_processes: int = 1) -> None:
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     """Returns the policy's tokenizer, padding on the left, with a pad token unlike EOS.
 
+    A pad token that equals EOS would drop the end of every response from TRL's padding masks.
+
     Raises:
-        ValueError: There is no tokenizer at the policy's path, or no pad token that differs from
-            EOS can be had: TRL's padding masks would drop the end of every response.
+        ValueError: There is no tokenizer at the policy's path, or the pad token that the
+            configuration names is not in it, or is EOS.
     """
     with _loading_errors("tokenizer", config.path):
         tokenizer = AutoTokenizer.from_pretrained(config.path)
@@ -134,14 +136,21 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
                 f"{config.path}: name a token that is."
             )
         tokenizer.pad_token = config.pad_token
-    elif tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            raise ValueError(
+                f"policy.pad_token: {config.pad_token!r} is the end token of {config.path}: name "
+                "another one, or none."
+            )
+        return tokenizer
+    if _has_no_padding(tokenizer):
         tokenizer.pad_token = tokenizer.unk_token
-    if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise ValueError(
-            f"policy.pad_token: {config.path} has no padding token that differs from its end token "
-            f"{tokenizer.eos_token!r}: name an unused token of its vocabulary."
-        )
+    if _has_no_padding(tokenizer):
+        tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
     return tokenizer
+
+
+def _has_no_padding(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id
 
 
 def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_tokens: int) -> None:
@@ -164,11 +173,14 @@ def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_token
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Checks that the model, called `path` in messages, has an embedding of every token.
 
+    Padding needs none.
+
     Raises:
         ValueError: The tokenizer has more tokens.
     """
     num_rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(tokenizer.get_vocab().values())
+    ids = tokenizer.get_vocab().values()
+    largest = max(token_id for token_id in ids if token_id != tokenizer.pad_token_id)
     if largest >= num_rows:
         raise ValueError(
             f"policy.path: the tokenizer of {path} has ids up to {largest}, but the model's "

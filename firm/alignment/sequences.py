@@ -107,8 +107,10 @@ class Rollouts(Sequences):
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Returns log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
 
-    Rows are taken one at a time, so that no second tensor [B, T, V] is held.
+    Rows are taken one at a time, so that no second tensor [B, T, V] is held. An id that is not in
+    the vocabulary is padding, whose value is arbitrary.
     """
+    token_ids = token_ids.clamp(max=logits.size(-1) - 1)
     logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
     chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import BloomConfig
+from transformers import AutoTokenizer, BloomConfig
 
 from firm.alignment.adapters import load_adapters, select_adapter
 from firm.alignment.policy import (
@@ -62,10 +62,13 @@ def test_a_pad_token_that_is_missing_or_equal_to_eos_becomes_the_unknown_token(
 
 @pytest.mark.parametrize("unk_token", [None, "</s>"])
 @pytest.mark.parametrize("pad_token", [None, "</s>"])
-def test_without_any_token_to_pad_with_the_error_says_so(tokenizer_folder, pad_token, unk_token):
+def test_without_any_token_to_pad_with_one_is_added(tokenizer_folder, pad_token, unk_token):
     folder = tokenizer_folder(pad_token=pad_token, unk_token=unk_token)
-    with pytest.raises(ValueError, match=r"policy.pad_token: .*'</s>': name an unused token"):
-        load_tokenizer(PolicyConfig(path=folder))
+    before = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(PolicyConfig(path=folder))
+    assert tokenizer.pad_token_id == len(before)
+    assert tokenizer.eos_token_id == before.eos_token_id
+    assert tokenizer("abc")["input_ids"] == before("abc")["input_ids"]
 
 
 def test_a_pad_token_can_be_named(tokenizer_folder):
@@ -87,7 +90,7 @@ def test_a_named_pad_token_must_be_in_the_vocabulary(tokenizer_folder):
 
 
 def test_a_named_pad_token_must_differ_from_eos(tokenizer_folder):
-    with pytest.raises(ValueError, match=r"no padding token that differs from its end token"):
+    with pytest.raises(ValueError, match=r"policy.pad_token: '</s>' is the end token of"):
         load_tokenizer(PolicyConfig(path=tokenizer_folder(), pad_token="</s>"))
 
 

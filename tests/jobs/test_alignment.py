@@ -114,6 +114,19 @@ def test_its_metrics_are_the_logs_as_a_table(result):
     assert set(table["round"]) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("engine", ["local", "stacked"])
+def test_a_pad_token_that_the_model_has_no_embedding_of_changes_nothing(engine, finished, tmp_path):
+    policy = Path(shutil.copytree(ROOT / "firm/miniature/checkpoints/policy", tmp_path / "policy"))
+    settings = json.loads((policy / "tokenizer_config.json").read_text())
+    assert settings.pop("pad_token") == "<pad>"
+    (policy / "tokenizer_config.json").write_text(json.dumps(settings))
+    options = ("--policy.path", policy, "--engine", engine)
+    bare = read_adapter(run("--out", tmp_path / "bare", *options))
+    tolerance = {"rtol": 0, "atol": 0 if engine == "local" else 1e-5}
+    for name, values in read_adapter(finished).items():
+        torch.testing.assert_close(bare[name], values, **tolerance)
+
+
 ANSWERED_REWARD = """
 from reward_models import reward_model
 
