@@ -8,4 +8,19 @@ then ``alignment`` (what a client of a language model does), ``miniature`` (the 
 ``run`` (configuration, directories, checkpoints) and ``report``.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from firm.jobs.interface import align
+
 __version__ = "0.1.0"
+__all__ = ["align"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `align` when it is asked for: with it come torch and transformers."""
+    if name == "align":
+        from firm.jobs.interface import align
+
+        return align
+    raise AttributeError(f"module 'firm' has no attribute {name!r}")

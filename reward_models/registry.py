@@ -188,8 +188,7 @@ def _function(
     function: Callable[..., Any], config: RewardModelConfig, objective: str
 ) -> FunctionReward:
     if not isinstance(function, type):
-        _check_call(config.name, function, config.options)
-        return FunctionReward(objective, function, dict(config.options))
+        return as_reward(objective, function, name=config.name, options=config.options)
     try:
         inspect.signature(function).bind(**config.options)
     except TypeError as error:
@@ -199,6 +198,31 @@ def _function(
             f"{inspect.signature(function)}."
         ) from None
     return FunctionReward(objective, function(**config.options), {})
+
+
+def as_reward(
+    objective: str,
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Returns a function with TRL's signature as the reward model of an objective.
+
+    Args:
+        objective: The reward model's name.
+        function: What is called; a `SequenceClassifierReward` stays as it is.
+        name: What messages call it; the objective by default.
+        options: Further arguments.
+
+    Raises:
+        ValueError: It cannot be called like a reward function.
+    """
+    if isinstance(function, SequenceClassifierReward):
+        return function
+    options = dict(options or {})
+    _check_call(name or objective, function, options)
+    return FunctionReward(objective, function, options)
 
 
 def _check_call(name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:

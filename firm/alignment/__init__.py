@@ -28,6 +28,7 @@ from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
+    borrowed,
     check_context,
     check_vocabulary,
     copy_adapter,
@@ -35,9 +36,10 @@ from firm.alignment.policy import (
     load_base_model,
     load_policy,
     load_tokenizer,
+    read_tokenizer,
     take_device,
 )
-from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, load_prompts
+from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, as_prompt, load_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer
@@ -60,6 +62,8 @@ __all__ = [
     "Replies",
     "RewardFn",
     "RolloutConfig",
+    "as_prompt",
+    "borrowed",
     "build_trainer",
     "calibrate",
     "check_context",
@@ -78,6 +82,7 @@ __all__ = [
     "load_tokenizer",
     "logprobs_from",
     "mismatch_alarm",
+    "read_tokenizer",
     "refold_adapter_",
     "sample_replies",
     "save_adapter",

@@ -153,7 +153,7 @@ def save_adapter(policy: Any, folder: Path) -> None:
     """
     state = _lora_state(policy)
     own = {name: values for name, values in state.items() if not is_conditioned(name)}
-    policy.save_pretrained(str(folder), state_dict=own)
+    policy.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
     gated = {
         name.replace(".default.", "."): values.contiguous()
         for name, values in state.items()
@@ -171,7 +171,8 @@ def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
 
 def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
     """Writes a conditioned policy's adapter at a preference, as an ordinary PEFT folder."""
-    policy.save_pretrained(str(folder), state_dict=fold(_lora_state(policy), preference))
+    folded = fold(_lora_state(policy), preference)
+    policy.save_pretrained(str(folder), state_dict=folded, save_embedding_layers=False)
 
 
 def fill_adapter_(

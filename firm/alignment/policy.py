@@ -1,5 +1,6 @@
 """The policy that every client aligns: a causal language model with one LoRA adapter slot."""
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -117,17 +118,29 @@ def take_device(device: str, *, num_processes: int = 1) -> None:
     torch.cuda.set_device(device)
 
 
-def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Returns a tokenizer as its checkpoint has it.
+
+    Raises:
+        ValueError: There is no tokenizer at the policy's path.
+    """
+    with _loading_errors("tokenizer", path):
+        return AutoTokenizer.from_pretrained(path)
+
+
+def load_tokenizer(
+    config: PolicyConfig, given: PreTrainedTokenizerBase | None = None
+) -> PreTrainedTokenizerBase:
     """Returns the policy's tokenizer, padding on the left, with a pad token unlike EOS.
 
-    A pad token that equals EOS would drop the end of every response from TRL's padding masks.
+    A pad token that equals EOS would drop the end of every response from TRL's padding masks. One
+    that is given is copied, and otherwise the one at the policy's path is read.
 
     Raises:
         ValueError: There is no tokenizer at the policy's path, or the pad token that the
             configuration names is not in it, or is EOS.
     """
-    with _loading_errors("tokenizer", config.path):
-        tokenizer = AutoTokenizer.from_pretrained(config.path)
+    tokenizer = copy.deepcopy(given) or read_tokenizer(config.path)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     if config.pad_token is not None:
         if config.pad_token not in tokenizer.get_vocab():
@@ -153,15 +166,23 @@ def _has_no_padding(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id
 
 
-def check_context(config: PolicyConfig, *, max_prompt_tokens: int, max_new_tokens: int) -> None:
+def check_context(
+    config: PolicyConfig,
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    model: PreTrainedModel | None = None,
+) -> None:
     """Checks that the longest prompt and reply fit into the policy's context, if it has a limit.
+
+    The policy is the model that is given, or the one at its path.
 
     Raises:
         ValueError: They do not, or the model's configuration cannot be read.
     """
     with _loading_errors("language model", config.path):
-        model_config = AutoConfig.from_pretrained(config.path).get_text_config()
-    limit = getattr(model_config, "max_position_embeddings", None)
+        own = model.config if model else AutoConfig.from_pretrained(config.path)
+    limit = getattr(own.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_prompt_tokens + max_new_tokens > limit:
         raise ValueError(
             f"rollout.max_prompt_tokens and max_new_tokens must fit into the {limit} positions of "
@@ -226,16 +247,21 @@ def _loading_errors(what: str, path: str) -> Iterator[None]:
 
 
 def load_policy(
-    config: PolicyConfig, *, stream: RandomStream, num_objectives: int = 1
+    config: PolicyConfig,
+    *,
+    stream: RandomStream,
+    num_objectives: int = 1,
+    given: PreTrainedModel | None = None,
 ) -> PeftModel:
     """Returns the frozen base model with one fresh adapter, which changes nothing yet (B = 0).
 
-    The stream draws the adapter's initial A matrices; a conditioned one needs to know M.
+    The stream draws the adapter's initial A matrices; a conditioned one needs to know M. The base
+    model is the one that is given, which `borrowed` protects, or is loaded.
 
     Raises:
         ValueError: As `load_base_model` and `add_adapter`.
     """
-    model = load_base_model(config)
+    model = given or load_base_model(config)
     with stream:
         return add_adapter(model, config, num_objectives=num_objectives)
 
@@ -274,6 +300,9 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
                 target_modules=list(lora.target_modules),
             ),
         )
+    base = Path(config.path)  # absolute, as an adapter may be read from any directory
+    name = str(base.resolve()) if base.is_dir() else config.path
+    policy.peft_config["default"].base_model_name_or_path = name
     if lora.freeze_a:
         freeze_a_(policy)
     if config.adapter == "lora_xs":
@@ -281,6 +310,34 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
     if config.conditioning.kind == "preference":
         condition_(policy, num_objectives)
     return policy
+
+
+@contextmanager
+def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
+    """Gives a model back as it was lent: without an adapter, with its own modes and dropout.
+
+    It stays on the device that it was taken to, and with gradient checkpointing where that was
+    switched on.
+    """
+    if model is None:
+        yield
+        return
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    dropouts = [(m, m.p) for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    try:
+        yield
+    finally:
+        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+        for name, layer in layers:
+            model.set_submodule(name, layer.get_base_layer())
+        vars(model).pop("peft_config", None)
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+        for module, is_training in modes:
+            module.training = is_training
+        for dropout, probability in dropouts:
+            dropout.p = probability
 
 
 def freeze_a_(policy: PeftModel) -> None:

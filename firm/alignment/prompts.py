@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -75,9 +75,10 @@ class PromptsConfig:
 class PromptFormat:
     """How a dialogue becomes the text that the policy continues."""
 
-    name: Literal["hh", "chat", "plain"] = "hh"
+    name: Literal["auto", "hh", "chat", "plain"] = "auto"
     """"hh": the dialogue as it is; "chat": its turns in the tokenizer's chat template; "plain": the
-    last human turn alone, without role tags."""
+    last human turn alone, without role tags; "auto": chat where the tokenizer has a template, else
+    hh."""
     template: str = "{prompt}"
     """The text around the last human turn under "plain"; {prompt} is where the turn goes."""
     system_prompt: str = ""
@@ -94,7 +95,7 @@ class PromptFormat:
             )
 
 
-HH = PromptFormat()
+AUTO = PromptFormat()
 
 
 def as_dialogue(text: str) -> str:
@@ -121,9 +122,12 @@ def as_dialogue(text: str) -> str:
 
 
 def load_prompts(
-    config: PromptsConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    config: PromptsConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    given: Iterable[Prompt] | None = None,
 ) -> list[Prompt]:
-    r"""Returns the distinct prompts of one or more sources, in their order.
+    r"""Returns the distinct prompts of one or more sources, in their order; or of those given.
 
     A row gives its field `prompt`, a text or chat turns with `role` and `content`; or where it has
     none, its `messages` up to the user's last one; or `chosen`, as turns likewise, or as a text up
@@ -137,6 +141,7 @@ def load_prompts(
     """
     sources = [config.source] if isinstance(config.source, str) else config.source
     rows = (prompt for source in sources for prompt in _read(source, config.split))
+    rows = rows if given is None else given
     prompts = list({prompt.text: prompt for prompt in rows}.values())
     num_distinct, longest = len(prompts), config.max_tokens
     if config.min_tokens or longest is not None:
@@ -336,16 +341,19 @@ def parse_dialogue(text: str) -> list[dict[str, str]]:
 
 
 def format_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = HH
+    text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = AUTO
 ) -> str:
     """Returns the text that the policy continues, for a dialogue of any length.
 
     Raises:
         ValueError: The format is "chat" and the tokenizer has no chat template.
     """
-    if prompt_format.name == "hh":
+    name = prompt_format.name
+    if name == "auto":
+        name = "chat" if tokenizer.chat_template else "hh"
+    if name == "hh":
         return text
-    if prompt_format.name == "plain":
+    if name == "plain":
         question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).strip()
         return prompt_format.template.replace("{prompt}", question)
     if not tokenizer.chat_template:
@@ -368,7 +376,7 @@ def truncate_by_turns(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     *,
-    prompt_format: PromptFormat = HH,
+    prompt_format: PromptFormat = AUTO,
 ) -> str:
     """Returns the longest end of a dialogue that fits, with its last human turn and the tag.
 

@@ -30,7 +30,7 @@ def main(cfg: AlignmentConfig) -> Path | None:
     )
     for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
         print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
-    print(f"report   {result.report}\nadapter  {result.adapter}")
+    print(f"report   {result.page}\nadapter  {result.adapter}")
     return result.path
 
 

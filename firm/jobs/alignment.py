@@ -1,5 +1,6 @@
 """Aligns one language model to several objectives across several clients."""
 
+import html
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import save_file
@@ -47,6 +49,7 @@ from firm.jobs.alignment_config import (
     solves_at_preferences,
 )
 from firm.jobs.alignment_loading import (
+    Given,
     LoadedRun,
     as_calibrations,
     as_figures,
@@ -83,8 +86,8 @@ class Result:
     """The run's directory."""
     adapter: Path
     """The aligned adapter, a PEFT folder."""
-    report: Path
-    """The page."""
+    page: Path
+    """The page, an HTML file."""
     base: Evaluation
     """The base model on the held-out prompts."""
     final: Evaluation
@@ -101,7 +104,18 @@ class Result:
         return Run(self.path).rows()
 
     @property
-    def metrics(self) -> Frame:
+    def rewards(self) -> Frame:
+        """Returns rewards in [0, 1] on the held-out prompts: a pandas.DataFrame by objective.
+
+        Its columns are those of `Comparison`: base, base_se, final, final_se, change and change_se,
+        means and their standard errors, the change paired by prompt; and z.
+        """
+        table = comparison_table(self.base, self.final, has_rewards=True)
+        by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
+        rows = {name: by_name[f"{name} in [0, 1]"] for name in self.final.rewards}
+        return pd.DataFrame.from_dict(rows, orient="index").drop(columns="name")
+
+    def to_pandas(self) -> Frame:
         """Returns every logged number, one in each row of a pandas.DataFrame.
 
         Its columns are `firm.report.tables.COLUMNS`.
@@ -109,9 +123,30 @@ class Result:
         record = read_record(self.path)
         return Setting.of(self.path.name, 0, [record]).table
 
+    def report(self) -> "Report":
+        """Returns the page, which a notebook shows where the call stands."""
+        return Report(self.page)
 
-def align(cfg: AlignmentConfig) -> Result | None:
+
+@dataclass(frozen=True)
+class Report:
+    """The page of a run; `os.fspath` gives its path."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the page in a frame, whole."""
+        page = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 48rem; border: 0"></iframe>'
+
+
+def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     """Runs everything that `cfg` asks for, from the start or the run's last checkpoint.
+
+    Objects that are given take the place of what `cfg` names; `firm.align` makes both.
 
     Returns:
         The result; None in the processes of a launcher that only serve the first one.
@@ -123,7 +158,7 @@ def align(cfg: AlignmentConfig) -> Result | None:
     out = run_folder(cfg)
     if processes.is_server:  # before minutes of loading
         Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=FREE_KEYS)
-    loaded = load(cfg, processes)
+    loaded = load(cfg, processes, given=given)
     if processes.is_server:
         calibrations = common_calibrations(loaded, cfg, out)
         processes.broadcast(as_figures(calibrations))
@@ -161,6 +196,7 @@ def run_rounds(
         base, final = wing.finish(state)
         policy = loaded.trainer.policy_model
         save_adapter(policy, run.path / "adapter")
+        loaded.tokenizer.save_pretrained(str(run.path / "adapter"))
         for preference in wing.preferences:
             save_folded(policy, run.path / "front" / preference_folder(preference), preference)
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")

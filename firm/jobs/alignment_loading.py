@@ -1,7 +1,7 @@
 """Loads what an alignment run is made of, and builds its clients and its engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from firm.alignment import (
     Judges,
     MultiObjectiveTrainer,
     Prompt,
-    PromptsConfig,
     RewardFn,
     build_trainer,
     calibrate,
@@ -27,6 +26,7 @@ from firm.alignment import (
     load_policy,
     load_prompts,
     load_tokenizer,
+    read_tokenizer,
     score,
     take_device,
 )
@@ -62,6 +62,8 @@ class LoadedRun:
 
     trainer: MultiObjectiveTrainer
     """The policy with one adapter, and how it is trained."""
+    tokenizer: transformers.PreTrainedTokenizerBase
+    """The policy's, as its checkpoint has it."""
     reward_fns: dict[str, RewardFn]
     """Reward models: by objective, and those of groups by group/objective."""
     metrics: dict[str, RewardFn]
@@ -80,8 +82,29 @@ class LoadedRun:
     """Those that work together here."""
 
 
-def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -> LoadedRun:
-    """Loads prompts, models and reward models in this process."""
+@dataclass(frozen=True)
+class Given:
+    """Objects that a run takes in place of what its configuration names."""
+
+    model: transformers.PreTrainedModel | None = None
+    """The policy's base model."""
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None
+    """Its tokenizer."""
+    reward_fns: Mapping[str, RewardFn] = field(default_factory=dict)
+    """Reward functions, by objective."""
+    prompts: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """Prompts, by "train", "validation" and "test"."""
+
+
+def load(
+    cfg: AlignmentConfig,
+    processes: Processes,
+    *,
+    measures: bool = True,
+    given: Given | None = None,
+) -> LoadedRun:
+    """Loads prompts, models and reward models in this process, but for those that are given."""
+    given = given or Given()
     cfg = with_shipped_paths(cfg)
     take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
@@ -91,16 +114,28 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
         cfg.policy,
         max_prompt_tokens=cfg.rollout.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens,
+        model=given.model,
     )
-    tokenizer = load_tokenizer(cfg.policy)
-    prompts = load_prompts(cfg.data.train, tokenizer)
+    plain_tokenizer = given.tokenizer or read_tokenizer(cfg.policy.path)
+    tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
+    prompts = load_prompts(cfg.data.train, tokenizer, given=given.prompts.get("train"))
     validation, test = [], []
     if processes.is_server and measures:
-        validation = _first(cfg.data.validation, cfg.evaluation.num_validation_prompts, tokenizer)
-        test = _first(cfg.data.test, cfg.evaluation.num_test_prompts, tokenizer)
-    reward_fns = {key: load_reward_model(c, key) for key, c in reward_configs(cfg).items()}
+        own = given.prompts.get
+        if num_validation := cfg.evaluation.num_validation_prompts:
+            validation = load_prompts(cfg.data.validation, tokenizer, given=own("validation"))
+            validation = validation[:num_validation]
+        test = load_prompts(cfg.data.test, tokenizer, given=own("test"))
+        test = test[: cfg.evaluation.num_test_prompts]
+    reward_fns = {
+        key: given.reward_fns.get(key) or load_reward_model(config, key)
+        for key, config in reward_configs(cfg).items()
+    }
     policy = load_policy(
-        cfg.policy, stream=RandomStream(cfg.seed, "adapter"), num_objectives=len(cfg.rewards)
+        cfg.policy,
+        stream=RandomStream(cfg.seed, "adapter"),
+        num_objectives=len(cfg.rewards),
+        given=given.model,
     )
     check_vocabulary(policy, tokenizer, cfg.policy.path)
     trainer = build_trainer(
@@ -124,7 +159,16 @@ def load(cfg: AlignmentConfig, processes: Processes, *, measures: bool = True) -
         if processes.is_server and measures
     }
     return LoadedRun(
-        trainer, reward_fns, metrics, prompts, validation, test, fresh, start, processes
+        trainer,
+        plain_tokenizer,
+        reward_fns,
+        metrics,
+        prompts,
+        validation,
+        test,
+        fresh,
+        start,
+        processes,
     )
 
 
@@ -215,13 +259,6 @@ def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
     if (per_client := loaded.processes.per_client) > 1:  # a site's own choice
         raise UserError(f"processes_per_client must be 1 with engine stacked, got {per_client}.")
     return loaded.trainer.stacked()
-
-
-def _first(
-    config: PromptsConfig, limit: int, tokenizer: transformers.PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """Returns the first prompts of a held-out source."""
-    return load_prompts(config, tokenizer)[:limit] if limit else []
 
 
 def partition(

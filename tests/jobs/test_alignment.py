@@ -96,7 +96,7 @@ def test_a_run_leaves_everything_that_it_promises(finished):
 
 def test_a_run_returns_where_everything_is_and_what_it_came_to(result):
     assert (result.adapter / "adapter_config.json").is_file()
-    assert result.report.is_file()
+    assert result.page.is_file()
     logged = read_rows(result.path, "evaluation", split="test")
     for evaluation, row in zip((result.base, result.final), logged, strict=True):
         for name, score in row["scores"].items():
@@ -105,7 +105,7 @@ def test_a_run_returns_where_everything_is_and_what_it_came_to(result):
 
 
 def test_its_metrics_are_the_logs_as_a_table(result):
-    table = result.metrics
+    table = result.to_pandas()
     assert list(table.columns) == COLUMNS
     for row in read_rows(result.path, "client"):
         own = table[(table["client"] == row["client"]) & (table["round"] == row["round"])]

@@ -239,7 +239,10 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
 
 @pytest.mark.parametrize(
     ("old", "new", "key"),
-    [(f"path: {POLICY}", "path: other/policy", "policy.path"), ("name: hh", "name: plain", "name")],
+    [
+        (f"path: {POLICY}", "path: other/policy", "policy.path"),
+        ("name: auto", "name: plain", "name"),
+    ],
 )
 def test_runs_of_other_base_policies_are_refused_by_name(
     run, copied, tmp_path, refusal, old, new, key

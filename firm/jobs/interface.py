@@ -1,0 +1,172 @@
+"""The interface for Python: aligns a model to rewards, given as objects or by name."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firm.alignment import Prompt, PromptsConfig, as_prompt, borrowed, load_prompts, read_tokenizer
+from firm.jobs.alignment import Result, run_folder
+from firm.jobs.alignment import align as run_alignment
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_loading import Given
+from firm.run import UserError, compose, to_dict
+from reward_models import RewardModelConfig
+from reward_models.registry import as_reward
+
+Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
+"""A reward function; a name of one that is registered, or the folder or hub name (with a "/") of a
+sequence classifier; or the settings of a reward model."""
+Prompts = str | Path | datasets.Dataset | Sequence[str | Mapping[str, Any]]
+"""Texts or rows, a data set, or where one is: a file, a folder or a name on the hub."""
+
+HELD_OUT = 10
+"""One in so many prompts is held out to validate on, and as many to test on."""
+
+
+def align(
+    model: str | Path | PreTrainedModel,
+    rewards: Mapping[str, Reward],
+    prompts: Prompts,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    validation_prompts: Prompts | None = None,
+    test_prompts: Prompts | None = None,
+    config: str | Path | Sequence[str | Path] = (),
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> Result | None:
+    """Aligns a language model to several rewards, across clients, and measures what came of it.
+
+    Example::
+
+        from firm import align
+
+        def brief(completions, **kwargs):
+            return [-float(len(text)) for text in completions]
+
+        result = align(
+            "Qwen/Qwen2.5-0.5B-Instruct",
+            rewards={"brief": brief, "positive": "positivity"},
+            prompts=["Name a colour.", "What is a lake?", ...],
+            settings={"rounds": 4, "num_clients": 2, "strategy.beta": 0.1},
+        )
+        result.rewards
+
+    A model that is given as an object is trained in place, and is as before when this returns, but
+    for its device: the adapter is in `result.adapter`. Where it has no path that it was loaded
+    from, it is saved as `base` in the run's directory, so that the adapter has a base to go with.
+
+    Args:
+        model: The policy: a folder, a name on the Hugging Face hub, or a loaded model.
+        rewards: Reward models by objective, in their order: `Reward`. A function has the signature
+            of TRL's: it gets `prompts`, `completions` and the data's further fields by keyword and
+            returns one number for each completion.
+        prompts: What clients train on: `Prompts`, whose rows are those of `load_prompts`.
+        tokenizer: The policy's; by default the one beside the model.
+        validation_prompts: What is measured after each round; by default a tenth of `prompts`,
+            drawn by the seed, which clients then do not train on.
+        test_prompts: What base and aligned model are compared on; by default likewise.
+        config: YAML files, or names of shipped ones, as `--config` takes them.
+        settings: Values by their dotted keys, as `firm align --help` lists them; they override
+            `config`.
+        out: The run's directory; by default runs/NAME-TIME.
+        resume: Goes on from the last checkpoint in `out`.
+
+    Returns:
+        The result; None in the processes of a launcher that only serve the first one.
+
+    Raises:
+        UserError: An argument is malformed, something that is named cannot be had, or the run's
+            directory is taken.
+    """
+    is_object = isinstance(model, PreTrainedModel)
+    path = str(model.name_or_path or "") if is_object else str(model)
+    if is_object and not path and tokenizer is None:
+        raise UserError(
+            "tokenizer must be given with a model that has no path that it was loaded from, got "
+            "none; pass the model's."
+        )
+    configs = {name: _reward_settings(name, reward) for name, reward in rewards.items()}
+    overrides = {
+        "policy.path": path or "base",
+        **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
+        "rewards": configs,
+        **(settings or {}),
+        "resume": resume,
+        **({"out": str(out)} if out else {}),
+    }
+    files = [config] if isinstance(config, str | Path) else config
+    cfg = compose(AlignmentConfig, files, list(overrides.items()), source="settings")
+    cfg = replace(cfg, out=run_folder(cfg))
+    if not path:
+        folder = str(Path(run_folder(cfg)).resolve() / "base")
+        cfg = replace(cfg, policy=replace(cfg.policy, path=folder))
+    tokenizer = tokenizer or read_tokenizer(path)
+    given = Given(
+        model=model if is_object else None,
+        tokenizer=tokenizer,
+        reward_fns={n: as_reward(n, r) for n, r in rewards.items() if callable(r)},
+        prompts=_splits(prompts, validation_prompts, test_prompts, seed=cfg.seed),
+    )
+    with borrowed(given.model):
+        result = run_alignment(cfg, given)
+    if is_object and not path and result:
+        model.save_pretrained(result.path / "base")
+        tokenizer.save_pretrained(result.path / "base")
+    return result
+
+
+def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
+    """Returns what the configuration says of a reward model."""
+    if isinstance(reward, RewardModelConfig):
+        return to_dict(reward)
+    if isinstance(reward, str):
+        is_path = "/" in reward or Path(reward).is_dir()
+        return {"path": reward} if is_path else {"name": reward}
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    if callable(reward):
+        kind: Any = reward if hasattr(reward, "__qualname__") else type(reward)
+        return {"name": f"{kind.__module__}.{kind.__qualname__}"}
+    raise UserError(
+        f"rewards: {name!r} must be a function, a name, a path or settings of a reward model, got "
+        f"{type(reward).__name__}."
+    )
+
+
+def _splits(
+    train: Prompts, validation: Prompts | None, test: Prompts | None, *, seed: int
+) -> dict[str, list[Prompt]]:
+    """Returns the prompts by split; those that are not given are held out from the first."""
+    prompts = list({prompt.text: prompt for prompt in _rows(train, "train", "prompts")}.values())
+    asked = {"validation": validation, "test": test}
+    missing = [split for split, given in asked.items() if given is None]
+    size = max(2, len(prompts) // HELD_OUT)
+    if len(prompts) <= size * len(missing):
+        raise UserError(
+            f"prompts must be more than the {size * len(missing)} that are held out, got "
+            f"{len(prompts)} different ones; give more, or validation_prompts and test_prompts."
+        )
+    if missing:
+        random.Random(seed).shuffle(prompts)
+    splits = {split: [prompts.pop() for _ in range(size)] for split in missing}
+    for split, given in asked.items():
+        if given is not None:
+            splits[split] = _rows(given, split, f"{split}_prompts")
+    return {"train": prompts, **splits}
+
+
+def _rows(given: Prompts, split: str, argument: str) -> list[Prompt]:
+    if isinstance(given, str | Path):
+        return load_prompts(PromptsConfig(str(given), split))
+    rows: Any = given
+    return [
+        as_prompt({"prompt": row} if isinstance(row, str) else row, place=f"{argument}, row {at}")
+        for at, row in enumerate(rows, start=1)
+    ]

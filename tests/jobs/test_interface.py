@@ -1,0 +1,190 @@
+"""The interface for Python: objects and paths give the same runs, and objects come back whole."""
+
+import html
+import json
+import math
+from itertools import chain
+
+import datasets
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import firm
+from firm.run import UserError
+from reward_models import RewardModelConfig
+from tests.runs import read_adapter, read_rows
+from tests.smoke import ROOT
+
+POLICY = ROOT / "firm/miniature/checkpoints/policy"
+PROMPTS = [f"Tell me about number {index}." for index in range(60)]
+SETTINGS = {
+    "num_threads": 1,
+    "rounds": 1,
+    "num_clients": 2,
+    "strategy.num_local_steps": 1,
+    "estimator.batch_size": 4,
+    "estimator.minibatch_size": 4,
+    "estimator.num_epochs": 1,
+    "rollout.max_new_tokens": 8,
+    "policy.lora.r": 4,
+    "evaluation.num_calibration_prompts": 16,
+    "evaluation.num_samples": 1,
+}
+
+
+def brief(completions, **kwargs):
+    return [-float(len(text)) for text in completions]
+
+
+def vowels(prompts, completions):
+    return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+
+
+PEFT_WARNS = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+REWARDS = {"brief": brief, "vowels": vowels}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model.train()
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+@pytest.fixture(scope="module")
+def result(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("interface") / "run"
+    return firm.align(model, REWARDS, PROMPTS, settings=SETTINGS, out=out)
+
+
+def test_a_run_returns_rewards_adapter_table_and_page(result):
+    table, logged = result.rewards, read_rows(result.path, "evaluation", split="test")
+    for column, row in zip(("base", "final"), logged, strict=True):
+        for name, reward in row["rewards"].items():
+            assert table.loc[name, column] == pytest.approx(reward["mean"])
+            assert table.loc[name, f"{column}_se"] == pytest.approx(reward["se"])
+    assert list(table.index) == list(REWARDS)
+    assert table.loc["brief", "change"] == pytest.approx(
+        table.loc["brief", "final"] - table.loc["brief", "base"], abs=1e-6
+    )
+    assert read_adapter(result.path)
+    assert set(result.to_pandas()["objective"]) >= set(REWARDS)
+    frame = result.report()._repr_html_()
+    assert html.unescape(frame).count("<!doctype html>") == 1
+
+
+def test_a_model_comes_back_as_it_was_lent(result, model):
+    lent = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    state = model.state_dict()
+    assert state.keys() == lent.state_dict().keys()
+    assert all(torch.equal(values, state[name]) for name, values in lent.state_dict().items())
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"lm_head.weight"} or model.config.tie_word_embeddings
+    assert all(module.training for module in model.modules())
+    assert not hasattr(model, "peft_config")
+
+
+def test_a_model_comes_back_from_a_run_that_fails(model):
+    def broken(completions, **kwargs):
+        raise OSError("no judge")
+
+    with pytest.raises(ValueError, match="'broken' raised OSError: no judge"):
+        firm.align(model, {"broken": broken}, PROMPTS, settings=SETTINGS)
+    assert not [name for name in model.state_dict() if "lora" in name]
+    assert all(module.training for module in model.modules())
+
+
+def test_objects_and_paths_give_the_same_adapter(result, model, tokenizer, tmp_path):
+    rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
+    given = {"settings": SETTINGS, "out": tmp_path / "objects"}
+    objects = firm.align(model, REWARDS, rows, tokenizer=tokenizer, **given)
+    given = {"settings": {**SETTINGS, "policy.dtype": "float32"}, "out": tmp_path / "paths"}
+    paths = firm.align(POLICY, REWARDS, str(file), **given)
+    expected = read_adapter(result.path)
+    for run in (objects, paths):
+        adapter = read_adapter(run.path)
+        assert all(torch.equal(values, adapter[name]) for name, values in expected.items())
+
+
+@PEFT_WARNS
+def test_an_adapter_loads_from_any_folder(result, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert AutoPeftModelForCausalLM.from_pretrained(result.adapter).peft_config
+    own = AutoTokenizer.from_pretrained(result.adapter)
+    assert own("A cat.")["input_ids"] == tokenizer("A cat.")["input_ids"]
+
+
+@PEFT_WARNS
+def test_a_model_without_a_path_is_saved_beside_its_adapter(model, tokenizer, tmp_path):
+    bare = AutoModelForCausalLM.from_config(model.config)
+    bare.name_or_path = bare.config._name_or_path = ""
+    with pytest.raises(UserError, match="tokenizer must be given with a model that has no path"):
+        firm.align(bare, REWARDS, PROMPTS, settings=SETTINGS)
+    given = {"tokenizer": tokenizer, "settings": SETTINGS, "out": tmp_path / "run"}
+    run = firm.align(bare, REWARDS, PROMPTS, **given)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(run.adapter)
+    for name, values in bare.state_dict().items():
+        base = loaded.get_base_model().state_dict()
+        own = next(base[key] for key in base if key.replace(".base_layer", "") == name)
+        assert torch.equal(values, own)
+
+
+def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
+    seen = []
+
+    def noting(prompts, completions):
+        seen.append(list(prompts))
+        return [float(len(text)) for text in completions]
+
+    out, tests = tmp_path / "run", ["Is this a test?", "Is that a test?", "Is it over?"]
+    given = {"settings": {**SETTINGS, "evaluation.num_validation_prompts": 6}, "out": out}
+    firm.align(model, {"long": noting}, PROMPTS[:24], test_prompts=tests, **given)
+    sizes = [len(prompts) for prompts in seen]
+    assert sizes == [16, 3, 2, 4, 4, 2, 3]  # calibration, base twice, clients, the model twice
+    validation = set(seen[2])
+    trained = set(chain(*seen[3:5], seen[0]))
+    assert not trained & (validation | set(seen[1]))
+    assert {prompt.split(":")[1].split("\n")[0].strip() for prompt in seen[1]} == set(tests)
+
+
+def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
+    rewards = {
+        "vowels": vowels,
+        "positive": "positivity",
+        "brief": {"name": "brevity", "options": {"half_words": 3}},
+        "polite": RewardModelConfig(name="politeness", normalization="none"),
+        "helpful": str(ROOT / "firm/miniature/checkpoints/helpful"),
+    }
+    settings = {**SETTINGS, "rewards.helpful.format": "plain"}
+    run = firm.align(model, rewards, PROMPTS, settings=settings, out=tmp_path / "run")
+    assert list(run.rewards.index) == list(rewards)
+    assert math.isfinite(run.rewards["final"].sum())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "prompts", "settings", "message"),
+    [
+        ({"a": 3}, PROMPTS, {}, "rewards: 'a' must be a function, a name, .* got int"),
+        ({"a": lambda texts: []}, PROMPTS, {}, "'a' cannot be called with prompts, completions"),
+        ({"a": "brevety"}, PROMPTS, {}, "no reward model 'brevety': did you mean 'brevity'"),
+        (REWARDS, PROMPTS[:4], {}, "more than the 4 that are held out, got 4 different ones"),
+        (REWARDS, [*PROMPTS, " "], {}, "prompts, row 61: no prompt in an empty text"),
+        (REWARDS, PROMPTS, {"strategy.betta": 1}, "settings: .*betta.*did you mean.*beta"),
+    ],
+)
+def test_bad_arguments_are_one_line(model, rewards, prompts, settings, message, tmp_path):
+    given = {"settings": {**SETTINGS, **settings}, "out": tmp_path / "run"}
+    with pytest.raises((UserError, ValueError), match=message) as caught:
+        firm.align(model, rewards, prompts, **given)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
