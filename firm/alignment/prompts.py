@@ -56,7 +56,8 @@ class PromptsConfig:
     list of these. A colon separates a dataset from one of its folders,
     which names the prompts' kind: "Anthropic/hh-rlhf:harmless-base"."""
     split: str = "train"
-    """Split of a dataset; a file has none and is taken whole."""
+    """Split of a dataset, such as "test[:50%]"; a file has none and is taken whole, or in part
+    with a slice alone, such as "[:80%]" or "[100:200]"."""
     min_tokens: Annotated[NonNegativeInt, NOT_IN_PAPER] = 0
     """Shorter dialogues are left out, in tokens of the policy."""
     max_tokens: Annotated[NonNegativeInt | None, NOT_IN_PAPER] = None
@@ -170,11 +171,23 @@ def load_prompts(
 def _read(source: str, split: str) -> Iterator[Prompt]:
     path = Path(source).expanduser()
     if path.is_file():
-        yield from _read_file(path)
+        rows = list(_read_file(path))
+        yield from rows[_slice(split, len(rows))] if split.startswith("[") else rows
         return
     name, _, folder = (source, "", "") if path.is_dir() else source.partition(":")
     for number, row in enumerate(_open_dataset(name, folder, split), start=1):
         yield as_prompt(row, place=f"{source}, {split} row {number}", kind=folder)
+
+
+def _slice(split: str, num_rows: int) -> slice:
+    """Returns which rows of a file `[from:to]` stands for, as in splits of datasets."""
+    try:
+        (part,) = datasets.ReadInstruction.from_spec(f"rows{split}").to_absolute({"rows": num_rows})
+    except (ValueError, AssertionError) as error:
+        raise ValueError(
+            f"split must be a slice such as [:80%] or [100:200], got {split!r}: correct it."
+        ) from error
+    return slice(part.from_, part.to)
 
 
 def _read_file(path: Path) -> Iterator[Prompt]:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 COMMANDS = {
     "demo": ("align", "Aligns the miniature world to two objectives, in about three minutes."),
     "align": ("align", "Aligns a language model to several objectives across clients."),
+    "init": ("init", "Asks for model, data and reward models, and writes a configuration."),
     "plan": ("align", "Prints what `align` would do: sizes, bytes, memory, steps."),
     "study": ("study", "Runs several settings, each with several seeds, side by side."),
     "sweep": ("sweep", "Runs a training for every preference, and draws the front."),

@@ -71,6 +71,9 @@ SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by test prompt, in the run's directory."""
 FRONT_NAME = "front.json"
 """The front of a conditioned run, in its directory."""
+SPLITS = ("train", "validation", "test")
+MINIATURE = "firm/miniature/checkpoints/"
+"""Where the models and prompts that ship are."""
 FREE_KEYS = (
     *("client_timeout", "engine", "max_rows", "name"),
     *("out", "plan", "plugins", "resume", "tracking"),
@@ -379,11 +382,30 @@ def _run_row(
 def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
     """Returns what the user should know of the configuration alone."""
     texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
+    texts += _leftovers(cfg)
     if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
         return texts
     num_steps = cfg.rounds * cfg.strategy.num_local_steps
     alarm = kl_alarm(cfg.estimator.kl, batch_size=cfg.estimator.batch_size, num_steps=num_steps)
     return [*texts, alarm] if alarm else texts
+
+
+def _leftovers(cfg: AlignmentConfig) -> list[str]:
+    """Returns a warning where policy or training prompts are one's own, and the rest ships."""
+    places = {
+        "policy.path": cfg.policy.path,
+        **{f"data.{split}.source": getattr(cfg.data, split).source for split in SPLITS},
+        **{f"rewards.{name}.path": reward.path for name, reward in cfg.rewards.items()},
+    }
+    own = [key for key in ("policy.path", "data.train.source") if MINIATURE not in str(places[key])]
+    left = [key for key, place in places.items() if MINIATURE in str(place)]
+    if not own or not left:
+        return []
+    return [
+        f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} your own, but {', '.join(left)} "
+        f"{'is' if len(left) == 1 else 'are'} still the miniature's: `firm init` writes a whole "
+        "configuration."
+    ]
 
 
 def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:

@@ -127,6 +127,18 @@ def test_a_saved_dataset_and_a_folder_of_files_are_read_by_split(tmp_path):
         load(tmp_path / "saved", split="dev")
 
 
+@pytest.mark.parametrize(
+    ("split", "expected"), [("[:80%]", "01234567"), ("[80%:]", "89"), ("[2:4]", "23"), ("x", None)]
+)
+def test_a_slice_is_a_part_of_a_file(split, expected, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": digit}) for digit in "0123456789"))
+    taken = "".join(prompt.text.split()[1] for prompt in load(file, split=split))
+    assert taken == (expected or "0123456789")
+    with pytest.raises(ValueError, match=r"split must be a slice such as .*, got '\[a:b\]'"):
+        load(file, split="[a:b]")
+
+
 def test_sources_are_joined_in_order_without_repetition(tmp_path):
     for name, questions in {"a": ["One", "Two"], "b": ["Two", "Three"]}.items():
         rows = [json.dumps({"prompt": question, "kind": name}) for question in questions]

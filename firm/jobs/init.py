@@ -1,0 +1,138 @@
+"""Writes a configuration for a model, data and reward models of one's own."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firm.fields import configuration, field_docstrings
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.run import UserError, compose
+from firm.run.files import replace_text
+from firm.run.shipped import CONFIGS
+
+TEMPLATE = CONFIGS / "own.yaml"
+
+
+@configuration
+class InitConfig:
+    """What a configuration is written for; what is missing is asked for on a terminal."""
+
+    policy: str = ""
+    """The language model: a folder, or a name on the Hugging Face hub."""
+    rewards: dict[str, str] = field(default_factory=dict)
+    """Reward models by objective, such as {helpful: models/helpful, brief: brevity, right:
+    rewards.py:right}: a classifier's folder or hub name, a function that ships, or one in a Python
+    file."""
+    prompts: str = ""
+    """Prompts to train on: a .json or .jsonl file, or a data set."""
+    test_prompts: str = ""
+    """Held-out prompts; by default the last fifth of a file, or the split "test" of a data set."""
+    out: Path = Path("own.yaml")
+    """The configuration that is written."""
+
+
+ASKED = ("policy", "prompts", "rewards")
+"""Keys without which there is no configuration."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A configuration that was written."""
+
+    path: Path
+    config: AlignmentConfig
+
+
+def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
+    """Writes the configuration, and returns it as it is read.
+
+    Args:
+        cfg: What for.
+        ask: Asks a person for what is missing; None refuses instead.
+
+    Raises:
+        UserError: Something is missing or malformed, or there is a file already.
+    """
+    if cfg.out.exists():
+        raise UserError(f"{cfg.out} exists already; choose another --out, or remove it.")
+    answers = {key: getattr(cfg, key) or _asked(key, ask) for key in ASKED}
+    text = TEMPLATE.read_text(encoding="utf-8")
+    text = text.replace("path: POLICY", f"path: {_quoted(answers['policy'])}")
+    text = _with_section(text, "rewards", _rewards(answers["rewards"]))
+    text = _with_section(text, "data", _data(answers["prompts"], cfg.test_prompts))
+    text = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("#"))
+    replace_text(cfg.out, text)
+    try:
+        return Written(cfg.out, compose(AlignmentConfig, [cfg.out], []))
+    except UserError:
+        cfg.out.unlink()
+        raise
+
+
+def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
+    """Returns what a person answers, for rewards a mapping."""
+    if ask is None:
+        raise UserError(f"{key} is missing; give --{key}, or run this on a terminal, which asks.")
+    question = " ".join(field_docstrings(InitConfig)[key].split())
+    answer = ask(f"{key}: {question}\n> ").strip()
+    if not answer:
+        raise UserError(f"{key} is missing, got an empty answer; give it, or --{key}.")
+    return answer if key != "rewards" else _named(answer)
+
+
+def _named(answer: str) -> dict[str, str]:
+    """Returns `a: x, b: y`, with or without braces, as a mapping."""
+    try:
+        named = yaml.safe_load("{" + answer.strip().removeprefix("{").removesuffix("}") + "}")
+    except yaml.YAMLError:
+        named = None
+    if not isinstance(named, Mapping) or not all(isinstance(v, str) for v in named.values()):
+        raise UserError(
+            f"rewards must be names and what stands for them, got {answer!r}; write such as "
+            "helpful: models/helpful, brief: brevity."
+        )
+    return {str(name): value for name, value in named.items()}
+
+
+def _with_section(text: str, key: str, lines: list[str]) -> str:
+    """Returns a YAML text with other lines below a top-level key."""
+    section = "\n".join([f"{key}:", *lines, ""])
+    return re.sub(rf"(?m)^{key}:.*\n(?: .*\n)+", lambda _: section, text)
+
+
+def _rewards(rewards: Mapping[str, str]) -> list[str]:
+    lines = []
+    for name, what in rewards.items():
+        file, colon, function = what.rpartition(":")
+        if colon and file.endswith(".py"):
+            settings = f"{{ name: {_quoted(function)}, file: {_quoted(file)} }}"
+        elif "/" in what or Path(what).is_dir():
+            others = "as it was trained: or hh_pair, question_answer, plain, response"
+            settings = f"{{ path: {_quoted(what)}, format: chat_template }} # {others}"
+        else:
+            settings = f"{{ name: {_quoted(what)} }}"
+        lines.append(f"  {_quoted(name)}: {settings}")
+    return lines
+
+
+def _data(prompts: str, test_prompts: str) -> list[str]:
+    is_file = re.search(r"\.jsonl?(\.gz)?$", prompts) is not None
+    whole = {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}
+    parts = {"train": "[:80%]", "validation": "[80%:90%]", "test": "[90%:]"}
+    if test_prompts:
+        parts = {"train": "[:]", "validation": "[:50%]", "test": "[50%:]"}
+    lines = []
+    for name, split in (parts if is_file else whole).items():
+        source = _quoted(prompts if name == "train" else test_prompts or prompts)
+        lines.append(f'  {name}: {{ source: {source}, split: "{split}", max_tokens: 256 }}')
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """Returns a text as YAML has it, in quotes where it needs them."""
+    return text if re.fullmatch(r"[A-Za-z_][\w./-]*", text) else json.dumps(text)

@@ -1,0 +1,128 @@
+"""`firm init`: a configuration that runs, from flags or from answers, or one line that says why."""
+
+import json
+
+import pytest
+
+from firm.cli.align import main as align
+from firm.cli.init import cli, main
+from firm.jobs.alignment import alarms_at_start
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.init import InitConfig, init
+from firm.run import UserError, parse
+from tests.runs import read_rows
+from tests.smoke import ROOT, SMOKE
+
+POLICY = str(ROOT / "firm/miniature/checkpoints/policy")
+REWARDS = {
+    "helpful": str(ROOT / "firm/miniature/checkpoints/helpful"),
+    "brief": "brevity",
+    "loud": "my rewards.py:loud",
+}
+FILE = """
+from reward_models import reward_model
+
+@reward_model("loud")
+def loud(completions, **kwargs):
+    return [float(text.count("!")) for text in completions]
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"Tell me about number {index}."} for index in range(50)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.mark.usefixtures("new_plugins")
+def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rewards.py").write_text(FILE)
+    main(InitConfig(POLICY, REWARDS, str(data), out=tmp_path / "own.yaml"))
+    assert "firm align --config" in capsys.readouterr().out
+    options = (
+        "--policy.dtype", "float32", "--rounds", 1, "--num_clients", 2, "--num_threads", 1,
+        "--strategy.num_local_steps", 1, "--estimator.num_epochs", 1, "--rollout.max_new_tokens", 4,
+        "--estimator.batch_size", 8, "--out", "run",
+        "--rewards.helpful.format", "plain", "--rewards.helpful.dtype", "float32",
+        "--rewards.loud.normalization", "none",
+    )  # fmt: skip
+    cfg = parse(AlignmentConfig, ["--config", "own.yaml", *map(str, options)])
+    assert align(cfg)
+    rows = read_rows(tmp_path / "run", "evaluation")
+    assert {(row["split"], row["num_prompts"]) for row in rows} == {("validation", 5), ("test", 5)}
+    assert set(rows[0]["rewards"]) == set(REWARDS)
+    splits = (getattr(cfg.data, name).split for name in ("train", "validation", "test"))
+    assert list(splits) == ["[:80%]", "[80%:90%]", "[90%:]"]
+
+
+def test_held_out_prompts_of_their_own_and_data_sets(tmp_path):
+    own = InitConfig("a/b", REWARDS, "a.jsonl", "b.jsonl.gz", out=tmp_path / "own.yaml")
+    data = init(own).config.data
+    assert (data.train.source, data.train.split) == ("a.jsonl", "[:]")
+    assert (data.validation.source, data.validation.split) == ("b.jsonl.gz", "[:50%]")
+    assert (data.test.source, data.test.split) == ("b.jsonl.gz", "[50%:]")
+    hub = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", out=tmp_path / "hub.yaml")).config.data
+    splits = [hub.train.split, hub.validation.split, hub.test.split]
+    assert splits == ["train", "test[:50%]", "test[50%:]"]
+
+
+def test_a_person_is_asked_for_what_is_missing(tmp_path):
+    answers = {"policy": "a: b/c", "prompts": "data.jsonl", "rewards": "one: brevity, two: a/b"}
+    asked = []
+
+    def ask(question):
+        asked.append(question.partition(":")[0])
+        return answers[asked[-1]]
+
+    cfg = init(InitConfig(out=tmp_path / "own.yaml"), ask).config
+    assert asked == ["policy", "prompts", "rewards"]
+    assert cfg.policy.path == "a: b/c"
+    assert {name: reward.path or reward.name for name, reward in cfg.rewards.items()} == {
+        "one": "brevity", "two": "a/b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "policy is missing; give --policy, or run this on a terminal"),
+        (["--policy", "a", "--prompts", "b"], "rewards is missing"),
+        (["--policy", "a", "--prompts", "b", "--rewards", "{'not a name!': c}"], "rewards: the na"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(arguments, message, tmp_path, refusal):
+    out = tmp_path / "own.yaml"
+    assert message in refusal(cli, [*arguments, "--out", out])
+    assert not out.exists()
+
+
+def test_a_file_that_is_there_stays(tmp_path, refusal):
+    out = tmp_path / "own.yaml"
+    out.write_text("mine")
+    assert "exists already" in refusal(cli, ["--policy", "a", "--out", out])
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("answer", ["brevity", "a: [b]", "a: {b: c", ""])
+def test_an_answer_that_names_no_rewards_is_refused(answer, tmp_path):
+    cfg = InitConfig("a", {}, "b", out=tmp_path / "own.yaml")
+    with pytest.raises(UserError, match="rewards"):
+        init(cfg, lambda question: answer)
+    assert not cfg.out.exists()
+
+
+def test_a_policy_of_ones_own_with_the_rest_of_the_miniature_is_warned_of():
+    plain = parse(AlignmentConfig, ["--config", str(ROOT / "configs/miniature.yaml")])
+    assert alarms_at_start(plain) == []
+    keys = ["--config", str(ROOT / "configs/miniature.yaml"), "--policy.path", "mine"]
+    (alarm,) = alarms_at_start(parse(AlignmentConfig, keys))
+    assert alarm.startswith("policy.path is your own, but data.train.source, data.validation.sourc")
+    assert "rewards.helpful.path" in alarm
+    keys = ["--config", str(SMOKE), "--data.train.source", "mine.jsonl"]
+    alarms = alarms_at_start(parse(AlignmentConfig, keys))
+    assert any(
+        alarm.startswith("data.train.source is your own, but policy.path") for alarm in alarms
+    )
