@@ -135,10 +135,13 @@ def _show_ends(fronts: Mapping[str, Front], against: str | None) -> None:
     for name, front in fronts.items():
         seeds = sorted({point.seed for point in front.points})
         correlations = [preference_correlations(front.of_seed(seed)) for seed in seeds]
-        steering = [fmean(row[each] or 0.0 for row in correlations) for each in front.objectives]
+        steering = [
+            [value for row in correlations if (value := row[each]) is not None]
+            for each in front.objectives
+        ]
         cells = [
             name,
-            ", ".join(f"{value:.3f}" for value in steering),
+            ", ".join(f"{fmean(own):.3f}" if own else "–" for own in steering),
             f"{min(p.scores.get('parse', float('nan')) for p in front.points):.3f}",
             f"{max(p.kl for p in front.points):.2f}",
             f"{fmean(p.kl for p in front.points):.2f}",

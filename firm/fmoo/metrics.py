@@ -100,13 +100,13 @@ def local_progress(before: ArrayLike, after: ArrayLike) -> np.ndarray:
     return (old - _array(after, "after", shape=old.shape)).mean(axis=0)
 
 
-def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float:
+def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float | None:
     """Returns how well runs follow the ratios of losses that their preferences ask for, in [-1, 1].
 
     A preference r asks for r₁F₁ = ... = r_M F_M (Eq. 7 of FedCMOO), so that F_j/F_k should be
     r_k/r_j. For each pair of objectives this is Spearman's ρ between wanted and reached ratios over
     the runs, 0 where all runs reach the same; returned is the mean over the pairs of which the runs
-    want different ratios, at least one.
+    want three different ratios or more, None where there is no such pair.
 
     Args:
         preferences: r of each run, shape [N, M], positive.
@@ -123,11 +123,9 @@ def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float:
     correlations = []
     for j, k in combinations(range(wishes.shape[1]), 2):
         wanted, reached = wishes[:, k] / wishes[:, j], ends[:, j] / ends[:, k]
-        if np.ptp(wanted) > 0:
+        if len(np.unique(wanted.round(9))) > 2:
             correlations.append(rank_correlation(wanted, reached) or 0.0)
-    if not correlations:
-        raise ValueError("preferences must ask for different ratios of losses in different runs.")
-    return float(np.mean(correlations))
+    return float(np.mean(correlations)) if correlations else None
 
 
 def rounds_to_loss(rounds: ArrayLike, losses: ArrayLike, target: float) -> int | None:

@@ -11,6 +11,7 @@ training. The FIRM paper draws such points; the figures on them are not in it.
 from firm.fronts.collapse import collapse_reason
 from firm.fronts.correlation import (
     Violation,
+    correlation_interval,
     monotone_violations,
     preference_correlations,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "by_preference",
     "check_comparable",
     "collapse_reason",
+    "correlation_interval",
     "differing_figure",
     "dominators",
     "expected_rewards",

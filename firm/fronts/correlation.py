@@ -1,9 +1,10 @@
 """Whether models do what their preferences ask: more weight on an objective, more of its reward."""
 
 from dataclasses import dataclass
+from math import atanh, sqrt, tanh
 
 import numpy as np
-from scipy.stats import rankdata
+from scipy.stats import norm, rankdata
 
 from firm.fronts.front import Front, mean_front
 
@@ -12,13 +13,14 @@ def preference_correlations(front: Front) -> dict[str, float | None]:
     """Returns Spearman's rank correlation of preference and reward, by objective.
 
     It runs over all points with a preference, every seed and collapsed ones too. None stands where
-    one of the two does not vary, or fewer than two points have a preference.
+    the reward does not vary, or the points have fewer than three different shares of the objective:
+    of two, one is always the higher.
     """
     preferences, rewards = front.preferences(), front.rewards()
     has_preference = ~np.isnan(preferences).any(axis=1)
     columns = zip(preferences[has_preference].T.round(9), rewards[has_preference].T, strict=True)
     return {
-        name: rank_correlation(shares, reward)
+        name: rank_correlation(shares, reward) if len(np.unique(shares)) > 2 else None
         for name, (shares, reward) in zip(front.objectives, columns, strict=True)
     }
 
@@ -31,6 +33,28 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
     if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(np.corrcoef(rankdata(first), rankdata(second))[0, 1].clip(-1, 1))
+
+
+def correlation_interval(
+    correlation: float, num_points: int, *, level: float = 0.95
+) -> tuple[float, float]:
+    """Returns an approximate confidence interval of Spearman's ρ, within [-1, 1].
+
+    That of Bonett and Wright (2000), doi:10.1007/BF02294183, over N points:
+    tanh(artanh ρ ± q √((1 + ρ²/2)/(N − 3))). Of three points or fewer nothing is known. A ρ of ±1,
+    whose artanh is infinite, is itself one end; the other is that of the ρ next to it, with two
+    neighbours swapped.
+
+    >>> [round(end, 2) for end in correlation_interval(0.95, 9)]
+    [0.7, 0.99]
+    """
+    if num_points <= 3:
+        return -1.0, 1.0
+    largest = 1 - 12 / (num_points * (num_points**2 - 1))
+    rho = min(max(correlation, -largest), largest)
+    half = norm.ppf((1 + level) / 2) * sqrt((1 + rho**2 / 2) / (num_points - 3))
+    low, high = tanh(atanh(rho) - half), tanh(atanh(rho) + half)
+    return (low if correlation > -1 else -1.0), (high if correlation < 1 else 1.0)
 
 
 @dataclass(frozen=True)

@@ -280,9 +280,7 @@ def _preferences(cfg: "ClassicConfig", settings: Sequence[Setting]) -> Section |
         for row in losses
         if name in wishes and np.isfinite(row).all()
     ]
-    correlation = None
-    if len({wish for wish, _ in pairs}) > 1:
-        correlation = preference_correlation(*zip(*pairs, strict=True))
+    correlation = preference_correlation(*zip(*pairs, strict=True)) if pairs else None
     alone, limits = _alone(cfg, settings), None
     if len(alone) == len(objectives) == 2:
         least = [ends[alone[name]].mean(axis=0)[i] for i, name in enumerate(objectives)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from firm.report import formats
 from firm.report.classic_figures import (
     Outcome,
     points_panel,
@@ -113,9 +114,11 @@ def preferences_section(
             "where no model is expected."
         )
     if correlation is not None:
+        num_runs = sum(len(outcome.losses) for outcome in outcomes)
         text += (
-            f" The rank correlation of wanted and reached ratios is {correlation:.2f}; it is 1 if "
-            "they come in the same order."
+            f" The rank correlation of wanted and reached ratios is "
+            f"{formats.correlation(correlation, num_runs)}, with an approximate 95 % interval; it "
+            "is 1 if they come in the same order."
         )
     panels = [
         preference_plane(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from firm.fronts import correlation_interval
 from firm.run.comparison import Measure
 
 MISSING = "–"
@@ -43,6 +44,19 @@ def measure(value: Measure | None, *, is_signed: bool = False) -> str:
         return number(0.0, is_signed=is_signed)
     mean = _with_sign(value.mean, f"{abs(value.mean):,.{decimals}f}", is_signed)
     return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{value.se:,.{decimals}f}"
+
+
+def correlation(value: float | None, num_points: int) -> str:
+    """Returns a rank correlation of so many points with its 95 % interval.
+
+    >>> correlation(0.95, 9).replace(NBSP, " "), correlation(None, 2)
+    ('+0.950 (0.70 to 0.99)', '–')
+    """
+    if value is None:
+        return MISSING
+    ends = correlation_interval(value, num_points)
+    low, high = (_with_sign(end, f"{abs(end):.2f}", is_signed=False) for end in ends)
+    return f"{number(value, is_signed=True)} ({low} to {high})".replace(" ", NBSP)
 
 
 def size(num_bytes: float) -> str:

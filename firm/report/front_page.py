@@ -17,7 +17,6 @@ from firm.fronts import (
     by_preference,
     check_comparable,
     non_dominated,
-    preference_correlations,
 )
 from firm.report import formats
 from firm.report import front_tables as tables
@@ -348,9 +347,9 @@ def _summary(fronts: Mapping[str, Front]) -> list[str]:
     for method, front in fronts.items():
         preferences = by_preference(front)
         steer = [
-            f"{name} {formats.number(value, is_signed=True)}"
-            for name, value in preference_correlations(front).items()
-            if value is not None
+            f"{name} {text}"
+            for name, text in tables.correlations(front).items()
+            if text != formats.MISSING
         ]
         text = f"{method}: {len(front.points)} models of {len(preferences)} preferences"
         if steer:

@@ -102,24 +102,33 @@ def steering(fronts: Mapping[str, Front]) -> Table:
     objectives = next(iter(fronts.values())).objectives
     rows = []
     for method, front in fronts.items():
-        correlations = preference_correlations(front)
-        signed = [formats.number(correlations[name], is_signed=True) for name in objectives]
+        own = correlations(front)
         falls = [
             f"{fall.objective} from share {fall.lower:.3g} to {fall.higher:.3g} "
             f"by {formats.number(fall.fall)}"
             for fall in monotone_violations(front)
         ]
         collapsed = f"{num_collapsed(front)} of {len(front.points)}"
+        signed = [own[name] for name in objectives]
         rows.append([method, *signed, collapsed, "; ".join(falls) or "none"])
     return Table(
         "Preference and outcome",
         "Spearman's rank correlation of an objective's share of the preference and its reward, "
-        "over all models; 1 is perfect steering. The falls are places where the mean reward is "
-        "lower at a higher share.",
+        "over all models, with an approximate 95 % interval; 1 is perfect steering, and where "
+        "several models share a preference the most is a little less. Two shares have none: give "
+        "preferences with three or more. The falls are places where the mean reward is lower at a "
+        "higher share.",
         ["method", *(f"ρ {name}" for name in objectives), "collapsed", "falls"],
         rows,
         words=frozenset({len(objectives) + 2}),
     )
+
+
+def correlations(front: Front) -> dict[str, str]:
+    """Returns the rank correlation of preference and reward by objective, with its interval."""
+    num_points = sum(point.preference is not None for point in front.points)
+    values = preference_correlations(front)
+    return {name: formats.correlation(value, num_points) for name, value in values.items()}
 
 
 def models(fronts: Mapping[str, Front]) -> Table:

@@ -7,6 +7,7 @@ from scipy.stats import spearmanr
 
 from firm.fronts import (
     Violation,
+    correlation_interval,
     monotone_violations,
     preference_correlations,
 )
@@ -37,12 +38,38 @@ def test_what_does_not_vary_correlates_with_nothing(build_point, build_front):
         [
             build_point((0.5, 0.2), preference=(1, 3)),
             build_point((0.5, 0.1), preference=(0.5, 0.5)),
+            build_point((0.5, 0.05), preference=(3, 1)),
             build_point((0.9, 0.9)),  # without a preference
         ]
     )
     assert preference_correlations(front) == {"a": None, "b": pytest.approx(1.0)}
     assert preference_correlations(build_front(front.points[1:])) == {"a": None, "b": None}
     assert preference_correlations(build_front([])) == {"a": None, "b": None}
+
+
+def test_two_shares_have_no_correlation_however_many_seeds_they_have(build_point, build_front):
+    rows = [((0.2, 0.8), (0.1, 0.9)), ((0.8, 0.2), (0.6, 0.3))]
+    points = [
+        build_point(rewards, preference=preference, seed=seed, name=f"{preference} {seed}")
+        for preference, rewards in rows
+        for seed in range(3)
+    ]
+    assert preference_correlations(build_front(points)) == {"a": None, "b": None}
+
+
+def test_the_interval_of_a_correlation_by_hand():
+    # artanh(0.6) = 0.6931, √((1 + 0.18) / 7) = 0.4106, 1.96 of it 0.8047
+    low, high = correlation_interval(0.6, 10)
+    assert (low, high) == pytest.approx((-0.1111, 0.9047), abs=1e-3)
+    assert correlation_interval(-0.6, 10) == pytest.approx((-high, -low))
+    narrow = correlation_interval(0.6, 10, level=0.5)
+    assert low < narrow[0] < 0.6 < narrow[1] < high
+
+
+def test_a_perfect_correlation_of_few_points_is_not_known_to_be_one():
+    assert correlation_interval(1.0, 3) == (-1.0, 1.0)
+    assert correlation_interval(1.0, 5) == (pytest.approx(correlation_interval(0.9, 5)[0]), 1.0)
+    assert correlation_interval(-1.0, 5) == (-1.0, pytest.approx(correlation_interval(-0.9, 5)[1]))
 
 
 def test_means_over_seeds_that_rise_are_monotone(build_point, build_front):

@@ -309,6 +309,7 @@ def test_preferences_and_objectives_alone_make_a_plane_and_a_column(tmp_path):
     local = "local: {lr: 0.3, batch_size: 16}"
     algorithms = {
         "one": f"{{strategy: {{name: fedcmoo_pref, preference: [3, 1]}}, {local}}}",
+        "middle": f"{{strategy: {{name: fedcmoo_pref, preference: [1, 1]}}, {local}}}",
         "other": f"{{strategy: {{name: fedcmoo_pref, preference: [1, 3]}}, {local}}}",
         "left": f"{{strategy: {{name: fedavg, weights: [1, 0]}}, {local}}}",
         "right": f"{{strategy: {{name: fedavg, weights: [0, 1]}}, {local}}}",

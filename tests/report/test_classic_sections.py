@@ -113,7 +113,7 @@ def test_the_grey_region_and_the_correlation_are_explained_where_they_are_known(
     assert "correlation" not in bare.text
     full = preferences_section(runs, {"FedCMOO": (2, 1)}, limits=(0.1, 0.1), correlation=0.925)
     assert "grey region" in full.text
-    assert "correlation of wanted and reached ratios is 0.93" in full.text
+    assert "wanted and reached ratios is +0.925\xa0(−1.00\xa0to\xa01.00)" in full.text
     shapes = [section.panels[0].figure["layout"].get("shapes") for section in (bare, full)]
     assert shapes[0] is None
     assert len(shapes[1]) == 4

@@ -248,7 +248,17 @@ def test_shares_stand_against_rewards_and_falls_are_told_in_words(make_sweep):
     row = table_of(made, "Preference and outcome")["FIRM"]
     fall = front.points[1].rewards["helpful"] - 0.3
     assert row["falls"] == f"helpful from share 0.5 to 0.8 by {fall:.3f}"
-    assert row["ρ helpful"] == "−0.500"
+    assert row["ρ helpful"] == "−0.500 (−1.00 to 1.00)"
+
+
+def test_two_preferences_have_no_rank_correlation(make_sweep):
+    fronts, runs, rewards = make_sweep(methods={"FIRM": 0.0})
+    assert "rank correlation" in study(fronts, runs, rewards).summary[0]
+    front = fronts["FIRM"]
+    two = [point for point in front.points if point.preference != (0.5, 0.5)]
+    made = study({"FIRM": replace(front, points=tuple(two))}, runs, {})
+    assert "correlation" not in made.summary[0]
+    assert table_of(made, "Preference and outcome")["FIRM"]["ρ helpful"] == "–"
 
 
 def test_models_name_what_dominates_them_in_any_method(make_sweep):
