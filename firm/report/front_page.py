@@ -302,25 +302,33 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
         traces = []
         for method in _methods(fronts):
             points = by_preference(fronts[method.name]).items()
-            rows = [(p[index], point.rewards[objective]) for p, own in points for point in own]
-            traces += _share_traces(method.key, pd.DataFrame(rows, columns=["x", "y"]))
-        x_axis = axis(f"share of the preference for {objective}", range=[-0.04, 1.04])
+            rows = [
+                (p[index], point.rewards[objective], point.errors[objective])
+                for p, own in points
+                for point in own
+            ]
+            traces += _share_traces(method.key, pd.DataFrame(rows, columns=["x", "y", "se"]))
+        x_axis = axis(f"share of the preference for {objective}")
         made = figure(traces, x_axis, axis(REWARD), height=300)
         panels.append(Panel(f"share-{objective}", objective, made))
     return Section(
         "preference",
         "Does the preference steer?",
         "Reward on the test prompts against the share that the preference gives the objective. "
-        "Large: mean over all models with this share; small: the models. A method that steers "
-        "rises from left to right.",
+        "Large: mean over all models with this share, with one standard error over them, or over "
+        "the prompts where there is one model; small: the models. A method that steers rises from "
+        "left to right.",
         panels,
     )
 
 
 def _share_traces(key: Key, models: Frame) -> list[Trace]:
-    """Means of y over the models of each x with their standard errors, and the models."""
+    """Means of y over the models of each x with their standard errors, and the models.
+
+    A single model has its own standard error.
+    """
     levels = models.groupby("x")["y"].agg(["mean", "sem", "count"])
-    errors = [None if np.isnan(error) else error for error in levels["sem"].tolist()]
+    errors = levels["sem"].fillna(models.groupby("x")["se"].first()).tolist()
     singles = models[models["x"].map(levels["count"]) > 1].sort_values("x", kind="stable")
     label = escape(key.label)
     shared: dict[str, Any] = {

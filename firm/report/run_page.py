@@ -246,8 +246,9 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
         "The star is the base model."
     )
     steering = (
-        "Reward on the test prompts against the share that the preference gives the objective. A "
-        "preference that steers rises from left to right."
+        "Reward on the test prompts against the share that the preference gives the objective, "
+        "with one standard error over the prompts. A preference that steers rises from left to "
+        "right."
     )
     return {
         "front": lambda: replace(

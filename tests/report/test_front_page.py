@@ -245,10 +245,22 @@ def test_shares_stand_against_rewards_and_falls_are_told_in_words(make_sweep):
     line = next(t for t in section.panels[0].figure["data"] if t["name"] == "FIRM")
     assert line["x"] == [0.2, 0.5, 0.8]
     assert line["y"] == [p.rewards["helpful"] for p in fronts["FIRM"].points]
+    assert line["error_y"]["array"] == [0.015] * 3  # over the prompts
     row = table_of(made, "Preference and outcome")["FIRM"]
     fall = front.points[1].rewards["helpful"] - 0.3
     assert row["falls"] == f"helpful from share 0.5 to 0.8 by {fall:.3f}"
     assert row["ρ helpful"] == "−0.500 (−1.00 to 1.00)"
+
+
+def test_means_over_seeds_have_bars_over_the_seeds_where_preferences_steer(make_sweep):
+    fronts, runs, rewards = make_sweep()
+    (panel, _) = study(fronts, runs, rewards).block("preference").panels
+    bars = next(t for t in panel.figure["data"] if t["name"] == "FIRM")["error_y"]["array"]
+    pairs = [
+        [p.rewards["helpful"] for p in fronts["FIRM"].points if p.preference == preference]
+        for preference in PREFERENCES[2]
+    ]
+    assert bars == pytest.approx([stdev(pair) / 2**0.5 for pair in pairs])
 
 
 def test_two_preferences_have_no_rank_correlation(make_sweep):
