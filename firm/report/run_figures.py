@@ -144,7 +144,7 @@ def _client_panel(
     if quantity.lines == "clients and mean" and len(keys) > 1:
         traces.append(curve(MEAN, mean_over_clients(of_clients).items(), width=2.5, size=0))
         keys.append(MEAN)
-    if "" in lines:
+    if "" in lines and quantity.of is None:  # else the server has a figure of its own by that name
         traces.append(curve(SERVER, lines[""].items(), size=0))
         keys.append(SERVER)
     if quantity.evaluated:

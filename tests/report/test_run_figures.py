@@ -161,6 +161,14 @@ def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
     assert traces(panels, "norm_ratio")["client_0"] == {1: pytest.approx(0.25)}
 
 
+def test_the_norm_ratio_of_a_round_is_no_weighing_by_the_server(make_run):
+    run_path = make_run(num_done=1, has_gram=True)
+    edit_rows(run_path, lambda row: {**row, "norm_ratio": 3.0} if row["kind"] == "round" else row)
+    panels, keys = figures.quantity_panels(setting(read_record(run_path)), "gradients")
+    assert figures.SERVER not in keys
+    assert figures.SERVER.label not in traces(panels, "norm_ratio")
+
+
 def test_reward_diagnostics_are_means_over_the_clients_that_have_a_value(make_run):
     run_path = make_run(objectives=("a", "b", "c"), num_clients=2, num_done=2)
 
