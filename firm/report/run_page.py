@@ -421,8 +421,13 @@ def _origin(record: Record) -> Origin:
 TEXTS = {
     "scores": (
         "Scores by round",
-        "Bold: mean score of the global model on the validation prompts, with its standard error. "
-        "Thin: what each client saw on its own prompts while it trained.",
+        "Bold: mean score of the global model after a round on the validation prompts, the same in "
+        "all rounds, with its standard error. Thin: mean score of the replies from which each "
+        "client learned in the round, to training prompts of its own. Both are sampled alike and "
+        "still lie apart: the prompts are others; a client's replies are few (estimator.batch_size "
+        "in each of strategy.num_local_steps); and they come before the steps that they teach, up "
+        "to a round behind. A gap in round 1 is mostly one of prompts and chance, hardly of "
+        "learning; one that grows says that training prompts are served better than unseen ones.",
     ),
     "diagnostics": (
         "Can the scores be trusted?",

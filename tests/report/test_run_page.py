@@ -9,6 +9,7 @@ import pytest
 from firm.report import read_record, write_report
 from firm.report import run_figures as figures
 from firm.report.__main__ import main
+from firm.report.run_page import run_page
 from tests.runs import edit_rows, figures_in, read_rows, write_rows
 
 HOSTILE = (
@@ -291,6 +292,12 @@ def test_what_the_run_warned_of_stands_above_the_figures(make_run):
     assert f"<b>Round 3:</b> {text}</p>" in html
     assert html.index(text) < html.index("<main>")
     assert "<b>Round" not in write(make_run("calm"))
+
+
+def test_the_scores_say_why_training_and_validation_lie_apart(make_run):
+    text = run_page(read_record(make_run())).block("scores").text
+    assert "estimator.batch_size in each of strategy.num_local_steps" in text
+    assert "A gap in round 1 is mostly one of prompts and chance" in text
 
 
 def test_what_the_run_warned_of_at_its_start_stands_first(make_run):
