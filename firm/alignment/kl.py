@@ -116,8 +116,9 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
         return None
     if config.coefficient == 0:
         return (
-            "the adaptive KL controller is inert: it multiplies estimator.kl.coefficient, which is "
-            "0; start from a positive one, or set estimator.kl.controller to fixed."
+            "the adaptive KL controller is inert, it cannot act: it multiplies "
+            "estimator.kl.coefficient, which is 0; start from a positive one, or set "
+            "estimator.kl.controller to fixed."
         )
     most = MAX_KL_ERROR * batch_size
     low, high = (
@@ -127,10 +128,12 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
         return None
     horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)
     return (
-        f"the adaptive KL controller is inert: with estimator.kl.horizon {config.horizon:,g} the "
-        f"run's {num_steps:,} local steps of {batch_size:,} responses take its coefficient from "
-        f"{config.coefficient:g} to {low:.4g} or {high:.4g} at most; a horizon of about "
-        f"{float(f'{horizon:.2g}'):,g} would allow {INERT_KL_CHANGE:.0%}."
+        "the adaptive KL controller is inert, it leaves the KL coefficient nearly as it is: with "
+        f"estimator.kl.horizon {config.horizon:,g} the run's {num_steps:,} local steps of "
+        f"{batch_size:,} responses take its coefficient from {config.coefficient:g} to {low:.4g} "
+        f"or {high:.4g} at most; a horizon of about "
+        f"{float(f'{horizon:.2g}'):,g} would allow {INERT_KL_CHANGE:.0%}. Where the coefficient is "
+        "to stay, set estimator.kl.controller to fixed."
     )
 
 

@@ -105,9 +105,10 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
         if any(norms)
     ]
     return (
-        f"beta {beta:g} is inert: over {ALARM_ROUNDS} rounds it moved the weights by "
-        f"{effect:.1%} of the way to uniform ones; about {median(solves):.2g} would move them by "
-        f"{INERT_EFFECT:.0%}."
+        f"strategy.beta {beta:g} is inert, the weights λ are nearly those without it: over "
+        f"{ALARM_ROUNDS} rounds it moved them by {effect:.1%} of the way to uniform ones; about "
+        f"{median(solves):.2g} would move them by {INERT_EFFECT:.0%}. Where no regularisation "
+        "is wanted, set it to 0."
     )
 
 

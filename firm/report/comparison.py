@@ -7,7 +7,7 @@ from pathlib import Path
 from firm.report import formats
 from firm.report.page import Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
 from firm.report.record import Record
-from firm.run.comparison import Line, compare
+from firm.run.comparison import Line, compare, score_notes
 
 TITLE = "Base against aligned model"
 
@@ -94,7 +94,7 @@ def write_comparison(
     origin = Table("", "", ["Adapter", "Folder"], list(adapters.items()), words=frozenset({1}))
     blocks = [
         _bars(lines),
-        comparison_table(lines, ""),
+        comparison_table(lines, score_notes(line.name for line in next(iter(lines.values())))),
         Samples(
             "The first reply of each model to the same prompts, with its raw scores.",
             samples,

@@ -20,7 +20,7 @@ from firm.report import formats
 from firm.report.ledger import total_bytes
 from firm.report.page import Table
 from firm.report.record import Record, rewards_of
-from firm.run.comparison import Measure, score_label
+from firm.run.comparison import Measure, score_label, score_notes
 
 NUM_RESAMPLES = 1000
 BOOTSTRAP_SEED = 0
@@ -146,7 +146,8 @@ def models(fronts: Mapping[str, Front]) -> Table:
     for name in objectives:
         measures = [Measure(point.rewards[name], point.errors[name]) for point in everyone]
         columns[name] = [formats.measure(measure) for measure in measures]
-    for name in dict.fromkeys(name for point in everyone for name in point.scores):
+    extras = list(dict.fromkeys(name for point in everyone for name in point.scores))
+    for name in extras:
         scores = [formats.number(point.scores.get(name)) for point in everyone]
         columns[score_label(name)] = scores
     columns["KL"] = [formats.number(point.kl) for point in everyone]
@@ -158,7 +159,7 @@ def models(fronts: Mapping[str, Front]) -> Table:
         "Models",
         "On the test prompts: rewards in [0, 1] ± standard error over the prompts, raw scores "
         "beside them, KL from the base model in nats per reply. Dominated by models of any "
-        "method.",
+        f"method. {score_notes(extras)}".strip(),
         columns,
         words=frozenset(words),
     )

@@ -192,6 +192,8 @@ class Page:
     headlines: Sequence[Headline] = ()
     stats: Sequence[tuple[str, str, str]] = ()
     """Label, value and note of each number in the head."""
+    words: str = ""
+    """What names in the head mean, below the numbers."""
     alarms: Sequence[tuple[str, str]] = ()
     """Warnings of the runs: which run and when, and the text."""
     notices: Sequence[str] = ()

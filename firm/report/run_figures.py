@@ -13,6 +13,7 @@ from firm.report.ledger import uploads_so_far
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.record import Record, score
 from firm.report.tables import DASHES, Setting, drawn_objectives, mean_over_clients, reference_of
+from firm.run.comparison import score_label
 from firm.run.quantities import Quantity, shown
 from firm.run.rows import Row
 
@@ -271,8 +272,9 @@ def learned_and_true(run: Setting) -> list[Panel]:
     for name in record.extra_scores():
         if name not in true_scores(record):
             line = evaluation_line(run, "scores", name, INK)
-            figure = rounds_figure([line], f"mean of {escape(name)}")
-            panels.append(Panel(f"extra-{name}", name, figure))
+            label = score_label(name)
+            figure = rounds_figure([line], f"mean {escape(label)}")
+            panels.append(Panel(f"extra-{name}", label, figure))
     return nonempty(panels)
 
 

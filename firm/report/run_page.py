@@ -35,6 +35,7 @@ from firm.report.record import Record, read_record
 from firm.report.run_front import front_of_run, volume_section
 from firm.report.samples import Sample, samples_of
 from firm.report.tables import Setting
+from firm.run.comparison import score_notes
 from firm.run.guard import drawing
 from firm.run.quantities import shown
 
@@ -93,6 +94,7 @@ def run_page(record: Record) -> Page:
         facts=facts,
         headlines=_headlines(record, comparison) if comparison else [],
         stats=_stats(record, comparison) if record.rounds else [],
+        words=score_notes(line.name for line in comparison.lines) if comparison else "",
         alarms=[(alarm.when, alarm.text) for alarm in alarms([record.header, *record.rounds])],
         notices=notes,
         blocks=[blocks[name] for name in ORDER if name in blocks],
@@ -273,15 +275,19 @@ def _evaluation(record: Record, comparison: Comparison) -> Table:
 
 
 def _truth(run: Setting) -> Section:
-    has_truth = bool(figures.true_scores(run.records[0]))
-    return Section(
-        "truth",
-        "Learned and true scores" if has_truth else "Other scores",
+    record = run.records[0]
+    has_truth = bool(figures.true_scores(record))
+    text = (
         "Solid: what the reward model says. Dotted: the true score of the same replies. Where "
         "the solid line rises and the dotted one does not, the reward is being hacked. Both "
         "are changes since the base model, in standard deviations of its score over prompts."
         if has_truth
-        else "What is measured on the validation prompts beside the objectives.",
+        else "What is measured on the validation prompts beside the objectives."
+    )
+    return Section(
+        "truth",
+        "Learned and true scores" if has_truth else "Other scores",
+        f"{text} {score_notes(record.extra_scores())}".strip(),
         figures.learned_and_true(run),
         [Key("learned score", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
     )

@@ -52,7 +52,7 @@ from firm.report.tables import (
 )
 from firm.report.trajectories import Figure, difference
 from firm.run import Sweep, UserError, print_table
-from firm.run.comparison import score_label
+from firm.run.comparison import score_label, score_notes
 from firm.run.guard import drawing
 from firm.run.quantities import QUANTITIES
 from firm.run.rows import Row
@@ -291,7 +291,7 @@ def _final_table(settings: Sequence[Setting], name: str) -> Table:
         "Final models",
         "On the test prompts: rewards in [0, 1], raw scores beside them, KL from the base model in "
         "nats per reply. Mean ± standard deviation over the seeds, as many as the last column "
-        "says.",
+        f"says. {score_notes(extras)}".strip(),
         ["setting", *figures, "seeds"],
         rows,
         name=name,

@@ -1,6 +1,6 @@
 """The aligned model beside the base model: every score and side figure of two evaluations."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,26 @@ def score_label(name: str) -> str:
     ('parse rate', 'true helpful')
     """
     return "parse rate" if name == "parse" else name.replace("true_", "true ", 1)
+
+
+def score_notes(names: Iterable[str]) -> str:
+    """Returns sentences on the scores of these names that are measured and never trained on."""
+    names = list(names)
+    true = next((name for name in names if name.startswith("true_")), None)
+    sentences = []
+    if true:
+        sentences.append(
+            f"A true score, here evaluation.metrics.{true}, is what the learned reward should "
+            "stand for: it is measured and never trained on. In the miniature world it is the rule "
+            "that made the preference data."
+        )
+    if "parse" in names:
+        sentences.append(
+            "The parse rate is the share of replies that evaluation.metrics.parse accepts, in the "
+            "miniature world those of whole sentences of its grammar; where it falls, the policy "
+            "unlearns its language."
+        )
+    return " ".join(sentences)
 
 
 def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:

@@ -54,6 +54,8 @@ def test_the_controller_of_the_papers_run_is_inert_and_the_horizon_that_is_told_
     assert told is not None
     low, high = reached(config, 64, 0.0), reached(config, 64, 1.0)
     assert (low, high) == (pytest.approx(0.1959, abs=5e-5), pytest.approx(0.2041, abs=5e-5))
+    assert "it leaves the KL coefficient nearly as it is" in told
+    assert "set estimator.kl.controller to fixed" in told
     assert "64 local steps of 16 responses take" in told
     assert "from 0.2 to 0.1959 or 0.2041 at most" in told
     assert "horizon of about 4,200 would allow 5%" in told

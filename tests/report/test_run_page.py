@@ -294,6 +294,16 @@ def test_what_the_run_warned_of_stands_above_the_figures(make_run):
     assert "<b>Round" not in write(make_run("calm"))
 
 
+def test_true_scores_and_the_parse_rate_are_explained_where_they_stand_with_their_keys(make_run):
+    page = run_page(read_record(make_run(is_over=True)))
+    assert "true score" in page.headlines[0].notes[1]
+    for text in (page.words, page.block("truth").text):
+        assert "evaluation.metrics.true_helpful" in text
+        assert "evaluation.metrics.parse" in text
+    bare = run_page(read_record(make_run("bare", has_truth=False)))
+    assert bare.words == ""
+
+
 def test_the_scores_say_why_training_and_validation_lie_apart(make_run):
     text = run_page(read_record(make_run())).block("scores").text
     assert "estimator.batch_size in each of strategy.num_local_steps" in text
