@@ -24,6 +24,8 @@ PAGE_NAME = "report.html"
 PLOTLY_NAME = "plotly.min.js"
 NUM_OPEN_SAMPLES = 4
 """The other samples are folded."""
+NUM_COLUMNS = 7
+"""Facts in a row; more are divided among rows of equal length, so that none stands alone."""
 NUM_LEFT_OUT = 5
 """Invalid entries that are named; the others are counted."""
 
@@ -338,5 +340,6 @@ def _environment() -> jinja2.Environment:
         "measure": formats.measure,
         "reach": lambda change: abs(change.mean) + (change.se or 0.0),
         "group": html.escape,  # as figures write names
+        "columns": lambda facts: -(-len(facts) // -(-len(facts) // NUM_COLUMNS)) if facts else 1,
     }
     return environment
