@@ -133,15 +133,18 @@ def planes(
 ) -> list[Panel]:
     """Returns one plane per pair of objectives; with a single one, its value against the KL.
 
-    The axes hold all models and the base model. A reference point, where hypervolumes begin, is
-    among the data; a note says where it is if it lies beyond the axes.
+    The axes hold all models, the base model and the error bars that are drawn. A reference point,
+    where hypervolumes begin, is among the data; a note says where it is if it lies beyond the axes.
     """
     panels = []
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [(KL, objectives[0])]:
-        traces = [t for cloud in clouds for t in _traces(cloud, x, y) if t["x"]]
-        spots = [spot for cloud in clouds for spot in cloud.spots]
-        spots = [s for s in [*spots, Spot(base or {}, {}, {})] if _has(s.place, x, y)]
+        means = [spot for cloud in clouds for spot in cloud.means]
+        bare = [replace(spot, errors={}) for cloud in clouds for spot in cloud.models]
+        spots = [*means, *bare, Spot(base or {}, {}, {})]
+        spots = [spot for spot in spots if _has(spot.place, x, y)]
         axes = _axis(x, spots, unit), _axis(y, spots, unit)
+        middle = fmean(axes[0]["range"])
+        traces = [t for cloud in clouds for t in _traces(cloud, x, y, middle) if t["x"]]
         if base and _has(base, x, y):
             traces.append(_mark(base, x, y, Key("base model", INK), "asterisk-open"))
         notes = {}
@@ -157,10 +160,13 @@ def planes(
     return panels
 
 
-def _traces(cloud: Cloud, x: str, y: str) -> list[Trace]:
-    """Returns the path, the models behind means, and the means, part of a path through all."""
+def _traces(cloud: Cloud, x: str, y: str, middle: float) -> list[Trace]:
+    """Returns the path, the models behind means, and the means, part of a path through all.
+
+    The middle is that of the x-axis, towards which labels stand.
+    """
     width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
-    models, means = (_markers(cloud, spots, x, y) for spots in (cloud.models, cloud.means))
+    models, means = (_markers(cloud, spots, x, y, middle) for spots in (cloud.models, cloud.means))
     if cloud.path and list(cloud.path) == list(range(len(cloud.means))):
         line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
         return [models, means | {"mode": f"lines+{means['mode']}", "line": line}]
@@ -177,7 +183,7 @@ def _traces(cloud: Cloud, x: str, y: str) -> list[Trace]:
     return [path, models, means]
 
 
-def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> Trace:
+def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float) -> Trace:
     shown = [spot for spot in spots if _has(spot.place, x, y)]
     key, is_mean = cloud.key, spots is cloud.means
     marker = {
@@ -200,7 +206,9 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> Trace:
         attributes = {
             "mode": "markers+text",
             "text": [escape(spot.label) for spot in shown],
-            "textposition": "bottom center",
+            "textposition": _label_places(
+                [(spot.place[x], spot.place[y]) for spot in shown], middle
+            ),
             "textfont": {"color": INK},
         }
     if is_mean:
@@ -220,6 +228,19 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str) -> Trace:
         showlegend=is_mean,
         **attributes,
     )
+
+
+def _label_places(points: Sequence[tuple[float, float]], middle: float) -> list[str]:
+    """Returns on which side of each point of a path its label stands.
+
+    Beside error bars, towards the middle of the axis; of the first and the last point, which have
+    labels, the higher one's stands above and the lower one's below, so that the two do not meet.
+    """
+    heights = ("top", "bottom") if points[-1][1] < points[0][1] else ("bottom", "top")
+    return [
+        f"{heights[place > 0]} {'right' if x <= middle else 'left'}"
+        for place, (x, _) in enumerate(points)
+    ]
 
 
 def _mark(place: Place, x: str, y: str, key: Key, symbol: str) -> Trace:
@@ -242,9 +263,9 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
 
 
 def _corner_note(reference: Place, x: str, y: str) -> dict[str, Any]:
-    text = f"↙ reference point ({reference[x]:g}, {reference[y]:g}), beyond the corner"
+    text = f"reference point ({reference[x]:g}, {reference[y]:g}) beyond the lower left corner"
     place = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
-    return annotation(0.99, 0.01, text, MUTED, **place)
+    return annotation(1, 1, text, MUTED, **place)
 
 
 def _coordinates(x: str, y: str) -> str:

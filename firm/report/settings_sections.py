@@ -155,13 +155,13 @@ def _seconds_panel(settings: Sequence[Setting]) -> Panel:
             )
     made = figure(
         traces,
-        axis("seconds per round, all clients", rangemode="tozero"),
+        axis("seconds", rangemode="tozero"),
         {"type": "category", "autorange": "reversed"},
         height=120 + 26 * len(settings),
         barmode="stack",
         bargap=0.25,
     )
-    return Panel("cost-seconds", "Seconds per stage", made)
+    return Panel("cost-seconds", "Seconds per round, by stage", made)
 
 
 def stage_seconds(setting: Setting) -> dict[str, float]:

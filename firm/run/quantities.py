@@ -133,7 +133,8 @@ def _norm_ratio(row: Mapping[str, Any]) -> float | None:
     return math.exp(fmean(ratios)) if ratios else None
 
 
-SIDES = {"range": [-1.05, 1.05]}
+SIDES = {"autorangeoptions": {"include": [-0.2, 0.2]}}
+"""Correlations as far as they go; what is near zero looks so."""
 PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
 
 _diagnostic = partial(Quantity, section="diagnostics", lines="means")
@@ -197,7 +198,6 @@ for _quantity in (
         by="objective",
         lines="clients and mean",
         reference="1/M",
-        axis={"range": [-0.02, 1.02]},
         is_share=True,
         shape=Several(Several(WEIGHT, "objectives")),
     ),

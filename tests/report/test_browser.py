@@ -6,8 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from firm.report import write_report
-from tests.runs import read_rows
+from firm.report import read_record, write_report
+from firm.report.settings_page import write_study_page
+from tests.runs import edit_rows, read_rows
 
 
 @pytest.fixture
@@ -39,6 +40,62 @@ def test_a_browser_draws_all_without_complaint_network_or_sideways_scrolling(
     assert page("document.documentElement.scrollWidth") <= width
     assert page.requests
     assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "blob"}
+
+
+WORDS_IN_FIGURES = """[...document.querySelectorAll("[data-figure]")].flatMap((plot) => {
+    const frame = plot.getBoundingClientRect();
+    const words = [...plot.querySelectorAll("text")].filter((node) => node.textContent.trim())
+        .map((node) => [node.textContent, node.getBoundingClientRect()]);
+    const leaves = ([, box]) => box.left < frame.left - 1 || box.right > frame.right + 1
+        || box.top < frame.top - 1 || box.bottom > frame.bottom + 1;
+    const meet = ([, a], [, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+    return [
+        ...words.filter(leaves).map(([text]) => `${plot.dataset.figure}: ${text} leaves it`),
+        ...words.flatMap((one, place) => words.slice(place + 1).filter((other) => meet(one, other))
+            .map(([text]) => `${plot.dataset.figure}: ${one[0]} lies on ${text}`)),
+    ];
+})"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_words_in_figures_neither_overlap_nor_leave_them(page, make_run, width: int) -> None:
+    def stand_still(row):
+        """The global model scores in every round what the base model did."""
+        if row["kind"] == "evaluation" and row["split"] == "validation":
+            row["scores"] = {name: {"mean": 0.5, "se": 0.1} for name in row["scores"]}
+        return row
+
+    run_path = make_run(num_done=2, num_rounds=2)
+    edit_rows(run_path, stand_still)
+    page.open(write_report(run_path, final=False), width=width)
+    assert page(WORDS_IN_FIGURES) == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_words_in_the_figures_of_a_study_have_room(page, make_run, tmp_path, width: int) -> None:
+    runs = {
+        name: [read_record(make_run(f"{place}", num_done=2, num_rounds=2, seed=place))]
+        for place, name in enumerate(("FIRM", "weights of a quarter and three quarters"))
+    }
+    page.open(write_study_page(tmp_path / "report.html", runs), width=width)
+    assert page(WORDS_IN_FIGURES) == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_prose_ends_with_its_cards_and_no_fact_stands_alone(page, full_run, width: int) -> None:
+    page.open(write_report(full_run, final=False), width=width)
+    edge = "Math.round({}.getBoundingClientRect().right)"
+    prose = page(f"[...document.querySelectorAll('section > p')].map((p) => {edge.format('p')})")
+    cards = page(f"[...document.querySelectorAll('.panels')].map((p) => {edge.format('p')})")
+    assert set(prose) == set(cards)
+    facts = page(
+        "[...document.querySelectorAll('.facts > div')].map((fact) => {"
+        " const { top, width } = fact.getBoundingClientRect(); return [top, width]; })"
+    )
+    last = [width for top, width in facts if top == facts[-1][0]]
+    whole = page("document.querySelector('.facts').clientWidth")
+    assert len(last) > 1 or last == [pytest.approx(whole, abs=1)]
 
 
 def test_every_marker_stands_where_metrics_jsonl_says(page, make_run) -> None:

@@ -127,6 +127,17 @@ def test_the_plane_in_the_page_holds_every_model_mean_base_and_reference(make_sw
     assert (shown["reference point"]["x"], shown["reference point"]["y"]) == ([0.25], [0.25])
 
 
+def test_the_plane_is_as_wide_as_what_is_drawn(make_sweep):
+    fronts, runs, rewards = make_sweep()
+    wide = [replace(p, errors=dict.fromkeys(p.errors, 3.0)) for p in fronts["FIRM"].points]
+    loose = {**fronts, "FIRM": replace(fronts["FIRM"], points=tuple(wide))}
+    ranges = [
+        study(own, runs, rewards).block("trade-off").panels[0].figure["layout"]["xaxis"]["range"]
+        for own in (fronts, loose)
+    ]
+    assert ranges[0] == ranges[1]  # of the seeds of a preference only the mean has bars
+
+
 def test_with_three_objectives_there_are_three_planes_without_lines(make_sweep, tmp_path):
     fronts, runs, rewards = make_sweep(num_objectives=3, seeds=(0,))
     path = write_front_page(
