@@ -7,9 +7,10 @@ same figures as PNG and SVG with the data beside them. `page` is the one model o
 template. On it stand `run_page` (one run), `settings_page` (settings over seeds), `front_page` (a
 sweep over preferences), `classic_page` (vision and tables) and `comparison` (evaluated adapters).
 
-A page is one self-contained file that asks nothing of the network. What cannot be drawn, because
+A page is one self-contained file that asks nothing of the network; those of a sweep or study and
+its points share the plotly.min.js in its folder. What cannot be drawn, because
 the files of a run hold what they should not, is a note on its page and a warning; a run never ends
-for it. `python -m firm.report RUN_DIR` rewrites the page of any run.
+for it. `python -m firm.report FOLDER` makes the page of any run, sweep or study one file.
 """
 
 from firm.report.page import alarms

@@ -63,13 +63,13 @@ METHOD = (
 def write_front_page(path: Path, fronts: Mapping[str, Front], **options: Any) -> Path:
     """Writes the page of a sweep, in one step, and returns its path.
 
-    It belongs into the folder of the fronts' files, so that the adapters' paths on it hold. Options
-    are those of `front_page`.
+    It belongs into the folder of the fronts' files, so that the adapters' paths on it hold, and
+    loads the plotly.min.js there, as the pages of the points do. Options are those of `front_page`.
 
     Raises:
         UserError: There are no points, or the fronts are not comparable; nothing is written then.
     """
-    return write_page(path, front_page(fronts, **options))
+    return write_page(path, front_page(fronts, **options), shared=path.parent)
 
 
 def front_page(

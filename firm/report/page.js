@@ -72,5 +72,7 @@ for (const button of document.querySelectorAll("[data-set]"))
     drawAll();
   };
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-drawAll();
+if (window.Plotly) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  drawAll();
+} else document.getElementById("no-plotly").hidden = false;

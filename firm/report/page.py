@@ -2,6 +2,8 @@
 
 import html
 import json
+import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +19,18 @@ from firm.report.drawing import Key, Panel
 from firm.report.record import Record
 from firm.report.samples import Sample
 from firm.run.comparison import Measure
+from firm.run.errors import UserError
 from firm.run.guard import drawn
 from firm.run.rows import Row
 
 PAGE_NAME = "report.html"
 PLOTLY_NAME = "plotly.min.js"
+ALONE = "One file, no network needed."
+UNFINISHED = "Rewritten after every round: reload to see the latest."
+SHARED = (
+    "No network needed. The figures need {}; to send the page on its own, put that into it with "
+    "python -m firm.report FOLDER."
+)
 NUM_OPEN_SAMPLES = 4
 """The other samples are folded."""
 NUM_COLUMNS = 7
@@ -212,10 +221,10 @@ class Page:
         return next(b for b in self.blocks if name in (b.name, b.title))
 
 
-def render(page: Page, *, inline: bool = True) -> str:
+def render(page: Page, *, script: str = "", footer: str = ALONE) -> str:
     """Returns a page as HTML that asks nothing of the network.
 
-    With plotly inline it stands alone; otherwise it loads plotly from its own folder.
+    It loads plotly from the script, an address relative to its own; without one it stands alone.
     """
     panels = page.panels
     template = _environment().get_template("page.html.jinja")
@@ -224,27 +233,59 @@ def render(page: Page, *, inline: bool = True) -> str:
         blocks=[block for block in page.blocks if is_shown(block)],
         num_open_samples=NUM_OPEN_SAMPLES,
         figures=script_json(panels) if panels else None,
-        plotly=plotly.offline.get_plotlyjs() if inline and panels else None,
-        plotly_name=None if inline else PLOTLY_NAME,
+        plotly=None if script else plotly.offline.get_plotlyjs(),
+        script=script,
+        footer=footer,
         nonce=secrets.token_urlsafe(16),
     )
 
 
-def write_page(path: Path, page: Page, *, final: bool = True) -> Path:
+def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | None = None) -> Path:
     """Writes a page in one step, so that a reader never meets half of it, and returns its path.
 
     The final page stands alone. Before, plotly.min.js lies beside it, so that rewriting the page
-    stays cheap.
+    stays cheap. Pages of a folder of runs load the one in that folder instead, at any time.
+
+    Args:
+        path: The page to be.
+        page: What it says.
+        final: Whether it is not rewritten after another round.
+        shared: The folder whose plotly.min.js it loads.
 
     Raises:
         OSError: The page cannot be written.
     """
-    script_path = path.with_name(PLOTLY_NAME)
-    if not final and not script_path.exists():
-        replace_file(script_path, plotly.offline.get_plotlyjs())
-    replace_file(path, render(page, inline=final))
-    if final:
-        script_path.unlink(missing_ok=True)
+    folder = shared or (None if final else path.parent)
+    if folder is None:
+        replace_file(path, render(page))
+    else:
+        if not (folder / PLOTLY_NAME).exists():
+            replace_file(folder / PLOTLY_NAME, plotly.offline.get_plotlyjs())
+        script = Path(os.path.relpath(folder / PLOTLY_NAME, path.parent)).as_posix()
+        footer = SHARED.format(script) if final else UNFINISHED
+        replace_file(path, render(page, script=script, footer=footer))
+    if final and folder != path.parent:
+        path.with_name(PLOTLY_NAME).unlink(missing_ok=True)
+    return path
+
+
+def stand_alone(path: Path) -> Path:
+    """Puts the plotly that a page loads into the page itself, in one step, and returns its path.
+
+    Raises:
+        UserError: There is no page.
+        OSError: The page cannot be written.
+    """
+    if not path.is_file():
+        raise UserError(
+            f"there is no page {path}; run the recipe again with --resume, which writes it."
+        )
+    text = path.read_text(encoding="utf-8")
+    loaded = re.search(rf'(<script nonce="[^"]*") src="[^"]*{re.escape(PLOTLY_NAME)}">', text)
+    if loaded:
+        head, tail = text[: loaded.start()], text[loaded.end() :]
+        head = re.sub(r"(?<=<footer>).*(?=</footer>)", ALONE, head)
+        replace_file(path, f"{head}{loaded[1]}>{plotly.offline.get_plotlyjs()}{tail}")
     return path
 
 
@@ -308,7 +349,7 @@ def replace_file(path: Path, text: str) -> None:
 
     Halves of characters, which UTF-8 cannot say, become escapes that can be read.
     """
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # runs may write the same file
     try:
         draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         draft.replace(path)

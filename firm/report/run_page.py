@@ -38,29 +38,32 @@ from firm.report.tables import Setting
 from firm.run.comparison import score_notes
 from firm.run.guard import drawing
 from firm.run.quantities import shown
+from firm.run.sweep import sweep_folder
 
 
-def write_report(run_path: Path, *, final: bool) -> Path:
+def write_report(run_path: Path, *, final: bool, shared: Path | None = None) -> Path:
     """Writes the report of a run, at whatever stage it is, and returns the page's path.
 
-    The final page carries plotly itself and stands alone.
+    The final page carries plotly itself and stands alone, unless it loads that of a shared folder.
 
     Raises:
         UserError: There is no run at `run_path`.
         ValueError: One of its files is malformed.
         OSError: The page cannot be written.
     """
-    return write_page(run_path / PAGE_NAME, run_page(read_record(run_path)), final=final)
+    page = run_page(read_record(run_path))
+    return write_page(run_path / PAGE_NAME, page, final=final, shared=shared)
 
 
 def update_report(run_path: Path, *, final: bool = False) -> Path:
     """Writes the report of a run as `write_report` does, but never raises, and returns its path.
 
-    A page that cannot be written, because the disk is full for example, is a warning: the run goes
-    on, and its next checkpoint reports the disk.
+    A point of a sweep or study shares plotly with the others. A page that cannot be written,
+    because the disk is full for example, is a warning: the run goes on, and its next checkpoint
+    reports the disk.
     """
     with drawing(f"The page {PAGE_NAME}"):
-        write_report(run_path, final=final)
+        write_report(run_path, final=final, shared=sweep_folder(run_path))
     return run_path / PAGE_NAME
 
 

@@ -76,6 +76,8 @@ def write_study_page(
 ) -> Path:
     """Writes the page of a study, in one step, and returns its path.
 
+    It loads the plotly.min.js of its folder, as the pages of the runs do.
+
     Args:
         path: The page to be; the paths of adapters on it are relative to its folder.
         runs: The runs of each setting, by its name; settings without runs are left out.
@@ -120,7 +122,7 @@ def write_study_page(
             {"show all": names, "show none": [], **known},
         ),
     )
-    return write_page(path, page)
+    return write_page(path, page, shared=path.parent)
 
 
 def _by_scale(

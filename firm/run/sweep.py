@@ -162,6 +162,13 @@ class Sweep:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
+def sweep_folder(run_path: Path) -> Path | None:
+    """Returns the folder of the sweep that a run is a point of; None for a run on its own."""
+    folder = run_path.absolute().parent.parent
+    is_point = (folder / SWEEP_NAME).is_file() and run_path.absolute().parent.name == "points"
+    return folder if is_point else None
+
+
 def summarise(outcomes: Sequence[Outcome]) -> None:
     """Raises a `UserError` that names the points that failed, if any did."""
     failed = [outcome for outcome in outcomes if outcome.problem]

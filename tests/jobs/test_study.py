@@ -90,6 +90,7 @@ def test_a_study_runs_all_settings_and_draws_them_side_by_side(studied):
     for name in ("firm-seed_0", "server-seed_0"):
         assert json.loads((out / "points" / name / "run.json").read_text())["status"] == "finished"
         assert name in page
+    assert list(out.rglob("*.js")) == [out / "plotly.min.js"]
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
 
 

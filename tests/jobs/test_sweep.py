@@ -103,6 +103,10 @@ def test_the_sweep_has_a_page_and_figures_for_a_paper(swept):
     page = (swept / "report.html").read_text()
     for name in ("firm-50_50-seed_0", "soups-50_50-seed_0"):
         assert name in page
+    assert list(swept.rglob("*.js")) == [swept / "plotly.min.js"]
+    sizes = [path.stat().st_size for path in swept.rglob("report.html")]
+    assert len(sizes) == 7  # of six points and the sweep
+    assert max(sizes) < 500_000
     assert {path.name for path in (swept / "figures").iterdir()} == {
         "front.png", "front.svg", "front.csv",
     }  # fmt: skip

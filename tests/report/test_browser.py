@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from firm.report import read_record, write_report
+from firm.report import read_record, update_report, write_report
 from firm.report.settings_page import write_study_page
 from tests.runs import edit_rows, read_rows
 
@@ -177,6 +177,27 @@ def test_every_marker_stands_where_metrics_jsonl_says(page, make_run) -> None:
                 assert at_data == pytest.approx(point, rel=1e-12), (figure, trace["name"])
                 for axis in range(2):
                     assert at_screen[axis] == pytest.approx(point[axis], abs=near[axis], rel=0)
+
+
+def test_the_page_of_a_point_draws_with_the_plotly_of_its_sweep(page, make_run, tmp_path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    path = update_report(make_run("points/first", num_done=2), final=True)
+    page.open(path)
+    assert page.complaints == []
+    assert (tmp_path / "plotly.min.js").as_uri() in page.requests
+    assert page("document.querySelectorAll('[data-figure]:has(.js-line, .point)').length") > 10
+    assert page("document.querySelector('#no-plotly').hidden")
+
+
+def test_a_page_without_its_plotly_says_what_it_needs(page, make_run, tmp_path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    path = update_report(make_run("points/first", num_done=2), final=True)
+    (tmp_path / "plotly.min.js").unlink()
+    page.visit(path.as_uri())
+    page.wait_until("document.querySelector('#no-plotly')?.hidden === false")
+    assert "need the file ../../plotly.min.js" in page(
+        "document.querySelector('#no-plotly').innerText"
+    )
 
 
 def test_an_error_in_the_script_of_the_page_is_seen(page, make_run) -> None:

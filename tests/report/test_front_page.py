@@ -1,5 +1,6 @@
 """The page of a sweep: its figures are the fronts', and bad fronts write nothing."""
 
+import re
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -16,6 +17,7 @@ from firm.fronts import (
     seed_hypervolumes,
 )
 from firm.report import read_record
+from firm.report.__main__ import main
 from firm.report.formats import measure
 from firm.report.front_page import (
     front_clouds,
@@ -125,6 +127,29 @@ def test_the_plane_in_the_page_holds_every_model_mean_base_and_reference(make_sw
         assert means["error_x"]["array"][0] == pytest.approx(stdev(values) / 2**0.5)
     assert (shown["base model"]["x"], shown["base model"]["y"]) == ([0.45], [0.45])
     assert (shown["reference point"]["x"], shown["reference point"]["y"]) == ([0.25], [0.25])
+
+
+def test_the_page_of_a_sweep_can_be_made_one_file(make_sweep, tmp_path, capsys):
+    fronts, runs, _ = make_sweep(seeds=(0,))
+    path = write_front_page(tmp_path / "report.html", fronts, runs=runs)
+    linked = path.read_text()
+    assert 'src="plotly.min.js"></script>' in linked
+    assert "The figures need plotly.min.js;" in linked
+    (tmp_path / "sweep.json").write_text("{}")
+    for _ in range(2):  # what is one file already stays as it is
+        main([str(tmp_path)])
+        whole = path.read_text()
+        assert " src=" not in re.sub(r"<script nonce.*", "", whole)
+        assert "plotly.js v" in whole
+        assert "One file, no network needed." in whole
+    figures = [
+        text.partition('id="figures">')[2].partition("</script>")[0] for text in (linked, whole)
+    ]
+    assert figures[0] == figures[1] != ""
+    path.unlink()
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "there is no page" in capsys.readouterr().err
 
 
 def test_the_plane_is_as_wide_as_what_is_drawn(make_sweep):

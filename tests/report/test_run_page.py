@@ -9,7 +9,7 @@ import pytest
 from firm.report import read_record, write_report
 from firm.report import run_figures as figures
 from firm.report.__main__ import main
-from firm.report.run_page import run_page
+from firm.report.run_page import run_page, update_report
 from tests.runs import edit_rows, figures_in, read_rows, write_rows
 
 HOSTILE = (
@@ -169,6 +169,32 @@ def test_the_final_page_stands_alone(make_run):
     assert not [a for a in Tags(html).of("script") if "src" in a]
     assert "plotly.js v" in html
     assert not (run_path / "plotly.min.js").exists()
+
+
+@pytest.fixture
+def point(make_run, tmp_path):
+    """The directory of a run that is a point of a sweep."""
+    (tmp_path / "sweep.json").write_text("{}")
+    return make_run("points/first")
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_the_points_of_a_sweep_share_plotly(point, tmp_path, final):
+    html = update_report(point, final=final).read_text()
+    sources = [a["src"] for a in Tags(html).of("script") if "src" in a]
+    assert sources == ["../../plotly.min.js"]
+    assert [path.parent for path in tmp_path.rglob("*.js")] == [tmp_path]
+    assert (tmp_path / "plotly.min.js").stat().st_size > 1_000_000
+
+
+def test_the_page_of_a_point_can_be_made_one_file(point, tmp_path, capsys):
+    update_report(point, final=True)
+    main([str(point)])
+    assert capsys.readouterr().out.strip() == str(point / "report.html")
+    html = (point / "report.html").read_text()
+    assert not [a for a in Tags(html).of("script") if "src" in a]
+    assert "plotly.js v" in html
+    assert (tmp_path / "plotly.min.js").exists()  # the other points need it
 
 
 def test_the_page_asks_nothing_of_the_network(make_run):
