@@ -81,7 +81,7 @@ def poisoned(row: dict[str, Any], place: Place, value: Any) -> dict[str, Any]:
 
 
 def html_of(run_path: Path) -> str:
-    return page.render(run_page.run_page(read_record(run_path)), inline=False)
+    return page.render(run_page.run_page(read_record(run_path)), script=page.PLOTLY_NAME)
 
 
 def values_of(html: str, panel: str, client: str) -> list[float]:
@@ -140,7 +140,7 @@ def test_whatever_stands_in_a_field_the_page_is_drawn_and_shows_the_rest(run_pat
                 drawn.append((rest, run_page.run_page(record)))
             own = next(own for other, own in drawn if other == rest)
             note = page.left_out_note(f"the log of {record.name}", record.left_out)
-            html = page.render(replace(own, notices=[note, *own.notices]), inline=False)
+            html = page.render(replace(own, notices=[note, *own.notices]), script=page.PLOTLY_NAME)
             assert values_of(html, "entropy", "client_0") == expected, (place, name)
             for text in record.left_out:
                 assert escape(text, quote=True).replace("&#x27;", "&#39;") in html, (place, name)
