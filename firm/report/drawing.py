@@ -214,11 +214,30 @@ def rounds_figure(
     """
     data = [trace for trace in traces if trace["x"]]
     xs = [x for trace in data for x in trace["x"]] or [0]
+    if reference is None:
+        y_axis |= _range_of_one(data, y_axis)
     made = figure(data, _x_axis(xs, over, data), axis(y_title, **y_axis), height=height)
     if reference is not None:
         line = DASHED | {"color": MUTED}
         made["layout"]["shapes"] = [straight_line(y=reference, line=line, layer="below")]
     return made
+
+
+def _range_of_one(data: Sequence[Trace], y_axis: Axis) -> Axis:
+    """Returns the range of a y-axis where all values are one, around which plotly leaves 1.
+
+    From zero on plotly leaves no more than it should, but for values of zero.
+    """
+    values = {y for trace in data for y in trace["y"]}
+    has_bars = any("array" in trace.get("error_y", {}) for trace in data)
+    is_from_zero = y_axis.get("rangemode") == "tozero"
+    if len(values) != 1 or has_bars or "range" in y_axis or y_axis.get("type") == "log":
+        return {}
+    (value,) = values
+    if value and is_from_zero:
+        return {}
+    gap = 0.1 * abs(value) or 0.05
+    return {"range": [0.0 if is_from_zero else value - gap, value + gap]}
 
 
 def _x_axis(xs: Sequence[float], over: Over, data: Sequence[Trace]) -> Axis:

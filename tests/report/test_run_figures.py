@@ -161,6 +161,21 @@ def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
     assert traces(panels, "norm_ratio")["client_0"] == {1: pytest.approx(0.25)}
 
 
+@pytest.mark.parametrize(
+    ("value", "span"), [(0.2, [0.18, 0.22]), (0.0, [-0.05, 0.05]), (-3.0, [-3.3, -2.7])]
+)
+def test_an_axis_is_near_values_that_are_all_one(value, span):
+    line = curve(Key("line", INK), [(1, value), (2, value)])
+    assert rounds_figure([line], "y")["layout"]["yaxis"]["range"] == pytest.approx(span)
+    other = curve(Key("other", INK), [(1, value + 1)])
+    barred = curve(Key("barred", INK), [(1, value)], ses=[0.1])
+    for lines in ([line, other], [line, barred]):
+        assert "range" not in rounds_figure(lines, "y")["layout"]["yaxis"]
+    assert "range" not in rounds_figure([line], "y", reference=0.5)["layout"]["yaxis"]
+    from_zero = rounds_figure([line], "y", rangemode="tozero")["layout"]["yaxis"]
+    assert from_zero.get("range") == (None if value else [0.0, 0.05])
+
+
 def test_the_norm_ratio_of_a_round_is_no_weighing_by_the_server(make_run):
     run_path = make_run(num_done=1, has_gram=True)
     edit_rows(run_path, lambda row: {**row, "norm_ratio": 3.0} if row["kind"] == "round" else row)
