@@ -8,6 +8,9 @@ REGISTRIES = {
     "firm.alignment.estimators": "ESTIMATORS",
     "firm.federation.engines": "ENGINES",
     "firm.federation.strategies": "STRATEGIES",
+    "firm.fmoo.data": "DATASETS",
+    "firm.fmoo.models": "MODELS",
+    "firm.fmoo.task_data": "LOSSES",
     "firm.run.quantities": "QUANTITIES",
     "reward_models": "REWARD_MODELS",
 }

@@ -5,25 +5,67 @@
 each; `workspace` holds a model that clients take turns on, `client` is the federation's client over
 it; `attacks` inflates losses, `metrics` are the papers' own. The algorithms are strategies of the
 federation, the same as for language models.
+
+All of them train any PyTorch model on any data. Data are samples of an input and M targets, a torch
+data set for each client. A loss takes a batch of what the model returns for one objective, and of
+its targets. The model is any module that returns a list of M outputs, one for each loss; in a
+`MultiTaskModel` the algorithms know which parameters all objectives share:
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from torch.utils.data import TensorDataset
+    >>> from firm.federation import LocalEngine, ServerState
+    >>> from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+    >>> @loss("huber")
+    ... def huber(outputs, targets):
+    ...     return nn.functional.huber_loss(outputs[:, 0], targets)
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(2, 60, 6)
+    >>> y = torch.stack([(x[..., 0] > 0).float(), x[..., 1] - x[..., 2]], dim=-1)
+    >>> clinics = {"north": TensorDataset(x[0], y[0]), "south": TensorDataset(x[1], y[1])}
+    >>> data = TaskData.of_clients(clinics, losses={"readmitted": "binary", "days": "huber"})
+    >>> body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+    >>> net = MultiTaskModel(body, [nn.Linear(16, 1), nn.Linear(16, 1)])
+    >>> workspace = Workspace(net, data, LocalConfig(lr=0.3, batch_size=16))
+    >>> shards = data.indices_by_client()
+    >>> clients = [SupervisedClient(name, workspace, shards[name], seed=0) for name in shards]
+    >>> engine, cfg = LocalEngine(clients), FedCmooConfig(num_local_steps=5)
+    >>> state = ServerState(clients[0].adapter(), data.objectives, seed=0)
+    >>> for _ in range(20):
+    ...     state, rows = fedcmoo(state, list(shards), engine, cfg)
+    >>> workspace.load(state.adapter)
+    >>> bool((workspace.evaluate(data).losses < 0.2).all())
+    True
+
+`state.adapter` are the trained parameters by name, `rows` what a log has of the round. In a file
+with the decorators `dataset`, `loss` and `model`, the same take part in a study with its runs,
+table, page and resumption: `firm.jobs.fmoo.run_classic`, or `firm fmoo` with the file in `plugins`.
 """
 
 from firm.fmoo.attacks import AttackConfig
 from firm.fmoo.client import SupervisedClient
-from firm.fmoo.data import DataConfig, Splits, TaskData, load_data
-from firm.fmoo.models import ModelConfig, build_model, num_parameters
+from firm.fmoo.data import DataConfig, Splits, TaskData, dataset, load_data
+from firm.fmoo.models import ModelConfig, build_model, model, num_parameters
+from firm.fmoo.modules import Dropout, MultiTaskModel
+from firm.fmoo.task_data import loss
 from firm.fmoo.workspace import LocalConfig, Scores, Workspace
 
 __all__ = [
     "AttackConfig",
     "DataConfig",
+    "Dropout",
     "LocalConfig",
     "ModelConfig",
+    "MultiTaskModel",
     "Scores",
     "Splits",
     "SupervisedClient",
     "TaskData",
     "Workspace",
     "build_model",
+    "dataset",
     "load_data",
+    "loss",
+    "model",
     "num_parameters",
 ]

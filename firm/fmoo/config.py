@@ -1,15 +1,17 @@
-"""Which data set is loaded, and from where."""
+"""Which data set is loaded, and from where; and what is registered under names."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval
 
 from firm.fields import PositiveInt, configuration
 
 EntryT = TypeVar("EntryT")
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 @configuration
@@ -17,7 +19,8 @@ class DataConfig:
     """A data set in its three splits."""
 
     name: str = "two_digits"
-    """The data set, a key of `firm.fmoo.data.DATASETS`."""
+    """The data set, a key of `firm.fmoo.data.DATASETS`, or what a file under `plugins` registers by
+    `firm.fmoo.dataset`."""
     path: str | None = None
     """A .npz file or a folder in the layout that `firm.fmoo.loaders` tells, a dataset's folder, or
     its name on the Hugging Face hub; by default the one on the hub, where there is one."""
@@ -49,5 +52,42 @@ def by_name(table: Mapping[str, EntryT], name: str, what: str) -> EntryT:
     if name not in table:
         near = difflib.get_close_matches(name, table, n=2)
         hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ValueError(f"there is no {what} {name!r}{hint}: choose among {', '.join(table)}.")
+        raise ValueError(
+            f"there is no {what} {name!r}{hint}: choose among {', '.join(table)}, or name the file "
+            "that registers it under plugins."
+        )
     return table[name]
+
+
+def registering(table: dict[str, Any], name: str, what: str) -> Callable[[CallableT], CallableT]:
+    """Returns a decorator that adds a function or class to a registry, and leaves it as it is.
+
+    One that is defined again, as when a cell of a notebook runs twice, takes its own place.
+
+    Raises:
+        ValueError: The name is taken by another.
+    """
+
+    def register(entry: CallableT) -> CallableT:
+        if name in table and _origin(table[name]) != _origin(entry):
+            raise ValueError(f"there is a {what} {name!r} already: choose another name.")
+        table[name] = entry
+        return entry
+
+    return register
+
+
+def _origin(entry: Any) -> tuple[str, str]:
+    return entry.__module__, entry.__qualname__
+
+
+@contextmanager
+def in_one_line(what: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raises ``ValueError`` in place of whatever a user's code raises, but of some kinds."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:  # whatever another's code raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{what} fails ({reason}); correct it.") from error

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
-from firm.fmoo.config import DataConfig, by_name
+import numpy as np
+import torch
+
+from firm.fmoo.config import CallableT, DataConfig, by_name, in_one_line, registering
 from firm.fmoo.loaders.faces import celeba, celeba5
 from firm.fmoo.loaders.images import (
     cifar10,
@@ -15,20 +18,35 @@ from firm.fmoo.loaders.images import (
     two_digits,
 )
 from firm.fmoo.loaders.molecules import qm9
+from firm.fmoo.loaders.splitting import complete_splits
 from firm.fmoo.loaders.tables import adult, river_flow
 from firm.fmoo.loaders.text import shakespeare
 from firm.fmoo.task_data import LOSSES, Splits, TaskData
 
-__all__ = ["DATASETS", "LOSSES", "DataConfig", "Splits", "TaskData", "load_data"]
+__all__ = ["DATASETS", "LOSSES", "DataConfig", "Splits", "TaskData", "dataset", "load_data"]
 
 _PAIRS = (two_digits, multi_mnist, mnist_fmnist, cifar10_mnist)
 _IMAGES = (mnist, fashion_mnist, cifar10, femnist, celeba, celeba5)
 _OTHERS = (adult, river_flow, qm9, shakespeare)
 
-DATASETS: dict[str, Callable[[DataConfig], Splits]] = {
+DATASETS: dict[str, Callable[[DataConfig], Splits | TaskData]] = {
     loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)
 }
 """Loaders by the name that a configuration gives."""
+
+
+def dataset(name: str) -> Callable[[CallableT], CallableT]:
+    """Returns a decorator that registers a data set under a name, for ``data.name``.
+
+    The function takes a ``DataConfig``, whose path and seed are the study's, and returns ``Splits``
+    or all samples as one ``TaskData``. Of the latter 0.1 of each natural client's samples, or 0.2
+    of all where there are none, become the test split, and ``validation_fraction`` of them, by
+    default none, the validation split.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    return registering(DATASETS, name, "data set")
 
 
 def load_data(cfg: DataConfig) -> Splits:
@@ -36,12 +54,30 @@ def load_data(cfg: DataConfig) -> Splits:
 
     Raises:
         ValueError: An unknown data set, objective or loss, nothing at the path, arrays that do not
-            fit the layout, or labels out of range; says what to do.
+            fit the layout, labels out of range, or whatever a user's function raises; says what to
+            do.
     """
     loader = by_name(DATASETS, cfg.name, "data set")
     try:
-        splits = loader(cfg)
+        with in_one_line("its function", but=(ValueError, OSError)):
+            loaded = loader(cfg)
+        splits = _cut(loaded, cfg) if isinstance(loaded, TaskData) else loaded
+        if not isinstance(splits, Splits):
+            raise ValueError(
+                f"its function must return Splits or TaskData, got {type(splits).__name__}."
+            )
     except ValueError as error:
         raise ValueError(f"data set {cfg.name}: {error}") from error
     parts = (splits.train, splits.validation, splits.test)
     return Splits(*(part.with_losses(cfg.losses) for part in parts)) if cfg.losses else splits
+
+
+def _cut(data: TaskData, cfg: DataConfig) -> Splits:
+    """Returns splits of a source that has none, cut as those of the tables are."""
+    table = {"row": np.arange(len(data))}
+    if data.natural is not None:
+        table["client"] = data.natural.numpy()
+    order = "random" if data.natural is None else "within_clients"
+    parts = complete_splits({"train": table}, cfg, order=order, default_validation=0.0)
+    rows = {name: torch.from_numpy(part["row"]) for name, part in parts.items()}
+    return Splits(**{name: data.take(indices) for name, indices in rows.items()})

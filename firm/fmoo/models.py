@@ -24,7 +24,7 @@ from torch import nn
 
 from firm.federation.randomness import RandomStream
 from firm.fields import PositiveInt, configuration
-from firm.fmoo.config import by_name
+from firm.fmoo.config import CallableT, by_name, in_one_line, registering
 from firm.fmoo.modules import (
     CharacterEncoder,
     Dropout,
@@ -40,7 +40,8 @@ class ModelConfig:
     """The model that clients train."""
 
     name: str = "lenet"
-    """A key of `firm.fmoo.models.MODELS`."""
+    """A key of `firm.fmoo.models.MODELS`, or what a file under `plugins` registers by
+    `firm.fmoo.model`."""
     dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
     """Probability of every dropout layer; by default the papers' 0.5, and 0.25 after femnist_cnn's
     pooling. resnet18, molecule_net, character_lstm and linear have none; mlp has 0 by default."""
@@ -48,15 +49,33 @@ class ModelConfig:
     """Widths of mlp's hidden layers. Not in the papers."""
 
 
-def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> MultiTaskModel:
+def model(name: str) -> Callable[[CallableT], CallableT]:
+    """Returns a decorator that registers a model under a name, for ``model.name``.
+
+    What is decorated, a class of modules or a function, is called with a ``ModelConfig`` and the
+    training data. The module is one that ``Workspace`` takes.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    return registering(MODELS, name, "model")
+
+
+def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
     """Returns a model for data of these shapes, in training mode, its parameters drawn by the seed.
 
     Raises:
-        ValueError: An unknown model, or inputs that it does not take.
+        ValueError: An unknown model, inputs that it does not take, or whatever a user's model
+            raises.
     """
     build = by_name(MODELS, cfg.name, "model")
-    with RandomStream(seed, "model"):
-        return build(cfg, data)
+    with RandomStream(seed, "model"), in_one_line(f"the model {cfg.name}", but=(ValueError,)):
+        module = build(cfg, data)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"the model {cfg.name} must be a torch.nn.Module, got {type(module).__name__}."
+        )
+    return module
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -247,7 +266,7 @@ def molecule_net(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 _OF_IMAGES = (lenet, cifar_mnist_cnn, resnet18, cifar_cnn, fashion_cnn, femnist_cnn)
 _OF_OTHERS = (molecule_net, character_lstm, linear, mlp)
 
-MODELS: dict[str, Callable[[ModelConfig, TaskData], MultiTaskModel]] = {
+MODELS: dict[str, Callable[[ModelConfig, TaskData], nn.Module]] = {
     build.__name__: build for build in (*_OF_IMAGES, *_OF_OTHERS)
 }
 """Models by the name that a configuration gives."""

@@ -4,7 +4,7 @@ On small matrices the calls take longer than the arithmetic: products for all cl
 faster. Convolutions with weights of each client's own are slower than one client after the other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,13 @@ from torch.func import functional_call, vmap
 
 from firm.federation.lockstep import outcome_of
 from firm.fmoo.modules import Dropout, MultiTaskModel
+from firm.fmoo.task_data import SHIPPED_LOSSES
 from firm.gradients.jacobian import check_finite_rows, check_losses
 
 Losses = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
 """From the M heads' outputs and the targets to the mean losses [M]."""
+
+_STACKABLE = (MultiTaskModel, nn.ModuleList, nn.Sequential, nn.Flatten, nn.Linear, nn.ReLU)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,18 +34,19 @@ class Asked:
     """From all losses [M] to those, or their sums, that are differentiated, [k]."""
 
 
-def is_stackable(model: MultiTaskModel) -> bool:
-    """Returns whether a model gains by passes for all clients: dense layers without dropout."""
-    leaves = [module for module in model.modules() if not list(module.children())]
-    return all(
-        isinstance(leaf, nn.Flatten | nn.Linear | nn.ReLU)
-        or (isinstance(leaf, Dropout) and leaf.rate == 0)
-        for leaf in leaves
+def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
+    """Returns whether a model gains by passes for all clients: dense layers without dropout.
+
+    A user's own module or loss may do what no such pass can, as choose by values.
+    """
+    return set(losses) <= SHIPPED_LOSSES and all(
+        type(module) in _STACKABLE or (isinstance(module, Dropout) and module.rate == 0)
+        for module in model.modules()
     )
 
 
 def gradients_together(
-    asked: list[Asked], *, model: MultiTaskModel, losses: Losses
+    asked: list[Asked], *, model: nn.Module, losses: Losses
 ) -> list[tuple[torch.Tensor, torch.Tensor] | ValueError]:
     """Returns every client's losses [M] and rows [k, d], or what is wrong with them.
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.data import default_collate
+
+from firm.fmoo.config import CallableT, by_name, in_one_line, registering
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Outputs of a head and the objective's targets to the mean loss, a scalar."""
+"""An objective's outputs and targets, a row for each sample, to the mean loss, a scalar."""
 
 
 def binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -39,6 +43,20 @@ LOSSES: dict[str, Loss] = {
 
 CLASS_LOSSES = frozenset({"cross_entropy", "l2"})
 """Those whose targets are class labels."""
+SHIPPED_LOSSES = frozenset(LOSSES)
+"""Those of this package, whose targets are checked, and the others of which take what they like."""
+
+
+def loss(name: str) -> Callable[[CallableT], CallableT]:
+    """Returns a decorator that registers a ``Loss`` under a name, for ``TaskData.losses``.
+
+    It is called with what the model returns for an objective and with the targets [B] (or [B, A])
+    of the same samples. They may be int64 or float32, and NaN where they are unknown.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    return registering(LOSSES, name, "loss")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +71,7 @@ class TaskData:
     """uint8 images [N, C, H, W], float32 features [N, ...], or int64 tokens [N, T]."""
     targets: torch.Tensor
     """int64 class labels, or float32 values and binary labels, shape [N, M]; [N, M, A] where each
-    objective is a group of A binary attributes."""
+    objective is a group of A binary attributes, or where a user's loss takes A numbers a sample."""
     objectives: tuple[str, ...]
     """Names of the M objectives."""
     losses: tuple[str, ...]
@@ -86,8 +104,67 @@ class TaskData:
                     f"{ids.dtype} of shape {list(ids.shape)}."
                 )
 
+    @classmethod
+    def of_clients(cls, clients: Mapping[str, Any], losses: Mapping[str, str]) -> "TaskData":
+        """Returns the samples of natural clients, each a torch data set of its own.
+
+        Args:
+            clients: By name, a ``torch.utils.data.Dataset`` with a length, or a list, of samples:
+                input and targets, the latter a tensor or tuple of M numbers. Floats become float32.
+            losses: Name of each objective's loss, a key of ``LOSSES``, by objective.
+
+        Raises:
+            ValueError: No client, one without samples, or samples that do not fit; names it.
+        """
+        if not clients:
+            raise ValueError("clients must be one or more data sets by name, got none.")
+        parts = {name: _collated(name, samples) for name, samples in clients.items()}
+        (first, (inputs, targets)), *others = parts.items()
+        for name, part in others:
+            for what, own, wanted in zip(
+                ("inputs", "targets"), part, (inputs, targets), strict=True
+            ):
+                if (own.shape[1:], own.dtype) != (wanted.shape[1:], wanted.dtype):
+                    raise ValueError(
+                        f"the {what} of client {name!r} must be as those of {first!r}, "
+                        f"{wanted.dtype} of shape {list(wanted.shape[1:])}, got {own.dtype} of "
+                        f"shape {list(own.shape[1:])}."
+                    )
+        sizes = torch.tensor([len(own) for own, _ in parts.values()])
+        return cls(
+            torch.cat([own for own, _ in parts.values()]),
+            torch.cat([own for _, own in parts.values()]),
+            tuple(losses),
+            tuple(losses.values()),
+            natural=torch.arange(len(parts)).repeat_interleave(sizes),
+            natural_names=tuple(parts),
+        )
+
     def __len__(self) -> int:
         return len(self.inputs)
+
+    @property
+    def has_accuracies(self) -> bool:
+        """Whether the losses of all objectives are of labels that are right or wrong."""
+        return set(self.losses) <= SHIPPED_LOSSES - {"squared"}
+
+    def indices_by_client(self) -> dict[str, torch.Tensor]:
+        """Returns the indices of each natural client's samples, none where there are no names."""
+        if self.natural is None or self.natural_names is None:
+            return {}
+        return {
+            name: (self.natural == number).nonzero().flatten()
+            for number, name in enumerate(self.natural_names)
+        }
+
+    def take(self, indices: torch.Tensor) -> "TaskData":
+        """Returns the samples with these indices."""
+        rows = ("inputs", "targets", "groups", "natural")
+        columns = {name: getattr(self, name) for name in rows}
+        return replace(
+            self,
+            **{name: None if own is None else own[indices] for name, own in columns.items()},
+        )
 
     def with_losses(self, losses: Mapping[str, str]) -> "TaskData":
         """Returns the same samples with other losses for some objectives, given by objective."""
@@ -112,6 +189,34 @@ class Splits:
     test: TaskData
     """For reports alone."""
 
+    def __post_init__(self) -> None:
+        for name, part in (("validation", self.validation), ("test", self.test)):
+            if part.objectives != self.train.objectives:
+                raise ValueError(
+                    f"{name} samples must have the objectives of the training samples, "
+                    f"{', '.join(self.train.objectives)}, got {', '.join(part.objectives)}."
+                )
+
+
+def _collated(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a client's inputs [N, ...] and targets [N, M] or [N, M, A], floats in float32."""
+    needs = "which needs a length and samples (input, targets)"
+    with in_one_line(f"the data set of client {name!r}, {needs},"):
+        rows = [samples[index] for index in range(len(samples))]
+        if rows:
+            inputs, targets = default_collate(rows)
+            if isinstance(targets, list | tuple):
+                is_float = any(column.is_floating_point() for column in targets)
+                columns = [column.float() if is_float else column for column in targets]
+                targets = torch.stack(columns, dim=1)
+            targets = targets[:, None] if targets.ndim == 1 else targets
+            return _as_float32(inputs), _as_float32(targets)
+    raise ValueError(f"client {name!r} has no samples: leave it out, or give it some.")
+
+
+def _as_float32(values: torch.Tensor) -> torch.Tensor:
+    return values.float() if values.is_floating_point() else values
+
 
 def _check_inputs(inputs: torch.Tensor) -> None:
     num_dims = {torch.uint8: 4, torch.int64: 2}.get(inputs.dtype)
@@ -133,35 +238,37 @@ def _check_targets(data: TaskData) -> None:
     num_objectives = len(data.objectives)
     if num_objectives < 1 or len(set(data.objectives)) < num_objectives:
         raise ValueError(f"objectives must be distinct names, at least one, got {data.objectives}.")
-    if len(data.losses) != num_objectives or not set(data.losses) <= LOSSES.keys():
+    if len(data.losses) != num_objectives:
         raise ValueError(
-            f"losses must name one of {', '.join(LOSSES)} for each of the {num_objectives} "
-            f"objectives, got {data.losses}."
+            f"losses must name one for each of the {num_objectives} objectives, got {data.losses}."
         )
+    for name in data.losses:
+        by_name(LOSSES, name, "loss")
     shape = tuple(data.targets.shape)
     if shape[:2] != (len(data.inputs), num_objectives) or len(shape) > 3:
         raise ValueError(
             f"targets must have the shape [{len(data.inputs)}, {num_objectives}], one column per "
             f"objective, got {list(shape)}."
         )
-    if len(shape) == 3 and set(data.losses) != {"binary"}:
+    known = [loss for loss in data.losses if loss in SHIPPED_LOSSES]
+    if len(shape) == 3 and not set(known) <= {"binary"}:
         raise ValueError(
             f"only binary targets come in groups, shape [N, M, A]; got losses {data.losses}."
         )
-    is_class = [loss in CLASS_LOSSES for loss in data.losses]
+    is_class = [loss in CLASS_LOSSES for loss in known]
     if any(is_class) and (not all(is_class) or data.targets.dtype != torch.int64):
         raise ValueError(
             "cross_entropy and l2 need int64 class labels for all objectives, got "
             f"{data.targets.dtype} for losses {data.losses}."
         )
-    if not any(is_class) and data.targets.dtype != torch.float32:
+    if known and not any(is_class) and data.targets.dtype != torch.float32:
         raise ValueError(
             f"binary and squared need float32 targets, got {data.targets.dtype}: convert them."
         )
 
 
 def _default_outputs(data: TaskData) -> tuple[int, ...]:
-    if data.targets.dtype == torch.float32:
+    if data.targets.dtype == torch.float32 or data.targets.ndim == 3:
         return (1 if data.targets.ndim == 2 else data.targets.shape[2],) * len(data.objectives)
     if not len(data):
         raise ValueError("num_outputs must be given where there is no sample to tell it.")

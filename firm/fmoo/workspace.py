@@ -1,6 +1,7 @@
 """The model that the clients of a federation take turns on, and how it reads samples."""
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -16,7 +17,8 @@ from torch.func import functional_call
 from firm.federation import Adapter
 from firm.federation.lockstep import outcome_of, together
 from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
-from firm.fmoo.models import Dropout, MultiTaskModel
+from firm.fmoo.config import in_one_line
+from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.stacked import Asked, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
 from firm.gradients import jacobian
@@ -60,11 +62,11 @@ class Scores:
 class Replica:
     """A copy of a model, with convolutions in the layout that is fastest on the CPU."""
 
-    def __init__(self, model: MultiTaskModel, *, of_images: bool) -> None:
+    def __init__(self, model: nn.Module, *, of_images: bool) -> None:
         self.model = copy.deepcopy(model)
         if of_images:
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.parameters = dict(self.model.named_parameters())
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.generator = torch.Generator()
         for module in self.model.modules():
             if isinstance(module, Dropout):
@@ -90,35 +92,36 @@ class Workspace:
     one.
 
     Args:
-        model: Whose copies clients train; never changed.
+        model: Any module that returns a list of M outputs, one for each objective's loss; clients
+            train copies of it. It takes a batch of the data's inputs, images as normalised floats.
+            All its parameters that require a gradient are trained, and shared by all objectives but
+            for the heads of a ``MultiTaskModel``.
         data: The training data; clients hold indices into it.
         cfg: The local training.
 
     Raises:
-        ValueError: A model whose encoder's parameters do not come first, or that draws from torch's
-            global generator, which threads would share.
+        ValueError: A model that does not fit the data or the losses; whose parameters are not
+            float32 on the CPU, or an encoder's not the first ones; that draws from torch's global
+            generator, which threads would share; or that keeps statistics of its batches, which are
+            no parameters and so never sent.
     """
 
-    def __init__(self, model: MultiTaskModel, data: TaskData, cfg: LocalConfig) -> None:
+    def __init__(self, model: nn.Module, data: TaskData, cfg: LocalConfig) -> None:
         self._model, self.data, self.cfg = copy.deepcopy(model), data, cfg
-        self.is_stackable = is_stackable(model)
+        self.is_stackable = is_stackable(model, data.losses)
         """Whether clients in lockstep take their gradients in one pass."""
         self._idle: list[Replica] = []
         self.mean, self.std = _statistics(data.inputs)
-        for name, module in model.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                raise ValueError(
-                    f"{name} is a {type(module).__name__} of torch, which draws from the global "
-                    "generator; use firm.fmoo.models.Dropout."
-                )
-        names = list(self.parameters)
-        num_shared = sum(p.numel() for n, p in self.parameters.items() if n.startswith("encoder."))
-        if any(n.startswith("encoder.") for n in names[len(list(model.encoder.parameters())) :]):
+        _check_modules(model)
+        names, has_heads = list(self.parameters), isinstance(model, MultiTaskModel)
+        shared = [name for name in names if name.startswith("encoder.") or not has_heads]
+        if names[: len(shared)] != shared:
             raise ValueError(f"The encoder's parameters must come first, got the order {names}.")
-        self.shared = slice(0, num_shared)
+        self.shared = slice(0, sum(self.parameters[name].numel() for name in shared))
+        self._check_losses()
 
     @property
-    def model(self) -> MultiTaskModel:
+    def model(self) -> nn.Module:
         """This thread's model."""
         return self._replica.model
 
@@ -130,9 +133,12 @@ class Workspace:
     @property
     def linear_heads(self) -> list[nn.Linear] | None:
         """This thread's heads, where model and losses are as ``linear.descend_`` takes them."""
-        heads = [head for head in self.model.heads if isinstance(head, nn.Linear)]
-        if not isinstance(self.model.encoder, nn.Flatten) or len(heads) < len(self.model.heads):
+        model = self.model
+        if not isinstance(model, MultiTaskModel) or not isinstance(model.encoder, nn.Flatten):
             return None
+        heads = [head for head in model.heads if isinstance(head, nn.Linear)]
+        if not 2 * len(model.heads) == 2 * len(heads) == len(self.parameters):
+            return None  # weights and biases, all of them trained
         is_known = set(self.data.losses) in ({"binary"}, {"squared"})
         return heads if is_known and self.data.inputs.dtype == torch.float32 else None
 
@@ -202,6 +208,30 @@ class Workspace:
         losses = self._losses(outputs, asked.targets)
         return losses.detach(), jacobian(asked.select(losses), asked.parameters)
 
+    @torch.no_grad()
+    def _check_losses(self) -> None:
+        """Raises ``ValueError`` unless the model and the losses give M numbers on two samples."""
+        data = self.data
+        inputs, targets = self.prepared(data.inputs[:2]), data.targets[:2]
+        with in_one_line(f"the model on inputs of shape {list(inputs.shape)}"):
+            outputs = self._model.eval()(inputs)
+        self._model.train()
+        count = len(outputs) if isinstance(outputs, list | tuple) else None
+        if count != len(data.objectives):
+            got = type(outputs).__name__ if count is None else count
+            raise ValueError(
+                f"the model must return a list of {len(data.objectives)} outputs, one for each of "
+                f"{', '.join(data.objectives)}, got {got}."
+            )
+        for j, (name, objective) in enumerate(zip(data.losses, data.objectives, strict=True)):
+            what = f"the loss {name} of {objective!r}"
+            with in_one_line(what):
+                value = LOSSES[name](outputs[j], targets[:, j])
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.ndim:
+                got = f"shape {list(value.shape)}" if is_tensor else type(value).__name__
+                raise ValueError(f"{what} must be a scalar tensor, such as a mean, got {got}.")
+
     def _losses(self, outputs: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return torch.stack(
             [
@@ -215,7 +245,7 @@ class Workspace:
         """Returns how this thread's model does on samples of a data set, by default all.
 
         Raises:
-            ValueError: Without samples.
+            ValueError: Without samples, or a loss is not finite; names the objective.
         """
         chosen = torch.arange(len(data)) if indices is None else indices
         if len(chosen) == 0:
@@ -230,8 +260,41 @@ class Workspace:
                 losses[j] += LOSSES[loss](output, targets).double() * len(part)
                 hits[j] += _accuracy(loss, output, targets) * len(part)
         self.model.train()
-        accuracies = None if "squared" in data.losses else hits / len(chosen)
+        for name, loss in zip(data.objectives, losses.tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss of {name!r} is {loss}: look for NaN, infinity or values that are "
+                    "too large in the data, or lower lr."
+                )
+        accuracies = hits / len(chosen) if data.has_accuracies else None
         return Scores(losses / len(chosen), accuracies)
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raises ``ValueError`` where a part of the model is none that clients can take turns on."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("the model has no parameter that requires a gradient.")
+    for name, parameter in trained.items():
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            raise ValueError(
+                f"parameter {name} must be float32 on the CPU, got {parameter.dtype} on "
+                f"{parameter.device}: call .float().cpu()."
+            )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        rate = module.p if is_dropout else getattr(module, "dropout", 0.0)
+        if isinstance(rate, int | float) and rate > 0:  # also nn.LSTM and nn.MultiheadAttention
+            raise ValueError(
+                f"{name} is a {kind} of torch that draws from the global generator; use "
+                "firm.fmoo.Dropout."
+            )
+        if getattr(module, "running_mean", None) is not None:
+            raise ValueError(
+                f"{name} is a {kind} of torch, whose statistics are of a client's own batches; use "
+                "nn.GroupNorm or nn.LayerNorm."
+            )
 
 
 def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:

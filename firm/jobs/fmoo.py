@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
-from firm.federation import ServerState, State, failure_alarms
+from firm.federation import Adapter, ServerState, State, failure_alarms
 from firm.federation.engines import with_own_key
 from firm.federation.outside import printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
 from firm.jobs import fmoo_page
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
-from firm.jobs.fmoo_loading import Federation, federate
+from firm.jobs.fmoo_loading import Federation, federate, partition
 from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
-from firm.report.tables import Setting
+from firm.report.tables import Frame, Setting
 from firm.run import Run, Tracker, dated_folder, make_private_folder, to_dict, to_yaml
 from firm.run.files import file_errors
 from firm.run.rows import Row
@@ -30,8 +31,48 @@ class ClassicResult:
 
     path: Path
     """The study's directory."""
+    seeds: tuple[int, ...]
+    """The seed of each run of an algorithm."""
     runs: list[Setting]
     """The rows of every run, by algorithm."""
+
+    @property
+    def metrics(self) -> Frame:
+        """Returns every logged number, one in each row of a pandas.DataFrame.
+
+        Its columns are `firm.report.tables.COLUMNS`; the setting is the algorithm.
+        """
+        table = pd.concat([setting.table for setting in self.runs], ignore_index=True)
+        return table.assign(seed=table["seed"].map(self.seeds.__getitem__))
+
+    @property
+    def losses(self) -> Frame:
+        """Returns the losses of the global model wherever it was evaluated, as a pandas.DataFrame.
+
+        It has a column for each objective, and a row for each algorithm, seed and round.
+        """
+        table = self.metrics
+        table = table[table["quantity"].str.fullmatch("(train|validation|test)/losses")]
+        at = ["setting", "seed", "round"]
+        return table.pivot(index=at, columns="objective", values="value")
+
+    def parameters(self, algorithm: str, *, seed: int | None = None) -> Adapter:
+        """Returns a trained model's parameters by name; by default those of the first seed.
+
+        ``module.load_state_dict`` takes them, with ``strict=False`` where some were not trained.
+
+        Raises:
+            ValueError: The study has no such algorithm or seed.
+        """
+        seed = self.seeds[0] if seed is None else seed
+        if algorithm not in [setting.name for setting in self.runs] or seed not in self.seeds:
+            raise ValueError(
+                f"the study has the algorithms {', '.join(s.name for s in self.runs)} with the "
+                f"seeds {', '.join(map(str, self.seeds))}, got {algorithm!r}, seed {seed}."
+            )
+        checkpoint = Run(self.path / algorithm / f"seed_{seed}").latest_checkpoint()
+        assert checkpoint is not None  # every run ends with one
+        return ServerState.from_state(checkpoint[1]["server"]).adapter
 
 
 def run_classic(cfg: ClassicConfig) -> ClassicResult:
@@ -44,6 +85,10 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
     splits = load_data(cfg.data)
+    if not len(getattr(splits, cfg.split)):
+        raise ValueError(
+            f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."
+        )
     runs = []
     for color, name in enumerate(cfg.algorithms):
         seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
@@ -51,7 +96,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         left_out = [text for log in logs for text in log.checked_rows()[1]]
         runs.append(Setting(name, color, seeds, left_out))
         write_comparison(cfg, runs, splits, out)
-    return ClassicResult(out, runs)
+    return ClassicResult(out, cfg.seeds, runs)
 
 
 def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: int) -> list[Row]:
@@ -176,11 +221,12 @@ def write_comparison(
 ) -> None:
     """Writes the page and the table of what has run so far."""
     model = build_model(cfg.model, splits.train, seed=0)
+    num_clients = len(partition(splits.train, cfg, cfg.num_clients, cfg.seeds[0]))
     facts = {
         "Data": f"{cfg.data.name}, {len(splits.train):,} samples",
         "Objectives": ", ".join(splits.train.objectives),
         "Model": f"{cfg.model.name}, {num_parameters(model):,} parameters",
-        "Clients": f"{cfg.num_clients}, {cfg.partition.kind}",
+        "Clients": f"{num_clients}, {cfg.partition.kind}",
         "Rounds": str(cfg.rounds),
         "Seeds": ", ".join(map(str, cfg.seeds)),
     }

@@ -49,15 +49,11 @@ def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float
     either there is nothing.
     """
     data, samples = splits.train, federation.held_out
-    if not samples and splits.test.natural is not None and splits.test.natural_names is not None:
-        data, natural = splits.test, splits.test.natural
-        samples = {
-            name: (natural == number).nonzero().flatten()
-            for number, name in enumerate(splits.test.natural_names)
-            if name in federation.shards
-        }
+    if not samples:
+        data, own = splits.test, splits.test.indices_by_client()
+        samples = {name: indices for name, indices in own.items() if name in federation.shards}
     samples = {name: indices for name, indices in samples.items() if len(indices)}
-    if not samples or "squared" in data.losses:
+    if not samples or not data.has_accuracies:
         return {}
     accuracies = {}
     for name, indices in samples.items():

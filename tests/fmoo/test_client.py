@@ -3,6 +3,7 @@
 import threading
 from contextlib import closing
 from dataclasses import replace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -441,6 +442,88 @@ def test_steps_of_a_linear_model_at_once_are_those_one_by_one(case, proximal, mo
         torch.testing.assert_close(at_once.adapter[name], parameter, rtol=1e-4, atol=1e-6)
     for name, told in others["clients"][0]["losses"].items():
         assert rows["clients"][0]["losses"][name] == pytest.approx(told, rel=1e-4)
+
+
+class _Net(nn.Module):
+    """A module of no known form, part of it frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 1, bias=False), nn.Linear(7, 4)
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.last(self.first(inputs).relu())
+        return output, -output
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedcmoo", "fsmgda", "fedmgda", "firm", "qfedavg"])
+def test_every_algorithm_trains_any_module_and_leaves_what_is_frozen(name):
+    torch.manual_seed(0)
+    net, data = _Net(), _linear_workspace(("squared", "squared"), 1).data
+    workspace = Workspace(net, data, LocalConfig(lr=0.05, batch_size=8))
+    assert not workspace.is_stackable
+    assert workspace.linear_heads is None
+    shards = torch.arange(40).split(20)
+    clients = [SupervisedClient(f"c_{i}", workspace, own, seed=0) for i, own in enumerate(shards)]
+    start = clients[0].adapter()
+    assert {key: value.numel() for key, value in start.items()} == {
+        "last.weight": 4,
+        "first.weight": 28,
+    }
+    assert clients[0].shared == slice(0, 32)
+    strategy = STRATEGIES[name]
+    cfg = get_type_hints(strategy)["cfg"](num_local_steps=2)
+    state = ServerState(start, data.objectives, seed=0)
+    before = workspace.evaluate(data).losses
+    state, _ = strategy(state, ["c_0", "c_1"], LocalEngine(clients), cfg)
+    workspace.load(state.adapter)
+    after = workspace.evaluate(data)
+    assert after.losses.mean() < before.mean()
+    assert after.accuracies is None
+    assert torch.equal(workspace.model.get_parameter("first.bias"), net.first.bias)
+
+
+def _changed(change):
+    net = _Net()
+    change(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (_changed(lambda n: n.requires_grad_(False)), "no parameter that requires a gradient"),
+        (_changed(lambda n: n.double()), r"parameter last\.weight must be float32 on the CPU, got"),
+        (
+            _changed(lambda n: setattr(n, "lstm", nn.LSTM(2, 2, 2, dropout=0.1))),
+            "lstm is a LSTM of torch that draws",
+        ),
+        (
+            _changed(lambda n: setattr(n, "norm", nn.BatchNorm2d(2))),
+            "norm is a BatchNorm2d of torch, whose statistics are of a client's own batches",
+        ),
+    ],
+)
+def test_modules_that_clients_cannot_take_turns_on_are_refused(net, message):
+    data = _linear_workspace(("squared", "squared"), 1).data
+    with pytest.raises(ValueError, match=message):
+        Workspace(net, data, LocalConfig())
+
+
+def test_a_module_without_dropout_or_statistics_may_have_the_layers_for_them():
+    data = _linear_workspace(("squared", "squared"), 1).data
+    net = _changed(lambda n: setattr(n, "further", nn.Sequential(nn.Dropout(0.0), nn.LSTM(2, 2))))
+    net.norm = nn.InstanceNorm1d(2)
+    Workspace(net, data, LocalConfig())
+
+
+def test_linear_heads_without_biases_or_frozen_are_trained_step_by_step():
+    data = _linear_workspace(("squared", "squared"), 1).data
+    for head in (nn.Linear(7, 1, bias=False), nn.Linear(7, 1).requires_grad_(False)):
+        model = MultiTaskModel(nn.Flatten(), [nn.Linear(7, 1), head])
+        client = _client(Workspace(model, data, LocalConfig(batch_size=4)))
+        assert client.weighted_steps(2, torch.ones(2), proximal=0.0) == 0
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}, {"lr": 1e30}])

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from firm.federation.partition import balanced_dirichlet_partition, natural_partition
 from firm.fmoo import linear
-from firm.fmoo.data import DATASETS, LOSSES, DataConfig, Splits, TaskData, load_data
+from firm.fmoo.data import DATASETS, LOSSES, DataConfig, Splits, TaskData, dataset, load_data
 from firm.fmoo.loaders.composition import draw_pairs, paste_centre, paste_corners
 from firm.fmoo.loaders.faces import CELEBA_ATTRIBUTES, CELEBA_GROUPS
 from firm.fmoo.loaders.molecules import dense_molecules
+from firm.fmoo.task_data import loss
 
 PARTS = ("train", "validation", "test")
 
@@ -113,7 +115,7 @@ def test_widths_and_vocabulary_come_from_the_data_unless_given():
         ),
         ({"targets": torch.zeros(4, 2)}, "need int64 class labels"),
         ({"losses": ("binary", "binary")}, "need float32 targets"),
-        ({"losses": ("cross_entropy", "hinge")}, "losses must name one of cross_entropy"),
+        ({"losses": ("cross_entropy", "hinge")}, "no loss 'hinge': choose among cross_entropy"),
         ({"losses": ("cross_entropy",)}, "for each of the 2 objectives"),
         ({"objectives": ("left", "left")}, "objectives must be distinct names"),
         ({"num_outputs": (3, 2)}, r"labels of 'right' must lie in 0\.\.1, got 2"),
@@ -154,6 +156,103 @@ def test_widths_and_vocabulary_come_from_the_data_unless_given():
 def test_records_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         task_data(**changes)
+
+
+# --- A user's own data ----------------------------------------------------------------------------
+
+BOTH = {"event": "binary", "days": "squared"}
+
+
+def test_clients_bring_data_sets_of_tensors_numbers_or_arrays():
+    x, y = torch.randn(5, 3), torch.tensor([[0.0, 2.5]] * 5)
+    samples = [(np.arange(3.0), (1, 2.5)), (np.arange(3.0), (0, 3))]  # float64, int and float
+    data = TaskData.of_clients({"north": TensorDataset(x, y), "south": samples}, BOTH)
+    assert torch.equal(data.inputs, torch.cat([x, torch.tensor([[0.0, 1.0, 2.0]] * 2)]))
+    assert torch.equal(data.targets, torch.cat([y, torch.tensor([[1.0, 2.5], [0.0, 3.0]])]))
+    assert (data.objectives, data.losses) == (("event", "days"), ("binary", "squared"))
+    shards = data.indices_by_client()
+    assert {name: rows.tolist() for name, rows in shards.items()} == {
+        "north": [0, 1, 2, 3, 4],
+        "south": [5, 6],
+    }
+    one = TaskData.of_clients({"a": [(torch.zeros(3), 1)]}, {"class": "cross_entropy"})
+    assert one.targets.tolist() == [[1]]
+    groups = [(torch.zeros(3), (torch.zeros(2), torch.ones(2)))]
+    data = TaskData.of_clients({"a": groups}, {"left": "binary", "right": "binary"})
+    assert data.targets.tolist() == [[[0, 0], [1, 1]]]
+    assert task_data(natural_names=None).indices_by_client() == {}
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        ({}, "clients must be one or more data sets by name, got none"),
+        ({"a": []}, "client 'a' has no samples: leave it out"),
+        ({"a": 3}, r"data set of client 'a', which needs a length .* fails \(TypeError"),
+        ({"a": [torch.zeros(3)]}, r"samples \(input, targets\), fails \(ValueError"),
+        ({"a": [(torch.zeros(3), ("x", "y"))]}, "client 'a'.* fails"),
+        (
+            {"a": [(torch.zeros(3), (0, 1.5))], "b": [(torch.zeros(4), (0, 1.5))]},
+            r"the inputs of client 'b' must be as those of 'a', torch.float32 of shape \[3\], got",
+        ),
+        (
+            {"a": [(torch.zeros(3), (0, 1.5))], "b": [(torch.zeros(3), (0, 1))]},
+            r"the targets of client 'b' must be .* got torch.int64 of shape \[2\]",
+        ),
+    ],
+)
+def test_clients_whose_samples_do_not_fit_are_named(clients, message):
+    with pytest.raises(ValueError, match=message):
+        TaskData.of_clients(clients, BOTH)
+
+
+def test_a_users_loss_takes_targets_of_any_shape_and_unknown_values(new_plugins):
+    @loss("known")
+    def known(outputs, targets):
+        return (outputs - targets)[~targets.isnan()].square().mean()
+
+    unknown = torch.full((4, 2, 5), torch.nan)
+    data = task_data(targets=unknown, losses=("known", "known"))
+    assert data.num_outputs == (5, 5)
+    assert not data.has_accuracies
+    labels = task_data(losses=("known", "cross_entropy"))  # int64 beside a loss of this package
+    assert labels.num_outputs == (3, 3)
+    assert LOSSES["known"] is known
+    with pytest.raises(ValueError, match="need int64 class labels"):
+        task_data(targets=torch.zeros(4, 2), losses=("known", "cross_entropy"))
+
+
+def _own(name, data, **options):
+    dataset(name)(lambda cfg: data)
+    return load_data(DataConfig(name=name, **options))
+
+
+def test_a_data_set_without_splits_is_cut_within_its_clients(new_plugins):
+    sizes = {"large": 40, "small": 20}
+    inputs = torch.arange(60.0).split(list(sizes.values()))
+    clients = {
+        name: [(x[None], (0, 1.0)) for x in own] for name, own in zip(sizes, inputs, strict=True)
+    }
+    data = TaskData.of_clients(clients, BOTH)
+    splits = _own("own", data)
+    assert [len(part) for part in parts(splits)] == [54, 0, 6]
+    kept = {name: len(own) for name, own in splits.test.indices_by_client().items()}
+    assert kept == {"large": 4, "small": 2}
+    together = sorted(torch.cat([part.inputs[:, 0] for part in parts(splits)]).tolist())
+    assert together == torch.arange(60.0).tolist()
+    thin, again = (_own("own", data, validation_fraction=share) for share in (0.2, 0.2))
+    other = _own("own", data, seed=1)
+    assert [len(part) for part in parts(thin)] == [42, 12, 6]
+    assert rows(thin.test) == rows(again.test) == rows(splits.test) != rows(other.test)
+
+
+def test_a_data_set_without_clients_is_cut_at_random_and_splits_stay_as_they_are(new_plugins):
+    data = TaskData(torch.randn(50, 3), torch.zeros(50, 2), ("a", "b"), ("squared", "squared"))
+    assert [len(part) for part in parts(_own("mixed", data))] == [40, 0, 10]
+    given = Splits(data, data.take(torch.arange(0)), data.take(torch.arange(5)))
+    assert _own("given", given) is given
+    with pytest.raises(ValueError, match=r"test samples must .* a, b, got c"):
+        Splits(data, data, TaskData(data.inputs, data.targets[:, :1], ("c",), ("squared",)))
 
 
 # --- Two images in one ----------------------------------------------------------------------------
@@ -763,7 +862,7 @@ def test_a_dataset_without_the_columns_is_refused(tmp_path):
     ("losses", "message"),
     [
         ({"middle": "l2"}, "no objective 'middle' to give a loss: choose among left, right"),
-        ({"left": "hinge"}, "losses must name one of cross_entropy"),
+        ({"left": "hinge"}, "no loss 'hinge': choose among cross_entropy"),
         ({"left": "binary"}, "need int64 class labels for all objectives"),
     ],
 )

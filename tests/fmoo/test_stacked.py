@@ -14,7 +14,7 @@ from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.fmoo import workspace as workspaces
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.models import Dropout, MultiTaskModel
-from firm.fmoo.task_data import TaskData
+from firm.fmoo.task_data import TaskData, loss
 from firm.fmoo.workspace import LocalConfig, Workspace
 
 SIZES = (12, 12, 5, 12, 20)
@@ -138,6 +138,19 @@ def test_other_models_run_one_after_the_other_with_the_same_numbers(num_joined, 
     (first, _), (second, _) = _ends(workspace, firm_round, FirmConfig(num_local_steps=3))
     assert all(torch.equal(value, second.adapter[name]) for name, value in first.adapter.items())
     assert not num_joined
+
+
+def test_what_a_user_wrote_is_run_client_by_client(new_plugins):
+    @loss("known")
+    def known(outputs, targets):
+        return outputs[targets > 0].mean()  # no pass for all clients can choose by values
+
+    class Net(MultiTaskModel): ...
+
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(6, 5))
+    assert _workspace().is_stackable
+    assert not _workspace(Net(encoder, [])).is_stackable
+    assert not _workspace(losses=("known", "squared", "binary", "binary")).is_stackable
 
 
 def test_models_of_clients_are_used_again(monkeypatch):
