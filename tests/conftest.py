@@ -45,6 +45,7 @@ LONGEST = (
     "jobs/test_fmoo.py",
     "alignment/test_client.py",
     "extensions/test_extensions.py",
+    "extensions/test_clinics.py",
     "alignment/test_trainer.py",
     "jobs/test_sweep.py",
     "federation/engines/test_hostile.py",

@@ -83,7 +83,7 @@ def _origin(entry: Any) -> tuple[str, str]:
 
 @contextmanager
 def in_one_line(what: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raises ``ValueError`` in place of whatever a user's code raises, but of some kinds."""
+    """Raises ``ValueError`` in place of whatever a user's code raises, but for some kinds."""
     try:
         yield
     except but:

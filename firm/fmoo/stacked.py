@@ -37,7 +37,7 @@ class Asked:
 def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
     """Returns whether a model gains by passes for all clients: dense layers without dropout.
 
-    A user's own module or loss may do what no such pass can, as choose by values.
+    A user's own module or loss may do what no such pass can, such as branch on values.
     """
     return set(losses) <= SHIPPED_LOSSES and all(
         type(module) in _STACKABLE or (isinstance(module, Dropout) and module.rate == 0)

@@ -44,7 +44,7 @@ LOSSES: dict[str, Loss] = {
 CLASS_LOSSES = frozenset({"cross_entropy", "l2"})
 """Those whose targets are class labels."""
 SHIPPED_LOSSES = frozenset(LOSSES)
-"""Those of this package, whose targets are checked, and the others of which take what they like."""
+"""Those of this package; the others are users', whose targets are not checked."""
 
 
 def loss(name: str) -> Callable[[CallableT], CallableT]:
@@ -121,8 +121,9 @@ class TaskData:
         parts = {name: _collated(name, samples) for name, samples in clients.items()}
         (first, (inputs, targets)), *others = parts.items()
         for name, part in others:
-            for what, own, wanted in zip(
-                ("inputs", "targets"), part, (inputs, targets), strict=True
+            for what, own, wanted in (
+                ("inputs", part[0], inputs),
+                ("targets", part[1], targets),
             ):
                 if (own.shape[1:], own.dtype) != (wanted.shape[1:], wanted.dtype):
                     raise ValueError(
@@ -206,9 +207,7 @@ def _collated(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if rows:
             inputs, targets = default_collate(rows)
             if isinstance(targets, list | tuple):
-                is_float = any(column.is_floating_point() for column in targets)
-                columns = [column.float() if is_float else column for column in targets]
-                targets = torch.stack(columns, dim=1)
+                targets = torch.stack(targets, dim=1)
             targets = targets[:, None] if targets.ndim == 1 else targets
             return _as_float32(inputs), _as_float32(targets)
     raise ValueError(f"client {name!r} has no samples: leave it out, or give it some.")
