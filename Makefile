@@ -19,10 +19,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
-
 demo: install ## Align the miniature world to two objectives and write runs/<name>/report.html.
-	$(OFFLINE) $(LAUNCH) recipes/firm_hh.py
+	$(OFFLINE) $(BIN)/firm demo
 
 network-demo: install ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
 	$(OFFLINE) $(BIN)/python recipes/network.py demo --config $(NETWORK) --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)

@@ -12,7 +12,7 @@ world has a second model of helpfulness, `helpful_other`: an encoder with a toke
 pairs of its own, which the second command builds alone.
 """
 
-from firm.cli.build_miniature import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("build_miniature", description=__doc__ or "")

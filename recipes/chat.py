@@ -10,7 +10,7 @@ own. Both sample on the same noise. /reset begins both dialogues anew, /quit or 
 input leaves.
 """
 
-from firm.cli.chat import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("chat", description=__doc__ or "")

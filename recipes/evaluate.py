@@ -9,7 +9,7 @@ An evaluation is a directory: evaluation.html, figures.csv, samples.csv and conf
 prompts and the seed of a run it repeats the figures of that run's held-out test.
 """
 
-from firm.cli.evaluate import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("evaluate", description=__doc__ or "")

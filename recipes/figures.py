@@ -8,7 +8,7 @@ that puts the paper's claims beside what was measured. With fewer seeds finished
 seeds that all settings have are used, and the page says so.
 """
 
-from firm.cli.figures import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("figures", description=__doc__ or "")

@@ -10,7 +10,7 @@ A study is a directory with a run for every algorithm and seed, and `comparison.
 on where it was stopped.
 """
 
-from firm.cli.fmoo import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("fmoo", description=__doc__ or "")

@@ -13,7 +13,7 @@ that its policy names. `demo` does all of it on one machine. `COMMAND --help` pr
 be told.
 """
 
-from firm.cli.network import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("network", description=__doc__ or "")

@@ -13,7 +13,7 @@ method, `report.html`, and the figures with their data. Points are divided among
 command on another machine that shares the folder, with --resume, takes its share of them too.
 """
 
-from firm.cli.sweep import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("sweep", description=__doc__ or "")

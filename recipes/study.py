@@ -11,7 +11,7 @@ has that for a paper, as PNG, SVG and CSV. It may be killed and taken up again; 
 another machine that shares the folder, with --resume, takes its share of the runs.
 """
 
-from firm.cli.study import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("study", description=__doc__ or "")

@@ -8,7 +8,7 @@ T-FIRM runs on random tabular MDPs, where values and gradients are known exactly
 directory: theory.html, theory.csv with every point of every seed, slopes.csv and config.yaml.
 """
 
-from firm.cli.theory import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("theory", description=__doc__ or "")

@@ -55,6 +55,7 @@ LONGEST = (
     "federation/engines/test_sites.py",
     "jobs/test_miniature.py",
     "jobs/test_compare.py",
+    "jobs/test_shipped_configs.py",
 )
 """Files that take ten seconds and more. They come first: with `--dist loadfile` a long one that
 came last would leave the other workers without work."""

@@ -12,7 +12,32 @@ from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
 from firm.report import alarms
 from firm.run import print_table, run_cli
-from firm.run.shipped import CONFIGS, with_shipped_paths
+from firm.run.shipped import with_shipped_paths
+
+KEYS = {
+    "The run": ["out", "resume", "plan", "seed", "rounds", "num_clients"],
+    "Models": ["policy.path", "policy.lora.r", "rewards.NAME.path", "rewards.NAME.format"],
+    "Prompts and replies": [
+        "data.train.source",
+        "data.test.source",
+        "partition.kind",
+        "rollout.max_new_tokens",
+        "rollout.temperature",
+    ],
+    "A local step": [
+        "estimator.name",
+        "estimator.batch_size",
+        "estimator.actor_learning_rate",
+        "estimator.kl.coefficient",
+    ],
+    "A round": [
+        "strategy.name",
+        "strategy.num_local_steps",
+        "strategy.beta",
+        "strategy.preference",
+    ],
+}
+"""The keys that matter, which `--help` shows."""
 
 
 def main(cfg: AlignmentConfig) -> Path | None:
@@ -53,4 +78,4 @@ def print_plans(runs: Mapping[str, AlignmentConfig], what: str) -> None:
     print_plan(max(runs.values(), key=lambda run: run.rounds > 0))
 
 
-cli = partial(run_cli, main, AlignmentConfig, default_file=CONFIGS / "miniature.yaml")
+cli = partial(run_cli, main, AlignmentConfig, default_file="configs/miniature.yaml", keys=KEYS)

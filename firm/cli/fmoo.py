@@ -10,7 +10,6 @@ from firm.jobs.fmoo import run_classic
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.run import print_table, run_cli
 from firm.run.guard import drawing
-from firm.run.shipped import CONFIGS
 
 
 def main(cfg: ClassicConfig) -> Path:
@@ -27,4 +26,4 @@ def main(cfg: ClassicConfig) -> Path:
     return result.path
 
 
-cli = partial(run_cli, main, ClassicConfig, default_file=CONFIGS / "fmoo/two_digits.yaml")
+cli = partial(run_cli, main, ClassicConfig, default_file="configs/fmoo/two_digits.yaml")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
+from firm.cli.help_pages import page_file
+
 COMMANDS = {
     "demo": ("align", "Aligns the miniature world to two objectives, in about three minutes."),
     "align": ("align", "Aligns a language model to several objectives across clients."),
@@ -15,20 +17,23 @@ COMMANDS = {
     "evaluate": ("evaluate", "Compares adapters with their base model on held-out prompts."),
     "chat": ("chat", "Lets the base and the aligned model answer side by side."),
     "explore": ("explore", "Opens a page with a slider for each objective of a conditioned run."),
-    "serve-point": ("serve_point", "Picks or merges a model for a wanted trade-off."),
+    "pick": ("pick", "Picks or merges a model for a wanted trade-off."),
     "network": ("network", "Runs across sites over a network: kits, server, sites, runs."),
     "fmoo": ("fmoo", "Compares the classic algorithms on images, tables and text."),
     "theory": ("theory", "Measures the convergence theory on random tabular MDPs."),
 }
 """Command -> module of `firm.cli`, and what it does."""
 
+RENAMED = {"serve-point": "pick"}
+"""Commands that have another name now."""
+
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]
 
 {commands}
 
 Shipped configurations are found by name from any folder: `firm plan --config hh_tinyllama`.
-`firm COMMAND --help` prints every key. On several GPUs or processes: `accelerate launch -m firm
-align ...`."""
+`firm COMMAND --help` prints the keys that matter, `--help all` every key. On several GPUs or
+processes: `torchrun --nproc_per_node 4 -m firm align ...`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name == "--version":
         print(f"firm {version('firm-align')}")
         return
+    if name in RENAMED:
+        print(f"firm: error: {name} is called {RENAMED[name]} now.", file=sys.stderr)
+        raise SystemExit(2)
     if name not in COMMANDS:
         width = max(map(len, COMMANDS))
         lines = [f"  {command:<{width}}  {text}" for command, (_, text) in COMMANDS.items()]
@@ -46,5 +54,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"\nfirm: error: there is no command {name!r}.", file=sys.stderr)
         raise SystemExit(0 if name in ("", "-h", "--help") else 2)
     module, text = COMMANDS[name]
-    given = arguments[1:] + (["--plan"] if name == "plan" else [])
-    import_module(f"firm.cli.{module}").cli(given, description=f"firm {name}: {text}")
+    plan = ["--plan"] if name == "plan" else []
+    run(module, arguments[1:], plan, description=f"firm {name}: {text}")
+
+
+def run(
+    module: str,
+    argv: Sequence[str] | None = None,
+    more: Sequence[str] = (),
+    *,
+    description: str,
+) -> None:
+    """Runs a command; `--help` alone is read from a file, since imports take seconds.
+
+    Args:
+        module: The command's module of `firm.cli`.
+        argv: Arguments without the program's name; those of the process when None.
+        more: Further ones.
+        description: Opens the help page.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in (["-h"], ["--help"]):
+        print(f"{description}\n\n{page_file(module).read_text(encoding='utf-8')}", end="")
+        raise SystemExit(0)
+    import_module(f"firm.cli.{module}").cli([*arguments, *more], description=description)

@@ -1,7 +1,7 @@
 """Runs a federation over a network: makes kits, starts the parties, submits and follows runs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from firm.jobs import network_parties
@@ -27,10 +27,17 @@ def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
         site_process(Path(argv[1]))
         return
     if not argv or argv[0] not in COMMANDS:
-        print(description)
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:<{width}}  {_title(each)}" for name, (each, _) in COMMANDS.items()]
+        heading = "Commands, of which COMMAND --help prints the keys:"
+        print("\n".join([f"{description}\n", heading, *lines]))
         raise SystemExit(0 if argv[:1] in ([], ["-h"], ["--help"]) else 2)
     command, config = COMMANDS[argv[0]]
     run_cli(command, config, argv[1:], description=command.__doc__ or "")
+
+
+def _title(command: Callable) -> str:
+    return (command.__doc__ or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

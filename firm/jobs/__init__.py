@@ -4,7 +4,7 @@
 - `study.study`: several settings of a run, each with several seeds
 - `sweep.sweep`: a run for every preference, and the fronts
 - `compare.compare`: adapters beside their base model
-- `serve_point.serve_point`: the model of a front for a wanted preference
+- `pick.pick`: the model of a front for a wanted preference
 - `fmoo.run_classic`: classic algorithms side by side
 
 `loop.train` is the training loop of all of them, `points.run_points` runs several at a time. Import

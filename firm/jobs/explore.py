@@ -11,7 +11,7 @@ from firm.fields import Hint, configuration
 from firm.fronts import Expectation, expected_rewards, mean_preference, reaching
 from firm.jobs.alignment import FRONT_NAME
 from firm.jobs.chat import Answer, ChatConfig, Conversation
-from firm.jobs.serve_point import load_front
+from firm.jobs.pick import load_front
 from firm.jobs.speakers import SpeakersConfig
 from firm.report.drawing import Key
 from firm.report.front_page import front_clouds

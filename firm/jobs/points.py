@@ -10,7 +10,6 @@ from firm.fields import PositiveInt, configuration
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import Outcome, Sweep, compose, summarise, to_dict
-from firm.run.shipped import CONFIGS
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
 """What may differ from the folder's own configuration when it is resumed."""
@@ -28,7 +27,7 @@ class PointsConfig:
     """Continue what is in `out`, if there is something."""
     plan: bool = False
     """Print the runs and what the first of them would do, and stop."""
-    base: Path = CONFIGS / "miniature.yaml"
+    base: Path = Path("configs/miniature.yaml")
     """Configuration of the runs."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""

@@ -8,7 +8,8 @@ A file states what differs from the defaults, and `--key.path value` overrides i
   the keys that were given before and that the new form has too.
 - A top-level key `plugins` names modules that register such forms; they are imported first.
 - A list or a dictionary replaces the default as a whole, since which objectives there are is one
-  choice; `--rewards.helpful.path value` changes one entry and leaves the others.
+  choice; `--rewards.helpful.path value` changes one entry and leaves the others. A dictionary of
+  anything has key paths for names: `--overrides.strategy.beta value`.
 
 pydantic checks single values. Modules whose dataclasses are read must not postpone their
 annotations.
@@ -66,6 +67,17 @@ def compose(
     Raises:
         UserError: As `parse`.
     """
+    return build(lay_out(config_class, files, overrides, source=source))
+
+
+def lay_out(
+    config_class: type,
+    files: Sequence[str | Path],
+    overrides: Sequence[tuple[str, Any]],
+    *,
+    source: str = "command line",
+) -> "Section":
+    """Returns what `compose` builds, as a tree; required keys may be missing still."""
     contents = []
     for file in map(str, files):
         with _named_in_errors(file):
@@ -84,7 +96,7 @@ def compose(
     for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
         with _named_in_errors(source):
             _lay(config_class, root, key.split("."), value, "")
-    return _build(root, "")
+    return root
 
 
 def to_dict(config: Any) -> Any:
@@ -168,18 +180,18 @@ def _tree(value: Any) -> Any:
     return value
 
 
-def _build(tree: Any, path: str) -> Any:
+def build(tree: Any, path: str = "") -> Any:
     """Returns a configuration's value from its tree; dataclasses check themselves."""
     if isinstance(tree, dict):
-        return {key: _build(item, join(path, key)) for key, item in tree.items()}
+        return {key: build(item, join(path, key)) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_build(item, join(path, place)) for place, item in enumerate(tree))
+        return type(tree)(build(item, join(path, place)) for place, item in enumerate(tree))
     if not isinstance(tree, Section):
         return tree
     names = [f.name for f in _fields(tree.form)]
     for key in (join(path, name) for name in names if name not in tree.values):
         raise UserError(f"{key} is required, got nothing; give --{key} VALUE or a config file.")
-    values = {name: _build(tree.values[name], join(path, name)) for name in names}
+    values = {name: build(tree.values[name], join(path, name)) for name in names}
     try:
         return tree.form(**values)
     except ValueError as error:
@@ -221,8 +233,9 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
 def _lay_mapping(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> dict:
     part = get_args(kind)[1]
     if keys:
-        entries, name = old or {}, keys[0]
-        return {**entries, name: _lay(part, entries.get(name), keys[1:], value, join(path, name))}
+        entries = old or {}
+        name, rest = (join("", *keys), ()) if part is Any else (keys[0], keys[1:])
+        return {**entries, name: _lay(part, entries.get(name), rest, value, join(path, name))}
     if not isinstance(value, Mapping):
         raise UserError(f"{path} must be a mapping of names, got {value!r}; write {{a: b}}.")
     return {
@@ -284,6 +297,7 @@ def _lay_section(
         if key not in (names := [f.name for f in _fields(section.form)]):
             near = [other for other in section.key_paths() if other.endswith(f".{key}")]
             near += difflib.get_close_matches(key, names, n=1)
+            near += [join(free, key, *rest) for free in names if hints[free] == dict[str, Any]]
             remedy = (
                 f"did you mean {join(path, near[0])}?"
                 if near

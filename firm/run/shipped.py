@@ -29,11 +29,12 @@ def find_config(name: str | Path) -> Path:
     if path.exists() or path.is_absolute():
         return path
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
-    for shipped in (CONFIGS.joinpath(*parts), CONFIGS.joinpath(*parts).with_suffix(".yaml")):
-        if shipped.is_file():
-            return shipped
+    stem = str(Path(*parts)).removesuffix(".yaml")
+    shipped = CONFIGS / f"{stem}.yaml"
+    if shipped.is_file():
+        return shipped
     names = [str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.rglob("*.yaml")]
-    near = difflib.get_close_matches(str(Path(*parts).with_suffix("")) if parts else "", names)
+    near = difflib.get_close_matches(stem, names)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     raise UserError(f"no such file{hint}; check --config.")
 

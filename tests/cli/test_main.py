@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
+from firm.cli.help_pages import FOLDER, made_page
 from firm.cli.main import COMMANDS, main
 
 
@@ -25,14 +25,36 @@ def test_a_command_that_does_not_exist_is_an_error(capsys):
     assert "there is no command 'algin'" in capsys.readouterr().err
 
 
+def test_a_command_that_has_another_name_now_tells_it_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve-point", "--want", "a=1"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err == "firm: error: serve-point is called pick now.\n"
+    assert not printed.out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_its_keys(name, capsys):
-    module = import_module(f"firm.cli.{COMMANDS[name][0]}")
-    assert callable(module.cli)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
-    assert f"firm {name}: {COMMANDS[name][1]}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"firm {name}: {COMMANDS[name][1]}\n")
+    assert printed.count("\n") > 5
+
+
+@pytest.mark.parametrize("file", [*FOLDER.iterdir()], ids=lambda file: file.stem)
+def test_the_page_of_a_command_is_what_its_configuration_has(file):
+    text = file.read_text(encoding="utf-8")
+    assert text == made_page(file.stem), "run: python -m firm.cli.help_pages"
+
+
+def test_help_loads_none_of_the_libraries_that_take_seconds():
+    code = "import sys; from firm.cli.main import main\ntry: main(['align', '--help'])\n"
+    code += "except SystemExit: print(sorted({'torch', 'pydantic', 'numpy'} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
 
 
 def test_a_run_begins_and_ends_in_an_empty_folder(tmp_path):

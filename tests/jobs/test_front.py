@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from firm.alignment.conditioning import draw_preferences, fold
-from firm.cli.serve_point import main
+from firm.cli.pick import main
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
-from firm.jobs.serve_point import ServeConfig
+from firm.jobs.pick import PickConfig
 from firm.report.run_front import split_at
 from firm.run import UserError, parse
 from tests import smoke
@@ -82,7 +82,7 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
 
 def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, capsys):
     options = ["--front", str(bent / "front.json"), "--want", "brevity=0.4,positivity=0.6"]
-    main(parse(ServeConfig, [*options, "--merge", "--out", str(tmp_path / "merged")]))
+    main(parse(PickConfig, [*options, "--merge", "--out", str(tmp_path / "merged")]))
     # 0.4 of the way between 0.5² and 0.75² in rewards
     share = 0.5 + 0.25 * (0.4 - 0.25) / (0.5625 - 0.25)
     merged = load_file(tmp_path / "merged/adapter_model.safetensors")
@@ -96,7 +96,7 @@ def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, ca
     assert f"--adapter {tmp_path / 'merged'}" in printed
     assert f"the fold at the preference {shown}" in (tmp_path / "merged/README.md").read_text()
 
-    assert main(parse(ServeConfig, options)) == bent / "front/50_50"
+    assert main(parse(PickConfig, options)) == bent / "front/50_50"
     printed = capsys.readouterr().out
     assert "50_50, measured at brevity 0.500, positivity 0.500" in printed
     assert "the measured preference nearest to that" in printed

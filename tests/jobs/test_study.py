@@ -28,6 +28,20 @@ def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
     assert "optimizer steps per client and round" in printed
 
 
+def test_keys_of_all_runs_and_of_a_setting_are_given_as_those_of_a_run():
+    base = ["--base", str(ROOT / "configs/smoke.yaml"), "--settings", "{A: {}, B: {}}"]
+    keys = ["--overrides.strategy.beta", "0.5", "--settings.B.overrides.strategy.beta", "2"]
+    runs = study.study_configs(parse(study.StudyConfig, [*base, *keys, "--seeds", "[0]"]))
+    assert {name: run.strategy.beta for name, run in runs.items()} == {
+        "a-seed_0": 0.5,
+        "b-seed_0": 2.0,
+    }
+    with pytest.raises(UserError, match=r"strategy\.bta; did you mean strategy\.beta\?"):
+        study.study_configs(parse(study.StudyConfig, [*base, "--overrides.strategy.bta", "1"]))
+    with pytest.raises(UserError, match=r"did you mean overrides\.strategy\.beta\?"):
+        parse(study.StudyConfig, [*base, "--strategy.beta", "1"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -403,11 +403,20 @@ def test_plain_data_holds_no_tuples_dataclasses_or_paths() -> None:
     }
 
 
-def test_help_names_every_key_with_docstring_and_default(capsys) -> None:
+def test_a_mapping_of_anything_takes_key_paths_for_names() -> None:
+    config = parse(Config, ["--options.strategy.beta", "0.5", "--options.rounds", "3"])
+    assert config.options == {"strategy.beta": 0.5, "rounds": 3}
+
+
+def _help(capsys, *topic: str, **options) -> str:
     with pytest.raises(SystemExit) as end:
-        run_cli(print, Config, ["--help"], description="What it does.")
+        run_cli(print, Config, ["--help", *topic], description="What it does.", **options)
     assert not end.value.code
-    text = " ".join(capsys.readouterr().out.split())
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_all_names_every_key_with_docstring_and_default(capsys) -> None:
+    text = _help(capsys, "all")
     for part in (
         "What it does.",
         "--rate RATE Learning rate. (float, default: 1e-05)",
@@ -415,11 +424,43 @@ def test_help_names_every_key_with_docstring_and_default(capsys) -> None:
         "batch: Sizes of a step. --batch.size SIZE Prompts of a step. (int, A.1 of the paper: 16, "
         "default: 16)",
         "rewards.NAME: One objective's reward model. --rewards.NAME.path PATH Folder or name of",
-        "100 % local. (str, required)",
-        "extras.INDEX: ",
-        "by_name.NAME: ",
-        "--extra.scale SCALE",
-        "strategy: Regularised weights.",
-        "strategy: Fixed weights. --strategy.weights WEIGHTS One per objective.",
+        '100 % local. (str, required; helpful: "h"; harmless: "s")',
+        "extras.INDEX: as rewards.NAME",
+        "by_name.NAME: Regularised weights.",
+        "strategy, firm: Regularised weights.",
+        "strategy, fedavg: Fixed weights. --strategy.weights WEIGHTS One per objective.",
     ):
         assert part in text
+
+
+def test_help_all_has_what_forms_share_once(capsys) -> None:
+    text = _help(capsys, "all")
+    assert text.count("--strategy.name NAME") == text.count("--strategy.num_steps") == 1
+    assert "--strategy.num_steps NUM_STEPS Local steps. (int, default: 1; fedavg: 2)" in text
+
+
+def test_help_shows_the_keys_that_matter_with_the_defaults_of_the_bare_command(
+    tmp_path, capsys
+) -> None:
+    file = tmp_path / "default.yaml"
+    file.write_text("rate: 0.5\nbatch: {size: 3}\n")
+    keys = {"Speed": ["rate"], "Memory": ["batch.size"]}
+    text = _help(capsys, default_file=file, keys=keys)
+    assert f"Defaults are those of {file}." in text
+    assert "Speed: --rate Learning rate. (float, default: 0.5)" in text
+    assert "Memory: --batch.size Prompts of a step. (int, default: 3)" in text
+    assert "strategy The algorithm." in text
+    assert "--limit" not in text
+
+
+def test_help_on_a_key_prints_what_is_at_and_below_it(capsys) -> None:
+    assert "--rewards.NAME.path" in _help(capsys, "rewards.helpful")
+    text = _help(capsys, "strategy.weights")
+    assert "--strategy.weights" in text
+    assert "--strategy.name" not in text
+    assert "--rate" not in text
+
+
+def test_help_on_a_key_that_does_not_exist_names_the_nearest(refusal) -> None:
+    message = refusal(run_cli, print, Config, ["--help", "stratgy"])
+    assert "--help: unknown key stratgy; did you mean strategy?" in message

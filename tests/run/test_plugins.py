@@ -58,7 +58,7 @@ def test_a_file_registers_a_strategy_before_other_keys_are_read(plugin, tmp_path
     with pytest.raises(UserError, match=r"unknown key strategy\.beta"):
         compose(Config, [file], [("strategy.beta", 0.1)])
     with pytest.raises(SystemExit):
-        parse(Config, ["--help"])
+        parse(Config, ["--help", "all"])
     assert "--strategy.gain" in capsys.readouterr().out
 
 

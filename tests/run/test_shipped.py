@@ -10,14 +10,14 @@ from firm.run.shipped import CONFIGS, find_config, with_shipped_paths
 
 
 @pytest.mark.parametrize(
-    "name", ["smoke", "smoke.yaml", "configs/smoke.yaml", "fmoo/adult_attack", "fmoo/table2.yaml"]
+    "name", ["smoke", "smoke.yaml", "configs/smoke.yaml", "fmoo/adult_attack", "paper/beta_0.05"]
 )
 def test_a_shipped_configuration_is_found_by_name_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = find_config(name)
     assert found.is_file()
     assert found.is_relative_to(CONFIGS)
-    assert found.stem == Path(name).stem
+    assert found.name.removesuffix(".yaml") == Path(name).name.removesuffix(".yaml")
 
 
 def test_a_file_of_ones_own_comes_before_the_shipped_one(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class PickConfig:
     """One wish."""
 
     front: Path
@@ -59,7 +59,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
-class ServedPoint:
+class PickedModel:
     """The model that answers a wish."""
 
     front: Front
@@ -149,7 +149,7 @@ class ServedPoint:
         return {"chat": chat, "evaluate": evaluate}
 
 
-def serve_point(cfg: ServeConfig) -> ServedPoint:
+def pick(cfg: PickConfig) -> PickedModel:
     """Returns the model that answers a wish, merged where that is asked for.
 
     Raises:
@@ -171,10 +171,10 @@ def serve_point(cfg: ServeConfig) -> ServedPoint:
         check_there(point, folder, cfg.front.parent)
     out = (cfg.out or dated_folder("merged")) if cfg.merge else None
     run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
-    served = ServedPoint(front, want, preference, parts, folders, out, run)
+    picked = PickedModel(front, want, preference, parts, folders, out, run)
     if out is not None:
-        write_merged(out, folders, [share for _, share in parts], merged_card(served))
-    return served
+        write_merged(out, folders, [share for _, share in parts], merged_card(picked))
+    return picked
 
 
 def load_front(path: Path) -> Front:
@@ -323,17 +323,17 @@ def _shapes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in adapter.items()}
 
 
-def merged_card(served: ServedPoint) -> ModelCard:
+def merged_card(picked: PickedModel) -> ModelCard:
     """Returns the card of a merged adapter: what it is made of, and what it should earn."""
-    base_model = _read_settings(served.folders[0])["base_model_name_or_path"]
+    base_model = _read_settings(picked.folders[0])["base_model_name_or_path"]
     parts = [
-        [point.name, served.in_words(point.preference), f"{share:.4f}"]
-        for point, share in served.parts
+        [point.name, picked.in_words(point.preference), f"{share:.4f}"]
+        for point, share in picked.parts
     ]
-    front, seed = served.front, served.parts[0][0].seed
+    front, seed = picked.front, picked.parts[0][0].seed
     if front.is_conditioned:
         origin = (
-            f"the fold at the preference {served.in_words(served.preference)} of the\n"
+            f"the fold at the preference {picked.in_words(picked.preference)} of the\n"
             f"conditioned adapter of {front.strategy} (seed {seed}), as the mean of others."
         )
     else:
@@ -343,11 +343,11 @@ def merged_card(served: ServedPoint) -> ModelCard:
         )
     text = f"""A LoRA adapter: {origin}
 
-{markdown_table(["adapter", served.made, "share"], parts)}
+{markdown_table(["adapter", picked.made, "share"], parts)}
 
 ## Expected reward
 
-{served.evidence}
+{picked.evidence}
 
-{markdown_table(["reward in [0, 1]", "base", "expected"], served.reward_rows)}"""
-    return model_card(base_model, served.in_words(served.want), text, "merge")
+{markdown_table(["reward in [0, 1]", "base", "expected"], picked.reward_rows)}"""
+    return model_card(base_model, picked.in_words(picked.want), text, "merge")

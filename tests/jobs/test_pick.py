@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from firm.cli import chat, evaluate
-from firm.cli.serve_point import main
+from firm.cli.pick import main
 from firm.fronts import Front, Point
 from firm.jobs.finished_runs import parse_over_run
-from firm.jobs.serve_point import ServeConfig, parse_want
+from firm.jobs.pick import PickConfig, parse_want
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter
 
@@ -58,15 +58,15 @@ def front(run, tmp_path) -> Path:
     return tmp_path / "sweep/firm.front.json"
 
 
-def serve(front: Path, want: str, *arguments: object) -> Path:
+def pick(front: Path, want: str, *arguments: object) -> Path:
     given = ["--front", str(front), "--want", want, *map(str, arguments)]
-    return main(parse(ServeConfig, given))
+    return main(parse(PickConfig, given))
 
 
 @pytest.fixture
 def refused(refusal):
     """The one line that a command line ends with."""
-    return lambda *arguments: refusal(run_cli, main, ServeConfig, [*arguments])
+    return lambda *arguments: refusal(run_cli, main, PickConfig, [*arguments])
 
 
 def printed_command(text: str, what: str) -> list[str]:
@@ -77,20 +77,20 @@ def printed_command(text: str, what: str) -> list[str]:
 
 
 def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
-    assert serve(front, "positivity=3,brevity=7") == front.parent / "points/middle/adapter"
+    assert pick(front, "positivity=3,brevity=7") == front.parent / "points/middle/adapter"
     printed = capsys.readouterr().out
     assert "wanted    brevity 0.700, positivity 0.300" in printed
     assert "middle, trained for brevity 0.500, positivity 0.500" in printed
     assert "0.600 ± 0.020" in printed
     assert "Measured on 8 held-out prompts" in printed
     assert "nearest there is" in printed
-    serve(front, "brevity=1,positivity=0")
+    pick(front, "brevity=1,positivity=0")
     assert "nearest there is" not in capsys.readouterr().out
 
 
 def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, tmp_path, capsys):
     out = tmp_path / "merged"
-    assert serve(front, "brevity=0.7,positivity=0.3", "--merge", "--out", out) == out
+    assert pick(front, "brevity=0.7,positivity=0.3", "--merge", "--out", out) == out
     assert {path.name for path in out.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "README.md",
     }  # fmt: skip
@@ -108,7 +108,7 @@ def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, t
 
 
 def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, tmp_path, capsys):
-    out = serve(front, "brevity=0.25,positivity=0.75", "--merge", "--out", tmp_path / "merged")
+    out = pick(front, "brevity=0.25,positivity=0.75", "--merge", "--out", tmp_path / "merged")
     printed = capsys.readouterr().out
     arguments = printed_command(printed, "evaluate")
     place = tmp_path / "evaluation"
@@ -123,16 +123,16 @@ def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, t
 
 
 def test_a_wish_that_a_model_was_trained_for_is_that_model(front, tmp_path, capsys):
-    out = serve(front, "brevity=1,positivity=1", "--merge", "--out", tmp_path / "merged")
+    out = pick(front, "brevity=1,positivity=1", "--merge", "--out", tmp_path / "merged")
     whole = read_adapter(front.parent / "points/middle")
     merged = load_file(out / "adapter_model.safetensors")
     assert all(torch.equal(merged[name], tensor) for name, tensor in whole.items())
     assert "Measured on 8 held-out prompts" in capsys.readouterr().out
 
 
-def test_a_front_without_its_runs_still_serves_with_the_base_model_s_name(front, capsys):
+def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_name(front, capsys):
     (front.parent / "points/high/run.json").unlink()
-    adapter = serve(front, "brevity=1,positivity=0")
+    adapter = pick(front, "brevity=1,positivity=0")
     printed, base = capsys.readouterr().out, Path("firm/miniature/checkpoints/policy").resolve()
     assert printed_command(printed, "chat") == [
         "--adapter", str(adapter), "--policy.path", str(base),
@@ -196,7 +196,7 @@ def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, refused):
     settings["target_modules"].reverse()  # peft keeps them in a set
     path.write_text(json.dumps(settings))
     arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
-    serve(front, "brevity=0.7,positivity=0.3", "--merge", "--out", tmp_path / "fine")
+    pick(front, "brevity=0.7,positivity=0.3", "--merge", "--out", tmp_path / "fine")
     path.write_text(json.dumps(settings | {"lora_alpha": 1}))
     assert "lora_alpha" in refused(*arguments, "--out", tmp_path / "merged")
     path.write_text(json.dumps(settings))
@@ -246,8 +246,8 @@ def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, refused):
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_collapsed_model_is_not_served(front, capsys):
+def test_a_collapsed_model_is_not_picked(front, capsys):
     whole = Front.load(front)
     collapsed = replace(whole.points[1], collapse="one reply to 99 % of the prompts")
     replace(whole, points=(whole.points[0], collapsed, whole.points[2])).save(front)
-    assert serve(front, "brevity=0.6,positivity=0.4").parent.name == "high"
+    assert pick(front, "brevity=0.6,positivity=0.4").parent.name == "high"

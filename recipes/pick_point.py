@@ -1,7 +1,7 @@
 """A model for a wanted trade-off, from the front that a sweep left.
 
-    python recipes/serve_point.py --front runs/sweep/firm.front.json --want helpful=0.7,harmless=0.3
-    python recipes/serve_point.py --front runs/sweep/firm.front.json \
+    python recipes/pick_point.py --front runs/sweep/firm.front.json --want helpful=0.7,harmless=0.3
+    python recipes/pick_point.py --front runs/sweep/firm.front.json \
         --want harmless=0.4,helpful=0.6 --merge --out runs/merged
 
 The adapter that was trained for the nearest preference is named, or the adapters around the wish
@@ -9,7 +9,7 @@ are merged into one; with either goes what it should earn, and the commands that
 measure it. No model is loaded.
 """
 
-from firm.cli.serve_point import cli
+from firm.cli.main import run
 
 if __name__ == "__main__":
-    cli(description=__doc__ or "")
+    run("pick", description=__doc__ or "")

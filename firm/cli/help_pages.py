@@ -1,0 +1,34 @@
+"""The pages that `--help` prints, kept as files: what they tell of takes seconds to import.
+
+python -m firm.cli.help_pages  # writes them anew, after a change of keys, texts or defaults
+"""
+
+import io
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "pages"
+
+
+def page_file(module: str) -> Path:
+    """Returns the file of a command's page, by its module of `firm.cli`."""
+    return FOLDER / f"{module}.txt"
+
+
+def made_page(module: str) -> str:
+    """Returns a command's page as its configuration has it, without the description."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), suppress(SystemExit):
+        import_module(f"firm.cli.{module}").cli(["--help"], description=module)
+    return printed.getvalue().removeprefix(f"{module}\n\n")
+
+
+def write_pages() -> None:
+    """Writes the pages of all commands that have one."""
+    for file in sorted(FOLDER.glob("*.txt")):
+        file.write_text(made_page(file.stem), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_pages()

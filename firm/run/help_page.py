@@ -1,0 +1,304 @@
+"""The help page of a configuration: the keys that matter, all of them, or those below one."""
+
+import dataclasses
+import difflib
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from firm.fields import field_docstrings, in_words
+from firm.run.config import Section, forms_of, join, members_of, to_dict, type_in_words
+from firm.run.errors import UserError
+
+_WIDTH = 100
+_HOW = (
+    "Give keys as --KEY VALUE or in YAML files as --config FILE; of several, the last one counts."
+)
+_FEW = 24
+"""Keys up to which a page shows all that there are."""
+_PLACEHOLDERS = {dict: "NAME", list: "INDEX", tuple: "INDEX"}
+"""What stands in a key path for an entry of these."""
+
+_Versions = list[tuple[str, Section]]
+"""A section in all its forms and entries, each with a name; the first counts where they agree."""
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One key."""
+
+    path: str
+    kind: str
+    """Type in words."""
+    remark: str
+    """Range, and value in the paper."""
+    text: str
+    """Docstring."""
+    defaults: list[tuple[str, str | None]]
+    """Defaults by the form or entry that has them; None where a value is required."""
+    forms: tuple[str, ...]
+    """Forms of the section that have the key; none where all have."""
+
+    @property
+    def default(self) -> str:
+        """Returns the first default, and those that differ from it."""
+        (_, first), *others = self.defaults
+        rest = [f"{name}: {value}" for name, value in others if value not in (first, None)]
+        return "; ".join(["required" if first is None else f"default: {first}", *rest])
+
+    def described(self, *, briefly: bool = False) -> str:
+        """Returns the docstring, or its first sentence, with type and default."""
+        text = re.split(r"(?<=\.)\s", self.text)[0] if briefly else self.text
+        facts = [self.kind, "" if briefly else self.remark, self.default]
+        return f"{text} ({', '.join(filter(None, facts))})".strip()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A section."""
+
+    path: str
+    title: str
+    form_titles: dict[str, str]
+    """What its forms are, by name, where there are several."""
+    keys: list[_Key]
+    like: str = ""
+    """A section before it with the same keys; then `keys` are those of another default."""
+
+    def __str__(self) -> str:
+        if self.like:
+            own = [f"{key.path.rpartition('.')[2]} {key.default}" for key in self.keys]
+            return textwrap.fill("; ".join([f"{self.path}: as {self.like}", *own]), _WIDTH)
+        blocks: dict[tuple[str, ...], list[str]] = {}
+        blocks[()] = [f"{self.path}: {self.title}"] if self.path else []
+        for key in self.keys:
+            forms = ", ".join(key.forms)
+            heading = f"{self.path}, {forms}: {self.form_titles.get(forms, '')}".strip()
+            lines = textwrap.wrap(key.described(), _WIDTH - 10)
+            entry = [f"  --{key.path} {key.path.rpartition('.')[2].upper()}", *lines]
+            blocks.setdefault(key.forms, [heading]).append("\n      ".join(entry))
+        return "\n\n".join("\n".join(block) for block in blocks.values() if block)
+
+
+def help_page(
+    root: Section,
+    topic: str = "",
+    *,
+    keys: Mapping[str, Sequence[str]] | None = None,
+    files: Sequence[str] = (),
+) -> str:
+    """Returns the help on a configuration.
+
+    Args:
+        root: The configuration, with the defaults that are shown.
+        topic: A key, for what is at and below it; "all" for every key; empty for those that matter.
+        keys: Those that matter, by heading; by default the ones that are in no section.
+        files: Files that the defaults come from.
+
+    Raises:
+        UserError: There is no such key.
+    """
+    parts = list(_parts([("", root)]))
+    every = {key.path: key for part in reversed(parts) for key in reversed(part.keys)}
+    if topic not in ("", "all"):
+        below = list(_parts([("", root)], topic=topic.split(".")))
+        if not below:
+            near = difflib.get_close_matches(topic, [*every, *(part.path for part in parts)], n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help all prints every key."
+            raise UserError(f"--help: unknown key {topic}; {hint}")
+        return "\n\n".join(map(str, below)) + "\n"
+    source = f" Defaults are those of {' and '.join(files)}." if files else ""
+    intro = textwrap.fill(f"{_HOW}{source}", _WIDTH)
+    if topic == "all" or (keys is None and len(every) <= _FEW):
+        return "\n\n".join([intro, *filter(None, map(str, parts))]) + "\n"
+    groups = keys or {"Keys": [key.path for key in parts[0].keys]}
+    tables = {
+        heading: {f"--{path}": every[path].described(briefly=True) for path in paths}
+        for heading, paths in groups.items()
+    }
+    sections: dict[str, str] = {}
+    for part in parts[1:]:
+        sections.setdefault(part.path.partition(".")[0], part.title)
+    tables["Sections (--help SECTION prints the keys of one, --help all those of all)"] = sections
+    return "\n\n".join([intro, *_in_columns(tables)]) + "\n"
+
+
+def _in_columns(tables: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    width = 4 + max(len(name) for rows in tables.values() for name in rows)
+    for heading, rows in tables.items():
+        lines = [
+            textwrap.fill(
+                text,
+                _WIDTH,
+                initial_indent=f"  {name}".ljust(width),
+                subsequent_indent=" " * width,
+                break_on_hyphens=False,
+            )
+            for name, text in rows.items()
+        ]
+        yield "\n".join([f"{heading}:", *lines])
+
+
+# --- From a configuration to its sections and keys ------------------------------------------------
+
+
+def _parts(
+    versions: _Versions,
+    path: str = "",
+    title: str = "",
+    *,
+    topic: Sequence[str] = (),
+    before: dict[Any, _Part] | None = None,
+) -> Iterator[_Part]:
+    """Yields a section, then every section in it, as far as the topic asks for them.
+
+    Args:
+        versions: The section.
+        path: The key path to it.
+        title: What it is, where it has several forms.
+        topic: A key path; what is at and below it is yielded.
+        before: The sections that were yielded so far, by their forms.
+    """
+    before = {} if before is None else before
+    forms = _forms(versions)
+    titles = {name: _title(form) for form, name in forms.items() if name}
+    keys = [key for key in _keys(versions, path) if _is_at(key.path, topic)]
+    part = _Part(path, title if titles else _title(next(iter(forms))), titles, keys)
+    like = before.setdefault(tuple(forms), part) if keys or _is_at(path, topic) else part
+    if like is not part:
+        own = [key for key, same in zip(keys, like.keys, strict=True) if _differ(key, same)]
+        yield dataclasses.replace(part, keys=own, like=like.path)
+        return
+    if keys or _is_at(path, topic):
+        yield part
+    for name, text, inner in _sections(versions):
+        place = join(path, name)
+        if _is_at(place, topic[: place.count(".") + 1]):
+            yield from _parts(inner, place, text, topic=topic, before=before)
+
+
+def _differ(key: _Key, other: _Key) -> bool:
+    return key.defaults[0][1] != other.defaults[0][1]
+
+
+def _is_at(path: str, topic: Sequence[str]) -> bool:
+    """Returns whether a key path leads to a topic, or below it."""
+    steps = path.split(".")
+    return len(steps) >= len(topic) and all(
+        step == wanted or step in _PLACEHOLDERS.values()
+        for step, wanted in zip(steps, topic, strict=False)
+    )
+
+
+def _forms(versions: _Versions) -> dict[type, str]:
+    """Returns the forms with their names; a single form needs none."""
+    forms = dict.fromkeys(section.form for _, section in versions)
+    return {form: _form_name(form) if len(forms) > 1 else "" for form in forms}
+
+
+def _form_name(form: type) -> str:
+    return get_args(get_type_hints(form)["name"])[0]
+
+
+def _title(form: type) -> str:
+    return (form.__doc__ or "").strip().partition("\n")[0]
+
+
+def _fields(form: type) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields name, type, annotation and docstring of a form's fields."""
+    documents, kinds = field_docstrings(form), get_type_hints(form)
+    annotations = get_type_hints(form, include_extras=True)
+    for name in (field.name for field in dataclasses.fields(form) if field.init):
+        yield name, kinds[name], annotations[name], documents.get(name, "")
+
+
+def _keys(versions: _Versions, path: str) -> list[_Key]:
+    """Returns a section's own keys; what several forms have in common comes once."""
+    forms = _forms(versions)
+    kinds: dict[tuple, Any] = {}
+    owners: dict[tuple, _Versions] = {}
+    choice = Literal[*forms.values()]
+    choice_text = field_docstrings(versions[0][1].form).get("name", "")
+    for label, section in versions:
+        for name, kind, annotation, text in _fields(section.form):
+            if name == "name" and len(forms) > 1:
+                kind, annotation, text = choice, choice, choice_text
+            if not list(_places(kind)):
+                identity = (name, repr(annotation), text)
+                kinds[identity] = kind, annotation
+                owners.setdefault(identity, []).append((label, section))
+    keys = []
+    for identity, sections in owners.items():
+        (name, _, text), (kind, annotation) = identity, kinds[identity]
+        having = {forms[section.form]: None for _, section in sections}
+        if kind == choice:  # a form's own name is no default
+            sections = [entry for entry in sections if entry[0] not in having]
+        defaults = [(label, _default(section, name)) for label, section in sections]
+        keys.append(
+            _Key(
+                join(path, name),
+                type_in_words(kind),
+                in_words(annotation),
+                text,
+                defaults or [("", None)],
+                () if len(having) == len(forms) else tuple(having),
+            )
+        )
+    return keys
+
+
+def _default(section: Section, name: str) -> str | None:
+    if name not in section.values:
+        return None
+    return json.dumps(to_dict(section.values[name]), ensure_ascii=False)
+
+
+def _sections(versions: _Versions) -> Iterator[tuple[str, str, _Versions]]:
+    """Yields the sections in a section: the way to each, its docstring, and the section."""
+    found: dict[tuple, list[tuple[str, Any]]] = {}
+    texts: dict[tuple, str] = {}
+    for label, section in versions:
+        for name, kind, _, text in _fields(section.form):
+            for entry, forms in _places(kind).items():
+                place = (name, entry, tuple(forms))
+                texts.setdefault(place, text)
+                found.setdefault(place, []).append((label, section.values.get(name)))
+    for (name, entry, forms), values in found.items():
+        way = join(name, entry) if entry else name
+        yield way, texts[name, entry, forms], _versions_of(forms, entry, values)
+
+
+def _versions_of(forms: Sequence[type], entry: str, values: Sequence[tuple[str, Any]]) -> _Versions:
+    """Returns a section from its values in the versions of the section around it."""
+    (_, chosen), *others = values
+    if not entry and isinstance(chosen, Section):
+        rest = (form for form in forms if form is not chosen.form)
+        turned = [(_form_name(form), chosen.turned_into(form)) for form in rest]
+        return [("", chosen), *turned, *((k, v) for k, v in others if isinstance(v, Section))]
+    named = len(forms) > 1
+    new = [(_form_name(form) if named else "", Section.of(form)) for form in forms]
+    given = [pair for label, value in values for pair in _entries(label, value)]
+    return [*new, *((label, value) for label, value in given if isinstance(value, Section))]
+
+
+def _entries(label: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns the entries of a mapping or sequence by name; another value by its own label."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return [(str(index), item) for index, item in enumerate(value)]
+    return [(label, value)]
+
+
+def _places(kind: Any) -> dict[str, list[type]]:
+    """Returns the forms of the sections that a field of this type holds, by the entry's name."""
+    places: dict[str, list[type]] = {}
+    for member in members_of(kind):
+        entry = _PLACEHOLDERS.get(get_origin(member), "")
+        for part in get_args(member) or [member]:
+            if forms := forms_of(part):
+                places.setdefault(entry, []).extend(forms)
+    return places
