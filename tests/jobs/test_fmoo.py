@@ -347,7 +347,6 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
     cfg = parse(ClassicConfig, ["--config", str(path)])
     assert cfg.data.name in DATASETS
     assert cfg.model.name in MODELS
-    assert f"--config configs/fmoo/{path.name}" in path.read_text() or path.stem == "two_digits"
 
 
 @pytest.mark.parametrize(
