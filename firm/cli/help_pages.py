@@ -18,9 +18,9 @@ def page_file(module: str) -> Path:
 
 def made_page(module: str) -> str:
     """Returns a command's page as its configuration has it, without the description."""
-    printed = io.StringIO()
+    cli, printed = import_module(f"firm.cli.{module}").cli, io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
-        import_module(f"firm.cli.{module}").cli(["--help"], description=module)
+        cli(["--help"], description=module)
     return printed.getvalue().removeprefix(f"{module}\n\n")
 
 

@@ -51,7 +51,7 @@ class _Key:
 
     def described(self, *, briefly: bool = False) -> str:
         """Returns the docstring, or its first sentence, with type and default."""
-        text = re.split(r"(?<=\.)\s", self.text)[0] if briefly else self.text
+        text = re.split(r"(?<=\.)(?<!Eq\.)\s", self.text)[0] if briefly else self.text
         facts = [self.kind, "" if briefly else self.remark, self.default]
         return f"{text} ({', '.join(filter(None, facts))})".strip()
 

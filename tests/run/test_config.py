@@ -29,7 +29,7 @@ class Firm:
     name: Literal["firm"] = "firm"
     """The paper's algorithm."""
     beta: float = 0.01
-    """Regularisation, at least 0."""
+    """Regularisation, β of Eq. (4). At least 0."""
     num_steps: int = 1
     """Local steps."""
 
@@ -444,11 +444,12 @@ def test_help_shows_the_keys_that_matter_with_the_defaults_of_the_bare_command(
 ) -> None:
     file = tmp_path / "default.yaml"
     file.write_text("rate: 0.5\nbatch: {size: 3}\n")
-    keys = {"Speed": ["rate"], "Memory": ["batch.size"]}
+    keys = {"Speed": ["rate"], "Memory": ["batch.size", "strategy.beta"]}
     text = _help(capsys, default_file=file, keys=keys)
     assert f"Defaults are those of {file}." in text
     assert "Speed: --rate Learning rate. (float, default: 0.5)" in text
     assert "Memory: --batch.size Prompts of a step. (int, default: 3)" in text
+    assert "--strategy.beta Regularisation, β of Eq. (4). (float, default: 0.01)" in text
     assert "strategy The algorithm." in text
     assert "--limit" not in text
 
