@@ -188,7 +188,14 @@ def run_rounds(
     settings, objectives = to_dict(cfg), tuple(cfg.rewards)
     with (
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS) as run,
-        Tracker(cfg.tracking, run.path, settings, objectives=objectives) as tracker,
+        Tracker(
+            cfg.tracking,
+            run.path,
+            settings,
+            objectives=objectives,
+            job_type=cfg.strategy.name,
+            tags=(cfg.strategy.name, f"seed {cfg.seed}"),
+        ) as tracker,
         progress,
         closing(engine),
     ):

@@ -124,6 +124,8 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
             objectives=splits.train.objectives,
             name=f"{name}, seed {seed}",
             group=study.name,
+            job_type=name,
+            tags=(federation.cfg.name, name, f"seed {seed}"),
         ) as tracker,
         closing(with_own_key(federation.engine, federation.cfg.secure)) as engine,
     ):

@@ -48,6 +48,7 @@ def point_config(
     overrides: Mapping[str, Any],
     seed: int,
     *,
+    setting: str,
     source: str,
     base: Path | None = None,
 ) -> AlignmentConfig:
@@ -57,11 +58,13 @@ def point_config(
         cfg: What all points have in common.
         overrides: The point's own keys, over those of all.
         seed: The point's.
+        setting: What W&B calls the points that differ from it by their seed alone.
         source: What messages call the place that the overrides come from.
         base: Configuration of the run in place of that of all.
     """
     keys = {"evaluation.calibration_seed": cfg.seeds[0], **cfg.overrides, **overrides, "seed": seed}
-    return compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
+    run = compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
+    return replace(run, tracking=run.tracking.of_setting(setting))
 
 
 def run_points(

@@ -161,4 +161,4 @@ def _spread(values: list[float]) -> str:
 def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> AlignmentConfig:
     """Returns the run of a setting."""
     own, source = cfg.settings[setting], f"settings.{setting}.overrides"
-    return point_config(cfg, own.overrides, seed, source=source, base=own.base)
+    return point_config(cfg, own.overrides, seed, setting=setting, source=source, base=own.base)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,6 +77,11 @@ class PointConfig:
     seed: int
 
     @property
+    def setting(self) -> str:
+        """What it shares with the other seeds: method, preference in percent."""
+        return f"{self.method} {preference_folder(self.preference)}"
+
+    @property
     def name(self) -> str:
         """Its folder: method, preference in percent, seed."""
         return f"{slug(self.method)}-{preference_folder(self.preference)}-seed_{self.seed}"
@@ -128,7 +134,9 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
         front.save(out / f"{slug(method)}.front.json")
     page = _write_figures(cfg, folder, fronts)
     tracking = base.tracking.within(tracking_group(cfg, folder))
-    with Tracker(tracking, out, folder.manifest["config"], objectives=objectives) as tracker:
+    with Tracker(
+        tracking, out, folder.manifest["config"], objectives=objectives, job_type="front"
+    ) as tracker:
         tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
     return SweepResult(out, fronts, page)
 
@@ -272,7 +280,8 @@ def _run_config(
             overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
             overrides["start_preference"] = list(point.preference)
             overrides["rounds"] = 0
-    run = point_config(cfg, overrides, point.seed, source=source)
+    build = partial(point_config, cfg, seed=point.seed, setting=point.setting, source=source)
+    run = build(overrides)
     if run.strategy.preference_key is None:
         kinds = [kind for kind in StrategyConfig.forms() if not kind.reads_losses]
         names = ", ".join(kind.name for kind in kinds if kind.preference_key is not None)
@@ -282,7 +291,7 @@ def _run_config(
         )
     if run.policy.conditioning.kind == "none":  # else each prompt has a preference of its own
         overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
-    return point_config(cfg, overrides, point.seed, source=source)
+    return build(overrides)
 
 
 def _equal_shares(objectives: tuple[str, ...]) -> tuple[float, ...]:

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from firm.run.directory import Row, Run
 from firm.run.errors import UserError
-from firm.run.rows import SHAPES
+from firm.run.rows import as_one_training
 from firm.run.sweep import Sweep
 
 
@@ -94,7 +93,7 @@ def read_record(run_path: Path) -> Record:
     rows, left_out = run.checked_rows()
     header = next((row for row in rows if row.get("kind") == "run"), {})
     evaluations = _latest(rows, "evaluation", "split")
-    trainings = [_as_one_training(row) for row in _latest(rows, "client", "client")]
+    trainings = [as_one_training(row) for row in _latest(rows, "client", "client")]
     clients = dict.fromkeys([*header.get("clients", []), *(row["client"] for row in trainings)])
     return Record(
         name=run_path.resolve().name,
@@ -167,42 +166,6 @@ def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     own = [row for row in rows if row.get("kind") == kind]
     latest = {(row["round"], row[key], "change" in row): row for row in own}
     return sorted(latest.values(), key=lambda row: row["round"])
-
-
-def _as_one_training(row: Row) -> Row:
-    """Returns a client's row in the layout of one training, where it had one per objective.
-
-    What belongs to an objective is that of its own training, seconds are summed, and the rest is
-    averaged. The weights of such a training, 1 for its objective, say nothing and are left out.
-    """
-    trainings = row.get("by_objective")
-    if not trainings:
-        return row
-    seen = dict.fromkeys(key for each in trainings.values() for key in each)
-    keys = [key for key in seen if key in SHAPES["client"]]
-    merged = {}
-    for key in keys:
-        values = {name: each[key] for name, each in trainings.items() if key in each}
-        entry = next(iter(values.values()))
-        if key == "seconds":
-            merged[key] = {
-                stage: sum(each.get(stage) or 0 for each in values.values())
-                for stage in dict.fromkeys(stage for each in values.values() for stage in each)
-            }
-        elif isinstance(entry, dict) and set(entry) & set(trainings):
-            merged[key] = {name: each.get(name) for name, each in values.items()}
-        elif isinstance(entry, dict):
-            merged[key] = {
-                name: _mean([each.get(name) for each in values.values()]) for name in entry
-            }
-        elif isinstance(entry, int | float):
-            merged[key] = _mean(list(values.values()))
-    return {**merged, **{key: value for key, value in row.items() if key != "by_objective"}}
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def _grouped(rows: list[Row], key: str) -> dict[str, list[Row]]:

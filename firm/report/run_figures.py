@@ -12,9 +12,9 @@ from firm.report.drawing import INK, MUTED, Key, Panel, Trace, bars, curve, none
 from firm.report.ledger import uploads_so_far
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.record import Record, score
-from firm.report.tables import DASHES, Setting, drawn_objectives, mean_over_clients, reference_of
+from firm.report.tables import DASHES, Setting, drawn_objectives, reference_of
 from firm.run.comparison import score_label
-from firm.run.quantities import Quantity, shown
+from firm.run.quantities import Quantity, mean_over_clients, shown
 from firm.run.rows import Row
 
 STAGES = (

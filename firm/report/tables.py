@@ -16,7 +16,7 @@ from firm.report.drawing import Key, Over, Panel, Series, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
-from firm.run.quantities import Quantity, entries
+from firm.run.quantities import Points, Quantity, entries, mean_over_clients
 from firm.run.rows import Row
 
 COLUMNS = ["setting", "seed", "round", "client", "objective", "quantity", "value", "se"]
@@ -32,8 +32,6 @@ Frame = Any
 """A pandas.DataFrame: without stubs, type checkers take most of its methods for something else."""
 Place = tuple[int, str, str, str]
 """Round, client, objective and quantity of a number."""
-Points = dict[int, float]
-"""Finite values by round."""
 
 
 # --- One run --------------------------------------------------------------------------------------
@@ -83,14 +81,6 @@ def tidy(
     at = list(zip(*numbers, strict=True)) or [[], [], [], []]
     columns = [setting, seed, *(list(entry) for entry in at), values[:, 0], values[:, 1]]
     return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)), index=range(len(numbers)))
-
-
-def mean_over_clients(lines: Mapping[str, Points]) -> Points:
-    """Returns the means by round of each client's points; the server's value stands for all."""
-    own = [points for client, points in lines.items() if client]
-    rounds = sorted({at for points in own for at in points})
-    means = {at: fmean(points[at] for points in own if at in points) for at in rounds}
-    return dict(sorted((means | lines.get("", {})).items()))
 
 
 # --- Runs of one setting --------------------------------------------------------------------------

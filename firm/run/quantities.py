@@ -29,6 +29,8 @@ from firm.run.rows import (
 
 Kind = Literal["client", "round", "evaluation"]
 Lines = Literal["clients", "clients and mean", "means"]
+Points = dict[int, float]
+"""Finite values by round."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,14 @@ def _numbers(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def mean_over_clients(lines: Mapping[str, Points]) -> Points:
+    """Returns the means by round of each client's points; the server's value stands for all."""
+    own = [points for client, points in lines.items() if client]
+    rounds = sorted({at for points in own for at in points})
+    means = {at: fmean(points[at] for points in own if at in points) for at in rounds}
+    return dict(sorted((means | lines.get("", {})).items()))
 
 
 def _norm_ratio(row: Mapping[str, Any]) -> float | None:

@@ -8,6 +8,7 @@ Whoever reads a log therefore sees valid rows alone, and what was left out by na
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import Repr
+from statistics import fmean
 from typing import Any, Literal
 
 Row = dict[str, Any]
@@ -235,6 +236,42 @@ def valid_row(
         return None, []
     place = _place(checked)
     return checked, [f"{path} of {place}: {value}" for path, value in check.left_out]
+
+
+def as_one_training(row: Row) -> Row:
+    """Returns a client's row in the layout of one training, where it had one per objective.
+
+    What belongs to an objective is that of its own training, seconds are summed, and the rest is
+    averaged. The weights of such a training, 1 for its objective, say nothing and are left out.
+    """
+    trainings = row.get("by_objective")
+    if not trainings:
+        return row
+    seen = dict.fromkeys(key for each in trainings.values() for key in each)
+    keys = [key for key in seen if key in SHAPES["client"]]
+    merged = {}
+    for key in keys:
+        values = {name: each[key] for name, each in trainings.items() if key in each}
+        entry = next(iter(values.values()))
+        if key == "seconds":
+            merged[key] = {
+                stage: sum(each.get(stage) or 0 for each in values.values())
+                for stage in dict.fromkeys(stage for each in values.values() for stage in each)
+            }
+        elif isinstance(entry, dict) and set(entry) & set(trainings):
+            merged[key] = {name: each.get(name) for name, each in values.items()}
+        elif isinstance(entry, dict):
+            merged[key] = {
+                name: _mean([each.get(name) for each in values.values()]) for name in entry
+            }
+        elif isinstance(entry, int | float):
+            merged[key] = _mean(list(values.values()))
+    return {**merged, **{key: value for key, value in row.items() if key != "by_objective"}}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 class _Invalid(Exception):

@@ -1,7 +1,11 @@
 """Metrics in Weights & Biases, when asked for; the run directory always has them too.
 
 W&B groups series by the first part of their names. Here that is the quantity and the client comes
-last, `weights/helpful/client_0`, so that the clients' curves of a quantity stand together.
+last, `weights/helpful/client_0`, so that the clients' curves of a quantity stand together. The mean
+over the clients of a round is one number, `train/weight/helpful`, the same as on the run's page.
+
+Runs of a setting that differ by their seed alone have the same group and job type, by which W&B
+draws their mean and spread.
 
 A run never waits for the service: without a key, without a network or with a wrong key it goes on
 off line, says so in one line, and leaves files that `wandb sync` uploads later. Nor does it end for
@@ -13,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,13 +26,17 @@ from firm.federation.outside import printable
 from firm.fields import PositiveFloat, configuration
 from firm.run.comparison import compare
 from firm.run.guard import drawing
-from firm.run.quantities import entries
-from firm.run.rows import valid_row, valid_rows
+from firm.run.quantities import QUANTITIES, Points, entries, mean_over_clients
+from firm.run.rows import as_one_training, valid_row, valid_rows
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[^/\\#?%:]{1,128}")
 """Names that W&B takes."""
+_LABEL_LENGTH = 64
+"""Longest tag and job type that W&B takes."""
+_SINGULAR = {"rewards": "reward", "weights": "weight", "scores": "score", "cosines": "cosine"}
+"""What one number is called of a field that has one for each objective."""
 
 
 @configuration
@@ -43,6 +52,11 @@ class TrackingConfig:
     group: str | None = None
     """What W&B puts the run together with, such as the runs of a sweep; null is the recipe's
     choice, mostly nothing."""
+    job_type: str | None = None
+    """What W&B calls runs of this kind; null takes the setting of a study or sweep, else the
+    strategy."""
+    tags: tuple[str, ...] = ()
+    """Tags in W&B, beside those of strategy, setting and seed."""
     timeout_s: PositiveFloat = 30.0
     """Seconds to wait for the service at the start, and for the last upload at the end."""
 
@@ -55,18 +69,34 @@ class TrackingConfig:
                     f"{printable(repr(name), max_length=80)}."
                 )
 
+        labels = [("tags", tag) for tag in self.tags]
+        for key, label in [("job_type", self.job_type), *labels]:
+            if label is not None and not (label.isprintable() and 0 < len(label) <= _LABEL_LENGTH):
+                raise ValueError(
+                    f"{key} must be 1 to {_LABEL_LENGTH} printable characters, got "
+                    f"{printable(repr(label), max_length=80)}."
+                )
+
     def within(self, group: str) -> Self:
         """Returns the same in a group, unless it has one already or tracks nothing."""
         if self.mode == "disabled" or self.group is not None:
             return self
         return replace(self, group=group)
 
+    def of_setting(self, setting: str) -> Self:
+        """Returns the same with a setting as tag and, unless it has one, as job type."""
+        if self.mode == "disabled":
+            return self
+        label = _label(setting)
+        return replace(self, job_type=self.job_type or label, tags=(*self.tags, label))
+
 
 class Tracker:
     """Forwards the rows of metrics.jsonl to W&B; does nothing where tracking is disabled.
 
     Its files go to `wandb/` in the run's directory, which names the run by default. The
-    configuration is shown beside the metrics; its own group counts before ``group``.
+    configuration is shown beside the metrics; its own group and job type count before ``group`` and
+    ``job_type``, its tags come before ``tags``.
     """
 
     def __init__(
@@ -78,16 +108,27 @@ class Tracker:
         objectives: Sequence[str],
         name: str | None = None,
         group: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         self._objectives = tuple(objectives)
         self._run = None
         self._evaluations: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
+        self._trainings: dict[str, Mapping[str, Any]] = {}
         self._reported: set[tuple[type, str]] = set()
         if config.mode != "disabled":
             path = Path(run_path)
-            name, group = name or path.resolve().name, config.group or group
-            self._run = _start(config, path, run_config, name, group)
+            with self._drawing("the start of the run"):
+                self._run = _start(
+                    config,
+                    path,
+                    run_config,
+                    name=name or path.resolve().name,
+                    group=config.group or group,
+                    job_type=config.job_type or (job_type and _label(job_type)),
+                    tags=list(dict.fromkeys([*config.tags, *map(_label, tags)])),
+                )
 
     def __enter__(self) -> "Tracker":
         return self
@@ -99,6 +140,7 @@ class Tracker:
         """Forwards one row of metrics.jsonl, without what is not valid in it.
 
         Its numbers become series over the rounds, the run's own facts part of the configuration.
+        The row of a round, which follows those of its clients, brings the means over them.
         Evaluations with scores are drawn in the trade-off plane, too, and the last one on the test
         split is compared with the base model's, in a table and in the summary.
         """
@@ -111,6 +153,7 @@ class Tracker:
             if valid.get("kind") == "run":
                 self._run.config.update({"run": {k: v for k, v in valid.items() if k != "kind"}})
             if series := flatten(valid, self._objectives):
+                series |= self._means(valid)
                 self._run.log({"round": valid["round"], **series, **self._charts(valid)})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -160,6 +203,15 @@ class Tracker:
                 with drawing(f"W&B: {what}"):
                     raise
 
+    def _means(self, row: Mapping[str, Any]) -> dict[str, float]:
+        if row["kind"] == "client":
+            self._trainings[row["client"]] = row
+        if row["kind"] != "round":
+            return {}
+        trainings = [own for own in self._trainings.values() if own["round"] == row["round"]]
+        self._trainings.clear()
+        return means([*trainings, row], self._objectives)
+
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self._run or row["kind"] != "evaluation" or "scores" not in row:
             return {}
@@ -193,6 +245,28 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
         for path, value in entries(row, objectives)
         if value is not None
     }
+
+
+def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, float]:
+    """Returns the means over clients of a round's rows under flat names, such as "train/kl".
+
+    They are those of the run's page: of the rewards and all registered quantities of clients, each
+    client counts alike, and a weight that the server finds for all stands in place of theirs.
+
+    >>> row = {"kind": "client", "round": 1, "rewards": {"helpful": 0.25}}
+    >>> means([{**row, "client": "a"}, {**row, "client": "b"}], ["helpful"])
+    {'train/reward/helpful': 0.25}
+    """
+    names = {"rewards", *(name for kind, name in QUANTITIES if kind == "client")}
+    lines: dict[str, dict[str, Points]] = {}
+    for row in rows:
+        for (name, *path), value in entries(as_one_training(row), objectives):
+            is_servers = row["kind"] == "round" and name == "weights" and path[0] in objectives
+            is_clients = row["kind"] == "client" and name in names
+            if value is not None and (is_servers or is_clients):
+                key = "/".join(["train", _SINGULAR.get(name, name), *path])
+                lines.setdefault(key, {})[row.get("client", "")] = {row["round"]: value}
+    return {key: mean for key, own in lines.items() for mean in mean_over_clients(own).values()}
 
 
 def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, Any]:
@@ -277,8 +351,7 @@ def _start(
     config: TrackingConfig,
     run_path: Path,
     run_config: Mapping[str, Any],
-    name: str,
-    group: str | None,
+    **labels: Any,
 ) -> Any:
     """Starts a W&B run, online if that is wanted and possible."""
     import wandb  # a second of imports that only tracked runs pay
@@ -298,11 +371,10 @@ def _start(
             mode=mode,
             project=config.project,
             entity=config.entity,
-            name=name,
-            group=group,
             dir=str(run_path.resolve()),  # its service may have started in another folder
             config=dict(run_config),
             settings=settings,
+            **labels,
         )
 
     run, reason = None, "as configured"
@@ -322,6 +394,15 @@ def _start(
     run.define_metric("round")
     run.define_metric("*", step_metric="round")
     return run
+
+
+def _label(text: str) -> str:
+    """Returns a text as a tag or job type; of those that are too long, no two become the same."""
+    label = printable(text)
+    if len(label) <= _LABEL_LENGTH:
+        return label
+    digest = sha256(text.encode()).hexdigest()[:8]
+    return f"{label[: _LABEL_LENGTH - 9]}…{digest}"
 
 
 def _folder(run: Any) -> Path:

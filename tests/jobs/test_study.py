@@ -63,6 +63,21 @@ def test_names_that_lead_elsewhere_or_to_one_place_are_refused(arguments, messag
         parse(study.StudyConfig, ["--settings", "{A: {}}", *arguments])
 
 
+def test_the_seeds_of_a_setting_are_one_job_type_in_wandb():
+    base = str(ROOT / "configs/smoke.yaml")
+    overrides = "{tracking.mode: offline, tracking.tags: [mine]}"
+    cfg = parse(
+        study.StudyConfig,
+        [
+            *("--base", base, "--overrides", overrides, "--seeds", "[0, 1]"),
+            *("--settings", '{"β = 0.5": {}, own: {overrides: {tracking.job_type: other}}}'),
+        ],
+    )
+    runs = study.study_configs(cfg).values()
+    assert [run.tracking.job_type for run in runs] == ["β = 0.5", "other"] * 2
+    assert [run.tracking.tags for run in runs] == [("mine", "β = 0.5"), ("mine", "own")] * 2
+
+
 def test_a_setting_has_a_folder_of_its_own_below_the_study(capsys, monkeypatch):
     takes_seconds = "firm.jobs.plan.planning.process_memory"
     monkeypatch.setattr(takes_seconds, lambda *_: None)

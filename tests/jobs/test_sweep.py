@@ -23,6 +23,7 @@ from firm.jobs.sweep import MethodConfig, SweepConfig, prompt_rewards
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.runs import read_adapter, read_rows
+from tests.wandb_files import items, merged, records_of, started, table
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -34,7 +35,10 @@ TINY = {
 CONFIG = SweepConfig(
     base=ROOT / "configs/smoke.yaml",
     overrides=TINY,
-    methods={"FIRM": MethodConfig(), "soups": MethodConfig(kind="soup")},
+    methods={
+        "FIRM": MethodConfig(),
+        "soups": MethodConfig(kind="soup", overrides={"evaluation.num_shown_samples": 0}),
+    },
     preferences=[[2, 0], [1, 1], [0, 3]],
     num_workers=2,
 )
@@ -62,15 +66,6 @@ def swept(tmp_path_factory) -> Path:
         patch.chdir(ROOT)
         patch.setattr("firm.run.sweep.ProcessPoolExecutor", HereExecutor)
         return main(replace(CONFIG, out=tmp_path_factory.mktemp("sweeps") / "sweep"))
-
-
-def tracked(folder: Path) -> tuple[Path, bytes]:
-    """W&B's first folder in a run's, and all that it noted, once its service has ended the file."""
-    file = min(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    deadline, size = time.monotonic() + 20, -1
-    while size != (size := file.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return file.parent, file.read_bytes()
 
 
 def adapter(sweep: Path, name: str) -> dict[str, torch.Tensor]:
@@ -167,18 +162,23 @@ def test_a_soup_is_judged_beside_the_base_model_and_not_beside_itself(swept):
 
 
 def test_points_are_a_group_in_wandb_and_a_run_of_it_shows_the_front(swept):
-    group = f"sweep-{json.loads((swept / 'sweep.json').read_text())['id']}".encode()
-    for point in (swept / "points").iterdir():
-        assert group in tracked(point)[1]
-        assert f"group: {group.decode()}" in (point / "config.yaml").read_text()
+    group = f"sweep-{json.loads((swept / 'sweep.json').read_text())['id']}"
+    for method in ("FIRM", "soups"):
+        for preference in ("100_0", "50_50", "0_100"):
+            point = swept / f"points/{method.lower()}-{preference}-seed_0"
+            run = started(point)
+            assert (run.run_group, run.job_type) == (group, f"{method} {preference}")
+            assert set(run.tags) == {run.job_type, "firm", "seed 0"}
+            assert f"group: {group}" in (point / "config.yaml").read_text()
 
-    folder, noted = tracked(swept)
-    assert group in noted
-    assert b"hypervolume/FIRM" in noted
-    assert b"hypervolume/soups" in noted
-    [path] = folder.glob("files/media/table/front/points_*.json")
-    content = json.loads(path.read_text())
-    rows = [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]
+    run = started(swept)
+    assert (run.run_group, run.job_type) == (group, "front")
+    records = records_of(swept)
+    assert {f"front/hypervolume/{m}" for m in ("FIRM", "soups")} < merged(
+        items(records, "summary")
+    ).keys()
+    history = merged(items(records, "history"))
+    rows = table(swept, history["front/points"])
     fronts = {name: Front.load(swept / f"{name.lower()}.front.json") for name in ("FIRM", "soups")}
     points = [(method, point) for method, front in fronts.items() for point in front.points]
     for row, (method, point) in zip(rows, points, strict=True):
@@ -186,7 +186,28 @@ def test_points_are_a_group_in_wandb_and_a_run_of_it_shows_the_front(swept):
         assert (row["method"], row["seed"], row["KL"]) == (method, 0, point.kl)
         assert (row["adapter"], row["collapse"]) == (point.adapter, point.collapse or "")
     assert [row["preference"] for row in rows[:3]] == ["1, 0", "0.5, 0.5", "0, 1"]
-    assert list(folder.glob("files/media/table/front/brevity-positivity_table_*.json"))
+    assert "front/brevity-positivity_table" in history
+
+
+def test_no_text_goes_to_wandb_where_no_samples_are_shown(swept):
+    def texts(name: str) -> set[str]:
+        """What the shown samples of a run would be, in W&B's files of it."""
+        run = swept / "points" / name
+        records_of(run)  # once they are whole
+        files = [path for path in run.rglob("*") if "wandb" in path.parts and path.is_file()]
+        noted = b"".join(path.read_bytes() for path in files)
+        rows = map(json.loads, (shown / "samples.jsonl").read_text().splitlines())
+        return {row["prompt"] for row in rows if json.dumps(row["prompt"]).encode() in noted}
+
+    shown = swept / "points/firm-50_50-seed_0"
+    assert texts("firm-50_50-seed_0")
+    assert not texts("soups-50_50-seed_0")
+    assert not list((swept / "points/soups-50_50-seed_0").rglob("samples*.json"))
+    columns = table(shown, merged(items(records_of(shown), "history"))["samples"])[0].keys()
+    assert list(columns) == [
+        "prompt", "base", "aligned", "brevity, base", "brevity, aligned",
+        "positivity, base", "positivity, aligned",
+    ]  # fmt: skip
 
 
 def test_a_finished_sweep_is_told_again_without_running_anything(swept):

@@ -10,6 +10,7 @@ from firm.report.drawing import INK, Key, curve, rounds_figure
 from firm.report.formats import number
 from firm.report.run_figures import trade_off_planes
 from firm.report.tables import Setting
+from firm.run.tracking import means
 from tests.figures import assert_colours_are_defined, assert_plotly_accepts
 from tests.runs import edit_rows, read_rows
 
@@ -174,6 +175,25 @@ def test_an_axis_is_near_values_that_are_all_one(value, span):
     assert "range" not in rounds_figure([line], "y", reference=0.5)["layout"]["yaxis"]
     from_zero = rounds_figure([line], "y", rangemode="tozero")["layout"]["yaxis"]
     assert from_zero.get("range") == (None if value else [0.0, 0.05])
+
+
+def test_means_over_clients_are_the_same_in_wandb(make_run):
+    run_path = make_run(objectives=("a", "b", "c"), clients_per_round=3, num_done=4)
+    record = read_record(run_path)
+    panels = [panel for section in SECTIONS for panel in quantities(record, section)]
+    for at in range(1, 5):
+        sent = means(read_rows(run_path, round=at), record.objectives)
+        for objective in record.objectives:
+            weight = traces(panels, f"weights-{objective}")["mean over clients"][at]
+            assert sent[f"train/weight/{objective}"] == weight
+            assert (
+                sent[f"train/scores_std/{objective}"] == traces(panels, "scores_std")[objective][at]
+            )
+        for pair in ("a-b", "a-c", "b-c"):
+            cosine = traces(panels, f"cosines-{pair}")["mean over clients"][at]
+            assert sent[f"train/cosine/{pair}"] == cosine
+        ratio = traces(panels, "norm_ratio")["mean over clients"][at]
+        assert sent["train/norm_ratio"] == ratio
 
 
 def test_the_norm_ratio_of_a_round_is_no_weighing_by_the_server(make_run):

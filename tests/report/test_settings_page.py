@@ -22,7 +22,8 @@ from firm.report.settings_sections import shared_samples, stage_seconds
 from firm.report.tables import Setting, scales, settings_of
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
-from tests.runs import edit_rows, figures_in
+from firm.run.tracking import means
+from tests.runs import edit_rows, figures_in, read_rows
 
 
 @pytest.fixture
@@ -138,6 +139,8 @@ def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
     shown = figures_in(write_study_page(tmp_path / "report.html", runs))
     assert line(shown, "weights-helpful", "FSMGDA")["y"] == [0.25] * 3
     first, second = settings_of(runs)
+    sent = means(read_rows(runs["FSMGDA"][0].path, round=2), second.objectives)
+    assert (sent["train/weight/helpful"], sent["train/kl"]) == (0.25, second.curves("kl")[0][2])
     rewards = [s.curves("rewards", name) for s in (first, second) for name in s.objectives]
     assert rewards[0].equals(rewards[2])
     assert rewards[1].equals(rewards[3])

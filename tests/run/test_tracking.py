@@ -3,20 +3,19 @@ import os
 import pty
 import random
 import re
-import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from wandb.proto.wandb_internal_pb2 import Record
+import wandb
 
 from firm.run import Tracker, TrackingConfig, tracking
 from firm.run.tracking import flatten
+from tests.wandb_files import items, merged, records_of, started, table
 
 OBJECTIVES = ["helpful", "harmless", "brief"]
 ROW = {
@@ -67,63 +66,6 @@ def test_other_rows_are_grouped_by_kind_and_split() -> None:
     assert flatten({"kind": "run", "rounds": 3}, OBJECTIVES) == {}
 
 
-def records_of(run_path: Path) -> list[Record]:
-    """Everything that W&B noted off line; its service ends the file shortly after the run."""
-    [file] = run_path.glob("wandb/offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 20
-    while True:
-        records = parse(file.read_bytes())
-        if any(record.HasField("exit") for record in records):
-            return records
-        assert time.monotonic() < deadline, "the file does not end"
-        time.sleep(0.05)
-
-
-def parse(data: bytes) -> list[Record]:
-    """The whole records of a .wandb file: blocks of 32 kB, a record in one or more fragments."""
-    records, fragments, at = [], b"", 7  # after the file's own header
-    while at + 7 <= len(data):
-        if (room := 32_768 - at % 32_768) < 7:
-            at += room  # no header fits: the block's end is padding
-            continue
-        _checksum, length, kind = struct.unpack_from("<IHB", data, at)
-        if at + 7 + length > len(data):
-            break  # still being written
-        fragments += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last fragment
-            records.append(Record.FromString(fragments))
-            fragments = b""
-    return records
-
-
-def items(records: list[Record], kind: str) -> list[dict[str, Any]]:
-    """Key -> value of each history record, or of each change of configuration or summary."""
-    dicts = []
-    for record in records:
-        if record.WhichOneof("record_type") == kind:
-            part, values = getattr(record, kind), {}
-            for entry in part.item if kind == "history" else part.update:
-                *groups, name = entry.nested_key or [entry.key]
-                place = values
-                for group in groups:
-                    place = place.setdefault(group, {})
-                place[name] = json.loads(entry.value_json)
-            dicts.append(values)
-    return dicts
-
-
-def merged(dicts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {key: value for entries in dicts for key, value in entries.items()}
-
-
-def table(run_path: Path, reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a table that a history record refers to."""
-    [file] = run_path.glob(f"wandb/offline-run-*/files/{reference['path']}")
-    content = json.loads(file.read_text())
-    return [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]
-
-
 def evaluation(round: int, split: str, **means: float) -> dict[str, Any]:
     scores = {name: {"mean": mean, "se": 0.25} for name, mean in means.items()}
     change = {name: {"mean": mean - 0.5, "se": 0.125} for name, mean in means.items()}
@@ -170,6 +112,33 @@ def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, ca
         *(random.getstate(), str(np.random.get_state())),
         torch.get_rng_state().tolist(),
     ), "tracking must not move the generators of the run"
+
+
+def test_the_mean_over_the_clients_of_a_round_is_logged_once(tmp_path: Path) -> None:
+    other = {"rewards": {"helpful": 0.375}, "weights": [[0.0, 0.5, 0.5]], "kl": 4.0}
+    late = {**ROW, "round": 3, "kl": 1.5, "rewards": {"helpful": 0.75}}
+    records = track(
+        tmp_path,
+        ROW,
+        {**ROW, **other, "client": "client_1"},
+        {"kind": "round", "round": 2, "seconds": 1.0, "bytes_up": 8},
+        late,
+        {"kind": "round", "round": 3, "seconds": 1.0, "weights": {"client_0": 1.0}},
+    )
+    history = items(records, "history")
+    second, third = (
+        {key: value for key, value in row.items() if key.startswith("train/")}
+        for row in history
+        if "round/seconds" in row
+    )
+    assert second["train/reward/helpful"] == 0.25
+    assert [second[f"train/weight/{name}"] for name in OBJECTIVES] == [0.25, 0.4375, 0.3125]
+    assert second["train/kl"] == 4.0  # of the client that measured it
+    assert second["train/cosine/harmless-brief"] == 1.0
+    assert second.keys().isdisjoint({"train/bytes_up", "train/seconds", "train/num_steps"})
+    assert (third["train/reward/helpful"], third["train/kl"]) == (0.75, 1.5)
+    assert "train/weight/client_0" not in third
+    assert sum("train/kl" in row for row in history) == 2
 
 
 def test_evaluations_are_drawn_in_the_trade_off_plane_of_each_pair(tmp_path: Path) -> None:
@@ -330,11 +299,6 @@ def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
         assert history["round/seconds"] == 1.5
 
 
-def started(run_path: Path) -> Any:
-    [run] = [record.run for record in records_of(run_path) if record.HasField("run")]
-    return run
-
-
 def test_runs_are_grouped_by_the_configuration_or_else_by_the_recipe(tmp_path: Path) -> None:
     for own, recipes, expected in (
         ("mine", "the recipe's", "mine"),
@@ -347,6 +311,34 @@ def test_runs_are_grouped_by_the_configuration_or_else_by_the_recipe(tmp_path: P
         with Tracker(config, path, {}, objectives=OBJECTIVES, group=recipes) as tracker:
             tracker.log(ROW)
         assert started(path).run_group == expected
+
+
+def test_job_type_and_tags_are_the_configurations_and_then_the_recipes(tmp_path: Path) -> None:
+    recipes: dict[str, Any] = {"objectives": OBJECTIVES, "job_type": "firm"}
+    recipes["tags"] = ("firm", "mine", "long " * 20)
+    own = TrackingConfig(mode="offline", timeout_s=20, tags=("mine", "a: b/c"))
+    for name, config, job_type in (
+        ("run", own, "firm"),
+        ("own", TrackingConfig(mode="offline", timeout_s=20, job_type="mine"), "mine"),
+        ("point", own.of_setting("FIRM, β 0.1"), "FIRM, β 0.1"),
+    ):
+        with Tracker(config, tmp_path / name, {}, **recipes) as tracker:
+            tracker.log(ROW)
+        run = started(tmp_path / name)
+        assert run.job_type == job_type
+        *tags, cut = run.tags
+        assert tags == [*dict.fromkeys([*config.tags, "firm", "mine"])]
+        assert len(cut) == 64
+
+
+def test_a_setting_labels_runs_that_are_tracked() -> None:
+    offline = TrackingConfig(mode="offline", tags=("mine",))
+    setting = offline.of_setting("FIRM")
+    assert (setting.job_type, setting.tags) == ("FIRM", ("mine", "FIRM"))
+    assert TrackingConfig(mode="offline", job_type="own").of_setting("FIRM").job_type == "own"
+    assert TrackingConfig().of_setting("FIRM") == TrackingConfig()
+    long = [offline.of_setting("β" * 80 + end).job_type for end in "ab"]
+    assert len(set(long)) == 2  # settings that W&B would otherwise take for one
 
 
 def test_a_group_is_given_to_runs_that_are_tracked_and_have_none() -> None:
@@ -390,6 +382,14 @@ def test_names_that_wandb_or_a_terminal_would_take_otherwise_are_refused(key, na
     assert str(refused.value).isprintable()
 
 
+@pytest.mark.parametrize("label", ["", "a\n", "\x1b[2J", "a" * 65])
+def test_job_types_and_tags_that_wandb_does_not_take_are_refused(label) -> None:
+    for key, value in (("job_type", label), ("tags", ("mine", label))):
+        with pytest.raises(ValueError, match=f"{key} must be 1 to 64 printable") as refused:
+            TrackingConfig(**{key: value})
+        assert str(refused.value).isprintable()
+
+
 POISONED = [float("nan"), float("inf"), 1e308, 10**400, -1, "x", [None], {}, {"a": "b"}, True]
 POISONED += [[[1e308, 1e308]], [[0.5], [0.25, 0.75, 0.0]], [[[[[[[1.0]]]]]]]]
 
@@ -411,7 +411,7 @@ def sent(monkeypatch) -> list[dict[str, Any]]:
         def finish(self, **_: Any) -> None:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(tracking, "_start", lambda *_: FakeRun())
+    monkeypatch.setattr(tracking, "_start", lambda *_, **__: FakeRun())
     return rows
 
 
@@ -426,6 +426,7 @@ def test_values_that_no_series_can_have_are_left_out_of_a_row(tmp_path: Path, se
                 tracker.log({**whole, field: value})
         for value in POISONED:
             tracker.log({**ROW, "round": value})
+            tracker.log({"kind": "round", "round": 2, "weights": value, "clients": value})
             tracker.log_samples([{"round": 0, "prompt": "p", "completion": "c", "scores": value}])
             tracker.log_samples([{"round": value, "prompt": value, "completion": value}])
     assert len(undrawn) == 1  # the end alone, which failed
@@ -434,6 +435,19 @@ def test_values_that_no_series_can_have_are_left_out_of_a_row(tmp_path: Path, se
     assert all(abs(y) <= 1e30 for y in numbers)
     assert {row["kl/client_0"] for row in sent if "kl/client_0" in row} == {-1.0}
     assert sum(row.get("seconds/rollout/client_0") == 1.5 for row in sent) > 100
+
+
+def test_a_run_goes_on_where_wandb_cannot_even_start(tmp_path: Path, undrawn, monkeypatch) -> None:
+    def init(**_: Any) -> None:
+        raise wandb.Error("no service")
+
+    monkeypatch.setattr(wandb, "init", init)
+    config = TrackingConfig(mode="online")
+    with Tracker(config, tmp_path, {}, objectives=OBJECTIVES) as tracker:
+        tracker.log(ROW)
+        tracker.log_samples([sample(0, "p", "reply", 0.5)])
+        tracker.log_points("front", [{"helpful": 0.5}], summary={})
+    assert undrawn == ["W&B: the start of the run could not be drawn (Error: no service)."]
 
 
 def test_what_wandb_does_not_take_is_a_warning_once_and_the_run_goes_on(
