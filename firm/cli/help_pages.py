@@ -25,9 +25,15 @@ def made_page(module: str) -> str:
 
 
 def write_pages() -> None:
-    """Writes the pages of all commands that have one."""
-    for file in sorted(FOLDER.glob("*.txt")):
-        file.write_text(made_page(file.stem), encoding="utf-8")
+    """Writes the pages of all commands."""
+    for module in modules():
+        page_file(module).write_text(made_page(module), encoding="utf-8")
+
+
+def modules() -> list[str]:
+    """Returns the modules of `firm.cli` that are commands."""
+    names = {file.stem for file in Path(__file__).parent.glob("*.py")}
+    return sorted(names - {"__init__", "main", Path(__file__).stem})
 
 
 if __name__ == "__main__":
