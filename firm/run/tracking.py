@@ -27,7 +27,7 @@ from firm.fields import PositiveFloat, configuration
 from firm.run.comparison import compare
 from firm.run.guard import drawing
 from firm.run.quantities import QUANTITIES, Points, entries, mean_over_clients
-from firm.run.rows import Row, as_one_training, valid_row, valid_rows
+from firm.run.rows import as_one_training, valid_row, valid_rows
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
     }
 
 
-def means(rows: Sequence[Row], objectives: Sequence[str]) -> dict[str, float]:
+def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, float]:
     """Returns the means over clients of a round's rows under flat names, such as "train/kl".
 
     They are those of the run's page: of the rewards and all registered quantities of clients, each
@@ -260,7 +260,7 @@ def means(rows: Sequence[Row], objectives: Sequence[str]) -> dict[str, float]:
     names = {"rewards", *(name for kind, name in QUANTITIES if kind == "client")}
     lines: dict[str, dict[str, Points]] = {}
     for row in rows:
-        for (name, *path), value in entries(as_one_training(row), objectives):
+        for (name, *path), value in entries(as_one_training(dict(row)), objectives):
             is_servers = row["kind"] == "round" and name == "weights" and path[0] in objectives
             is_clients = row["kind"] == "client" and name in names
             if value is not None and (is_servers or is_clients):
