@@ -50,6 +50,7 @@ LONGEST = (
     "jobs/test_sweep.py",
     "federation/engines/test_hostile.py",
     "jobs/test_study.py",
+    "jobs/test_workspace.py",
     "run/test_sweep.py",
     "federation/engines/test_time_limit.py",
     "federation/engines/test_sites.py",

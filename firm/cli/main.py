@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("chat", "Lets the base and the aligned model answer side by side."),
     "explore": ("explore", "Opens a page with a slider for each objective of a conditioned run."),
     "pick": ("pick", "Picks or merges a model for a wanted trade-off."),
+    "workspace": ("workspace", "Saves a workspace in W&B with the main figures of a run's page."),
     "network": ("network", "Runs across sites over a network: kits, server, sites, runs."),
     "fmoo": ("fmoo", "Compares the classic algorithms on images, tables and text."),
     "theory": ("theory", "Measures the convergence theory on random tabular MDPs."),

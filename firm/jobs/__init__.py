@@ -5,6 +5,7 @@
 - `sweep.sweep`: a run for every preference, and the fronts
 - `compare.compare`: adapters beside their base model
 - `pick.pick`: the model of a front for a wanted preference
+- `workspace.save_workspace`: the main figures of a run's page in W&B
 - `fmoo.run_classic`: classic algorithms side by side
 
 `loop.train` is the training loop of all of them, `points.run_points` runs several at a time. Import

@@ -32,6 +32,9 @@ STAGES = (
 )
 """Stages of a local step in the order in which they are stacked; others follow."""
 
+NEED_TWO = ("weights", "gradients")
+"""Sections that say nothing of a single objective."""
+
 NUM_OBJECTIVE_COLORS, NUM_CLIENT_COLORS, NUM_STAGE_COLORS = 6, 8, 12
 
 GLOBAL_MODEL = Key("global model, validation", INK)
@@ -86,7 +89,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]
     """
     panels: list[Panel] = []
     keys: dict[str, Key] = {}
-    needs_two = section in ("weights", "gradients")
+    needs_two = section in NEED_TWO
     is_old = section == "diagnostics" and not run.objectives_with("score_length_correlation")
     if is_old or (needs_two and len(run.objectives) < 2):
         return [], []  # the rewards' spread, all that old runs measured, says little alone
@@ -153,11 +156,14 @@ def _client_panel(
         evaluated = evaluation_line(run, quantity.evaluated, name, color)
         traces.append(evaluated)
         keys += [GLOBAL_MODEL] if evaluated["x"] and not quantity.by else []
-    label = entry.label
-    if not quantity.by:
-        both = len(record.objectives) == 2
-        label = " / ".join(record.objectives) if both else "largest / smallest"
-    return _panel(run, quantity, quantity.title.format(label), traces, name), keys
+    title = quantity_title(quantity, entry.label if name else "", record.objectives)
+    return _panel(run, quantity, title, traces, name), keys
+
+
+def quantity_title(quantity: Quantity, entry: str, objectives: Sequence[str]) -> str:
+    """Returns the title of a figure of an objective or a pair, or of all that there is."""
+    both = " / ".join(objectives) if len(objectives) == 2 else "largest / smallest"
+    return quantity.title.format(entry or both)
 
 
 def _panel(

@@ -238,7 +238,7 @@ def valid_row(
     return checked, [f"{path} of {place}: {value}" for path, value in check.left_out]
 
 
-def as_one_training(row: Row) -> Row:
+def as_one_training(row: Mapping[str, Any]) -> Row:
     """Returns a client's row in the layout of one training, where it had one per objective.
 
     What belongs to an objective is that of its own training, seconds are summed, and the rest is
@@ -246,7 +246,7 @@ def as_one_training(row: Row) -> Row:
     """
     trainings = row.get("by_objective")
     if not trainings:
-        return row
+        return dict(row)
     seen = dict.fromkeys(key for each in trainings.values() for key in each)
     keys = [key for key in seen if key in SHAPES["client"]]
     merged = {}

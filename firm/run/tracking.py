@@ -14,6 +14,7 @@ it: what W&B does not take is a warning.
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,8 @@ _LABEL_LENGTH = 64
 """Longest tag and job type that W&B takes."""
 _SINGULAR = {"rewards": "reward", "weights": "weight", "scores": "score", "cosines": "cosine"}
 """What one number is called of a field that has one for each objective."""
+SENT = ("bytes_up", "bytes_down")
+"""Fields of a round that are added up over the rounds."""
 
 
 @configuration
@@ -116,6 +119,7 @@ class Tracker:
         self._evaluations: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
         self._trainings: dict[str, Mapping[str, Any]] = {}
+        self._sent: Counter[str] = Counter()
         self._reported: set[tuple[type, str]] = set()
         if config.mode != "disabled":
             path = Path(run_path)
@@ -140,7 +144,8 @@ class Tracker:
         """Forwards one row of metrics.jsonl, without what is not valid in it.
 
         Its numbers become series over the rounds, the run's own facts part of the configuration.
-        The row of a round, which follows those of its clients, brings the means over them.
+        The row of a round, which follows those of its clients, brings the means over them, and the
+        bytes sent so far.
         Evaluations with scores are drawn in the trade-off plane, too, and the last one on the test
         split is compared with the base model's, in a table and in the summary.
         """
@@ -153,8 +158,8 @@ class Tracker:
             if valid.get("kind") == "run":
                 self._run.config.update({"run": {k: v for k, v in valid.items() if k != "kind"}})
             if series := flatten(valid, self._objectives):
-                series |= self._means(valid)
-                self._run.log({"round": valid["round"], **series, **self._charts(valid)})
+                more = {**self._of_round(valid), **self._charts(valid)}
+                self._run.log({"round": valid["round"], **series, **more})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Shows rows of samples.jsonl side by side: replies to a prompt before and after."""
@@ -203,14 +208,15 @@ class Tracker:
                 with drawing(f"W&B: {what}"):
                     raise
 
-    def _means(self, row: Mapping[str, Any]) -> dict[str, float]:
+    def _of_round(self, row: Mapping[str, Any]) -> dict[str, float]:
         if row["kind"] == "client":
             self._trainings[row["client"]] = row
         if row["kind"] != "round":
             return {}
         trainings = [own for own in self._trainings.values() if own["round"] == row["round"]]
-        self._trainings.clear()
-        return means([*trainings, row], self._objectives)
+        self._sent.update({name: row[name] or 0 for name in SENT if name in row})
+        so_far = {f"round/{name}_so_far": total for name, total in self._sent.items()}
+        return {**means([*trainings, row], self._objectives), **so_far}
 
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self._run or row["kind"] != "evaluation" or "scores" not in row:
@@ -247,6 +253,15 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
     }
 
 
+def mean_name(quantity: str, *path: str) -> str:
+    """Returns what the mean of a quantity over clients is called.
+
+    >>> mean_name("weights", "helpful"), mean_name("kl")
+    ('train/weight/helpful', 'train/kl')
+    """
+    return "/".join(["train", _SINGULAR.get(quantity, quantity), *path])
+
+
 def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, float]:
     """Returns the means over clients of a round's rows under flat names, such as "train/kl".
 
@@ -264,7 +279,7 @@ def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[
             is_servers = row["kind"] == "round" and name == "weights" and path[0] in objectives
             is_clients = row["kind"] == "client" and name in names
             if value is not None and (is_servers or is_clients):
-                key = "/".join(["train", _SINGULAR.get(name, name), *path])
+                key = mean_name(name, *path)
                 lines.setdefault(key, {})[row.get("client", "")] = {row["round"]: value}
     return {key: mean for key, own in lines.items() for mean in mean_over_clients(own).values()}
 

@@ -32,6 +32,7 @@ from firm.run.earlier import FIGURES
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
 from tests.smoke import ROOT, SMOKE, config, run
+from tests.wandb_files import started
 
 MORTAL_REWARD = """
 import os
@@ -289,6 +290,8 @@ def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, 
     path.write_text("".join(lines))
     assert not math.isfinite(read_rows(out, "client")[0]["kl"])
     assert run("--out", out, "--resume", "true", "--tracking.mode", "offline") == out
+    tracked = started(out)
+    assert (tracked.job_type, list(tracked.tags)) == ("firm", ["firm", "seed 0"])
     html = (out / "report.html").read_text()
     assert "3 entries in the log of poisoned are not valid and left out: " in html
     for text in ("kl of client_0 in round 1: nan", "entropy of", ": -inf", "beta_effect of", ": 5"):

@@ -25,6 +25,7 @@ from firm.report.tables import Setting
 from firm.run import Run, parse
 from firm.run.shipped import CONFIGS
 from tests.runs import edit_rows, read_rows
+from tests.wandb_files import started
 
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",
@@ -63,6 +64,15 @@ def test_every_algorithm_and_seed_has_a_run_and_the_study_a_page_and_a_table(stu
         fmean(row["accuracies"]["left"] for row in last), abs=6e-4
     )
     assert "FedCMOO".lower() in (study / "comparison.html").read_text()
+
+
+def test_the_seeds_of_an_algorithm_are_one_job_type_in_wandb(tmp_path):
+    arguments = ["--rounds", "1", "--tracking.mode", "offline", "--tracking.tags", "[mine]"]
+    out = main(_config(tmp_path / "study", *arguments, ours=SMALL["firm"]))
+    for seed in (0, 1):
+        run = started(out / f"ours/seed_{seed}")
+        assert (run.run_group, run.job_type) == ("study", "ours")
+        assert list(run.tags) == ["mine", "firm", "ours", f"seed {seed}"]
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkeypatch):

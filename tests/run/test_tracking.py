@@ -116,14 +116,14 @@ def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, ca
 
 def test_the_mean_over_the_clients_of_a_round_is_logged_once(tmp_path: Path) -> None:
     other = {"rewards": {"helpful": 0.375}, "weights": [[0.0, 0.5, 0.5]], "kl": 4.0}
-    late = {**ROW, "round": 3, "kl": 1.5, "rewards": {"helpful": 0.75}}
+    late = {**ROW, "round": 3, "kl": 1.5, "rewards": {"helpful": 0.75}, "beta_effect": []}
     records = track(
         tmp_path,
         ROW,
         {**ROW, **other, "client": "client_1"},
         {"kind": "round", "round": 2, "seconds": 1.0, "bytes_up": 8},
         late,
-        {"kind": "round", "round": 3, "seconds": 1.0, "weights": {"client_0": 1.0}},
+        {"kind": "round", "round": 3, "seconds": 1.0, "bytes_up": 3, "weights": {"client_0": 1.0}},
     )
     history = items(records, "history")
     second, third = (
@@ -137,8 +137,11 @@ def test_the_mean_over_the_clients_of_a_round_is_logged_once(tmp_path: Path) -> 
     assert second["train/cosine/harmless-brief"] == 1.0
     assert second.keys().isdisjoint({"train/bytes_up", "train/seconds", "train/num_steps"})
     assert (third["train/reward/helpful"], third["train/kl"]) == (0.75, 1.5)
-    assert "train/weight/client_0" not in third
+    assert third.keys().isdisjoint({"train/weight/client_0", "train/beta_effect"})
     assert sum("train/kl" in row for row in history) == 2
+    sent = [row["round/bytes_up_so_far"] for row in history if "round/bytes_up" in row]
+    assert sent == [8, 11]
+    assert not any("round/bytes_down_so_far" in row for row in history)
 
 
 def test_evaluations_are_drawn_in_the_trade_off_plane_of_each_pair(tmp_path: Path) -> None:

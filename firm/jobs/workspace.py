@@ -1,0 +1,218 @@
+"""A workspace in W&B with the main figures of a run's page, or those of a study's.
+
+By itself W&B draws a panel for every series. A saved workspace draws what the page does, of what
+the runs at hand have logged: the trade-off, rewards, every registered quantity in its section, the
+bytes sent, the table of results and the samples. For a study or sweep its lines are means over the
+seeds of a setting with one standard error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from firm.federation.outside import printable
+from firm.fields import configuration
+from firm.report import Record, read_record
+from firm.report.run_figures import NEED_TWO, quantity_title
+from firm.report.run_page import TEXTS
+from firm.report.tables import drawn_objectives
+from firm.run import Sweep, TrackingConfig, UserError
+from firm.run.quantities import Quantity, shown
+from firm.run.sweep import SWEEP_NAME
+from firm.run.tracking import SENT, flatten, mean_name, means
+
+REWARDS = Quantity("rewards", "{}", "mean reward in [0, 1]", by="objective", evaluated="rewards")
+MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}
+
+
+@configuration
+class WorkspaceConfig:
+    """One workspace."""
+
+    run: Path
+    """A run with a round or more, or the folder of a study or sweep. Its logs say what there is to
+    draw; nothing of it is sent but the names of series."""
+    entity: str | None = None
+    """W&B user or team; null takes the run's, or else the key's own."""
+    project: str | None = None
+    """W&B project; null takes the run's."""
+    name: str = "FIRM"
+    """The workspace's name. Saving again saves another one."""
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """What runs have logged in W&B."""
+
+    record: Record
+    """The first of them."""
+    names: frozenset[str]
+    """Names of the series of all."""
+    has_samples: bool
+    is_one: bool
+    """Whether it is a run of its own, not the runs of a study or sweep."""
+
+
+def save_workspace(cfg: WorkspaceConfig) -> str:
+    """Saves a workspace, and returns its address.
+
+    Raises:
+        UserError: There is no such run, it has no round yet, there is no key, W&B cannot be
+            reached or refuses, or the package `wandb-workspaces` is missing.
+    """
+    logged = _logged(cfg.run)
+    workspaces, panels = _packages()
+    import wandb
+
+    own = logged.record.settings.get("tracking") or {}
+    wandb.setup(settings=wandb.Settings(silent=True))  # asks for no key, but raises without one
+    try:
+        workspace = workspaces.Workspace(
+            entity=cfg.entity or own.get("entity") or wandb.Api().default_entity,
+            project=cfg.project or own.get("project") or TrackingConfig.project,
+            name=cfg.name,
+            sections=[
+                workspaces.Section(name=title, panels=drawn, is_open=True)
+                for title, drawn in _sections(logged, panels).items()
+                if drawn
+            ],
+            settings=workspaces.WorkspaceSettings(x_axis="round"),
+            runset_settings=workspaces.RunsetSettings(
+                groupby=[] if logged.is_one else list(map(workspaces.Metric, ("Group", "JobType")))
+            ),
+        )
+        return workspace.save().url
+    except Exception as error:  # W&B's refusals have many types
+        raise UserError(f"W&B saves no workspace: {printable(error)}") from error
+
+
+def _packages() -> tuple[Any, Any]:
+    """Returns W&B's modules of workspaces and of panels."""
+    try:
+        names = ("wandb_workspaces.workspaces", "wandb_workspaces.reports.v2.interface")
+        workspaces, panels = map(import_module, names)
+    except ImportError:
+        raise UserError(
+            "workspaces need a package of W&B's: pip install 'firm-align[workspace]'."
+        ) from None
+    return workspaces, panels
+
+
+def _logged(path: Path) -> _Logged:
+    paths = [path]
+    if is_sweep := (path / SWEEP_NAME).exists():
+        sweep = Sweep(path)
+        runs = map(sweep.run_path, sweep.manifest["points"])
+        paths = [run for run in runs if (run / "run.json").exists()]
+    records = [record for run in paths if (record := read_record(run)).rounds]
+    if not records:
+        raise UserError(f"{path} has no round that a workspace could draw; call again after one.")
+    objectives, names = records[0].objectives, set[str]()
+    for record in records:
+        names |= {name for row in record.rows for name in flatten(row, objectives)}
+        names |= means(record.rows, objectives).keys()
+    has_samples = any(record.samples for record in records)
+    return _Logged(records[0], frozenset(names), has_samples, is_one=not is_sweep)
+
+
+# --- The sections ---------------------------------------------------------------------------------
+
+
+def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
+    """Returns the panels of every section by its title, in the order of the page."""
+    has_end = any(name.startswith("evaluation/test/change/") for name in logged.names)
+    tables = {"test": has_end, "samples": logged.has_samples}
+    return {
+        "The trade-off": _planes(logged, panels),
+        "Results and samples": [
+            panels.WeavePanelSummaryTable(table_name=name)
+            for name, is_there in tables.items()
+            if is_there
+        ],
+        "Rewards by round": _lines(logged, panels, [REWARDS]),
+        **{
+            title: _lines(logged, panels, shown(name))
+            for name, (title, _) in TEXTS.items()
+            if len(logged.record.objectives) > 1 or name not in NEED_TWO
+        },
+        "Bytes and seconds": [
+            _line(logged, panels, names, title=title)
+            for title, names in {
+                "Bytes sent so far": [f"round/{name}_so_far" for name in SENT],
+                "Seconds per round": ["round/seconds"],
+            }.items()
+        ],
+    }
+
+
+def _planes(logged: _Logged, panels: Any) -> list[Any]:
+    """Returns where each run's global model went by round, and where the runs ended."""
+    drawn = []
+    objectives = logged.record.objectives
+    for x, y in [*combinations(objectives, 2)] or [("kl", objectives[0])]:
+        table = {"tableKey": f"trade-off/{x}-{y}_table"}
+        drawn.append(
+            panels.CustomChart(
+                query={"id": None, "name": None, "_defaultColorIndex": None, "summaryTable": table},
+                chart_name="wandb/scatter/v0",
+                chart_fields={"x": x, "y": y},
+                chart_strings={"title": f"{y} against {x}"},
+            )
+        )
+        ends = [f"rewards/{name}/mean" if name in objectives else name for name in (x, y)]
+        first, second = (panels.SummaryMetric(f"evaluation/test/{end}") for end in ends)
+        title = f"Reward on the test prompts: {y} against {x}"
+        drawn.append(panels.ScatterPlot(title=title, x=first, y=second))
+    return drawn
+
+
+def _lines(logged: _Logged, panels: Any, quantities: Sequence[Quantity]) -> list[Any]:
+    """Returns the panels of those quantities that the runs have logged."""
+    drawn = []
+    for quantity in quantities:
+        options = {
+            "title_y": quantity.unit,
+            "range_y": tuple(quantity.axis.get("range", (None, None))),
+            "log_y": quantity.axis.get("type") == "log",
+        }
+        for title, names in _figures(logged, quantity).items():
+            if known := [name for name in names if name in logged.names]:
+                drawn.append(_line(logged, panels, known, title=title, **options))
+    return drawn
+
+
+def _figures(logged: _Logged, quantity: Quantity) -> dict[str, list[str]]:
+    """Returns the names of the series in each figure of a quantity, by its title."""
+    objectives = logged.record.objectives
+    entries = {
+        "": [""],
+        "objective": drawn_objectives(quantity, objectives),
+        "pair": ["-".join(pair) for pair in combinations(objectives, 2)],
+    }[quantity.by]
+    series = {entry: _series(logged, quantity, entry) for entry in entries}
+    if quantity.kind == "round" or quantity.lines == "means":
+        title = quantity.title.removesuffix(", {}")
+        return {title: [name for names in series.values() for name in names]}
+    return {quantity_title(quantity, entry, objectives): names for entry, names in series.items()}
+
+
+def _series(logged: _Logged, quantity: Quantity, entry: str) -> list[str]:
+    """Returns what W&B calls a quantity of an objective or a pair: the clients' and their mean."""
+    path = [entry] if entry else []
+    if quantity.kind != "client":
+        return ["/".join([quantity.kind, quantity.name, *path])]
+    names = [mean_name(quantity.name, *path)]
+    if quantity.evaluated:
+        end = ["mean"] if entry else []
+        names.append("/".join(["evaluation/validation", quantity.evaluated, *path, *end]))
+    if logged.is_one and quantity.lines != "means":
+        names += ["/".join([quantity.name, *path, client]) for client in logged.record.clients]
+    return names
+
+
+def _line(logged: _Logged, panels: Any, names: Sequence[str], **options: Any) -> Any:
+    over_seeds = {} if logged.is_one else MEAN_AND_ERROR
+    return panels.LinePlot(x="round", y=list(names), **over_seeds, **options)
