@@ -115,8 +115,9 @@ def _show(title: str, values: Values, reference: Sequence[float], against: str |
             other = volumes[against]
             shared = sorted(by_seed.keys() & other.keys())
             changes = [by_seed[seed] - other[seed] for seed in shared]
-            ratio = fmean(by_seed[seed] for seed in shared) / fmean(other[s] for s in shared)
-            cells += ["", ""] if name == against else [_interval(changes), f"{ratio:.3f}"]
+            own, peer = fmean(by_seed[s] for s in shared), fmean(other[s] for s in shared)
+            ratio = f"{own / peer:.3f}" if peer else "–"  # no model above the reference point
+            cells += ["", ""] if name == against else [_interval(changes), ratio]
         rows.append(cells)
     heads = ["method", "by seed", "mean ± standard error"]
     heads += [] if against is None else [f"less {against}", "ratio"]
