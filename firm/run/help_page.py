@@ -111,7 +111,7 @@ def help_page(
             raise UserError(f"--help: unknown key {topic}; {hint}")
         return "\n\n".join(map(str, below)) + "\n"
     source = f" Defaults are those of {' and '.join(files)}." if files else ""
-    intro = textwrap.fill(f"{_HOW}{source}", _WIDTH)
+    intro = textwrap.fill(f"{_HOW}{source}", _WIDTH, break_on_hyphens=False, break_long_words=False)
     if topic == "all" or (keys is None and len(every) <= _FEW):
         return "\n\n".join([intro, *filter(None, map(str, parts))]) + "\n"
     groups = keys or {"Keys": [key.path for key in parts[0].keys]}
