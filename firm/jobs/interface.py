@@ -22,7 +22,7 @@ Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function; a name of one that is registered, or the folder or hub name (with a "/") of a
 sequence classifier; or the settings of a reward model."""
 Prompts = str | Path | datasets.Dataset | Sequence[str | Mapping[str, Any]]
-"""Texts or rows, a data set, or where one is: a file, a folder or a name on the hub."""
+"""Texts or rows, a data set, or the place of one (a file, a folder or a name on the hub)."""
 
 HELD_OUT = 10
 """One in so many prompts is held out to validate on, and as many to test on."""
