@@ -200,6 +200,21 @@ def _function(
     return FunctionReward(objective, function(**config.options), {})
 
 
+def reward_settings(text: str) -> dict[str, str]:
+    """Returns the settings of a reward model that a text stands for.
+
+    A text with a "/", or the name of a folder, is a sequence classifier's path or hub name;
+    "FILE.py:NAME" is a function in a file; anything else names a registered function.
+
+    >>> reward_settings("rewards.py:right")
+    {'name': 'right', 'file': 'rewards.py'}
+    """
+    file, _, function = text.rpartition(":")
+    if file.endswith(".py"):
+        return {"name": function, "file": file}
+    return {"path": text} if "/" in text or Path(text).is_dir() else {"name": text}
+
+
 def as_reward(
     objective: str,
     function: Callable[..., Any],

@@ -1,8 +1,12 @@
 """What W&B noted off line, read back from its files."""
 
 import json
+import os
+import pty
 import struct
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +74,15 @@ def started(run_path: Path) -> Any:
     """The run's own record: its name, group, job type and tags."""
     [run] = [record.run for record in records_of(run_path) if record.HasField("run")]
     return run
+
+
+def on_a_terminal(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit status and output of a command on a terminal, where W&B would ask for a key."""
+    terminal, inner = pty.openpty()
+    streams = {"stdin": inner, "stdout": inner, "stderr": inner}
+    try:
+        done = subprocess.run(command, env=environment, timeout=90, **streams)
+        return done.returncode, os.read(terminal, 10_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(inner)

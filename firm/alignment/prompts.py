@@ -313,14 +313,15 @@ def dialogue_of_turns(turns: Sequence[Any], *, drops_answer: bool = False) -> st
             "turns."
         )
     if roles[0] == "system":
-        (_, system), (_, question), *later = spoken
-        spoken = [("user", f"{system}\n\n{question}"), *later]
+        (_, system), (role, first), *later = spoken
+        spoken = [(role, f"{system}\n\n{first}"), *later]
     return "".join(f"{_TAGS[role]} {text}" for role, text in spoken) + ASSISTANT
 
 
 def _spoken(turn: Any, number: int) -> tuple[str, str]:
     """Returns the role and the text of one chat message."""
-    role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else "??"
+    turn = turn if isinstance(turn, Mapping) else {}
+    role, content = turn.get("role"), turn.get("content")
     if isinstance(content, list):  # parts, as models that see pictures have them
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))

@@ -398,7 +398,7 @@ def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
 
 
 def _leftovers(cfg: AlignmentConfig) -> list[str]:
-    """Returns a warning where policy or training prompts are one's own, and the rest ships."""
+    """Returns a warning where policy or training prompts are one's own, and what measures ships."""
     places = {
         "policy.path": cfg.policy.path,
         **{f"data.{split}.source": getattr(cfg.data, split).source for split in SPLITS},
@@ -406,7 +406,7 @@ def _leftovers(cfg: AlignmentConfig) -> list[str]:
     }
     own = [key for key in ("policy.path", "data.train.source") if MINIATURE not in str(places[key])]
     left = [key for key, place in places.items() if MINIATURE in str(place)]
-    if not own or not left:
+    if not own or not set(left) - {"policy.path", "data.train.source"}:
         return []
     return [
         f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} your own, but {', '.join(left)} "

@@ -14,6 +14,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import UserError, compose
 from firm.run.files import replace_text
 from firm.run.shipped import CONFIGS
+from reward_models.registry import reward_settings
 
 TEMPLATE = CONFIGS / "own.yaml"
 
@@ -108,15 +109,12 @@ def _with_section(text: str, key: str, lines: list[str]) -> str:
 def _rewards(rewards: Mapping[str, str]) -> list[str]:
     lines = []
     for name, what in rewards.items():
-        file, colon, function = what.rpartition(":")
-        if colon and file.endswith(".py"):
-            settings = f"{{ name: {_quoted(function)}, file: {_quoted(file)} }}"
-        elif "/" in what or Path(what).is_dir():
-            others = "as it was trained: or hh_pair, question_answer, plain, response"
-            settings = f"{{ path: {_quoted(what)}, format: chat_template }} # {others}"
-        else:
-            settings = f"{{ name: {_quoted(what)} }}"
-        lines.append(f"  {_quoted(name)}: {settings}")
+        settings, comment = reward_settings(what), ""
+        if "path" in settings:
+            settings["format"] = "chat_template"
+            comment = " # as it was trained: or hh_pair, question_answer, plain, response"
+        entries = ", ".join(f"{key}: {_quoted(value)}" for key, value in settings.items())
+        lines.append(f"  {_quoted(name)}: {{ {entries} }}{comment}")
     return lines
 
 

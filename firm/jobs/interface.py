@@ -10,20 +10,21 @@ import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firm.alignment import Prompt, PromptsConfig, as_prompt, borrowed, load_prompts, read_tokenizer
-from firm.jobs.alignment import Result, run_folder
+from firm.jobs.alignment import SPLITS, Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import Given
 from firm.run import UserError, compose, to_dict
 from reward_models import RewardModelConfig
-from reward_models.registry import as_reward
+from reward_models.registry import as_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
-"""A reward function; a name of one that is registered, or the folder or hub name (with a "/") of a
-sequence classifier; or the settings of a reward model."""
+"""A reward function; a text as `reward_settings` reads it; or the settings of a reward model."""
 Prompts = str | Path | datasets.Dataset | Sequence[str | Mapping[str, Any]]
 """Texts or rows, a data set, or the place of one (a file, a folder or a name on the hub)."""
 
+GIVEN = "given to firm.align"
+"""What a run's configuration names as the source of its prompts."""
 HELD_OUT = 10
 """One in so many prompts is held out to validate on, and as many to test on."""
 
@@ -98,15 +99,16 @@ def align(
         **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
         "rewards": configs,
         **(settings or {}),
+        **{f"data.{split}.source": GIVEN for split in SPLITS},
         "resume": resume,
         **({"out": str(out)} if out else {}),
     }
     files = [config] if isinstance(config, str | Path) else config
     cfg = compose(AlignmentConfig, files, list(overrides.items()), source="settings")
-    cfg = replace(cfg, out=run_folder(cfg))
+    out = run_folder(cfg)
+    cfg = replace(cfg, out=out)
     if not path:
-        folder = str(Path(run_folder(cfg)).resolve() / "base")
-        cfg = replace(cfg, policy=replace(cfg.policy, path=folder))
+        cfg = replace(cfg, policy=replace(cfg.policy, path=str(out.resolve() / "base")))
     tokenizer = tokenizer or read_tokenizer(path)
     given = Given(
         model=model if is_object else None,
@@ -127,8 +129,7 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
     if isinstance(reward, RewardModelConfig):
         return to_dict(reward)
     if isinstance(reward, str):
-        is_path = "/" in reward or Path(reward).is_dir()
-        return {"path": reward} if is_path else {"name": reward}
+        return reward_settings(reward)
     if isinstance(reward, Mapping):
         return dict(reward)
     if callable(reward):

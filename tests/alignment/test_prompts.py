@@ -98,6 +98,8 @@ def test_a_system_turn_opens_the_first_human_turn():
     )
     with pytest.raises(ValueError, match="the system's first, got user, system, user"):
         as_prompt({"prompt": [USER, turns[0], USER]}, place="here")
+    with pytest.raises(ValueError, match="here: a dialogue must begin with"):
+        as_prompt({"prompt": [turns[0], REPLY, USER]}, place="here")
 
 
 def test_further_fields_are_kept_for_the_reward_functions(tmp_path):

@@ -304,7 +304,7 @@ CASES = {
     ),
     "a pad token that is the end token": (
         ["--policy.pad_token", "<eos>"],
-        ["policy.pad_token:", "differs from its end token '<eos>'", "name an unused token"],
+        ["policy.pad_token: '<eos>' is the end token of", "name another one, or none"],
     ),
     "target modules that match nothing": (
         ["--policy.lora.target_modules", "[wq]"],

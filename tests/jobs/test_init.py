@@ -9,7 +9,7 @@ from firm.cli.init import cli, main
 from firm.jobs.alignment import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.init import InitConfig, init
-from firm.run import UserError, parse
+from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
 
@@ -126,3 +126,7 @@ def test_a_policy_of_ones_own_with_the_rest_of_the_miniature_is_warned_of():
     assert any(
         alarm.startswith("data.train.source is your own, but policy.path") for alarm in alarms
     )
+    own = [(f"data.{split}.source", "mine") for split in ("train", "validation", "test")]
+    own.append(("rewards", {"brief": {"name": "brevity"}}))  # the policy alone is the miniature's
+    alarms = alarms_at_start(compose(AlignmentConfig, [SMOKE], own))
+    assert not [alarm for alarm in alarms if "miniature" in alarm]

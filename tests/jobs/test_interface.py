@@ -8,10 +8,12 @@ from itertools import chain
 import datasets
 import pytest
 import torch
+import yaml
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import firm
+from firm.jobs.interface import GIVEN
 from firm.run import UserError
 from reward_models import RewardModelConfig
 from tests.runs import read_adapter, read_rows
@@ -76,6 +78,8 @@ def test_a_run_returns_rewards_adapter_table_and_page(result):
         table.loc["brief", "final"] - table.loc["brief", "base"], abs=1e-6
     )
     assert read_adapter(result.path)
+    data = yaml.safe_load((result.path / "config.yaml").read_text())["data"]
+    assert {data[split]["source"] for split in ("train", "validation", "test")} == {GIVEN}
     assert set(result.to_pandas()["objective"]) >= set(REWARDS)
     frame = result.report()._repr_html_()
     assert html.unescape(frame).count("<!doctype html>") == 1

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 from firm.cli.workspace import cli
 from firm.run import Run, Tracker, TrackingConfig
 from tests.report.conftest import FakeRun, write_run
-from tests.wandb_files import items, merged, records_of
+from tests.wandb_files import items, merged, on_a_terminal, records_of
 
 OBJECTIVES = ("helpful", "harmless")
 SAVE = """
@@ -192,21 +191,9 @@ def test_without_key_or_network_it_ends_in_one_line(run_path, tmp_path):
     pytest.importorskip("wandb_workspaces")
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "2"}
     for key, words in (({}, "No API key"), ({"WANDB_API_KEY": "k" * 40}, "Failed to verify")):
-        terminal, inner = pty.openpty()  # on a terminal W&B would ask for the key
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", SAVE, f"--run {run_path}"],
-                env=environment(tmp_path, **nobody, **key),
-                stdin=inner,
-                stdout=inner,
-                stderr=inner,
-                timeout=90,
-            )
-            output = os.read(terminal, 10_000).decode()
-        finally:
-            os.close(terminal)
-            os.close(inner)
-        assert done.returncode == 2, output
+        command = [sys.executable, "-c", SAVE, f"--run {run_path}"]
+        status, output = on_a_terminal(command, environment(tmp_path, **nobody, **key))
+        assert status == 2, output
         (line,) = output.splitlines()
         assert line.startswith(f"error: W&B saves no workspace: {words}")
 

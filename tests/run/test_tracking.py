@@ -1,9 +1,7 @@
 import json
 import os
-import pty
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +13,7 @@ import wandb
 
 from firm.run import Tracker, TrackingConfig, tracking
 from firm.run.tracking import flatten
-from tests.wandb_files import items, merged, records_of, started, table
+from tests.wandb_files import items, merged, on_a_terminal, records_of, started, table
 
 OBJECTIVES = ["helpful", "harmless", "brief"]
 ROW = {
@@ -278,21 +276,9 @@ def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens on discard
-    terminal, inner = pty.openpty()  # on a terminal W&B would ask for the key
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", ONLINE, str(tmp_path)],
-            env=environment,
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            timeout=90,
-        )
-        output = os.read(terminal, 10_000).decode()
-    finally:
-        os.close(terminal)
-        os.close(inner)
-    assert done.returncode == 0, output
+    command = [sys.executable, "-c", ONLINE, str(tmp_path)]
+    status, output = on_a_terminal(command, environment)
+    assert status == 0, output
     without_key, without_network = output.strip().splitlines()
     assert without_key.startswith("W&B is off line (No API key configured")
     assert without_network.startswith("W&B is off line (Timed out while retrying")
