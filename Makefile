@@ -63,8 +63,8 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
-docs: $(VENV)/.docs ## Build the API documentation from the docstrings into build/docs.
-	$(OFFLINE) TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m sphinx -W --keep-going -q -E docs/site build/docs
+docs: $(VENV)/.docs ## Build guide, results and API documentation into build/docs.
+	$(OFFLINE) TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m sphinx -W --keep-going -q -E docs build/docs
 	@echo build/docs/index.html
 
 clean: ## Remove the virtual environment and caches; runs/ stays.

@@ -15,6 +15,7 @@ from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import Given
 from firm.run import UserError, compose, to_dict
+from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig
 from reward_models.registry import as_reward, reward_settings
 
@@ -87,7 +88,7 @@ def align(
             directory is taken.
     """
     is_object = isinstance(model, PreTrainedModel)
-    path = str(model.name_or_path or "") if is_object else str(model)
+    path = with_shipped_paths(str(model.name_or_path or "") if is_object else str(model))
     if is_object and not path and tokenizer is None:
         raise UserError(
             "tokenizer must be given with a model that has no path that it was loaded from, got "
@@ -165,7 +166,7 @@ def _splits(
 
 def _rows(given: Prompts, split: str, argument: str) -> list[Prompt]:
     if isinstance(given, str | Path):
-        return load_prompts(PromptsConfig(str(given), split))
+        return load_prompts(with_shipped_paths(PromptsConfig(str(given), split)))
     rows: Any = given
     return [
         as_prompt({"prompt": row} if isinstance(row, str) else row, place=f"{argument}, row {at}")

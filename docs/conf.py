@@ -1,4 +1,4 @@
-"""Settings of the API documentation: `make docs` builds it, without network."""
+"""Settings of the documentation: `make docs` builds guide, results and API, without network."""
 
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -6,7 +6,11 @@ from typing import Any
 project = "FIRM"
 author = "the FIRM authors"
 version = release = installed_version("firm-align")
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb"]
+nb_execution_mode = "off"  # the notebook's outputs are stored; a test runs it
+myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
+suppress_warnings = ["myst.header"]
 default_role = "code"  # docstrings write `name` for a name
 add_module_names = False
 python_use_unqualified_type_names = True

@@ -1,0 +1,266 @@
+"""Runs the commands and snippets of a page, in their order and in the current folder.
+
+Called as `python -m tests.docs.page PAGE [--whole]`. The fast form trains a round of few and short
+replies where a later command needs the run, and prints the plan of the others. Names on the hub
+stand for models and prompts that ship; what needs several machines or a GPU is read, not run.
+"""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firm.cli.main import main
+from firm.cli.network import COMMANDS as NETWORK
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.fmoo import ClassicConfig
+from firm.jobs.network_config import FederationConfig, SiteConfig
+from firm.jobs.study import StudyConfig
+from firm.jobs.sweep import SweepConfig
+from firm.run import UserError, compose, parse
+from tests.smoke import ROOT
+
+FENCE = re.compile(r"^```(\w+)[ \t]*(\S*)\n(.*?)^```$", re.M | re.S)
+NAMED = re.compile(r"# (\S+\.\w+)\n")
+CHECKPOINTS = ROOT / "firm/miniature/checkpoints"
+ON_THE_HUB = {
+    "Qwen/Qwen2.5-0.5B-Instruct": CHECKPOINTS / "policy",
+    "Ray2333/gpt2-large-helpful-reward_model": CHECKPOINTS / "helpful",
+    "Ray2333/gpt2-large-harmless-reward_model": CHECKPOINTS / "harmless",
+    "Anthropic/hh-rlhf": CHECKPOINTS / "prompts_train.jsonl",
+}
+"""Names on the hub, and what stands for them here."""
+SMALL = {
+    "rounds": 1,
+    "strategy.num_local_steps": 1,
+    "estimator.batch_size": 8,
+    "estimator.minibatch_size": 8,
+    "estimator.num_epochs": 1,
+    "rollout.max_new_tokens": 8,
+    "evaluation.num_calibration_prompts": 32,
+    "evaluation.num_validation_prompts": 8,
+    "evaluation.num_test_prompts": 8,
+    "evaluation.num_samples": 1,
+    "evaluation.num_shown_samples": 4,
+}
+"""Settings of the fast form."""
+TOO_LARGE = ("hh_tinyllama", "hh_llama32")
+"""Configurations that are planned and not run."""
+RECIPE = "recipes/firm_hh.py"
+CONFIGS = {
+    AlignmentConfig: (["miniature"], []),
+    **dict.fromkeys((StudyConfig, SweepConfig, ClassicConfig), ([], [])),
+    FederationConfig: ([], [("out", "kits")]),
+    SiteConfig: ([], [("kit", "kit")]),
+}
+"""What a snippet of YAML may configure, what it is laid over, and keys that it need not have."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    name: str
+    """The file that it is, named after the language or in a comment on its first line."""
+    text: str
+    line: int
+
+
+def blocks(content: str) -> Iterator[Block]:
+    """Yields the fenced blocks of a page."""
+    for fence in FENCE.finditer(content):
+        language, name, text = fence.groups()
+        named = NAMED.match(text)
+        name = name or (named[1] if named else "")
+        yield Block(language, name, text, content.count("\n", 0, fence.start()) + 2)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yields the words of each command, without variables that are set for it."""
+    line = ""
+    for more in text.replace("\\\n", " ").splitlines():
+        line += more + "\n"
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quotation that goes on
+            continue
+        line = ""
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+    assert not line, f"a quotation does not end: {line}"
+
+
+def here(text: str) -> str:
+    """Returns a text with names on the hub replaced."""
+    for name, place in ON_THE_HUB.items():
+        text = text.replace(name, str(place))
+    return text
+
+
+def small(prefix: str = "") -> list[str]:
+    """Returns the fast form's settings as arguments."""
+    return [word for key, value in SMALL.items() for word in (f"--{prefix}{key}", str(value))]
+
+
+class Runner:
+    """Runs blocks by their language."""
+
+    def __init__(self, page: str, *, is_whole: bool) -> None:
+        self.page = page
+        self.is_whole = is_whole
+        self.namespace: dict[str, Any] = {"__name__": "snippet"}
+
+    def run(self, block: Block) -> None:
+        """Runs a block, or checks it where there is nothing to run."""
+        run: Callable[[Block], None] = getattr(self, block.language)
+        if block.name:
+            Path(block.name).write_text(here(block.text), encoding="utf-8")
+        run(block)
+
+    def python(self, block: Block) -> None:
+        if block.name:
+            ast.parse(block.text)
+        else:
+            exec(compile(here(block.text), f"line {block.line}", "exec"), self.namespace)
+
+    def yaml(self, block: Block) -> None:
+        name = block.name or "snippet.yaml"
+        Path(name).write_text(here(block.text), encoding="utf-8")
+        errors = []
+        for config, (below, keys) in CONFIGS.items():
+            try:
+                compose(config, [*below, name], keys)
+                return
+            except UserError as error:
+                errors.append(f"{config.__name__}: {error}")
+        raise ValueError("no configuration reads this:\n" + "\n".join(errors))
+
+    def toml(self, block: Block) -> None:
+        tomllib.loads(block.text)
+
+    def json(self, block: Block) -> None:
+        assert [yaml.safe_load(line) for line in block.text.splitlines()]
+
+    def bibtex(self, block: Block) -> None:
+        assert block.text.startswith("@")
+
+    def text(self, block: Block) -> None:
+        """Output of a program, or a picture of a folder."""
+
+    def sh(self, block: Block) -> None:
+        for words in commands(here(block.text)):
+            sys.stdout.write(f"$ {shlex.join(words)}\n")
+            self.programs[words[0]](words[1:])
+
+    @property
+    def programs(self) -> dict[str, Callable[[list[str]], None]]:
+        """Returns what runs or checks a program's arguments."""
+        return {
+            "firm": self.firm,
+            "python": run_script,
+            "make": check_target,
+            "pip": check_extras,
+            **dict.fromkeys(("torchrun", "accelerate"), check_launch),
+            **dict.fromkeys(("cd", "git", "source"), lambda words: None),
+        }
+
+    def firm(self, words: list[str]) -> None:
+        command, arguments = words[0], words[1:]
+        if "--help" in words:
+            expect_success(words)
+        elif command == "network":
+            config = NETWORK[arguments[0]][1]
+            if arguments[0] == "provision":
+                main(words)
+            elif "--config" in arguments:
+                parse(config, arguments[1:])
+        elif command in ("explore", "workspace"):  # a page that is served, a service elsewhere
+            assert Path(arguments[arguments.index("--run") + 1]).is_dir()
+        else:
+            main([command, *arguments, *self.settings(command, arguments)])
+
+    def settings(self, command: str, arguments: list[str]) -> list[str]:
+        """Returns what a command is given on top of what the page says."""
+        is_run = self.is_whole or self.is_needed(arguments)
+        if command in ("align", "demo"):
+            is_run &= not any(name in word for name in TOO_LARGE for word in arguments)
+            return small() if is_run else ["--plan"]
+        if command in ("study", "sweep"):
+            return small("overrides.") if is_run else ["--plan", "true"]
+        more = {
+            "evaluate": ["--num_prompts", "4", "--num_samples", "1"],
+            "fmoo": ["--rounds", "1"],
+            "theory": ["--config", str(ROOT / "configs/theory_smoke.yaml")],
+        }
+        return more.get(command, [])
+
+    def is_needed(self, arguments: list[str]) -> bool:
+        """Returns whether another command of the page reads the run's folder."""
+        if "--out" not in arguments:
+            return False
+        folder = arguments[arguments.index("--out") + 1]
+        return len(re.findall(rf"{re.escape(folder)}\b", self.page)) > 1
+
+
+def expect_success(words: list[str]) -> None:
+    """Runs a command that ends in an exit."""
+    try:
+        main(words)
+    except SystemExit as error:
+        if error.code:
+            raise
+
+
+def run_script(words: list[str]) -> None:
+    """Checks a benchmark and its options, or runs a script of the page's own."""
+    script = ROOT / words[0]
+    if not script.is_file():
+        subprocess.run([sys.executable, *words], check=True)
+        return
+    assert words[0].startswith("benchmarks/"), f"write {words[0]} as a command of firm"
+    content = script.read_text(encoding="utf-8")
+    for option in (word for word in words[1:] if word.startswith("--")):
+        assert f'"{option}"' in content, f"{words[0]} has no option {option}"
+
+
+def check_target(words: list[str]) -> None:
+    """Checks that the Makefile has a target."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{words[0]}:", makefile, re.M), f"no target {words[0]}"
+
+
+def check_extras(words: list[str]) -> None:
+    """Checks that the project has the extras that pip is asked for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extras in re.findall(r"\[(.+?)\]", " ".join(words)):
+        assert set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+
+
+def check_launch(words: list[str]) -> None:
+    """Checks the configuration of a run that a launcher starts."""
+    at = next(place for place, word in enumerate(words) if word in ("-m", RECIPE))
+    arguments = words[at + 1 :]
+    if words[at] == "-m":
+        assert arguments[:2] == ["firm", "align"]
+        arguments = arguments[2:]
+    default = [] if "--config" in arguments else ["--config", str(ROOT / "configs/miniature.yaml")]
+    parse(AlignmentConfig, [*default, *arguments])
+
+
+if __name__ == "__main__":
+    text = Path(sys.argv[1]).read_text(encoding="utf-8")
+    runner = Runner(text, is_whole="--whole" in sys.argv)
+    for block in blocks(text):
+        sys.stdout.write(f"line {block.line}\n")
+        runner.run(block)
