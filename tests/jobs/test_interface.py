@@ -128,6 +128,14 @@ def test_an_adapter_loads_from_any_folder(result, tokenizer, tmp_path, monkeypat
     assert own("A cat.")["input_ids"] == tokenizer("A cat.")["input_ids"]
 
 
+def test_what_ships_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = "firm/miniature/checkpoints"
+    given = {"settings": SETTINGS, "out": tmp_path / "run", "test_prompts": PROMPTS[:4]}
+    run = firm.align(f"{shipped}/policy", REWARDS, f"{shipped}/prompts_validation.jsonl", **given)
+    assert list(run.rewards.index) == list(REWARDS)
+
+
 @PEFT_WARNS
 def test_a_model_without_a_path_is_saved_beside_its_adapter(model, tokenizer, tmp_path):
     bare = AutoModelForCausalLM.from_config(model.config)
