@@ -8,6 +8,7 @@ then ``alignment`` (what a client of a language model does), ``miniature`` (the 
 ``run`` (configuration, directories, checkpoints) and ``report``.
 """
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ __all__ = ["align"]
 def __getattr__(name: str) -> Any:
     """Imports `align` when it is asked for: with it come torch and transformers."""
     if name == "align":
+        with warnings.catch_warnings():  # of bars for notebooks, which no run shows
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            import tqdm.auto  # noqa: F401
+
         from firm.jobs.interface import align
 
         return align

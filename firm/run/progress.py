@@ -1,11 +1,14 @@
-"""What a person sees of a running run: a live table on a terminal, a line per round elsewhere."""
+"""What a person sees of a running run: a live table on a terminal, a line per round elsewhere.
+
+A notebook is no terminal: it gets the lines as plain text.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -63,7 +66,7 @@ class Progress:
         self._num_clients = clients_per_round or len(clients)
         self._objectives = tuple(objectives)
         self._first = self._num_done = 0
-        self._console = console or Console(highlight=False)
+        self._console = console or _standard_output()
         self._views: dict[str, _ClientView] = {}
         self._current = ""
         self._began = time.monotonic()
@@ -190,9 +193,9 @@ def print_table(
     any heading there is no line of headings. Line ends in a cell, and what a terminal would obey,
     are shown as escapes.
     """
-    console = console or Console(highlight=False)
+    console = console or _standard_output()
     if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=10_000)
+        console = _plain_console(file=console.file, width=10_000)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(header))
     for place, heading in enumerate(header):
         table.add_column(Text(printable(heading)), justify="right" if place else "left")
@@ -202,6 +205,23 @@ def print_table(
     room = title[: len(title) - len(line)]
     console.print(room + printable(line, max_length=_MAX_LINE), markup=False, soft_wrap=True)
     console.print(table)
+
+
+def _standard_output() -> Console:
+    """Returns a console on standard output.
+
+    In a notebook rich would show each line as an HTML block of its own, and take it for a terminal
+    where HTML is off, since kernels set FORCE_COLOR.
+    """
+    console = Console(highlight=False)
+    return _plain_console() if console.is_jupyter else console
+
+
+def _plain_console(*, file: IO[str] | None = None, width: int | None = None) -> Console:
+    """Returns a console that prints plain text, wherever it goes."""
+    return Console(
+        file=file, width=width, highlight=False, force_terminal=False, force_jupyter=False
+    )
 
 
 def _cell(value: object) -> str:

@@ -134,6 +134,23 @@ def test_a_table_in_a_pipe_is_aligned_and_never_folded() -> None:
     assert len(kl.rstrip()) == len(helpful.rstrip())
 
 
+def test_a_notebook_gets_plain_lines_and_tables(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    with Progress(1, CLIENTS, OBJECTIVES) as progress:
+        progress.event("started", alarms=["long " * 40])
+        train(progress, 1)
+        progress.event("round_finished", row={"round": 1, "seconds": 2.0})
+    print_table("Scores", ["score", "base"], [["helpful", 0.5]])
+    note, line, title, *table = capsys.readouterr().out.splitlines()
+    assert note == f"note: {'long ' * 40}"
+    assert line == "round 1/1  weights 0.60 0.40  2.0 s"
+    assert (title, [row.split() for row in table if row.strip(" ─")]) == (
+        "Scores",
+        [["score", "base"], ["helpful", "0.500"]],
+    )
+
+
 FORGED = "lost\x1b[2J\nround 2/2  helpful 0.999"
 SHOWN = r"lost\x1b[2J\nround 2/2  helpful 0.999"
 
