@@ -110,7 +110,7 @@ def _opening(runs: Mapping[str, list[Record]], sweep: Sweep, num_missing: int) -
     return [
         "# The figures of the FIRM paper, replayed",
         "The paper aligns TinyLlama with two reward models of 774 million parameters on prompts of "
-        "HH-RLHF; here a generated world of 0.7 million parameters is aligned, whose ground truth "
+        "HH-RLHF; here a generated world of 0.9 million parameters is aligned, whose ground truth "
         "is known. So this page tells whether the paper's claims show in another, small place, not "
         "whether its numbers are right. Two worlds were declared before the runs: *conflict*, "
         "where helpful and harmless pull apart, and *aligned*, where both objectives are reward "
