@@ -57,6 +57,7 @@ from firm.jobs.alignment_loading import (
     common_calibrations,
     load,
 )
+from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.jobs.model_card import markdown_table, model_card
 from firm.report import read_record, update_report
@@ -75,7 +76,7 @@ SPLITS = ("train", "validation", "test")
 MINIATURE = "firm/miniature/checkpoints/"
 """Where the models and prompts that ship are."""
 FREE_KEYS = (
-    *("client_timeout", "engine", "max_rows", "name"),
+    *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "plan", "plugins", "resume", "tracking"),
 )
 """What may differ from the run's own configuration when it is resumed."""
@@ -214,6 +215,9 @@ def run_rounds(
     with drawing("The front of the run"):
         if front := front_of_run(read_record(run.path)):
             front.save(run.path / FRONT_NAME)
+    if cfg.hub.repo:
+        beside = (FRONT_NAME, report.name) if wing.preferences else ()
+        push(cfg.hub, run.path / "adapter", run.path, beside)
     return Result(run.path, run.path / "adapter", report, base, final)
 
 

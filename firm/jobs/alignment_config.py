@@ -32,6 +32,7 @@ from firm.fields import (
     configuration,
 )
 from firm.fronts import grid
+from firm.jobs.hub import HubConfig
 from firm.run import CheckpointConfig, TrackingConfig
 from reward_models import RewardModelConfig
 
@@ -181,6 +182,8 @@ class AlignmentConfig:
     """What is kept to resume from."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Weights & Biases."""
+    hub: HubConfig = field(default_factory=HubConfig)
+    """The Hugging Face hub."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")

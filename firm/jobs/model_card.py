@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from firm.jobs.hub import is_hub_name
+
 
 def model_card(base_model: str, aim: str, text: str, *tags: str) -> ModelCard:
     """Returns an adapter's card, which ends with how to use it.
@@ -16,7 +18,7 @@ def model_card(base_model: str, aim: str, text: str, *tags: str) -> ModelCard:
         tags: Beside those that every adapter of FIRM's has.
     """
     header = ModelCardData(
-        base_model=base_model,
+        base_model=base_model if is_hub_name(base_model) else None,  # the hub refuses a folder
         library_name="peft",
         tags=["firm", "ppo", "lora", "multi-objective", "federated", *tags],
     )

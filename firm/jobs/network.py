@@ -60,6 +60,7 @@ OWN_KEYS = (
     "data",
     "engine",
     "evaluation",
+    "hub",
     "max_rows",
     "name",
     "num_threads",

@@ -9,7 +9,7 @@ from firm.federation.outside import check_name, printable
 from firm.fields import PositiveInt, configuration
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.run import Outcome, Sweep, compose, summarise, to_dict
+from firm.run import Outcome, Sweep, UserError, compose, summarise, to_dict
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
 """What may differ from the folder's own configuration when it is resumed."""
@@ -61,9 +61,17 @@ def point_config(
         setting: What W&B calls the points that differ from it by their seed alone.
         source: What messages call the place that the overrides come from.
         base: Configuration of the run in place of that of all.
+
+    Raises:
+        UserError: A key is wrong, or all runs would be pushed to one repository.
     """
     keys = {"evaluation.calibration_seed": cfg.seeds[0], **cfg.overrides, **overrides, "seed": seed}
     run = compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
+    if run.hub.repo:
+        raise UserError(
+            f"{source}: hub.repo must be empty where there are several runs, of which each would "
+            f"replace the one before it, got {run.hub.repo!r}; push the one that you choose."
+        )
     return replace(run, tracking=run.tracking.of_setting(setting))
 
 

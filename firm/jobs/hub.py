@@ -1,0 +1,80 @@
+"""Pushes what a run has come to: its adapter with tokenizer and card, to the Hugging Face hub."""
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from firm.federation.outside import first_line, printable
+from firm.fields import configuration
+
+logger = logging.getLogger(__name__)
+
+
+@configuration
+class HubConfig:
+    """Where the result is pushed when the run ends."""
+
+    repo: str = ""
+    """Repository on the Hugging Face hub that gets the adapter, NAME or USER/NAME; it is made where
+    there is none. By default nothing leaves this machine."""
+    private: bool = True
+    """Whether only its owner sees a repository that is made."""
+
+    def __post_init__(self) -> None:
+        if self.repo and not _is_repo_name(self.repo):
+            raise ValueError(
+                "repo must be NAME or USER/NAME, at most 96 letters, digits and single '-', '_' or "
+                f"'.' between them, and not end in .git, got {self.repo!a}; correct it."
+            )
+
+
+def _is_repo_name(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def is_hub_name(name: str) -> bool:
+    """Returns whether a model's name is one on the hub, not a folder's."""
+    return _is_repo_name(name) and not Path(name).exists()
+
+
+def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) -> None:
+    """Uploads an adapter's folder, and files of its run by name; says where they are.
+
+    The run is complete without it: whatever fails is a warning, with the command that pushes later.
+    """
+    uploads = [(adapter, [])] + ([(run, list(names))] if names else [])
+    try:
+        api = HfApi(library_name="firm-align")
+        place = api.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
+        for folder, own in uploads:
+            api.upload_folder(
+                repo_id=place.repo_id,
+                folder_path=folder,
+                allow_patterns=own or None,
+                commit_message=f"Upload {', '.join(own) or 'the adapter'}",
+            )
+    except Exception as error:  # without a token, network or permission the run is complete
+        logger.warning(
+            "the adapter was not pushed to %s (%s); push it later with: %s",
+            cfg.repo,
+            printable(f"{type(error).__name__}: {first_line(error)}".rstrip(".")),
+            printable(" && ".join(_command(cfg, *upload) for upload in uploads), max_length=5_000),
+        )
+    else:
+        logger.warning("the adapter is at %s", place)
+
+
+def _command(cfg: HubConfig, folder: Path, names: Sequence[str]) -> str:
+    """Returns the shell's command that uploads a folder, or files of these names in it."""
+    files = [word for name in names for word in ("--include", name)]
+    is_private = ["--private"] if cfg.private else []
+    return shlex.join(["hf", "upload", cfg.repo, str(folder), ".", *files, *is_private])
