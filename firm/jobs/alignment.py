@@ -1,6 +1,7 @@
 """Aligns one language model to several objectives across several clients."""
 
 import html
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -63,7 +64,7 @@ from firm.jobs.model_card import markdown_table, model_card
 from firm.report import read_record, update_report
 from firm.report.run_front import front_of_run, split_at
 from firm.report.tables import Frame, Setting
-from firm.run import Progress, Run, Tracker, dated_folder, to_dict
+from firm.run import Progress, Run, Tracker, UserError, dated_folder, to_dict
 from firm.run.earlier import translated_figures
 from firm.run.guard import drawing, drawn
 from firm.run.rows import Row
@@ -80,6 +81,8 @@ FREE_KEYS = (
     *("out", "plan", "plugins", "resume", "tracking"),
 )
 """What may differ from the run's own configuration when it is resumed."""
+RENEWED_KEYS = ("rounds",)
+"""What may differ, too, where `_check_rounds` allows it; the run's configuration follows."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,8 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     processes = Processes.join(per_client=cfg.processes_per_client)
     out = run_folder(cfg)
     if processes.is_server:  # before minutes of loading
-        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=FREE_KEYS)
+        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
+        _check_rounds(out, cfg)
     loaded = load(cfg, processes, given=given)
     if processes.is_server:
         calibrations = common_calibrations(loaded, cfg, out)
@@ -188,7 +192,7 @@ def run_rounds(
     """Trains, measures, writes and shows, wherever the engine's clients are."""
     settings, objectives = to_dict(cfg), tuple(cfg.rewards)
     with (
-        Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS) as run,
+        Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS, renew=RENEWED_KEYS) as run,
         Tracker(
             cfg.tracking,
             run.path,
@@ -208,6 +212,7 @@ def run_rounds(
         policy = loaded.trainer.policy_model
         save_adapter(policy, run.path / "adapter")
         loaded.tokenizer.save_pretrained(str(run.path / "adapter"))
+        shutil.rmtree(run.path / "front", ignore_errors=True)  # of an end with fewer rounds
         for preference in wing.preferences:
             save_folded(policy, run.path / "front" / preference_folder(preference), preference)
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
@@ -219,6 +224,27 @@ def run_rounds(
         beside = (FRONT_NAME, report.name) if wing.preferences else ()
         push(cfg.hub, run.path / "adapter", run.path, beside)
     return Result(run.path, run.path / "adapter", report, base, final)
+
+
+def _check_rounds(out: Path, cfg: AlignmentConfig) -> None:
+    """Raises `UserError` where the run in `out` cannot go on to another number of rounds."""
+    run = Run(out)
+    if not (cfg.resume and (out / "config.yaml").exists()):
+        return
+    was = run.settings().get("rounds", cfg.rounds)
+    checkpoint = run.latest_checkpoint() if was != cfg.rounds else None
+    done = checkpoint[0] if checkpoint else 0
+    if cfg.rounds < done:
+        raise UserError(
+            f"rounds must be at least the {done} that the run at {out} has done, got {cfg.rounds}; "
+            "raise it, or start a new run."
+        )
+    if done and (schedule := cfg.estimator.learning_rate_schedule) != "constant":
+        raise UserError(
+            f"rounds must stay {was} for the run at {out}, whose learning rates so far depend on "
+            f"it (estimator.learning_rate_schedule {schedule}), got {cfg.rounds}; resume with "
+            f"rounds {was}, or start a new run."
+        )
 
 
 def run_folder(cfg: AlignmentConfig) -> Path:
@@ -271,6 +297,11 @@ class _LanguageWing(Wing):
             split: Evaluation(**translated_figures(figures))
             for split, figures in content["base"].items()
         }
+        was = next((row.get("rounds") for row in self.book.rows if row.get("kind") == "run"), None)
+        if was not in (None, self._cfg.rounds):
+            note = f"rounds was {was}, is {self._cfg.rounds}: the run goes on to the new number."
+            self._progress.event("started", alarms=[note])
+            self.book.log(_run_row(self._cfg, self._loaded, self._calibrations))
 
     def content(self) -> State:
         return {

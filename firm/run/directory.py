@@ -139,12 +139,18 @@ class Run:
 
     @classmethod
     def resume(
-        cls, path: str | Path, config: Mapping[str, Any], *, ignore: Collection[str] = ()
+        cls,
+        path: str | Path,
+        config: Mapping[str, Any],
+        *,
+        ignore: Collection[str] = (),
+        renew: Collection[str] = (),
     ) -> Self:
         """Returns the run at its latest checkpoint, or at its start without one.
 
         What was logged after that checkpoint is cut off. Key paths in ``ignore``, with everything
-        below them, may differ from the run's own configuration.
+        below them, may differ from the run's own configuration; so may the keys in ``renew``, whose
+        new values config.yaml then has.
 
         Raises:
             UserError: There is no run at `path`, another process writes to it, it has another
@@ -155,11 +161,11 @@ class Run:
         if not (run.path / _CONFIG).exists():
             raise UserError(f"there is no run to resume at {path}; start it without --resume true.")
         with file_errors(f"the run directory {run.path}"):
-            run._check_resumable(config, ignore)
+            run._check_resumable(config, [*ignore, *renew])
             run._lock = hold(run.path)
             with ExitStack() as on_error:
                 on_error.callback(run.close)
-                run._take_up()
+                run._take_up({key: config[key] for key in renew})
                 on_error.pop_all()
         return run
 
@@ -181,8 +187,11 @@ class Run:
                     "restore the file or start a new run."
                 )
 
-    def _take_up(self) -> None:
+    def _take_up(self, renewed: Mapping[str, Any]) -> None:
         """Makes the directory what it was when the latest checkpoint was written."""
+        settings = self.settings()
+        if any(settings.get(key) != value for key, value in renewed.items()):
+            replace_text(self.path / _CONFIG, to_yaml({**settings, **renewed}))
         envelope, record = self._latest_envelope(), self.record()
         for name, length in _log_lengths(envelope).items():
             log = self.path / name
@@ -203,10 +212,11 @@ class Run:
         *,
         resume: bool,
         ignore: Collection[str] = (),
+        renew: Collection[str] = (),
     ) -> Self:
         """Creates a run or, with `resume`, takes up the one that is there, if any."""
         if resume and (Path(path) / _CONFIG).exists():
-            return cls.resume(path, config, ignore=ignore)
+            return cls.resume(path, config, ignore=ignore, renew=renew)
         return cls.create(path, config)
 
     def __enter__(self) -> Self:

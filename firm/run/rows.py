@@ -173,7 +173,8 @@ KEYS = {
 def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Row], list[str]]:
     """Returns rows without what is not valid in them, and what was left out, a text for each.
 
-    The first row of kind "run" has the objectives and the rounds; there is no second.
+    The first row of kind "run" has the objectives and the rounds. A second of the same objectives,
+    of a run that was given other rounds, takes its place.
 
     Args:
         rows: A log's lines as JSON reads them.
@@ -183,7 +184,6 @@ def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Ro
     left_out: list[str] = []
     header: Row = {}
     for number, row in enumerate(rows, start=1):
-        is_second = bool(header) and isinstance(row, dict) and row.get("kind") == "run"
         objectives = header.get("objectives")
         checked, problems = valid_row(
             row,
@@ -191,13 +191,17 @@ def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Ro
             num_objectives=None if objectives is None else len(objectives),
             last_round=header.get("rounds"),
         )
-        if is_second or checked is None:
+        is_header = isinstance(row, Mapping) and row.get("kind") == "run"
+        is_second = is_header and bool(header)
+        if checked is None or (is_second and checked.get("objectives") != objectives):
             left_out.append(f"row {number}: {_short(row)}")
             continue
         left_out += problems
-        valid.append(checked)
-        if checked.get("kind") == "run":
-            header = checked
+        if is_second:
+            header.update(checked)
+        else:
+            valid.append(checked)
+            header = checked if is_header else header
     return valid, left_out
 
 

@@ -316,6 +316,15 @@ def test_another_configuration_is_refused_by_its_keys(tmp_path: Path) -> None:
         Run.resume(tmp_path / "b", CONFIG)
 
 
+def test_keys_to_renew_may_differ_and_the_stored_configuration_follows(tmp_path: Path) -> None:
+    Run.create(tmp_path / "a", CONFIG).close()
+    with pytest.raises(UserError, match="seed was 1, is 2"):
+        Run.resume(tmp_path / "a", {**CONFIG, "seed": 2}, renew=["targets"])
+    new = {**CONFIG, "seed": 2, "out": "b"}
+    run = Run.open(tmp_path / "a", new, resume=True, ignore=["out"], renew=["seed"])
+    assert run.settings() == {**CONFIG, "seed": 2}
+
+
 def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
     run.log({"kind": "run"})

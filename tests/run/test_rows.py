@@ -135,6 +135,14 @@ def test_a_run_has_one_row_of_its_own_and_no_round_beyond_its_last() -> None:
     assert len(told) == 4
 
 
+def test_a_run_that_was_given_other_rounds_has_the_row_and_the_rounds_of_its_extension() -> None:
+    header = {"kind": "run", "objectives": ["helpful", "harmless"], "rounds": 3, "alarms": ["a"]}
+    extended, later = {**header, "rounds": 4, "alarms": []}, {**CLIENT, "round": 4}
+    found, told = valid_rows([header, later, CLIENT, extended, later, {**CLIENT, "round": 5}])
+    assert found == [extended, CLIENT, later]
+    assert len(told) == 2
+
+
 def test_a_log_with_literals_that_are_no_json_and_integers_past_floats_is_read(
     tmp_path: Path,
 ) -> None:
