@@ -1,8 +1,9 @@
 """Runs the commands and snippets of a page, in their order and in the current folder.
 
-Called as `python -m tests.docs.page PAGE [--whole]`. The fast form trains a round of few and short
-replies where a later command needs the run, and prints the plan of the others. Names on the hub
-stand for models and prompts that ship; what needs several machines or a GPU is read, not run.
+Called as `python tests/docs/page.py PAGE [--whole]`, with the `firm` that Python finds. The fast
+form trains a round of few and short replies where a later command needs the run, and prints the
+plan of the others. Names on the hub stand for models and prompts that ship; what needs several
+machines or a GPU is read, not run.
 """
 
 import ast
@@ -18,6 +19,7 @@ from typing import Any
 
 import yaml
 
+import firm
 from firm.cli.main import main
 from firm.cli.network import COMMANDS as NETWORK
 from firm.jobs.alignment_config import AlignmentConfig
@@ -26,11 +28,11 @@ from firm.jobs.network_config import FederationConfig, SiteConfig
 from firm.jobs.study import StudyConfig
 from firm.jobs.sweep import SweepConfig
 from firm.run import UserError, compose, parse
-from tests.smoke import ROOT
 
 FENCE = re.compile(r"^```(\w+)[ \t]*(\S*)\n(.*?)^```$", re.M | re.S)
 NAMED = re.compile(r"# (\S+\.\w+)\n")
-CHECKPOINTS = ROOT / "firm/miniature/checkpoints"
+ROOT = Path(__file__).parents[2]
+CHECKPOINTS = Path(firm.__file__).parent / "miniature/checkpoints"
 ON_THE_HUB = {
     "Qwen/Qwen2.5-0.5B-Instruct": CHECKPOINTS / "policy",
     "Ray2333/gpt2-large-helpful-reward_model": CHECKPOINTS / "helpful",
@@ -201,7 +203,7 @@ class Runner:
         more = {
             "evaluate": ["--num_prompts", "4", "--num_samples", "1"],
             "fmoo": ["--rounds", "1"],
-            "theory": ["--config", str(ROOT / "configs/theory_smoke.yaml")],
+            "theory": ["--config", "theory_smoke"],
         }
         return more.get(command, [])
 
@@ -254,7 +256,7 @@ def check_launch(words: list[str]) -> None:
     if words[at] == "-m":
         assert arguments[:2] == ["firm", "align"]
         arguments = arguments[2:]
-    default = [] if "--config" in arguments else ["--config", str(ROOT / "configs/miniature.yaml")]
+    default = [] if "--config" in arguments else ["--config", "miniature"]
     parse(AlignmentConfig, [*default, *arguments])
 
 

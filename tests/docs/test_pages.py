@@ -15,7 +15,7 @@ def run(page, folder, *options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= {"WANDB_MODE": "offline", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "tests.docs.page", page, *options],
+        [sys.executable, ROOT / "tests/docs/page.py", page, *options],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
