@@ -1,5 +1,6 @@
 """Links between the pages of the documentation lead somewhere: files exist, and so do headings."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -19,8 +20,20 @@ ATTRIBUTE = re.compile(r"<(?:a|img)\s[^>]*?(?:href|src)=[\"']([^\"']+)[\"']", re
 
 
 def pages(root: Path) -> list[Path]:
-    """Returns the pages whose links are checked."""
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    """Returns the pages whose links are checked: Markdown, and notebooks."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md")), *notebooks(root)]
+
+
+def notebooks(root: Path) -> list[Path]:
+    return sorted((root / "docs").rglob("*.ipynb"))
+
+
+def markdown(page: Path) -> str:
+    """Returns a page's Markdown."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def anchors(text: str) -> set[str]:
@@ -46,14 +59,14 @@ def broken_links(root: Path) -> list[str]:
     """Returns the relative links that lead nowhere, as `page: target`."""
     broken = []
     for page in pages(root):
-        for target in links(page.read_text()):
+        for target in links(markdown(page)):
             if re.match(r"[a-z][a-z+.-]*:|//", target):
                 continue
             path, _, anchor = unquote(target).partition("#")
             file = page.parent / path if path else page
             exists = file.exists() and file.resolve().is_relative_to(root.resolve())
-            has_anchors = exists and file.suffix == ".md" and anchor
-            if not exists or (has_anchors and anchor not in anchors(file.read_text())):
+            has_anchors = exists and file.suffix in (".md", ".ipynb") and anchor
+            if not exists or (has_anchors and anchor not in anchors(markdown(file))):
                 broken.append(f"{page.relative_to(root)}: {target}")
     return broken
 
@@ -78,3 +91,12 @@ def test_a_broken_link_is_found(tmp_path, target):
     assert not broken_links(root)
     (root / "docs/other.md").write_text(f"[text over\nlines]({target})\n")
     assert broken_links(root) == [f"docs/other.md: {target}"]
+
+
+def test_a_broken_link_of_a_notebook_is_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("[notebook](docs/a.ipynb#a-title)")
+    cells = [{"cell_type": "markdown", "source": ["# A title\n", "[a](../README.md), [b](b.md)"]}]
+    cells += [{"cell_type": "code", "source": ["f[0](gone)"]}]
+    (tmp_path / "docs/a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert broken_links(tmp_path) == ["docs/a.ipynb: b.md"]
