@@ -22,19 +22,9 @@ autodoc_typehints_format = "short"
 
 kept_lines: dict[str, list[str]] = {}
 
-html_theme = "alabaster"
+html_theme = "furo"
 html_title = f"FIRM {version}"
-html_show_sourcelink = html_copy_source = False
-html_theme_options = {
-    "description": "Federated multi-objective alignment of language models",
-    "fixed_sidebar": True,
-    "show_powered_by": False,
-    "font_family": "system-ui, sans-serif",
-    "head_font_family": "system-ui, sans-serif",
-    "font_size": "16px",
-    "page_width": "62rem",
-    "sidebar_width": "15rem",
-}
+html_show_sourcelink = html_copy_source = html_show_copyright = False
 
 
 def hide_signature(
