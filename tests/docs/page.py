@@ -260,9 +260,14 @@ def check_launch(words: list[str]) -> None:
     parse(AlignmentConfig, [*default, *arguments])
 
 
-if __name__ == "__main__":
-    text = Path(sys.argv[1]).read_text(encoding="utf-8")
-    runner = Runner(text, is_whole="--whole" in sys.argv)
-    for block in blocks(text):
+def run_page(page: Path, *, is_whole: bool = False) -> None:
+    """Runs the blocks of a page, in the current folder."""
+    content = page.read_text(encoding="utf-8")
+    runner = Runner(content, is_whole=is_whole)
+    for block in blocks(content):
         sys.stdout.write(f"line {block.line}\n")
         runner.run(block)
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]), is_whole="--whole" in sys.argv)

@@ -1,58 +1,60 @@
 """Every command and snippet of README and guide runs."""
 
-import os
-import subprocess
-import sys
+import io
 
 import pytest
 
+from tests.docs.page import run_page
+from tests.plugins import plugins_forgotten
 from tests.smoke import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
+BROKEN = [
+    "sh\nfirm align --strategy.betta 1\n",
+    "sh\nfirm align --plan '\n",
+    "sh\nfirm fly\n",
+    "sh\nfirm network fly\n",
+    "sh\nmake coffee\n",
+    "sh\npip install 'firm-align[wings]'\n",
+    "sh\nrm nothing\n",
+    "sh\npython benchmarks/fronts.py --front a\n",
+    "sh\ntorchrun --nproc_per_node 2 -m firm align --round 3\n",
+    "yaml\nstrategy: { betta: 1 }\n",
+    "python\nfrom firm import nothing\n",
+    "python later.py\nreturn return\n",
+    "toml\n[a\n",
+    "fortran\nstop\n",
+]
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing.*:FutureWarning"
+)  # PEFT
 
 
-def run(page, folder, *options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    environment |= {"WANDB_MODE": "offline", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, ROOT / "tests/docs/page.py", page, *options],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """The working directory, without a person at the terminal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with plugins_forgotten():
+        yield
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_run(page, tmp_path):
-    done = run(page, tmp_path)
-    assert done.returncode == 0, done.stdout[-4000:]
+def test_the_commands_of_a_page_run(page):
+    run_page(page)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_all_trainings_of_a_page_run(page, tmp_path):
-    done = run(page, tmp_path, "--whole")
-    assert done.returncode == 0, done.stdout[-4000:]
+def test_all_trainings_of_a_page_run(page):
+    run_page(page, is_whole=True)
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        "sh\nfirm align --strategy.betta 1\n",
-        "sh\nfirm fly\n",
-        "sh\nmake coffee\n",
-        "sh\npip install 'firm-align[wings]'\n",
-        "sh\nrm nothing\n",
-        "sh\ntorchrun --nproc_per_node 2 -m firm align --round 3\n",
-        "yaml\nstrategy: { betta: 1 }\n",
-        "python\nfrom firm import nothing\n",
-    ],
-)
-def test_a_broken_snippet_is_found(block, tmp_path):
+@pytest.mark.parametrize("block", BROKEN)
+def test_a_broken_block_is_found(block, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"```{block}```\n")
-    assert run(page, tmp_path).returncode != 0
+    with pytest.raises((Exception, SystemExit)):
+        run_page(page)
