@@ -37,6 +37,7 @@ torch.set_num_threads(1)  # bit-for-bit promises hold at one thread count
 gc.disable()  # imports leave no garbage, and looking for it takes 4 of their 14 seconds
 
 LONGEST = (
+    "docs/test_pages.py",
     "jobs/test_processes.py",
     "jobs/test_front.py",
     "jobs/test_explore.py",
@@ -47,6 +48,7 @@ LONGEST = (
     "extensions/test_extensions.py",
     "extensions/test_clinics.py",
     "alignment/test_trainer.py",
+    "docs/test_notebook.py",
     "jobs/test_sweep.py",
     "federation/engines/test_hostile.py",
     "jobs/test_study.py",
