@@ -7,7 +7,7 @@ NETWORK ?= configs/network.yaml
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench gpu figures docs clean
+.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench gpu figures pictures docs clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,11 @@ gpu: install ## Run all that needs a GPU, within ten minutes, and write docs/gpu
 figures: install ## Replay the paper's figures into docs/figures: hours, and it may be stopped and called again.
 	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume
 	$(OFFLINE) $(BIN)/python recipes/figures.py --study runs/figures --out docs/figures
+
+pictures: install ## Take the guide's pictures of the demo's and the theory's page, with Chromium.
+	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume
+	$(OFFLINE) $(BIN)/firm theory --out runs/pictures/theory
+	$(BIN)/python benchmarks/pictures.py --demo runs/pictures/demo/report.html --theory runs/pictures/theory/theory.html
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
