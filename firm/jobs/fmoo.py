@@ -20,7 +20,7 @@ from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
 from firm.report.tables import Frame, Setting
-from firm.run import Run, Tracker, dated_folder, make_private_folder, to_dict, to_yaml
+from firm.run import Run, Tracker, UserError, dated_folder, make_private_folder, to_dict, to_yaml
 from firm.run.files import file_errors
 from firm.run.rows import Row
 
@@ -79,7 +79,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     """Runs what is not finished of a study, and writes the comparison after every algorithm.
 
     Raises:
-        UserError: The data do not fit the configuration, or the study's directory is taken.
+        UserError: The data do not fit the configuration, the study's directory is taken, or a run
+            in it has done more rounds than are asked for.
     """
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
@@ -106,17 +107,22 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
     settings = to_dict(
         replace(cfg, algorithms={name: algorithm}, seeds=(seed,), progress_from=source)
     )
-    is_there = cfg.resume and (path / "run.json").exists()
-    if is_there and is_done(
-        last_evaluation(rows := Run(path).rows()), algorithm.rounds or cfg.rounds, cfg.target_loss
-    ):
-        return rows
+    rounds = algorithm.rounds or cfg.rounds
+    if is_there := cfg.resume and (path / "run.json").exists():
+        measured = last_evaluation(rows := Run(path).rows())
+        if is_done(measured, rounds, cfg.target_loss):
+            return rows
+        if measured is not None and measured["round"] > rounds:
+            raise UserError(
+                f"rounds must be at least the {measured['round']} that the run at {path} has done, "
+                f"got {rounds}; raise it, or start a new study."
+            )
     federation = federate(cfg, algorithm, splits, seed)
     study = path.parent.parent
     with file_errors(f"the study {study}"):
         make_private_folder(study)
     with (
-        Run.open(path, settings, resume=is_there, ignore=FREE_KEYS) as run,
+        Run.open(path, settings, resume=is_there, ignore=FREE_KEYS, renew=["rounds"]) as run,
         Tracker(
             cfg.tracking,
             run.path,

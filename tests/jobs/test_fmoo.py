@@ -22,7 +22,7 @@ from firm.jobs import fmoo as module
 from firm.jobs import fmoo_loading, fmoo_measures, fmoo_page
 from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report.tables import Setting
-from firm.run import Run, parse
+from firm.run import Run, UserError, parse
 from firm.run.shipped import CONFIGS
 from tests.runs import edit_rows, read_rows
 from tests.wandb_files import started
@@ -88,6 +88,18 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkey
             path = f"{name}/seed_{seed}"
             assert read_rows(out / path, "evaluation") == read_rows(study / path, "evaluation")
     assert (out / "summary.csv").read_text() == (study / "summary.csv").read_text()
+
+
+def test_a_study_goes_on_to_more_rounds_as_if_it_had_them_from_the_start(study, tmp_path):
+    out = tmp_path / "study"
+    main(_config(out, "--rounds", "2", "--seeds", "[0]"))
+    main(_config(out, "--resume", "true"))
+    for name in SMALL:
+        path = f"{name}/seed_0"
+        assert read_rows(out / path, "evaluation") == read_rows(study / path, "evaluation")
+        assert Run(out / path).settings()["rounds"] == Run(study / path).settings()["rounds"]
+    with pytest.raises(UserError, match="rounds must be at least the 4 that the run at"):
+        main(_config(out, "--rounds", "2", "--resume", "true"))
 
 
 def _stops_in_round_3(strategy):
