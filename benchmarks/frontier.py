@@ -1,0 +1,189 @@
+"""Gain against uploaded bytes: chooses learning rates, and measures adapters against one of them.
+
+    python benchmarks/frontier.py runs/frontier_rates --choose
+    python benchmarks/frontier.py runs/frontier --against "LoRA r = 16, float32" --markdown
+
+With --choose, settings are named "ADAPTER, rate RATE". A rate stands to choice if, in the mean over
+the seeds, the parse rate has fallen by less than 0.05 and the KL is below 3 nats. Of those the rate
+with the largest gain in the sum of the true scores is taken.
+
+A gain is the final model's less the base model's on the test prompts. Against a yardstick: the
+share of its mean gain that a setting keeps, and the setting's gain less nine tenths of the
+yardstick's, paired by seed, with a 90 % interval by Student's t. It keeps nine tenths if the
+interval is above zero.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from firm.report import Record
+from firm.report.ledger import total_bytes
+from firm.report.record import final_row, study_records
+from firm.report.trajectories import mean_difference
+from firm.run import Sweep, print_table
+
+MAX_PARSE_FALL, MAX_KL = 0.05, 3.0
+KEPT = 0.9
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What a run has gained over its base model, and its price."""
+
+    helpful: float
+    """First objective's calibrated reward."""
+    rewards: float
+    """Sum of the calibrated rewards."""
+    true_helpful: float
+    true_scores: float
+    """Sum of the true scores."""
+    parse: float
+    kl: float
+    """Nats per reply from the base model, at the end."""
+    megabytes: float
+    """Uploaded by all clients in all rounds."""
+
+
+SHOWN = ("helpful", "rewards", "true_helpful", "true_scores")
+
+
+def gains(record: Record) -> Gains:
+    """Returns the gains of a finished run in a miniature world."""
+    base, final = record.evaluations["test"][0], final_row(record)
+    assert final is not None
+
+    def change(kind: str, name: str) -> float:
+        return final[kind][name]["mean"] - base[kind][name]["mean"]
+
+    true = {name: change("scores", name) for name in record.extra_scores() if "true" in name}
+    return Gains(
+        helpful=change("rewards", record.objectives[0]),
+        rewards=sum(change("rewards", name) for name in record.objectives),
+        true_helpful=true["true_helpful"],
+        true_scores=sum(true.values()),
+        parse=change("scores", "parse"),
+        kl=final["kl"],
+        megabytes=total_bytes(record, "bytes_up") / 1e6,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--choose", action="store_true", help="choose each adapter's rate")
+    parser.add_argument("--against", metavar="SETTING", help="the yardstick")
+    parser.add_argument("--markdown", action="store_true", help="print tables for the docs")
+    options = parser.parse_args(arguments)
+    records = study_records(Sweep(options.study))
+    by_seed = {
+        setting: {run.seed: gains(run) for run in runs} for setting, runs in records.items() if runs
+    }
+    show = _markdown if options.markdown else print_table
+    if options.choose:
+        header, rows = chosen(by_seed)
+        show("Gains by learning rate; * is chosen", header, rows)
+        return
+    if options.against not in by_seed:
+        parser.error(f"--against must be one of {', '.join(by_seed)}, got {options.against}.")
+    seeds = set.intersection(*(set(runs) for runs in by_seed.values()))
+    if len(seeds) < 2:
+        parser.error(f"intervals need 2 seeds that all settings have, got {len(seeds)}.")
+    paired = {setting: [runs[seed] for seed in sorted(seeds)] for setting, runs in by_seed.items()}
+    print(f"{len(seeds)} seeds that all settings have.")
+    for title, (header, rows) in {
+        "Means": means(paired, options.against),
+        "Share of the yardstick's mean gain": shares(paired, options.against),
+        f"Gain less {KEPT:g} of the yardstick's": contrasts(paired, options.against),
+    }.items():
+        show(title, header, rows)
+
+
+def chosen(by_seed: Mapping[str, Mapping[int | None, Gains]]) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of all rates; the chosen ones have a star."""
+    adapters: dict[str, dict[str, list[Gains]]] = {}
+    for setting, runs in by_seed.items():
+        adapter, rate = setting.rsplit(", rate ", 1)
+        adapters.setdefault(adapter, {})[rate] = list(runs.values())
+    rows = []
+    for adapter, rates in adapters.items():
+        able = {
+            rate: _mean(runs, "true_scores")
+            for rate, runs in rates.items()
+            if _mean(runs, "parse") > -MAX_PARSE_FALL and _mean(runs, "kl") < MAX_KL
+        }
+        best = max(able, key=lambda rate: able[rate], default=None)
+        for rate, runs in rates.items():
+            figures = [f"{_mean(runs, key):+.3f}" for key in ("parse", "kl", *SHOWN)]
+            rows.append([adapter, rate, *figures, str(len(runs)), "*" if rate == best else ""])
+    return ["adapter", "rate", "parse", "KL", *map(_words, SHOWN), "seeds", ""], rows
+
+
+def means(paired: Mapping[str, Sequence[Gains]], against: str) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of bytes, gains, parse rate's change and KL, means over the seeds."""
+    yardstick = _mean(paired[against], "megabytes")
+    rows = [
+        [
+            setting,
+            f"{_mean(runs, 'megabytes'):.3g}",
+            f"{_mean(runs, 'megabytes') / yardstick:.3f}",
+            *(f"{_mean(runs, key):+.3f}" for key in SHOWN),
+            f"{_mean(runs, 'parse'):+.3f}",
+            f"{_mean(runs, 'kl'):.2f}",
+        ]
+        for setting, runs in paired.items()
+    ]
+    return ["", "MB up", "of its bytes", *map(_words, SHOWN), "parse", "KL"], rows
+
+
+def shares(
+    paired: Mapping[str, Sequence[Gains]], against: str
+) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of the shares of the yardstick's mean gains."""
+    rows = [
+        [setting, *(f"{_mean(runs, key) / _mean(paired[against], key):.2f}" for key in SHOWN)]
+        for setting, runs in paired.items()
+    ]
+    return ["", *map(_words, SHOWN)], rows
+
+
+def contrasts(
+    paired: Mapping[str, Sequence[Gains]], against: str
+) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of gains less nine tenths of the yardstick's, with intervals."""
+    rows = []
+    for setting, runs in paired.items():
+        cells = []
+        for key in SHOWN:
+            differences = [
+                getattr(run, key) - KEPT * getattr(other, key)
+                for run, other in zip(runs, paired[against], strict=True)
+            ]
+            found = mean_difference(differences, level=0.9)
+            cells.append(f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]")
+        rows.append([setting, *cells])
+    return ["", *map(_words, SHOWN)], rows
+
+
+def _mean(runs: Sequence[Gains], key: str) -> float:
+    return fmean(getattr(run, key) for run in runs)
+
+
+def _words(key: str) -> str:
+    return {"rewards": "sum of rewards", "true_scores": "sum of true scores"}.get(
+        key, key.replace("_", " ")
+    )
+
+
+def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
