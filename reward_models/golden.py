@@ -69,7 +69,7 @@ def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
     return {
         place: got
         for (place, example), got in zip(golden.items(), row, strict=True)
-        if example.score is None or abs(got - example.score) > example.tolerance
+        if example.score is None or not abs(got - example.score) <= example.tolerance
     }
 
 

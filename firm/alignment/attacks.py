@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
-from firm.alignment.rewards import Calibration, Judges, RewardFn, score
+from firm.alignment.rewards import Calibration, Judges, RewardFn, score, values_or_none
 from firm.federation import Client
 from firm.federation.attackers import Attacker, UpdateAttack
 from firm.fields import NOT_IN_PAPER, FiniteFloat, PositiveFloat, configuration
@@ -90,11 +90,11 @@ class _AttackedReward:
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: list[Any]
-    ) -> list[float]:
+    ) -> list[float | None]:
         name = getattr(self._reward_fn, "name", "attacked")
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         scores = score({name: self._reward_fn}, prompts, completions, rows)[0]  # [B]
-        return (self._factor * scores.double() + self._shift).tolist()
+        return values_or_none(self._factor * scores.double() + self._shift)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

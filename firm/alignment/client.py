@@ -220,28 +220,48 @@ class AlignmentClient(Client):
             return ExperienceBatch(experience, list(trainer.minibatch_indices()))
 
     def gradients(self, minibatch: Experience) -> Gradients:
-        """Returns the M losses of a minibatch and their Jacobian [M, d]."""
-        return self._of_served_alone(self._gradients(minibatch))
+        """Returns the M losses of a minibatch and their Jacobian [M, d].
+
+        Rows of objectives that no reply has a score for are zero, as of those that are not served:
+        they take no part in the minibatch.
+        """
+        return self._of_served_alone(self._gradients(minibatch), minibatch)
 
     def gradients_by_preference(self, minibatch: Experience) -> Gradients:
         """Returns the losses, and the gradients at each preference; see ``Client``."""
         if self._trainer.conditioning.kind == "none":
             return self.gradients(minibatch)
-        return self._of_served_alone(self._gradients(minibatch, by_preference=True))
+        return self._of_served_alone(self._gradients(minibatch, by_preference=True), minibatch)
 
-    def _of_served_alone(self, gradients: Gradients) -> Gradients:
+    def _of_served_alone(self, gradients: Gradients, minibatch: Experience) -> Gradients:
         """Returns gradients [M, d] or [K M, d] with zeros for objectives that are not served."""
+        served = self._served_in(minibatch, gradients.preferences)
         rows = gradients.jacobian.unflatten(0, (-1, len(self.objectives)))
-        for j in set(range(len(self.objectives))).difference(self.served):
-            rows[:, j] = 0.0
-        return gradients
+        for own_rows, own in zip(rows, served, strict=True):
+            for j in set(range(len(self.objectives))).difference(own):
+                own_rows[j] = 0.0
+        return replace(gradients, served=served)
+
+    def _served_in(
+        self, minibatch: Experience, preferences: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        """Returns the served objectives that some reply has a score for, at each preference."""
+        has_score = ~minibatch.scores.isnan()  # [M, b]
+        parts, asked = [has_score], minibatch.rollouts.queries.preferences
+        if preferences is not None and asked is not None:
+            parts = [has_score[:, (asked == each).all(1).cpu()] for each in preferences]
+        return [[j for j in self.served if part[j].any()] for part in parts]
 
     def weighted_gradients(self, minibatch: Experience, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
-        Weights w [M] of objectives that are not served do not count.
+        Weights w [M] of objectives that are not served, or that no reply has a score for, do not
+        count.
         """
-        return self._gradients(minibatch, self.of_served(weights).to(minibatch.rewards.device))
+        (served,) = self._served_in(minibatch)
+        factors = torch.zeros(len(self.objectives))
+        factors[served] = weights.float()[served]
+        return self._gradients(minibatch, factors.to(minibatch.rewards.device))
 
     def _gradients(
         self, minibatch: Experience, weights: torch.Tensor | None = None, **options: bool
@@ -304,7 +324,10 @@ class AlignmentClient(Client):
 
     def metrics(self) -> dict[str, Any]:
         """Returns figures of the local training since `load`, as means over its minibatches."""
-        batch = {key: np.mean([b[key] for b in self._batches], axis=0) for key in self._batches[0]}
+        batch = {
+            key: torch.tensor([b[key] for b in self._batches]).double().nanmean(0).numpy()
+            for key in self._batches[0]
+        }
         pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
         correlation = _by_name(pairs, batch.pop("score_correlation"))
         for key in self._minibatches[0]:
@@ -331,13 +354,15 @@ def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | No
 def _batch_metrics(experience: Experience) -> dict[str, Any]:
     """Returns figures of one batch of rollouts, numbers and lists of one number per objective."""
     rollouts = experience.rollouts
+    has_score = ~experience.scores.isnan().to(experience.rewards.device)
+    rewards = experience.rewards.where(has_score, torch.nan)  # those that stand in are left out
     diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
     return {
         "scores": diagnostics["mean"].tolist(),
         "scores_std": diagnostics["spread"].tolist(),
         "score_correlation": diagnostics["correlation"].tolist(),
         "score_length_correlation": diagnostics["length_correlation"].tolist(),
-        "rewards": experience.rewards.mean(1).tolist(),
+        "rewards": rewards.nanmean(1).tolist(),
         "response_length": rollouts.num_tokens.float().mean().item(),
         "end_share": rollouts.ended.float().mean().item(),
         **_mismatch(rollouts),

@@ -1,7 +1,8 @@
 """What a policy is worth on held-out prompts: scores with standard errors, change, KL, length.
 
 Replies to one prompt are not independent, so they are averaged first and every standard error is
-one over prompts. Two policies are compared prompt by prompt.
+one over prompts. Two policies are compared prompt by prompt. Where a reward does not apply, the
+reply has no part in its figures.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from firm.alignment.adapters import Reference
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rewards import Calibration, RewardFn, score
+from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
 from firm.alignment.rollout import Sampler, encode_dialogues, rollout
 from firm.federation.randomness import RandomStream
 
@@ -70,9 +71,10 @@ class Evaluation:
     """Figures of one policy on P prompts."""
 
     scores: dict[str, torch.Tensor]
-    """Score of every objective and further metric, by prompt, [P]."""
+    """Score of every objective and further metric, by prompt, [P]; NaN where none of the prompt's
+    replies has one."""
     rewards: dict[str, torch.Tensor]
-    """Reward in [0, 1] of every objective, by prompt, [P]."""
+    """Reward in [0, 1] of every objective, by prompt, [P]; NaN likewise."""
     kl: torch.Tensor
     """KL from the base model per reply, [P]."""
     length: torch.Tensor
@@ -86,7 +88,8 @@ class Evaluation:
     num_samples: int
     """Replies per prompt."""
     samples: list[dict[str, Any]]
-    """The first reply to each prompt: `prompt`, `completion` and `scores`."""
+    """The first reply to each prompt: `prompt`, `completion` and `scores`, None for one that it
+    does not have."""
 
     @property
     def num_prompts(self) -> int:
@@ -96,8 +99,11 @@ class Evaluation:
     def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
         """Returns scores minus another policy's, by name and prompt, [P].
 
+        They are NaN for prompts on which one of the two has no score.
+
         Raises:
-            ValueError: The other policy was evaluated on other prompts or scores.
+            ValueError: The other policy was evaluated on other prompts or scores, or fewer than
+                two prompts have a score of both.
         """
         prompts, base_prompts = ([row["prompt"] for row in e.samples] for e in (self, base))
         if prompts != base_prompts or self.scores.keys() != base.scores.keys():
@@ -106,7 +112,9 @@ class Evaluation:
                 f"{len(base_prompts)} prompts with {', '.join(base.scores)}: evaluate both "
                 "policies on the same prompts with the same scores."
             )
-        return {name: values - base.scores[name] for name, values in self.scores.items()}
+        change = {name: values - base.scores[name] for name, values in self.scores.items()}
+        _check_scored(change, "of both policies")
+        return change
 
     def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
         """Returns the row of `metrics.jsonl`, with the paired change against the base model.
@@ -133,7 +141,10 @@ class Evaluation:
         }
 
     def by_prompt(self) -> dict[str, torch.Tensor]:
-        """Returns figures by prompt, each [P]: "rewards/NAME", "scores/NAME" and "kl"."""
+        """Returns figures by prompt, each [P]: "rewards/NAME", "scores/NAME" and "kl".
+
+        Rewards and scores are NaN for prompts without one.
+        """
         return {
             **{f"rewards/{name}": values for name, values in self.rewards.items()},
             **{f"scores/{name}": values for name, values in self.scores.items()},
@@ -183,7 +194,8 @@ def evaluate(
 
     Raises:
         ValueError: There are too few prompts for a standard error, a prompt comes twice, two scores
-            share a name, an objective has no calibration, or a score is not finite.
+            share a name, an objective has no calibration, or a score is not finite; or fewer than
+            two prompts have one.
     """
     extra_fns = extra_fns or {}
     if num_samples < 1 or batch_size < 1:
@@ -203,10 +215,13 @@ def evaluate(
     scores = dict(zip(fns, rows, strict=True))
 
     def by_prompt(values: torch.Tensor) -> torch.Tensor:
-        return values.float().cpu().reshape(len(prompts), num_samples).mean(1)  # [P * S] to [P]
+        return values.float().cpu().reshape(len(prompts), num_samples).nanmean(1)  # [P * S] to [P]
 
+    mean_scores = {name: by_prompt(row) for name, row in scores.items()}
+    _check_scored(mean_scores)
+    sample_scores = {name: values_or_none(row) for name, row in scores.items()}
     return Evaluation(
-        scores={name: by_prompt(row) for name, row in scores.items()},
+        scores=mean_scores,
         rewards={name: by_prompt(calibrations[name](scores[name])) for name in reward_fns},
         kl=by_prompt(torch.cat([replies.kl for replies in chunks])),
         length=by_prompt(torch.cat([replies.num_tokens for replies in chunks])),
@@ -215,15 +230,14 @@ def evaluate(
         distinct_2=distinct(completions, 2),
         num_samples=num_samples,
         samples=[
-            _sample(prompt.text, completions[at], {name: row[at] for name, row in scores.items()})
+            {
+                "prompt": prompt.text,
+                "completion": completions[at],
+                "scores": {name: row[at] for name, row in sample_scores.items()},
+            }
             for prompt, at in zip(prompts, range(0, len(asked), num_samples), strict=True)
         ],
     )
-
-
-def _sample(prompt: str, completion: str, scores: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    values = {name: score.item() for name, score in scores.items()}
-    return {"prompt": prompt, "completion": completion, "scores": values}
 
 
 def _check_measurable(
@@ -247,6 +261,17 @@ def _check_measurable(
         raise ValueError(f"{missing[0]!r} has no calibration: calibrate every objective first.")
 
 
+def _check_scored(scores: Mapping[str, torch.Tensor], whose: str = "") -> None:
+    """Checks that two prompts or more have a score under each name."""
+    for name, values in scores.items():
+        if (count := int((~values.isnan()).sum())) < 2:
+            raise ValueError(
+                f"{count} of {len(values)} evaluation prompts have a score of {name!r}"
+                f"{whose and f' {whose}'}, and a standard error needs 2: evaluate on more prompts "
+                "to which it applies, or leave it out."
+            )
+
+
 def distinct(texts: Sequence[str], length: int) -> float:
     """Returns the distinct runs of `length` words as a share of all such runs, 0 without any.
 
@@ -261,8 +286,11 @@ def distinct(texts: Sequence[str], length: int) -> float:
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
-    """Returns the mean of independent values [P] and its standard error, of P - 1 degrees."""
-    values = values.double()
+    """Returns the mean of independent values [P] and its standard error, of P - 1 degrees.
+
+    NaN, which stands for prompts without a score, are left out.
+    """
+    values = values[~values.isnan()].double()
     return values.mean().item(), (values.std() / len(values) ** 0.5).item()
 
 

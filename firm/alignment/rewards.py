@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import combinations
 from numbers import Real
 from typing import Any, Literal
 
@@ -19,9 +20,9 @@ from firm.federation import ProcessLost
 from firm.federation.outside import printable
 from firm.fields import NOT_IN_PAPER, configuration
 
-RewardFn = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
+RewardFn = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """Called with the keywords `prompts` and `completions`, and the data's further fields; returns one
-number per completion."""
+number per completion, or None where the reward does not apply."""
 
 Method = Literal["sigmoid", "minmax", "none"]
 
@@ -36,6 +37,8 @@ def score(
 ) -> torch.Tensor:
     """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
+    They are NaN where a reward returned None, because it does not apply.
+
     Args:
         reward_fns: Reward function by objective, in the order of the rows; coroutine functions are
             awaited.
@@ -45,8 +48,9 @@ def score(
             list of B, with None where a row lacks it.
 
     Raises:
-        ValueError: A reward raised an error, or did not return one finite number per completion.
-            The message names the objective and where, and repeats no text but the error's own.
+        ValueError: A reward raised an error, or did not return one finite number, or None, per
+            completion. The message names the objective and where, and repeats no text but the
+            error's own.
     """
     if len(prompts) != len(completions):
         raise ValueError(
@@ -83,17 +87,21 @@ def _called(
         ) from error
 
 
-async def _result(values: Awaitable[Sequence[float]]) -> Sequence[float]:
+async def _result(values: Awaitable[Any]) -> Any:
     return await values
 
 
 def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
-    """Returns the values of one reward, shape [B], float32."""
+    """Returns the values of one reward, shape [B], float32; NaN in place of None."""
     expected = f"return one finite number for each of the {num_completions} completions"
     if not hasattr(values, "__len__"):
         raise ValueError(f"reward {name!r} returned {type(values).__name__}: {expected}.")
     if len(values) != num_completions:
         raise ValueError(f"reward {name!r} returned {len(values)} values: {expected}, in order.")
+    missing = [index for index, value in enumerate(values) if value is None]
+    if missing:
+        values = [0.0 if value is None else value for value in values]
+    or_none = "or None where the reward does not apply"
     try:
         row = torch.as_tensor(values, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
@@ -101,7 +109,7 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
         what = f"{type(values[odd[0]]).__name__} at index {odd[0]}" if odd else "no flat list"
         raise ValueError(
             f"reward {name!r} returned {what} ({len(odd)} of {num_completions} values are not "
-            f"numbers): {expected}."
+            f"numbers): {expected}, {or_none}."
         ) from None
     if row.shape != (num_completions,):
         raise ValueError(f"reward {name!r} returned shape {list(row.shape)}: {expected}, flat.")
@@ -109,9 +117,17 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
     if broken:
         raise ValueError(
             f"reward {name!r} returned {row[broken[0]].item()} at index {broken[0]} ({len(broken)} "
-            f"of {num_completions} values are not finite): {expected}, for odd replies too."
+            f"of {num_completions} values are not finite): {expected}, for odd replies too, "
+            f"{or_none}."
         )
+    if missing:
+        row[missing] = math.nan
     return row.detach().cpu()
+
+
+def values_or_none(scores: torch.Tensor) -> list[float | None]:
+    """Returns scores [B] as a reward function gives them: None, which JSON knows, for NaN."""
+    return [None if math.isnan(value) else value for value in scores.tolist()]
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -188,11 +204,14 @@ def _short(value: object) -> str:
 
 
 def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> Calibration:
-    """Returns the map to rewards that fits the scores [n] of base-model replies.
+    """Returns the map to rewards that fits the scores [n] of base-model replies; NaN are left out.
 
     Raises:
-        ValueError: There is no such method, or the scores have no spread to divide by.
+        ValueError: There is no such method, or the scores are too few or have no spread to divide
+            by.
     """
+    num_replies = scores.numel()
+    scores = scores[~scores.isnan()]
     scores = scores.double()  # quantiles and spreads of large, close scores lose digits in float32
     num_samples = scores.numel()
     if method == "none":
@@ -202,7 +221,11 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
             f"no normalization {method!r} for {name!r}: choose sigmoid, minmax or none."
         )
     if num_samples < 2:
-        raise ValueError(f"calibrating {name!r} takes at least 2 scores, got {num_samples}.")
+        raise ValueError(
+            f"calibrating {name!r} takes at least 2 scores, got {num_samples} on {num_replies} "
+            "calibration replies: use more replies, prompts to which the reward applies, or "
+            "normalization 'none'."
+        )
     if method == "sigmoid":
         figures = {"mean": scores.mean().item(), "scale": scores.std().item()}
         spread, what = figures["scale"], "standard deviation"
@@ -261,7 +284,10 @@ class Judges:
     """By objective; without them scores are rewards."""
 
     def rewards(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards [M, B] of scores; those of objectives that nobody judges stay 0."""
+        """Returns the rewards [M, B] of scores; those of objectives that nobody judges stay 0.
+
+        They are NaN where there is no score.
+        """
         if self.calibrations is None:
             return scores
         rewards = scores.clone()
@@ -269,6 +295,18 @@ class Judges:
             if name in self.reward_fns:
                 rewards[j] = self.calibrations[name](scores[j])
         return rewards
+
+
+def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
+    """Returns rewards [M, B] with a mean in place of each NaN, so that it is no advantage.
+
+    It is that of the objective's rewards for the same prompt, else of the batch, else 0. Replies to
+    one prompt stand together.
+    """
+    groups = rewards.unflatten(1, (-1, replies_per_prompt))  # [M, P, G]
+    for mean in (groups.nanmean(2, keepdim=True), groups.nanmean((1, 2), keepdim=True)):
+        groups = torch.where(groups.isnan(), mean, groups)
+    return groups.flatten(1).nan_to_num(nan=0.0)
 
 
 @dataclass(frozen=True)
@@ -287,7 +325,7 @@ class Scored:
     """The scores of some replies."""
 
     scores: torch.Tensor
-    """Shape [M, B]; 0 for objectives that nobody here judges."""
+    """Shape [M, B]; 0 for objectives that nobody here judges, NaN where a reward does not apply."""
     truncated: dict[str, list[bool]]
     """Which inputs a reward model has cut, by objective, for those that say so."""
 
@@ -346,26 +384,35 @@ def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str,
     """Returns figures that show a reward being gamed or two of them measuring the same.
 
     Args:
-        scores: Scores of B replies, shape [M, B].
+        scores: Scores of B replies, shape [M, B]; NaN, where a reward does not apply, do not count.
         lengths: Lengths of the replies in tokens, shape [B].
 
     Returns:
-        "mean" and "spread" (standard deviation, 0 for one reply), shape [M]; "correlation" of each
-        pair of objectives over the replies (01, 02, ..., 12, ...), shape [M(M-1)/2]; and
-        "length_correlation" of each objective's scores with the lengths, shape [M]. Correlations
-        are Pearson's, NaN where one of the two does not vary.
+        "mean" and "spread" (standard deviation, 0 for one score), shape [M], NaN without a score;
+        "correlation" of each pair of objectives over the replies with both (01, 02, ..., 12, ...),
+        shape [M(M-1)/2]; and "length_correlation" of each objective's scores with the lengths,
+        shape [M]. Correlations are Pearson's, NaN where one of the two does not vary.
     """
-    rows = torch.cat([scores.double(), lengths.to(scores.device).double()[None]])  # [M + 1, B]
-    centred = rows - rows.mean(1, keepdim=True)
+    present = [row[~row.isnan()] for row in scores]
+    rows = scores.double()
+    correlation = [_correlation(first, second) for first, second in combinations(rows, 2)]
+    length_correlation = [_correlation(row, lengths.to(rows)) for row in rows]
+    return {
+        "mean": torch.stack([row.mean() for row in present]),
+        "spread": torch.stack([row.std() if len(row) > 1 else row.mean() * 0 for row in present]),
+        "correlation": torch.tensor(correlation),
+        "length_correlation": torch.tensor(length_correlation),
+    }
+
+
+def _correlation(*rows: torch.Tensor) -> float:
+    """Returns Pearson's correlation of two rows, float64 [B], where both have a value."""
+    both = torch.stack(rows)
+    both = both[:, ~both.isnan().any(0)]
+    centred = both - both.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
     # what is left of equal values after rounding does not vary
-    varies = norms > 1e-12 * rows.abs().amax(1) * rows.size(1) ** 0.5
-    unit = centred / torch.where(varies, norms, torch.full_like(norms, torch.nan))[:, None]
-    correlations = (unit @ unit.T).clamp(-1, 1)
-    first, second = torch.triu_indices(len(scores), len(scores), offset=1)
-    return {
-        "mean": scores.mean(1),
-        "spread": scores.std(1) if scores.size(1) > 1 else torch.zeros(len(scores)),
-        "correlation": correlations[:-1, :-1][first, second],
-        "length_correlation": correlations[-1, :-1],
-    }
+    if not (norms > 1e-12 * both.abs().sum(1)).all():
+        return math.nan
+    first, second = centred / norms[:, None]
+    return (first @ second).clamp(-1, 1).item()

@@ -33,7 +33,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
 from firm.alignment.policy import adapter_parameters, restrict_dropout, set_mode
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rewards import Asked, Calibration, Judges, RewardFn, scores_together
+from firm.alignment.rewards import Asked, Calibration, Judges, RewardFn, filled, scores_together
 from firm.alignment.rollout import Sampler, encode_dialogues, rollout
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import Queries, Rollouts
@@ -215,12 +215,16 @@ class MultiObjectiveTrainer:
     def experience(self, rollouts: Rollouts) -> Experience:
         """Stages 3 and 4: returns the replies with their rewards and what the estimator adds.
 
+        Where an objective's reward does not apply, its score stays NaN, and in place of its reward
+        stands one that sets no reply of the prompt apart: see `filled`.
+
         Raises:
-            ValueError: A reward function gave something else than B finite numbers.
+            ValueError: A reward function gave something else than B finite numbers or None.
         """
         with self._timed("reward"):
             scores = self._scores(rollouts)  # [M, B]
             rewards = self.judges.rewards(self.objectives, scores).to(rollouts.logprobs.device)
+            rewards = filled(rewards, self.config.replies_per_prompt)
             rewards = rewards - self.config.missing_end_penalty * (~rollouts.ended)
         return self.learner.estimator.experience(rollouts, scores, rewards)
 

@@ -5,7 +5,7 @@ federated by every strategy, on every engine.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -35,6 +35,9 @@ class Gradients:
     preferences: torch.Tensor | None = None
     """Where the gradients are taken apart by preference: those of the minibatch, shape [K, M]. The
     Jacobian is [K M, d] then: row k M + j is objective j's at preference k."""
+    served: Sequence[Sequence[int]] | None = None
+    """Objectives that the minibatch has losses for, a list per preference, or the only one: rows
+    of the others are zero. None: all that the client serves."""
 
 
 class Batch(Protocol):

@@ -354,7 +354,7 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
 def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Returns the metrics of K steps whose weights come from the gradients themselves."""
     options = request.options_by_client.get(client.name, request.weighting_options)
-    find = partial(WEIGHTINGS[request.weighting], served=served_objectives(client), **options)
+    find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
     gradients_of = client.gradients
     if "preference" in options:  # data with preferences of their own are solved at these
         gradients_of = client.gradients_by_preference
@@ -364,7 +364,8 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     for batch in _batches(client, request):
         num_steps += 1
         if request.solve_per == "batch":
-            weights, solve = _solve(_within(client.gradients(batch.whole), trained), find)
+            gradients = _within(client.gradients(batch.whole), trained)
+            weights, solve = _solve(gradients, find, served)
             solves.append(solve)
         for minibatch in batch.minibatches():
             if request.solve_per == "batch":
@@ -372,7 +373,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
                 factors = torch.ones(1)
             else:
                 gradients = _within(gradients_of(minibatch), trained)
-                weights, solve = _solve(gradients, find)
+                weights, solve = _solve(gradients, find, served)
                 solves.append(solve)
                 factors = weights
             client.step(_pulled_back(gradients, client, request), factors)
@@ -449,24 +450,32 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _solve(
-    gradients: Gradients, find: Callable[..., torch.Tensor]
+    gradients: Gradients, find: Callable[..., torch.Tensor], served: Sequence[int]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Returns the weights of a Jacobian's rows, and the figures of the solve.
 
     By preference each has a problem of its own; the figures are those of the objectives' whole
-    gradients and of their mean weights.
+    gradients and of their mean weights. A problem is that of the objectives that the gradients
+    serve, by default ``served``; of none, all weights are 0.
     """
+
+    def found(gram: torch.Tensor, own: Sequence[int], **options: Any) -> torch.Tensor:
+        return find(gram, served=own, **options) if own else gram.new_zeros(len(gram))
+
     start = time.perf_counter()
     gram = gram_matrix(gradients.jacobian).cpu()
     gram_end = time.perf_counter()
     if (preferences := gradients.preferences) is None:
-        mean = weights = find(gram)
+        (own,) = gradients.served or [served]
+        mean = weights = found(gram, own)
     else:
         count, size = preferences.shape
         blocks = gram.view(count, size, count, size)
         rows = [
-            find(blocks[k, :, k], preference=preference)
-            for k, preference in enumerate(preferences.tolist())
+            found(blocks[k, :, k], own, preference=preference)
+            for k, (preference, own) in enumerate(
+                zip(preferences.tolist(), gradients.served or [served] * count, strict=True)
+            )
         ]
         weights, mean = torch.cat(rows), torch.stack(rows).mean(0)
         gram = blocks.sum((0, 2))

@@ -23,7 +23,9 @@ def bootstrap_hypervolume(
     means, which are a little too good, in the figure and in its resamples alike.
 
     Args:
-        points: Reward of each of N points on each of P ≥ 2 prompts, shape [N, P, M].
+        points: Reward of each of N points on each of P ≥ 2 prompts, shape [N, P, M]; NaN for a
+            prompt without one, which a mean leaves out. Resamples without any prompt of a mean
+            are left out as well.
         reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
         generator: Draws the prompts.
         num_resamples: How often.
@@ -40,7 +42,10 @@ def bootstrap_hypervolume(
         num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
     )  # [R, P]
     by_prompt = points.swapaxes(0, 1).reshape(num_prompts, -1)  # [P, N M]
-    means = (counts @ by_prompt / num_prompts).reshape(-1, num_points, num_objectives)
+    num_rewards = counts @ ~np.isnan(by_prompt)  # [R, N M]
+    has_all = num_rewards.all(axis=1)
+    means = (counts[has_all] @ np.nan_to_num(by_prompt)) / num_rewards[has_all]
+    means = means.reshape(-1, num_points, num_objectives)
     tail = (1 - level) / 2
     low, high = np.quantile(volumes(means - corner), [tail, 1 - tail])
     return float(low), float(high)
@@ -59,5 +64,11 @@ def _as_points_by_prompt(points: ArrayLike) -> np.ndarray:
             "points must have shape [N, P, M] with at least 2 prompts, got "
             f"{list(points.shape)}: give one row per point and prompt."
         )
-    check_finite(points, name="points")
+    is_missing = np.isnan(points)
+    check_finite(np.where(is_missing, 0.0, points), name="points")
+    if (num_rewards := (~is_missing).sum(axis=1).min()) < 2:
+        raise ValueError(
+            "points must have rewards of each objective on at least 2 prompts, got "
+            f"{num_rewards}: evaluate on more prompts to which every reward applies."
+        )
     return points

@@ -399,7 +399,7 @@ class _LanguageWing(Wing):
     def _quality(self, measured: Evaluation | None) -> float | None:
         if measured is None or not self._cfg.checkpoints.keep_best:
             return None
-        return fmean(values.mean().item() for values in measured.rewards.values())
+        return fmean(values.nanmean().item() for values in measured.rewards.values())
 
 
 def _run_row(

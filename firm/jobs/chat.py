@@ -121,6 +121,9 @@ def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibra
     """Scores with their names, each with its reward in [0, 1] where there is a map to it."""
     parts = []
     for name, value in raw.items():
+        if value.isnan():
+            parts.append(f"{name} does not apply")
+            continue
         reward = f" (reward {calibrations[name](value).item():.2f})" if name in calibrations else ""
         parts.append(f"{name} {value.item():.3f}{reward}")
     return parts

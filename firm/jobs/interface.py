@@ -68,7 +68,7 @@ def align(
         model: The policy: a folder, a name on the Hugging Face hub, or a loaded model.
         rewards: Reward models by objective, in their order: `Reward`. A function has the signature
             of TRL's: it gets `prompts`, `completions` and the data's further fields by keyword and
-            returns one number for each completion.
+            returns one number for each completion, or None where it does not apply.
         prompts: What clients train on: `Prompts`, whose rows are those of `load_prompts`.
         tokenizer: The policy's; by default the one beside the model.
         validation_prompts: What is measured after each round; by default a tenth of `prompts`,

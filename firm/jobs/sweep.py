@@ -211,7 +211,7 @@ def front_of(
 
 
 def prompt_rewards(sweep: Sweep, front: Front) -> torch.Tensor:
-    """Returns the rewards of a front's points by test prompt, shape [N, P, M]."""
+    """Returns the rewards of a front's points by test prompt, shape [N, P, M]; NaN without one."""
     files = [sweep.run_path(point.name) / SCORES_NAME for point in front.points]
     tensors = [translated_figures(load_file(file)) for file in files]
     return torch.stack(

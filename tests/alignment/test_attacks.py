@@ -43,6 +43,12 @@ def scores(attack, calibrations=MAPS):
     return torch.stack([raw, attacked.rewards(OBJECTIVES, raw)])
 
 
+def test_an_attack_leaves_replies_without_a_score_as_they_are():
+    honest = Judges({"few": lambda **_: [1.0, None, None, 2.0]})
+    attacked = attacked_judges(honest, AttackConfig("reward_bias", bias=1.0))
+    assert scored(attacked, ["few"]).scores.nan_to_num(nan=-1).tolist() == [[2, -1, -1, 3]]
+
+
 @pytest.mark.parametrize("objective", [None, *OBJECTIVES])
 @pytest.mark.parametrize(
     ("kind", "options", "attacked"),

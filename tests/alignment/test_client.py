@@ -319,6 +319,70 @@ def test_reward_diagnostics_are_logged_per_round(make_trainer, letter_count):
         assert row["score_length_correlation"]["a"] > 0.5  # one token is one letter
 
 
+def applies_to(letter, reward):
+    """A reward that applies to prompts whose first letter is the given one alone."""
+
+    def partial(prompts, completions, **kwargs):
+        values = reward(prompts, completions)
+        return [
+            v if p.split()[1][0] in letter else None for p, v in zip(prompts, values, strict=True)
+        ]
+
+    return partial
+
+
+def test_objectives_without_a_score_in_a_minibatch_take_no_part_in_it(make_trainer, letter_count):
+    rewards = {"a": letter_count("a"), "b": applies_to("ab", letter_count("b"))}
+    trainer = make_trainer(rewards=rewards, estimator="critic_free")
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    served = []
+    for batch in client.batches(4):
+        for minibatch in batch.minibatches():
+            gradients = client.gradients(minibatch)
+            has_score = not minibatch.scores[1].isnan().all()
+            served.append(has_score)
+            assert gradients.served == ([[0, 1]] if has_score else [[0]])
+            assert bool(gradients.jacobian[1].norm() > 0) == has_score
+            assert gradients.jacobian[0].norm() > 0
+            row = client.weighted_gradients(minibatch, torch.tensor([0.5, 0.5]))
+            torch.testing.assert_close(row.jacobian[0], gradients.jacobian.sum(0) / 2)
+            client.step(gradients, torch.tensor([0.5, 0.5]))
+    assert 0 < sum(served) < len(served)
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+@pytest.mark.parametrize("strategy", [firm_round, fedavg, fsmgda, fedcmoo])
+def test_a_federation_trains_where_some_rewards_never_apply(
+    make_trainer, letter_count, estimator, strategy
+):
+    rewards = {"a": applies_to("a", letter_count("a")), "b": applies_to("", letter_count("b"))}
+    trainer = make_trainer(rewards=rewards, estimator=estimator, batch_size=8)
+    cfg = get_type_hints(strategy)["cfg"](num_local_steps=2)
+    adapter, rows = run(trainer, 2, cfg, strategy=strategy)
+    assert all(values.isfinite().all() for values in adapter.values())
+    for row in rows[0]["clients"]:
+        for own in row.get("by_objective", {"": row}).values():
+            assert own["scores"]["b"] is own["scores_std"]["b"] is own["rewards"]["b"] is None
+    if strategy is firm_round:  # an objective without losses would get all the weight
+        solved = [weights for row in rows[0]["clients"] for weights in row["weights"]]
+        assert {(1.0, 0.0)} <= {tuple(weights) for weights in solved} <= {(0.0, 0.0), (1.0, 0.0)}
+
+
+def test_logged_means_are_those_of_replies_with_a_score(make_trainer, letter_count):
+    rewards = {"a": applies_to("abcd", letter_count("a")), "b": lambda completions, **_: [1.0] * 16}
+    trainer = make_trainer(rewards=rewards, missing_end_penalty=0.0)
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    own = batch.whole.scores[0]
+    assert own.isnan().any()
+    minibatch = next(iter(batch.minibatches()))
+    client.step(client.gradients(minibatch), torch.tensor([0.5, 0.5]))
+    expected = pytest.approx(own[~own.isnan()].mean().item())
+    assert client.metrics()["scores"]["a"] == client.metrics()["rewards"]["a"] == expected
+
+
 def test_each_training_of_an_objective_counts_what_its_own_batches_had_cut(
     make_trainer, letter_count
 ):

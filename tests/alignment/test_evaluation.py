@@ -2,7 +2,7 @@ import json
 import math
 import random
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -179,6 +179,62 @@ def test_a_policy_can_be_measured_without_any_score():
     assert evaluation.scores == evaluation.rewards == {}
     assert evaluation.num_prompts == 6
     assert comparison_table(evaluation, evaluation)[0].name == "kl"
+
+
+def test_figures_are_of_the_replies_that_have_a_score():
+    counts = iter([1, 3, 2, 6, 4, 4, 8, 2])  # four prompts with two replies each
+
+    def generate(prompts):
+        words = torch.tensor([next(counts) for _ in prompts])
+        return Replies(["w " * n for n in words], kl=words / 2, num_tokens=words, ended=words < 3)
+
+    def few(completions, **kwargs):
+        return [n if n < 4 else None for n in num_words(completions)]
+
+    evaluation = evaluate(
+        generate,
+        PROMPTS[:4],
+        {"few": few},
+        calibrations={"few": Calibration("minmax", low=0.0, high=10.0)},
+        stream=RandomStream(0),
+        num_samples=2,
+    )
+    # prompts' means 2, 2, none, 2: the fourth prompt's first reply has no score
+    assert evaluation.scores["few"].nan_to_num(nan=-1).tolist() == [2, 2, -1, 2]
+    assert [sample["scores"]["few"] for sample in evaluation.samples] == [1, 2, None, None]
+    row = evaluation.row(round=0, split="test")
+    assert row["scores"] == {"few": {"mean": 2.0, "se": 0.0}}
+    assert row["rewards"] == {"few": {"mean": pytest.approx(0.2), "se": 0.0}}
+    assert row["kl"] == pytest.approx(30 / 8 / 2)
+    assert row["num_prompts"] == 4
+    json.dumps([row, *evaluation.sample_rows(round=0)], allow_nan=False)
+
+
+def test_the_change_is_that_of_prompts_on_which_both_have_a_score():
+    nan = math.nan
+
+    def having(scores):
+        values = {"words": torch.tensor(scores)}
+        return replace(run(policy(), extra_fns={}), scores=values, rewards=values)
+
+    base, final = having([1.0, 2, nan, 5, 6, nan]), having([2.0, nan, 3, 5, 8, nan])
+    change = final.row(base, round=1, split="test")["change"]["words"]
+    assert change == {"mean": 1.0, "se": pytest.approx(1 / 3**0.5)}  # of 1, 0 and 2
+    line = comparison_table(base, final, has_rewards=True)[1]
+    assert (line.base, line.final, line.change) == (3.5, 4.5, 1.0)
+    with pytest.raises(ValueError, match=r"^1 of 6 .* a score of 'words' of both policies, and"):
+        having([nan, nan, 3.0, 5, nan, nan]).change(base)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_score_that_fewer_than_two_prompts_have_is_refused(count):
+    def of_few(prompts, completions, **kwargs):
+        return [1.0 if int(prompt.split()[2]) < count else None for prompt in prompts]
+
+    for option in ("reward_fns", "extra_fns"):
+        calibrations = {"maths": Calibration("none"), **CALIBRATIONS}
+        with pytest.raises(ValueError, match=f"^{count} of 6 .* a score of 'maths', and a stand"):
+            run(policy(), calibrations=calibrations, **{option: {"maths": of_few}})
 
 
 def test_rows_can_be_written_to_disk():

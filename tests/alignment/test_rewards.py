@@ -12,9 +12,11 @@ from firm.alignment.rewards import (
     Judges,
     calibrate,
     check_same,
+    filled,
     reward_diagnostics,
     score,
     scores_together,
+    values_or_none,
 )
 from firm.federation import ProcessLost
 
@@ -94,7 +96,8 @@ def test_numbers_of_every_kind_are_taken(values):
         ([1.0, 2.0, math.nan], r"'r' returned nan at index 2 \(1 of 3 values are not finite\)"),
         ([math.inf, 2.0, -math.inf], r"'r' returned inf at index 0 \(2 of 3"),
         ([1e300, 2.0, 3.0], r"'r' returned inf at index 0"),
-        ([1.0, None, "secret"], r"'r' returned NoneType at index 1 \(2 of 3 values are not numb"),
+        ([None, math.nan, 1.0], r"'r' returned nan at index 1 \(1 of 3 .*, or None where the rew"),
+        ([1.0, None, "secret"], r"'r' returned str at index 2 \(1 of 3 .*, or None where the rew"),
         (["secret", "1", "2"], r"'r' returned str at index 0"),
         (None, "'r' returned NoneType: return one"),
         (3.0, "'r' returned float: return one"),
@@ -106,6 +109,29 @@ def test_a_broken_reward_is_named_with_its_place_and_no_text(values, message):
     with pytest.raises(ValueError, match=message) as caught:
         score({"fine": length, "r": lambda **_: values}, PROMPTS, REPLIES)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda values: np.array(values, dtype=object)])
+def test_none_is_no_score(kind):
+    async def some(completions, **kwargs):
+        return kind([None, 2, 3.0])
+
+    scores = score({"some": some, "none": lambda **_: [None] * 3}, PROMPTS, REPLIES)
+    assert values_or_none(scores[0]) == [None, 2.0, 3.0]
+    assert values_or_none(scores[1]) == [None] * 3
+    (rewards, _) = Judges({"some": some}, {"some": Calibration("minmax", high=4.0)}).rewards(
+        ["some", "none"], scores
+    )
+    assert values_or_none(rewards) == [None, 0.5, 0.75]
+
+
+def test_what_stands_in_for_a_missing_reward_is_no_advantage():
+    nan = math.nan
+    rewards = torch.tensor([[1.0, nan, nan, nan, 4.0, 7.0], [nan] * 6, [1.0, 2, 3, 4, 5, 6]])
+    expected = torch.tensor([[1.0, 1, 4, 4, 4, 7], [0.0] * 6, [1, 2, 3, 4, 5, 6]])
+    assert torch.equal(filled(rewards, 2), expected)  # of the prompt, of the batch (12 / 3), 0
+    expected[0, 1] = 4
+    assert torch.equal(filled(rewards, 1), expected)
 
 
 def test_a_reward_that_says_of_too_few_inputs_which_it_cut_is_named():
@@ -263,12 +289,45 @@ def test_diagnostics_are_means_spreads_and_pearson_correlations():
     torch.testing.assert_close(figures["spread"], raw.std(1))
 
 
+def test_replies_without_a_score_do_not_count_in_the_figures():
+    nan = math.nan
+    raw = torch.tensor(
+        [[1.0, nan, 3, 2, nan], [nan, 1, 5, 9, 2], [nan] * 5, [nan, nan, 2, nan, nan]]
+    )
+    lengths = torch.tensor([3, 1, 4, 1, 5])
+    figures = reward_diagnostics(raw, lengths)
+    of_first = np.corrcoef([1, 3, 2], [3, 4, 1])[0, 1]
+    of_second = np.corrcoef([1, 5, 9, 2], [1, 4, 1, 5])[0, 1]
+    assert values_or_none(figures["mean"]) == [2.0, 4.25, None, 2.0]
+    assert values_or_none(figures["spread"]) == [
+        1.0, pytest.approx(np.std([1, 5, 9, 2], ddof=1)), None, 0.0
+    ]  # fmt: skip
+    assert values_or_none(figures["length_correlation"].double()) == [
+        pytest.approx(of_first), pytest.approx(of_second), None, None
+    ]  # fmt: skip
+    assert values_or_none(figures["correlation"]) == [pytest.approx(-1.0), *[None] * 5]
+
+
 def test_what_does_not_vary_has_no_correlation():
     raw = torch.stack([torch.full((4,), 0.1), torch.arange(4.0)])
     figures = reward_diagnostics(raw, torch.tensor([3, 1, 4, 1]))
     assert figures["correlation"].isnan().all()
     assert figures["length_correlation"].isnan().tolist() == [True, False]
     assert reward_diagnostics(raw[:, :1], torch.tensor([3]))["spread"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("method", ["sigmoid", "minmax", "none"])
+def test_a_calibration_is_of_the_replies_with_a_score(method):
+    some = torch.tensor([math.nan, 1.0, 4.0, math.nan, 2.0])
+    assert calibrate(method, some) == calibrate(method, torch.tensor([1.0, 4.0, 2.0]))
+
+
+@pytest.mark.parametrize("scores", [[math.nan] * 3, [math.nan, 1.0, math.nan]])
+def test_too_few_scores_for_a_calibration_are_refused_with_the_reward(scores):
+    count = sum(not math.isnan(value) for value in scores)
+    message = f"^calibrating 'maths' .*, got {count} on 3 calibration replies: use more replies,"
+    with pytest.raises(ValueError, match=message):
+        calibrate("sigmoid", torch.tensor(scores), name="maths")
 
 
 def test_other_statistics_are_refused_with_the_figure_that_changed():

@@ -23,6 +23,22 @@ def test_it_is_the_interval_of_resampled_means_by_hand(num_objectives):
     assert found == pytest.approx(tuple(np.quantile(figures, [0.1, 0.9])), 1e-12)
 
 
+def test_a_prompt_without_a_reward_is_left_out_of_its_mean():
+    points = _generator().uniform(size=(2, 20, 2))
+    points[:, 3:, 1] = np.nan
+    counts = np.random.default_rng(7).multinomial(20, [1 / 20] * 20, size=200)
+    figures = []
+    for row in counts:
+        prompts = np.repeat(np.arange(20), row)
+        if prompts.min() < 3:  # else the second objective has no mean
+            figures.append(hypervolume(np.nanmean(points[:, prompts], axis=1), [0.0, 0.0]))
+    assert len(figures) < 200
+    found = bootstrap_hypervolume(
+        points, [0.0, 0.0], generator=np.random.default_rng(7), num_resamples=200, level=0.8
+    )
+    assert found == pytest.approx(tuple(np.quantile(figures, [0.1, 0.9])), 1e-12)
+
+
 def test_it_covers_the_true_length_as_often_as_it_says():
     # one point, one objective: the length is the mean, uniform on [0, 1]
     points = np.random.default_rng(1).uniform(size=(300, 1, 100, 1))
@@ -74,7 +90,8 @@ def test_equal_generators_give_equal_intervals():
         ([np.ones((5, 2)), np.ones((4, 2))], r"same prompts and objectives, got shapes"),
         (np.ones((5, 2)), r"shape \[N, P, M\]"),
         (np.ones((3, 1, 2)), "at least 2 prompts"),
-        (np.full((3, 4, 2), np.nan), "must be finite, got nan"),
+        (np.full((3, 4, 2), np.inf), "must be finite, got inf"),
+        (np.full((3, 4, 2), np.nan), "of each objective on at least 2 prompts, got 0"),
     ],
 )
 def test_points_that_do_not_fit_are_refused(points, message):
