@@ -325,7 +325,9 @@ class AlignmentClient(Client):
     def metrics(self) -> dict[str, Any]:
         """Returns figures of the local training since `load`, as means over its minibatches."""
         batch = {
-            key: torch.tensor([b[key] for b in self._batches]).double().nanmean(0).numpy()
+            key: torch.tensor([b[key] for b in self._batches], dtype=torch.float64)
+            .nanmean(0)
+            .numpy()
             for key in self._batches[0]
         }
         pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]

@@ -400,8 +400,8 @@ def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str,
     return {
         "mean": torch.stack([row.mean() for row in present]),
         "spread": torch.stack([row.std() if len(row) > 1 else row.mean() * 0 for row in present]),
-        "correlation": torch.tensor(correlation),
-        "length_correlation": torch.tensor(length_correlation),
+        "correlation": torch.tensor(correlation, dtype=torch.float64),
+        "length_correlation": torch.tensor(length_correlation, dtype=torch.float64),
     }
 
 

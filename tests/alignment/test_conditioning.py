@@ -264,6 +264,43 @@ def test_firm_solves_at_each_preference_of_a_minibatch(make_client, monkeypatch)
     assert any(len(gradients.preferences) > 1 for gradients, _ in steps)
 
 
+def test_a_preference_is_solved_for_the_objectives_that_its_replies_have_scores_of(
+    make_trainer, make_conditioned, letter_count, monkeypatch
+):
+    def partial(prompts, completions, **kwargs):
+        values = letter_count("b")(prompts, completions)
+        return [
+            v if p.split()[1][0] in "abc" else None for p, v in zip(prompts, values, strict=True)
+        ]
+
+    rewards = {"a": letter_count("a"), "b": partial}
+    trainer = make_trainer(
+        rewards=rewards,
+        estimator="critic_free",
+        policy=make_conditioned(2),
+        conditioning=PREFERENCE,
+    )
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=3)
+    steps = []
+    monkeypatch.setattr(client, "step", lambda *arguments: steps.append(arguments))
+    monkeypatch.setattr(client, "metrics", dict)
+    adapter = copy_adapter(trainer.adapter_parameters)
+    cfg = FirmConfig(num_local_steps=3, preference_strength=0.1)
+    fields = cfg.local_training(("a", "b"))
+    local_training(client, LocalTraining(adapter=adapter, objectives=("a", "b"), round=1, **fields))
+    served = []
+    for gradients, weights in steps:
+        rows = gradients.jacobian.unflatten(0, (-1, 2))
+        served += gradients.served
+        for own, block, row in zip(gradients.served, weights.view(-1, 2), rows, strict=True):
+            if own == [0]:
+                assert block.tolist() == [1, 0]
+                assert not row[1].any()
+    assert {tuple(own) for own in served} == {(0,), (0, 1)}
+    assert any(len({tuple(own) for own in gradients.served}) > 1 for gradients, _ in steps)
+    assert any(weights.view(-1, 2)[:, 1].any() for _, weights in steps)
+
+
 def test_a_client_that_serves_some_objectives_solves_for_these(
     make_trainer, make_conditioned, letter_count
 ):

@@ -89,6 +89,15 @@ def test_an_example_without_a_score_is_documentation(asked):
         check_golden_scores(asked("response"), [GoldenScore(PROMPT, "a"), second])
 
 
+def test_a_function_without_a_score_for_an_example_does_not_give_the_known_one():
+    def few(**_):
+        return [None]
+
+    few.name = "few"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"golden\.0 must score 0.5 .*\(1 of 1 golden"):
+        check_golden_scores(few, [GoldenScore(PROMPT, "a", 0.5)])
+
+
 def test_the_tolerance_bounds_the_difference():
     def load(score, tolerance):
         golden = [GoldenScore("p", "one", score, tolerance)]
