@@ -59,10 +59,11 @@ figures: install ## Replay the paper's figures into docs/figures: hours, and it 
 	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume
 	$(OFFLINE) $(BIN)/python recipes/figures.py --study runs/figures --out docs/figures
 
-pictures: install ## Take the guide's pictures of the demo's and the theory's page, with Chromium.
+pictures: install ## Take the guide's pictures of pages, with Chromium.
 	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume
+	$(OFFLINE) $(BIN)/firm align --config miniature_front --out runs/pictures/front --resume
 	$(OFFLINE) $(BIN)/firm theory --out runs/pictures/theory
-	$(BIN)/python benchmarks/pictures.py --demo runs/pictures/demo/report.html --theory runs/pictures/theory/theory.html
+	$(OFFLINE) $(BIN)/python -m tests.docs.pictures --demo runs/pictures/demo --explore runs/pictures/front --theory runs/pictures/theory
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

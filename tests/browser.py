@@ -1,5 +1,6 @@
 """A browser that tests drive: Chromium, over its debugging pipe."""
 
+import base64
 import fcntl
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,23 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def picture(self, section: str | None = None, *, height: int | None = None) -> bytes:
+        """Returns a PNG of the whole page, of its beginning, or of a section with its margin."""
+        area = self(
+            "(({ left, top, width, height }) => [left, top + scrollY, width, height])"
+            f"(document.querySelector({json.dumps(section or 'html')}).getBoundingClientRect())"
+        )
+        margin = 20 if section else 0
+        clip = {
+            "x": max(0, area[0] - margin),
+            "y": max(0, area[1] - margin),
+            "width": area[2] + 2 * margin,
+            "height": height or area[3] + 2 * margin,
+            "scale": 1,
+        }
+        answer = self._call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(answer["data"])
+
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters, **self._session}
@@ -127,13 +146,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A browser's tab; tests that want it are skipped where there is no browser."""
     if PROGRAM is None:
         pytest.skip(f"no browser to open the page in: none of {', '.join(NAMES)} found")
+    with browser(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Page]:
+    """Yields a tab of a browser that keeps what it keeps in the folder ``profile``."""
     ends = [*os.pipe(), *os.pipe()]
     # Away from 3 and 4, which the browser's own ends become.
     far = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in ends]
     for end in ends:
         os.close(end)
     read_command, command, answer, write_answer = far
-    browser = subprocess.Popen(
+    process = subprocess.Popen(
         [
             *(sys.executable, "-c", ON_PIPE + "os.execv(sys.argv[3], sys.argv[3:])"),
             *(str(read_command), str(write_answer), str(PROGRAM)),
@@ -142,7 +168,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
             "--no-first-run",
             *(["--no-sandbox"] if os.geteuid() == 0 else []),  # root has none
             *(f"--disable-{name}" for name in QUIET.split()),
-            f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
+            f"--user-data-dir={profile}",
         ],
         pass_fds=(read_command, write_answer),
         stdout=subprocess.DEVNULL,
@@ -156,7 +182,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         os.close(command)  # the browser ends when nobody commands it
         os.close(answer)
         try:
-            browser.wait(timeout=20)
+            process.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            browser.kill()
-            browser.wait()
+            process.kill()
+            process.wait()

@@ -1,9 +1,7 @@
 """The page with sliders, as a browser shows it and as a person uses it."""
 
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +14,10 @@ from firm.cli.explore import cli
 from firm.fronts import Front
 from firm.jobs.chat import SIDES, ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
+from tests.explored import ask, served, slide, start, visit
 from tests.smoke import ROOT
 
 POLICY = ("--policy.path", str(ROOT / "firm/miniature/checkpoints/policy"), "--check_base", "false")
-SLIDE = """((index, share) => {
-    const input = document.querySelector(`#share-${index} input[type=range]`);
-    Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set.call(input, share);
-    for (const name of ["input", "pointerup"]) {
-        input.dispatchEvent(new Event(name, { bubbles: true }));
-    }
-})"""
 MARKERS = """[...document.querySelectorAll(".js-plotly-plot")].map((plot) =>
     plot.data.filter(({ name }) => name.startsWith("the sliders")).map(({ x, y }) => [x[0], y[0]])
 )"""
@@ -41,38 +33,17 @@ def strong(bent, tmp_path_factory):
     return place
 
 
-def _command(run, *options):
-    """Starts the command as a person does, in a process of its own: Gradio leaves sockets open."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "firm", "explore", "--run", str(run), *POLICY, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_heed_interrupts,
-    )
-
-
-def _heed_interrupts():
-    """Undoes what a suite in the background inherits from its shell: to ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture(scope="module")
 def address(strong):
     """Where the page of that run is served."""
-    with _command(strong) as command:
-        assert command.stdout is not None
-        lines = iter(command.stdout.readline, "")
-        yield next(line.split()[0] for line in lines if "Ctrl-C" in line)
-        command.send_signal(signal.SIGINT)
-        command.communicate(timeout=60)
+    with served(strong, *POLICY) as address:
+        yield address
 
 
 @pytest.fixture
 def explored(address, page):
     """The page in a browser."""
-    page.visit(address)
-    page.wait_until("document.querySelectorAll('.js-plotly-plot .point').length > 0")
+    visit(page, address)
     return page
 
 
@@ -81,19 +52,12 @@ def _said(page, side):
     return " ".join(page(f"document.querySelector('#{side}').innerText").split())
 
 
-def _ask(page, line, count):
-    page("document.querySelector('#line textarea').focus()")
-    page.write(line)
-    page("document.querySelector('#ask').click()")
-    page.wait_until(f"document.querySelectorAll('#aligned .message').length >= {count}")
-
-
 def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, strong):
     page = explored
     assert page.complaints == []
     assert {urlsplit(url).hostname for url in page.requests} <= {"127.0.0.1", None}  # None: data
-    page(f"{SLIDE}(0, 0.4)")
-    page(f"{SLIDE}(1, 0.6)")
+    slide(page, 0, 0.4)
+    slide(page, 1, 0.6)
     page.wait_until("document.querySelector('#reached').innerText.includes('0.400 ±')")
     share = 0.5 + 0.25 * (0.4 - 0.25) / (0.5625 - 0.25)  # as in tests/jobs/test_front.py
     assert f"{share:.3f}" in page("document.querySelector('#reached').innerText")
@@ -102,7 +66,7 @@ def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, stron
 
     lines = ["Where is my ladder?", "And the mug?"]
     for turn, line in enumerate(lines):
-        _ask(page, line, 2 * turn + 2)
+        ask(page, line, 2 * turn + 2)
     options = ["--run", str(strong), *POLICY, "--preference", f"[{share}, {1 - share}]"]
     cfg = parse_over_run(ChatConfig, options, key="run", description="")
     conversation = Conversation(cfg)
@@ -123,8 +87,8 @@ def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, stron
 def test_all_sliders_at_zero_are_no_wish(explored):
     page = explored
     before = page(MARKERS)
-    page(f"{SLIDE}(0, 0)")
-    page(f"{SLIDE}(1, 0)")
+    slide(page, 0, 0)
+    slide(page, 1, 0)
     page.wait_until("document.querySelector('#reached').innerText.includes('above 0')")
     assert page(MARKERS)[0][0][1] == pytest.approx(1.0)  # where the second slider alone led
     assert before != page(MARKERS)
@@ -151,7 +115,7 @@ def test_without_gradio_it_says_how_to_get_it(strong, refusal, monkeypatch):
 def test_a_port_that_is_taken_is_named(strong):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with _command(strong, "--port", str(port)) as command:
+        with start(strong, *POLICY, "--port", str(port)) as command:
             _, complaint = command.communicate(timeout=120)
     assert command.returncode == 2
     assert f"cannot be served at {port}; give another one" in complaint
