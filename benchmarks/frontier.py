@@ -8,9 +8,9 @@ the seeds, the parse rate has fallen by less than 0.05 and the KL is below 3 nat
 with the largest gain in the sum of the true scores is taken.
 
 A gain is the final model's less the base model's on the test prompts. Against a yardstick: the
-share of its mean gain that a setting keeps, and the setting's gain less nine tenths of the
-yardstick's, paired by seed, with a 90 % interval by Student's t. It keeps nine tenths if the
-interval is above zero.
+share of its mean gain that a setting keeps, and the setting's gain less --kept of the yardstick's
+(nine tenths), paired by seed, with a 90 % interval by Student's t. It keeps as much if the interval
+is above zero; with --kept 1 it is the interval of the difference.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from firm.report.trajectories import mean_difference
 from firm.run import Sweep, print_table
 
 MAX_PARSE_FALL, MAX_KL = 0.05, 3.0
-KEPT = 0.9
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--choose", action="store_true", help="choose each adapter's rate")
     parser.add_argument("--against", metavar="SETTING", help="the yardstick")
+    parser.add_argument("--kept", type=float, default=0.9, help="share of its gain to be kept")
     parser.add_argument("--markdown", action="store_true", help="print tables for the docs")
     options = parser.parse_args(arguments)
     records = study_records(Sweep(options.study))
@@ -98,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for title, (header, rows) in {
         "Means": means(paired, options.against),
         "Share of the yardstick's mean gain": shares(paired, options.against),
-        f"Gain less {KEPT:g} of the yardstick's": contrasts(paired, options.against),
+        f"Gain less {options.kept:g} of the yardstick's": contrasts(
+            paired, options.against, options.kept
+        ),
     }.items():
         show(title, header, rows)
 
@@ -152,15 +154,15 @@ def shares(
 
 
 def contrasts(
-    paired: Mapping[str, Sequence[Gains]], against: str
+    paired: Mapping[str, Sequence[Gains]], against: str, kept: float
 ) -> tuple[list[str], list[list[str]]]:
-    """Returns header and rows of gains less nine tenths of the yardstick's, with intervals."""
+    """Returns header and rows of gains less a share of the yardstick's, with intervals."""
     rows = []
     for setting, runs in paired.items():
         cells = []
         for key in SHOWN:
             differences = [
-                getattr(run, key) - KEPT * getattr(other, key)
+                getattr(run, key) - kept * getattr(other, key)
                 for run, other in zip(runs, paired[against], strict=True)
             ]
             found = mean_difference(differences, level=0.9)
