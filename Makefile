@@ -62,6 +62,7 @@ figures: install ## Replay the paper's figures into docs/figures: hours, and it 
 pictures: install ## Take the guide's pictures of pages, with Chromium.
 	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume
 	$(OFFLINE) $(BIN)/firm align --config miniature_front --out runs/pictures/front --resume
+	rm -rf runs/pictures/theory # it is not resumed
 	$(OFFLINE) $(BIN)/firm theory --out runs/pictures/theory
 	$(OFFLINE) $(BIN)/python -m tests.docs.pictures --demo runs/pictures/demo --explore runs/pictures/front --theory runs/pictures/theory
 

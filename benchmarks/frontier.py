@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from firm.jobs.model_card import markdown_table
 from firm.report import Record
 from firm.report.ledger import total_bytes
 from firm.report.record import final_row, study_records
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     by_seed = {
         setting: {run.seed: gains(run) for run in runs} for setting, runs in records.items() if runs
     }
-    show = _markdown if options.markdown else print_table
+    show = _show_markdown if options.markdown else print_table
     if options.choose:
         header, rows = chosen(by_seed)
         show("Gains by learning rate; * is chosen", header, rows)
@@ -181,10 +182,8 @@ def _words(key: str) -> str:
     )
 
 
-def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+def _show_markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print(f"\n{title}\n\n{markdown_table(header, rows)}")
 
 
 if __name__ == "__main__":

@@ -40,9 +40,12 @@ def served(run: Path, *options: str) -> Iterator[str]:
     with start(run, *options) as command:
         assert command.stdout is not None
         lines = iter(command.stdout.readline, "")
-        yield next(line.split()[0] for line in lines if "Ctrl-C" in line)
-        command.send_signal(signal.SIGINT)
-        command.communicate(timeout=60)
+        try:
+            yield next(line.split()[0] for line in lines if "Ctrl-C" in line)
+            command.send_signal(signal.SIGINT)
+            command.communicate(timeout=60)
+        finally:
+            command.kill()  # what fails in the page must not leave the command waiting for Ctrl-C
 
 
 def visit(page: Page, address: str, *, width: int = 1280) -> None:

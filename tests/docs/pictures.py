@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests import explored
-from tests.browser import Page, browser
+from tests.browser import NAMES, PROGRAM, Page, browser
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -65,6 +65,8 @@ def main() -> None:
     for file, take in PICTURES.items():
         parser.add_argument(f"--{take.__name__}", type=Path, help=f"folder of docs/{file}")
     folders = vars(parser.parse_args())
+    if PROGRAM is None:
+        parser.error(f"pictures need one of {', '.join(NAMES)}: install Chromium.")
     with TemporaryDirectory() as profile, browser(Path(profile)) as page:
         for file, take in PICTURES.items():
             if (folder := folders[take.__name__]) is None:
