@@ -5,7 +5,8 @@
 
 With --choose, settings are named "ADAPTER, rate RATE". A rate stands to choice if, in the mean over
 the seeds, the parse rate has fallen by less than 0.05 and the KL is below 3 nats. Of those the rate
-with the largest gain in the sum of the true scores is taken.
+with the largest gain in the sum of the true scores is taken; in a world with neither parse rate
+nor true scores, of those below 3 nats the one with the largest gain in the sum of the rewards.
 
 A gain is the final model's less the base model's on the test prompts. Against a yardstick: the
 share of its mean gain that a setting keeps, and the setting's gain less --kept of the yardstick's
@@ -15,7 +16,6 @@ is above zero; with --kept 1 it is the interval of the difference.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -29,45 +29,35 @@ from firm.run import Sweep, print_table
 MAX_PARSE_FALL, MAX_KL = 0.05, 3.0
 
 
-@dataclass(frozen=True)
-class Gains:
-    """What a run has gained over its base model, and its price."""
+Gains = Mapping[str, float]
+"""What a run has gained over its base model, and its price, by name.
 
-    helpful: float
-    """First objective's calibrated reward."""
-    rewards: float
-    """Sum of the calibrated rewards."""
-    true_helpful: float
-    true_scores: float
-    """Sum of the true scores."""
-    parse: float
-    kl: float
-    """Nats per reply from the base model, at the end."""
-    megabytes: float
-    """Uploaded by all clients in all rounds."""
-
+helpful is the first objective's calibrated reward, rewards the sum of all; true_helpful and
+true_scores are the same by the truth, parse the parse rate, in a world that has them. kl is in nats
+per reply from the base model; megabytes were uploaded by all clients in all rounds.
+"""
 
 SHOWN = ("helpful", "rewards", "true_helpful", "true_scores")
 
 
 def gains(record: Record) -> Gains:
-    """Returns the gains of a finished run in a miniature world."""
+    """Returns the gains of a finished run."""
     base, final = record.evaluations["test"][0], final_row(record)
     assert final is not None
 
     def change(kind: str, name: str) -> float:
         return final[kind][name]["mean"] - base[kind][name]["mean"]
 
-    true = {name: change("scores", name) for name in record.extra_scores() if "true" in name}
-    return Gains(
-        helpful=change("rewards", record.objectives[0]),
-        rewards=sum(change("rewards", name) for name in record.objectives),
-        true_helpful=true["true_helpful"],
-        true_scores=sum(true.values()),
-        parse=change("scores", "parse"),
-        kl=final["kl"],
-        megabytes=total_bytes(record, "bytes_up") / 1e6,
-    )
+    extra = {name: change("scores", name) for name in record.extra_scores()}
+    true = [gain for name, gain in extra.items() if name.startswith("true_")]
+    return {
+        "helpful": change("rewards", record.objectives[0]),
+        "rewards": sum(change("rewards", name) for name in record.objectives),
+        **{name: extra[name] for name in ("true_helpful", "parse") if name in extra},
+        **({"true_scores": sum(true)} if true else {}),
+        "kl": final["kl"],
+        "megabytes": total_bytes(record, "bytes_up") / 1e6,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     by_seed = {
         setting: {run.seed: gains(run) for run in runs} for setting, runs in records.items() if runs
     }
-    show = _show_markdown if options.markdown else print_table
+    show = show_markdown if options.markdown else print_table
     if options.choose:
         header, rows = chosen(by_seed)
         show("Gains by learning rate; * is chosen", header, rows)
@@ -112,77 +102,86 @@ def chosen(by_seed: Mapping[str, Mapping[int | None, Gains]]) -> tuple[list[str]
     for setting, runs in by_seed.items():
         adapter, rate = setting.rsplit(", rate ", 1)
         adapters.setdefault(adapter, {})[rate] = list(runs.values())
+    keys = measured(next(iter(adapters.values())))
+    has_truth = "true_scores" in keys
     rows = []
     for adapter, rates in adapters.items():
         able = {
-            rate: _mean(runs, "true_scores")
+            rate: _mean(runs, "true_scores" if has_truth else "rewards")
             for rate, runs in rates.items()
-            if _mean(runs, "parse") > -MAX_PARSE_FALL and _mean(runs, "kl") < MAX_KL
+            if _mean(runs, "kl") < MAX_KL
+            and ("parse" not in keys or _mean(runs, "parse") > -MAX_PARSE_FALL)
         }
         best = max(able, key=lambda rate: able[rate], default=None)
         for rate, runs in rates.items():
-            figures = [f"{_mean(runs, key):+.3f}" for key in ("parse", "kl", *SHOWN)]
+            figures = [f"{_mean(runs, key):+.3f}" for key in keys]
             rows.append([adapter, rate, *figures, str(len(runs)), "*" if rate == best else ""])
-    return ["adapter", "rate", "parse", "KL", *map(_words, SHOWN), "seeds", ""], rows
+    return ["adapter", "rate", *map(words, keys), "seeds", ""], rows
 
 
 def means(paired: Mapping[str, Sequence[Gains]], against: str) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows of bytes, gains, parse rate's change and KL, means over the seeds."""
-    yardstick = _mean(paired[against], "megabytes")
+    yardstick, keys = _mean(paired[against], "megabytes"), measured(paired)
     rows = [
         [
             setting,
             f"{_mean(runs, 'megabytes'):.3g}",
             f"{_mean(runs, 'megabytes') / yardstick:.3f}",
-            *(f"{_mean(runs, key):+.3f}" for key in SHOWN),
-            f"{_mean(runs, 'parse'):+.3f}",
-            f"{_mean(runs, 'kl'):.2f}",
+            *(f"{_mean(runs, key):+.3f}" for key in keys),
         ]
         for setting, runs in paired.items()
     ]
-    return ["", "MB up", "of its bytes", *map(_words, SHOWN), "parse", "KL"], rows
+    return ["", "MB up", "of its bytes", *map(words, keys)], rows
 
 
 def shares(
     paired: Mapping[str, Sequence[Gains]], against: str
 ) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows of the shares of the yardstick's mean gains."""
+    keys = measured(paired, SHOWN)
     rows = [
-        [setting, *(f"{_mean(runs, key) / _mean(paired[against], key):.2f}" for key in SHOWN)]
+        [setting, *(f"{_mean(runs, key) / _mean(paired[against], key):.2f}" for key in keys)]
         for setting, runs in paired.items()
     ]
-    return ["", *map(_words, SHOWN)], rows
+    return ["", *map(words, keys)], rows
 
 
 def contrasts(
     paired: Mapping[str, Sequence[Gains]], against: str, kept: float
 ) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows of gains less a share of the yardstick's, with intervals."""
-    rows = []
+    keys, rows = measured(paired, SHOWN), []
     for setting, runs in paired.items():
         cells = []
-        for key in SHOWN:
+        for key in keys:
             differences = [
-                getattr(run, key) - kept * getattr(other, key)
+                run[key] - kept * other[key]
                 for run, other in zip(runs, paired[against], strict=True)
             ]
             found = mean_difference(differences, level=0.9)
             cells.append(f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]")
         rows.append([setting, *cells])
-    return ["", *map(_words, SHOWN)], rows
+    return ["", *map(words, keys)], rows
+
+
+def measured(
+    paired: Mapping[str, Sequence[Gains]], keys: Sequence[str] = (*SHOWN, "parse", "kl")
+) -> list[str]:
+    """Returns those of the keys that all runs have, in this order."""
+    return [key for key in keys if all(key in run for runs in paired.values() for run in runs)]
+
+
+def words(key: str) -> str:
+    """Returns what tables call a figure."""
+    names = {"rewards": "sum of rewards", "true_scores": "sum of true scores", "kl": "KL"}
+    return names.get(key, key.replace("_", " "))
 
 
 def _mean(runs: Sequence[Gains], key: str) -> float:
-    return fmean(getattr(run, key) for run in runs)
+    return fmean(run[key] for run in runs)
 
 
-def _words(key: str) -> str:
-    return {"rewards": "sum of rewards", "true_scores": "sum of true scores"}.get(
-        key, key.replace("_", " ")
-    )
-
-
-def _show_markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(f"\n{title}\n\n{markdown_table(header, rows)}")
 
 
