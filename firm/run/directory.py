@@ -64,15 +64,18 @@ class CheckpointConfig:
     """Whether the one with the highest mean reward on the validation prompts stays too."""
 
 
-def check_free(path: str | Path) -> None:
-    """Raises `UserError` if there is something at `path` that a new run would mix with."""
+def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
+    """Raises `UserError` if there is something at `path` that a new run would mix with.
+
+    It advises to resume a run that is there, if a run of this configuration can be resumed.
+    """
     path = Path(path)
     check_not_held(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        is_run = (path / _CONFIG).exists()
+        is_resumable = "resume" in config and (path / _CONFIG).exists()
         raise UserError(
             f"the run directory {path} exists and is not empty; "
-            f"{'continue it with --resume true or ' if is_run else ''}choose another path."
+            f"{'continue it with --resume true or ' if is_resumable else ''}choose another path."
         )
 
 
@@ -104,7 +107,7 @@ class Run:
                 run._check_resumable(config, ignore)
                 place = run.path
             else:
-                check_free(run.path)
+                check_free(run.path, config)
                 parents = [run.path, *run.path.absolute().parents]
                 place = next(parent for parent in parents if parent.exists())
             tempfile.TemporaryDirectory(prefix=".", dir=place).cleanup()
@@ -118,7 +121,7 @@ class Run:
         """
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
-            check_free(path)
+            check_free(path, config)
             place = run.path.resolve()
             # Filled under another name: a run is there whole or not at all, and locked from then.
             draft = place.with_name(f".{place.name}.draft")

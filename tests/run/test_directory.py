@@ -34,6 +34,8 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     Run.create(path, CONFIG).close()
     before = contents(path)
     with pytest.raises(UserError, match=r"exists and is not empty; continue it with --resume true"):
+        Run.create(path, {**CONFIG, "resume": False})
+    with pytest.raises(UserError, match=r"exists and is not empty; choose another path\.$"):
         Run.create(path, CONFIG)
     assert contents(path) == before
 
