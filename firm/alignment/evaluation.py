@@ -295,10 +295,20 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 
 
 def _summaries(values: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
-    return {
-        name: dict(zip(("mean", "se"), mean_and_error(row), strict=True))
-        for name, row in values.items()
-    }
+    """Returns means and standard errors; and of how many prompts, where others have no score."""
+    summaries = {}
+    for name, row in values.items():
+        mean, error = mean_and_error(row)
+        summaries[name] = {"mean": mean, "se": error}
+        if (count := _count_scored(row)) is not None:
+            summaries[name]["num_prompts"] = count
+    return summaries
+
+
+def _count_scored(values: torch.Tensor) -> int | None:
+    """Returns how many prompts have a score, None where all have."""
+    count = int((~values.isnan()).sum())
+    return None if count == len(values) else count
 
 
 @dataclass(frozen=True)
@@ -313,6 +323,8 @@ class Comparison:
     change: float
     change_se: float | None
     """Paired by prompt."""
+    num_prompts: int | None = None
+    """Prompts that the change is of, where others have no score; None where all have."""
 
     @property
     def z(self) -> float | None:
@@ -323,7 +335,8 @@ class Comparison:
         """Returns name, base, final, change and z as texts for a table."""
         z = "" if self.z is None else f"{self.z:+.1f}"
         base, final = _figure(self.base, self.base_se), _figure(self.final, self.final_se)
-        return [self.name, base, final, _figure(self.change, self.change_se, sign="+"), z]
+        name = self.name if self.num_prompts is None else f"{self.name}, {self.num_prompts} prompts"
+        return [name, base, final, _figure(self.change, self.change_se, sign="+"), z]
 
 
 def _figure(value: float, error: float | None, *, sign: str = "") -> str:
@@ -346,7 +359,11 @@ def comparison_table(
     figures["end_share"] = base.ended, final.ended
     rows = [
         Comparison(
-            name, *mean_and_error(before), *mean_and_error(after), *mean_and_error(after - before)
+            name,
+            *mean_and_error(before),
+            *mean_and_error(after),
+            *mean_and_error(after - before),
+            _count_scored(after - before),
         )
         for name, (before, after) in figures.items()
     ]

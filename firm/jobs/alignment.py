@@ -120,7 +120,8 @@ class Result:
         table = comparison_table(self.base, self.final, has_rewards=True)
         by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
         rows = {name: by_name[f"{name} in [0, 1]"] for name in self.final.rewards}
-        return pd.DataFrame.from_dict(rows, orient="index").drop(columns="name")
+        frame = pd.DataFrame.from_dict(rows, orient="index")
+        return frame.drop(columns=["name", "num_prompts"])
 
     def to_pandas(self) -> Frame:
         """Returns every logged number, one in each row of a pandas.DataFrame.

@@ -287,7 +287,7 @@ def _lines(
                 row.name,
                 Measure(row.base, row.base_se),
                 Measure(row.final, row.final_se),
-                Measure(row.change, row.change_se),
+                Measure(row.change, row.change_se, row.num_prompts),
                 is_score=row.name in scores,
             )
             for row in table

@@ -16,6 +16,8 @@ class Measure:
 
     mean: float
     se: float | None = None
+    num_prompts: int | None = None
+    """Prompts that it is of, where others have no score; None where all have."""
 
     @property
     def z(self) -> float | None:
@@ -45,7 +47,10 @@ class Line:
         side = QUANTITIES.get(("evaluation", self.name))
         if side and not self.is_score:
             return f"{side.title} ({side.unit})"
-        return score_label(self.name)
+        measure = self.change or self.aligned
+        if measure is None or measure.num_prompts is None:
+            return score_label(self.name)
+        return f"{score_label(self.name)}, {measure.num_prompts} prompts"
 
 
 def score_label(name: str) -> str:
@@ -105,4 +110,6 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
 
 def _measure(scores: Mapping[str, Any] | None, name: str) -> Measure | None:
     entry = (scores or {}).get(name) or {}
-    return None if entry.get("mean") is None else Measure(entry["mean"], entry.get("se"))
+    if entry.get("mean") is None:
+        return None
+    return Measure(entry["mean"], entry.get("se"), entry.get("num_prompts"))

@@ -84,7 +84,9 @@ COUNT = Number(low=0, high=1e18, is_whole=True)
 SIZE = Number(low=0, high=1e18, is_whole=True, may_lack=False)
 SHARE, CORRELATION = Number(-SLACK, 1 + SLACK), Number(-1 - SLACK, 1 + SLACK)
 WEIGHT = Number(-SLACK, 1 + SLACK, may_lack=False)
-MEASURE = Fields({"mean": Number(may_lack=False), "se": AMOUNT}, required=("mean",))
+MEASURE = Fields(
+    {"mean": Number(may_lack=False), "se": AMOUNT, "num_prompts": COUNT}, required=("mean",)
+)
 
 SHAPES: dict[str, dict[str, Shape]] = {
     "run": {

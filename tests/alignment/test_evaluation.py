@@ -203,8 +203,8 @@ def test_figures_are_of_the_replies_that_have_a_score():
     assert evaluation.scores["few"].nan_to_num(nan=-1).tolist() == [2, 2, -1, 2]
     assert [sample["scores"]["few"] for sample in evaluation.samples] == [1, 2, None, None]
     row = evaluation.row(round=0, split="test")
-    assert row["scores"] == {"few": {"mean": 2.0, "se": 0.0}}
-    assert row["rewards"] == {"few": {"mean": pytest.approx(0.2), "se": 0.0}}
+    assert row["scores"] == {"few": {"mean": 2.0, "se": 0.0, "num_prompts": 3}}
+    assert row["rewards"] == {"few": {"mean": pytest.approx(0.2), "se": 0.0, "num_prompts": 3}}
     assert row["kl"] == pytest.approx(30 / 8 / 2)
     assert row["num_prompts"] == 4
     json.dumps([row, *evaluation.sample_rows(round=0)], allow_nan=False)
@@ -219,8 +219,9 @@ def test_the_change_is_that_of_prompts_on_which_both_have_a_score():
 
     base, final = having([1.0, 2, nan, 5, 6, nan]), having([2.0, nan, 3, 5, 8, nan])
     change = final.row(base, round=1, split="test")["change"]["words"]
-    assert change == {"mean": 1.0, "se": pytest.approx(1 / 3**0.5)}  # of 1, 0 and 2
-    line = comparison_table(base, final, has_rewards=True)[1]
+    assert change == {"mean": 1.0, "se": pytest.approx(1 / 3**0.5), "num_prompts": 3}  # 1, 0, 2
+    scores, line = comparison_table(base, final, has_rewards=True)[:2]
+    assert scores.cells()[0] == "words, 3 prompts"
     assert (line.base, line.final, line.change) == (3.5, 4.5, 1.0)
     with pytest.raises(ValueError, match=r"^1 of 6 .* a score of 'words' of both policies, and"):
         having([nan, nan, 3.0, 5, nan, nan]).change(base)
