@@ -181,6 +181,8 @@ def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
         if line.name in record.objectives and line.is_score:
             ends = [formats.number(m.mean if m else None) for m in (line.base, line.aligned)]
             notes = [" → ".join(ends)]
+            if line.change and line.change.num_prompts is not None:
+                notes.append(f"on {line.change.num_prompts} prompts")
             if truth := comparison.line(f"true_{line.name}"):
                 notes.append(f"true score {formats.measure(truth.change, is_signed=True)}")
             value = formats.measure(line.change, is_signed=True)

@@ -55,7 +55,9 @@ def test_a_log_has_numbers_where_there_are_scores_and_null_elsewhere(run):
             assert 2 <= row[figures]["terse"]["num_prompts"] < row["num_prompts"]
             assert "num_prompts" not in row[figures]["positivity"]
     count = read_rows(run, "evaluation", split="test")[-1]["change"]["terse"]["num_prompts"]
-    assert f"terse, {count} prompts" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert f"terse, {count} prompts" in page
+    assert f"on {count} prompts" in page
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {type(sample["scores"]["terse"]) for sample in samples} == {float, type(None)}
     by_prompt = load_file(run / "test_scores.safetensors")
