@@ -94,10 +94,12 @@ class GramConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The served objectives' Gram matrix at θ_t, and who trains."""
+    """The Gram matrix at θ_t of the objectives that have losses, and who trains."""
 
     gram: torch.Tensor
-    """G of the A objectives that someone serves, float64 [A, A]."""
+    """G of the A objectives that someone's batch has losses for, float64 [A, A]."""
+    active: list[int]
+    """The A objectives' indices; none where no batch has a loss of any."""
     factors: list[float]
     """n / |R_j|, which makes a mean over all clients one over those that serve j; 0 where nobody
     does; shape [M]."""
@@ -110,11 +112,6 @@ class Estimate:
     losses: tuple[tuple[list[float], list[int]], ...] = ()
     """Each client's losses [M] and the objectives that it serves."""
 
-    @property
-    def active(self) -> list[int]:
-        """Returns the A objectives' indices."""
-        return [j for j, factor in enumerate(self.factors) if factor > 0]
-
     def spread(self, weights: Sequence[float]) -> list[float]:
         """Returns the A objectives' weights among zeros for the others, shape [M]."""
         by_index = dict(zip(self.active, weights, strict=True))
@@ -124,7 +121,8 @@ class Estimate:
 def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Estimate:
     """Returns the estimate of ApproxGramJacobian, Algorithms 3 and 6.
 
-    An objective that some of the round's clients serve is averaged over those.
+    An objective's gradient is averaged over the clients whose batches have losses for it, its
+    training over those that serve it.
 
     Raises:
         RoundFailed: Fewer than ``cfg.quorum`` clients sent what they were asked for.
@@ -152,15 +150,12 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
     else:
         gram = one_way_gram([_message(reply) for reply in replies])
 
-    # averages over those that serve an objective, where the formulas take all clients
-    served = [reply.content.served for reply in replies]
-    counts = [sum(j in each for each in served) for j in range(len(state.objectives))]
-    factors = [len(replies) / count if count else 0.0 for count in counts]
-    active = [j for j, count in enumerate(counts) if count]
-    scale = torch.tensor(factors, dtype=torch.float64)[active]
+    # averages over those that have an objective, where the formulas take all clients
+    count = len(state.objectives)
+    scale = _mean_factors([reply.content.in_batch for reply in replies], count)
     return Estimate(
-        scale[:, None] * gram[active][:, active] * scale,
-        factors,
+        *_of_active(gram, scale, scale),
+        _mean_factors([reply.content.served for reply in replies], count),
         [reply.client for reply in replies],
         losses=tuple(
             (reply.content.start_losses, reply.content.served)
@@ -200,11 +195,15 @@ def estimate_two_sample_gram(
     else:
         first, second = ([_message(reply) for reply in each] for each in replies)
         gram = two_sample_gram(first, second)
+    scales = [
+        _mean_factors([reply.content.in_batch for reply in each], len(state.objectives))
+        for each in replies
+    ]
     # an engine keeps what a client's last task left, and only if that one was accepted
     last = [reply.client for reply in replies[1]]
     last += [reply.client for reply in replies[0] if reply.client not in samples[1]]
     return Estimate(
-        gram,
+        *_of_active(gram, *scales),
         [1.0] * len(state.objectives),
         this_round.sampled,
         num_skipped=2,
@@ -248,6 +247,32 @@ def train_on_sum(
     return this_round.finish(
         replies, memory=memory, also=estimate.also, entries={"weights": by_objective, **entries}
     )
+
+
+def _mean_factors(having: Sequence[Sequence[int]], count: int) -> list[float]:
+    """Returns what makes a mean over n clients one over those that have an objective, shape [M].
+
+    Args:
+        having: Indices of the objectives that each client has.
+        count: M.
+    """
+    counts = [sum(j in each for each in having) for j in range(count)]
+    return [len(having) / number if number else 0.0 for number in counts]
+
+
+def _of_active(
+    gram: torch.Tensor, rows: Sequence[float], columns: Sequence[float]
+) -> tuple[torch.Tensor, list[int]]:
+    """Returns the matrix [A, A] of what both sides have, scaled by their factors, and its indices.
+
+    Args:
+        gram: Of means over all clients, float64 [M, M].
+        rows: Factors of the rows, 0 for objectives without gradients, shape [M].
+        columns: Those of the columns.
+    """
+    active = [j for j in range(len(gram)) if rows[j] > 0 and columns[j] > 0]
+    scales = [torch.tensor(each, dtype=torch.float64)[active] for each in (rows, columns)]
+    return scales[0][:, None] * gram[active][:, active] * scales[1], active
 
 
 def _mean_jacobian(replies: Sequence[Reply]) -> torch.Tensor:

@@ -64,12 +64,22 @@ class JacobianShare(Answer):
     """The compressed Jacobian (``message_to_dict``); None where it is whole."""
     start_losses: Annotated[list[float], PerObjective(Number())] | None = None
     """Losses at θ_t, shape [M]; None where they were not asked for."""
+    scored: Annotated[list[int], Items(Number(0, 99, is_integer=True), 0, 100)] | None = None
+    """Indices of the served objectives that the batch has losses for, rows of the others are zero;
+    None where it has them for all."""
+
+    @property
+    def in_batch(self) -> list[int]:
+        """Indices of the objectives whose gradients the Jacobian has."""
+        return self.served if self.scored is None else self.scored
 
     def check(self, reading: Reading) -> None:
         """Raises ``Invalid`` on objectives that do not exist, and unless there is one Jacobian."""
         count = len(reading.objectives)
         if len(set(self.served)) < len(self.served) or max(self.served) >= count:
             raise Invalid(f"served must be some of the {count} objectives, got {self.served}")
+        if len(set(self.in_batch)) < len(self.in_batch) or not {*self.in_batch} <= {*self.served}:
+            raise Invalid(f"scored must be some of the served {self.served}, got {self.scored}")
         if (self.jacobian is None) == (self.message is None):
             raise Invalid("the message must have either a jacobian or a compressed one")
 
@@ -144,13 +154,14 @@ def share_jacobian(client: Client, request: JacobianRequest) -> JacobianShare:
     engine returns a client to its accepted state before every task. Gradients of objectives that
     the client does not serve are zero.
     """
-    rows = _rows(client, request)
+    rows, in_batch = _rows(client, request)
     losses = start_losses(client) if request.share_losses else None
     served = list(served_objectives(client))
+    scored = None if in_batch is None or in_batch == served else in_batch
+    common = {"served": served, "start_losses": losses, "scored": scored}
     if request.compressor is None:
-        return JacobianShare(served=served, jacobian=rows, start_losses=losses)
-    content = message_to_dict(_message(client.name, rows, request))
-    return JacobianShare(served=served, message=content, start_losses=losses)
+        return JacobianShare(**common, jacobian=rows)
+    return JacobianShare(**common, message=message_to_dict(_message(client.name, rows, request)))
 
 
 @task(CorrectionRequest)
@@ -160,7 +171,7 @@ def correct_gram(client: Client, request: CorrectionRequest) -> GramCorrection:
     The client repeats what it did for ``share_jacobian``, which is deterministic, so that nothing
     has to be kept between the tasks.
     """
-    rows = _rows(client, request)
+    rows, _ = _rows(client, request)
     broadcast = message_from_dict(request.broadcast)
     reply = two_way_reply(rows, _message(client.name, rows, request), broadcast)
     return GramCorrection(own_gram=reply.own_gram, correction=reply.correction)
@@ -200,13 +211,17 @@ def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch
             yield batch
 
 
-def _rows(client: Client, request: JacobianRequest) -> torch.Tensor:
-    """Returns the Jacobian's shared columns, float32 [M, d] on the CPU."""
+def _rows(client: Client, request: JacobianRequest) -> tuple[torch.Tensor, list[int] | None]:
+    """Returns the Jacobian's shared columns, float32 [M, d] on the CPU, and what it is of.
+
+    That are the indices of the objectives that the batch has losses for; None for all served ones.
+    """
     client.load(request.adapter, request.round)
     (batch,) = drawn_batches(client, 1, skipped=request.skipped_batches)
-    jacobian = client.gradients(batch.whole).jacobian
+    gradients = client.gradients(batch.whole)
     columns = shared_columns(client, request.adapter)
-    return jacobian[:, columns].float().cpu()
+    in_batch = list(gradients.served[0]) if gradients.served else None
+    return gradients.jacobian[:, columns].float().cpu(), in_batch
 
 
 def _message(client: str, rows: torch.Tensor, request: JacobianRequest) -> Message:

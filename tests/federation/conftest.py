@@ -50,6 +50,7 @@ class QuadraticClient(Client):
         fails_in: Loads, counted from 1, at whose first step the client raises.
         diverges_in: Loads at whose end the adapter is NaN.
         served: Objectives that the client has losses for; the others' gradients are zero.
+        scored: Those of which batches have losses; by default all that are served.
         scale: Factor of all losses, and so of their gradients.
         bias: Added to all losses.
         uneven_draws: Whether a batch draws one more random number while the first parameter is
@@ -75,6 +76,7 @@ class QuadraticClient(Client):
         fails_in: tuple[int, ...] = (),
         diverges_in: tuple[int, ...] = (),
         served: tuple[int, ...] | None = None,
+        scored: tuple[int, ...] | None = None,
         scale: float = 1.0,
         bias: float = 0.0,
         uneven_draws: bool = False,
@@ -98,6 +100,7 @@ class QuadraticClient(Client):
         self._num_batches = self._num_drawn = 0
         if served is not None:
             self.served = served
+        self._scored = scored
         self._scale, self._bias, self._uneven_draws = scale, bias, uneven_draws
         self._batches_per_epoch = batches_per_epoch
 
@@ -126,8 +129,10 @@ class QuadraticClient(Client):
     def gradients(self, minibatch: torch.Tensor) -> Gradients:
         losses = self._losses_at(minibatch)
         rows = jacobian(losses, self._parameters.values())
-        rows[[j for j in range(len(rows)) if j not in self.served]] = 0.0
-        return Gradients(rows, losses.detach())
+        scored = self.served if self._scored is None else self._scored
+        rows[[j for j in range(len(rows)) if j not in scored]] = 0.0
+        served = None if self._scored is None else [list(scored)]
+        return Gradients(rows, losses.detach(), served=served)
 
     def losses(self) -> torch.Tensor:
         return self._losses_at(torch.zeros(self._targets.size(1))).detach()

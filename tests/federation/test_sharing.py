@@ -49,6 +49,14 @@ def test_only_shared_columns_and_served_rows_travel(new_plain_client, start):
     assert content.served == [1]
 
 
+def test_a_batch_without_losses_of_an_objective_says_so(new_plain_client, start):
+    targets = [[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]]
+    content = share_jacobian(new_plain_client("a", targets, scored=(1,)), _request(start))
+    assert (content.served, content.scored, content.in_batch) == ([0, 1], [1], [1])
+    whole = share_jacobian(new_plain_client("a", targets, scored=(0, 1)), _request(start))
+    assert (whole.scored, whole.in_batch) == (None, [0, 1])
+
+
 def test_losses_travel_when_asked(new_client, start):
     client = new_client()
     content = share_jacobian(client, _request(start, share_losses=True))

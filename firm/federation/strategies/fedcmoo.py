@@ -93,8 +93,9 @@ def fedcmoo(
     the batch that it draws first in the second phase, so that it may reuse them there; only with
     communication two_sample are the batches others, as the theory asks for.
 
-    An objective that none of the round's clients serves has weight 0, and one that some serve is
-    averaged over those. The row's "weights" are w by objective, "stationarity" is min wᵀGw: of the
+    An objective that none of the round's clients serves, or none of their first batches has a loss
+    of, has weight 0, and one that some have is averaged over those. Without any, the weights stay
+    as they are. The row's "weights" are w by objective, "stationarity" is min wᵀGw: of the
     mean gradients of the drawn batches, which compressed messages estimate.
 
     UPGrad's weights sum to 1 or more, and the local loss is Σ wⱼfⱼ with them as they are: after one
@@ -114,8 +115,9 @@ def fedcmoo(
     weights, next_start = _next_weights(last, estimate, cfg)
 
     # phase 2: local training on Σ w_j f_j, and the server's step
-    is_symmetric = cfg.communication != "two_sample"  # or there is no minimum
-    entries = {"stationarity": stationarity([estimate.gram.tolist()])} if is_symmetric else {}
+    # a matrix of two samples is not symmetric, and has no minimum
+    has_minimum = cfg.communication != "two_sample" and bool(estimate.active)
+    entries = {"stationarity": stationarity([estimate.gram.tolist()])} if has_minimum else {}
     memory = {**state.memory, "weights": next_start}
     scale = sum(weights) if cfg.solver == "upgrad" else 1.0
     return train_on_sum(
@@ -128,9 +130,11 @@ def _next_weights(
 ) -> tuple[list[float], list[float]]:
     """Returns the round's weights [M], and those that the next round starts from.
 
-    Objectives that nobody serves have weight 0 in the round and keep theirs for later ones.
+    Objectives that nobody has have weight 0 in the round and keep theirs for later ones.
     """
     active = estimate.active
+    if not active:
+        return last, last
     mass = sum(last[j] for j in active)
     first = [last[j] / mass if mass > 0 else 1 / len(active) for j in active]
     solved = _find_weights(torch.tensor(first, dtype=torch.float64), estimate.gram, cfg)

@@ -165,6 +165,47 @@ def test_objectives_are_averaged_over_the_clients_that_serve_them(
         assert point(state).tolist() == pytest.approx([0.4, 0.8, 0.0])
 
 
+def test_batches_without_losses_of_an_objective_have_no_part_in_its_mean_gradient(
+    new_plain_client, origin, run_rounds, point
+):
+    clients = [
+        new_plain_client("a", [LEFT, RIGHT]),
+        new_plain_client("b", [LEFT, RIGHT], scored=(0,)),
+        new_plain_client("c", [LEFT, RIGHT], scored=(0,)),
+    ]
+    for compressor in ("none", "random_mask"):
+        cfg = replace(EXACT, compressor=compressor, upload_budget=BUDGET)
+        state, rows = run_rounds(fedcmoo, clients, origin, cfg)
+        assert rows[0]["round"]["weights"] == pytest.approx({"left": 0.2, "right": 0.8})
+        # all serve both, so training is not scaled: right's gradient is there in one of three
+        assert point(state).tolist() == pytest.approx([0.4, 0.8 / 3, 0.0])
+
+
+def test_two_samples_leave_out_batches_without_losses_too(new_plain_client, origin, run_rounds):
+    def weights(**options):
+        clients = [
+            new_plain_client("a", [LEFT, RIGHT]),
+            new_plain_client("b", [LEFT, RIGHT], **options),
+        ]
+        _, rows = run_rounds(fedcmoo, clients, origin, THEORY)
+        return rows[0]["round"]["weights"]
+
+    assert weights(scored=(0,)) == pytest.approx(weights())
+
+
+@pytest.mark.parametrize("communication", ["one_way", "two_sample"])
+def test_a_round_without_any_loss_leaves_weights_and_model(
+    new_plain_client, origin, run_rounds, point, communication
+):
+    client = new_plain_client("a", [LEFT, RIGHT], scored=())
+    state = replace(origin, memory={"weights": [0.3, 0.7]})
+    cfg = THEORY if communication == "two_sample" else EXACT
+    state, rows = run_rounds(fedcmoo, [client], state, cfg)
+    assert rows[0]["round"]["weights"] == {"left": 0.3, "right": 0.7}
+    assert "stationarity" not in rows[0]["round"]
+    assert point(state).tolist() == [0.0, 0.0, 0.0]
+
+
 def test_an_objective_that_nobody_serves_keeps_its_weight_for_later(
     new_plain_client, origin, run_rounds, point
 ):
@@ -378,6 +419,11 @@ BROKEN = {
         EXACT,
         lambda content: {**content, "served": [7]},
         "served must be some of the 2",
+    ),
+    "scored": (
+        EXACT,
+        lambda content: {**content, "served": [1], "scored": [0]},
+        "scored must be some of the served [1], got [0]",
     ),
     "rows": (
         EXACT,
