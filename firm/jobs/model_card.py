@@ -45,6 +45,13 @@ model = PeftModel.from_pretrained(base, "path/of/this/folder")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a table in Markdown."""
+    """Returns a table in Markdown.
+
+    Raises:
+        ValueError: A row has more or fewer cells than the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"a row must have {len(header)} cells as the header, got {len(row)}.")
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])

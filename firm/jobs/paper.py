@@ -20,7 +20,7 @@ from firm.jobs.paper_claims import (
 from firm.jobs.paper_drawings import WORLDS, draw_all
 from firm.jobs.study import StudyConfig, run_config, study_of
 from firm.report import Record
-from firm.report.record import final_reward, final_score, study_records
+from firm.report.record import final_figure, final_reward, final_score, study_records
 from firm.report.trajectories import (
     Figure,
     mean_variation,
@@ -65,7 +65,7 @@ def write_figures(cfg: FiguresConfig) -> Path:
             [
                 *_opening(runs, sweep, num_missing),
                 *(_text(section) for section in sections),
-                _all_settings(runs),
+                all_settings(runs),
                 departures_section(configs),
                 _open_hyperparameters(study),
             ]
@@ -140,32 +140,37 @@ def _text(section: Section) -> str:
     return "\n\n".join([*parts, *section.notes])
 
 
-def _all_settings(runs: Mapping[str, list[Record]]) -> str:
-    header = ["setting", "reward 1", "reward 2", "true helpful", "true harmless", "parse", "KL"]
-    header += ["λ 1", "variation of λ, mean", "first solves", "MB up"]
-    rows = []
-    for setting, of_setting in runs.items():
-        first, second = of_setting[0].objectives
-        figures: list[Figure] = [
-            final_reward(first),
-            final_reward(second),
-            final_score("true_helpful"),
-            final_score("true_harmless"),
-            final_score("parse"),
-            lambda record: float(weights(record)[:, 0].mean()),
-            mean_variation,
-            solve_variation,
-            megabytes_up,
-        ]
-        cells = [over_seeds(of_setting, figure).text(2) for figure in figures]
-        rows.append([setting, *cells])
+def all_settings(runs: Mapping[str, list[Record]]) -> str:
+    """Returns the section with the final figures of every setting, by setting."""
+    columns = {setting: _columns(of_setting[0]) for setting, of_setting in runs.items()}
+    rows = [
+        [setting, *(over_seeds(runs[setting], figure).text(2) for figure in own.values())]
+        for setting, own in columns.items()
+    ]
     base = "; ".join(_base(world, runs[f"{opening}FIRM"][0]) for world, opening in WORLDS.items())
     return (
         "## All settings\n\n"
         f"Mean ± standard deviation over the seeds. The base model, {base}. Reward 1 is helpful; "
         "reward 2 harmless, or the other helpfulness model in the aligned world.\n\n"
-        f"{markdown_table(header, rows)}"
+        f"{markdown_table(['setting', *columns['FIRM']], rows)}"
     )
+
+
+def _columns(record: Record) -> dict[str, Figure]:
+    """Returns the figures of the table of all settings, by heading."""
+    first, second = record.objectives
+    return {
+        "reward 1": final_reward(first),
+        "reward 2": final_reward(second),
+        "true helpful": final_score("true_helpful"),
+        "true harmless": final_score("true_harmless"),
+        "parse": final_score("parse"),
+        "KL": final_figure("kl"),
+        "λ 1": lambda record: float(weights(record)[:, 0].mean()),
+        "variation of λ, mean": mean_variation,
+        "first solves": solve_variation,
+        "MB up": megabytes_up,
+    }
 
 
 def _base(world: str, record: Record) -> str:

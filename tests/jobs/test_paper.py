@@ -10,6 +10,7 @@ import pytest
 
 from firm.jobs import paper
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.model_card import markdown_table
 from firm.jobs.paper import common_seeds
 from firm.jobs.paper_claims import Finding, figure_1
 from firm.jobs.points import FREE_KEYS
@@ -126,6 +127,44 @@ def test_averaging_alone_makes_no_algorithm_smoother_than_another():
             ("first solves", "does not show: no clear difference"),
         )
     }
+
+
+def test_each_figure_of_the_settings_stands_under_its_heading():
+    def ended(reward: float, kl: float) -> dict[str, Any]:
+        scores = {name: {"mean": 10 * reward} for name in ("true_helpful", "true_harmless")}
+        rewards = {name: {"mean": reward} for name in "ab"}
+        return {
+            "round": 9,
+            "rewards": rewards,
+            "scores": scores | {"parse": {"mean": 0.9}},
+            "kl": kl,
+        }
+
+    runs = {
+        setting: [
+            replace(
+                of_noise(seed=seed, solved_by="client", num_rounds=9),
+                evaluations={"test": [{**ended(0.1, 0.0), "round": 0}, ended(0.25, 3.0 + seed)]},
+            )
+            for seed in range(2)
+        ]
+        for setting in ("FIRM", "aligned: FIRM")
+    }
+    table = [line[2:-2].split(" | ") for line in paper.all_settings(runs).splitlines()[4:]]
+    (header, _, row, _) = table
+    cells = dict(zip(header, row, strict=True))
+    assert cells["setting"] == "FIRM"
+    assert cells["reward 1"] == "0.25 ± 0.00"
+    assert cells["true helpful"] == "2.50 ± 0.00"
+    assert cells["parse"] == "0.90 ± 0.00"
+    assert cells["KL"] == "3.50 ± 0.71"
+    assert cells["λ 1"].startswith(("0.4", "0.5"))
+    assert cells["MB up"] == "9.00 ± 0.00"
+
+
+def test_a_row_that_lacks_a_cell_is_no_row_of_a_table():
+    with pytest.raises(ValueError, match="a row must have 2 cells as the header, got 1"):
+        markdown_table(["a", "b"], [["1", "2"], ["3"]])
 
 
 def test_the_configuration_of_a_study_that_was_begun_is_the_one_that_was_asked_for(tmp_path):
