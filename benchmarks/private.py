@@ -136,8 +136,10 @@ def needed_table(
             "{} [{}, {}]".format(*(_sign(n, levels) + f"{n * scale:,.0f}" for n in own))
             for scale in (1.0, factor)
         ]
-        times = (needed(against, everyone) / own[0], *_interval(yardstick / resampled))
-        rows.append([adapter, *cells, "{:.3g} [{:.3g}, {:.3g}]".format(*times)])
+        other = needed(against, everyone)
+        bound = {"< ": "> ", "> ": "< "}.get(_sign(own[0], levels)) or _sign(other, tables[against])
+        low, high = _interval(yardstick / resampled)
+        rows.append([adapter, *cells, f"{bound}{other / own[0]:.3g} [{low:.3g}, {high:.3g}]"])
     return ["", *(f"ε = {epsilon:g}" for epsilon in epsilons), "times fewer"], rows
 
 

@@ -47,3 +47,20 @@ def test_adapters_are_compared_at_both_epsilons_whatever_their_order():
             ["large", "794 [794, 794]", "1,589 [1,589, 1,589]", "1 [1, 1]"],
             ["small", "79 [79, 79]", "159 [159, 159]", "10 [10, 10]"],
         ]
+
+
+def test_a_ratio_is_a_bound_where_one_side_is():
+    def gains(share):
+        return [{"rewards": share}] * 2
+
+    paired = {
+        "large, no noise": gains(1.0),
+        "large, 1000 clients": gains(1.0),
+        "large, 100 clients": gains(0.8),
+        "small, no noise": gains(1.0),
+        "small, 10 clients": gains(1.0),
+    }
+    _, rows = needed_table(by_adapter(paired), "rewards", 0.9, "large", (8, 2), 2.0)
+    assert rows[1] == ["small", "< 10 [< 10, < 10]", "< 20 [< 20, < 20]", "> 31.6 [31.6, 31.6]"]
+    _, rows = needed_table(by_adapter(paired), "rewards", 0.9, "small", (8, 2), 2.0)
+    assert rows[0][-1] == "< 0.0316 [0.0316, 0.0316]"
