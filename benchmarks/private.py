@@ -114,7 +114,7 @@ def needed_table(
     epsilons: Sequence[float],
     factor: float,
 ) -> tuple[list[str], list[list[str]]]:
-    """Returns header and rows of the clients needed at both ε, and of the yardstick's share."""
+    """Returns header and rows of the clients needed at both ε, beside those of the yardstick."""
     tables = {
         adapter: {clients: _values(runs, key) for clients, runs in levels.items()}
         for adapter, levels in adapters.items()
