@@ -18,17 +18,6 @@ SLIDE = """((index, share) => {
 })"""
 
 
-def start(run: Path, *options: str) -> subprocess.Popen[str]:
-    """Starts the command as a person does, in a process of its own: Gradio leaves sockets open."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "firm", "explore", "--run", str(run), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_heed_interrupts,
-    )
-
-
 def _heed_interrupts() -> None:
     """Undoes what a process in the background inherits from its shell: to ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -36,8 +25,13 @@ def _heed_interrupts() -> None:
 
 @contextmanager
 def served(run: Path, *options: str) -> Iterator[str]:
-    """Yields where the page of a run is served."""
-    with start(run, *options) as command:
+    """Yields where the page of a run is served, by a process of its own as for a person."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "firm", "explore", "--run", str(run), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_heed_interrupts,
+    ) as command:
         assert command.stdout is not None
         lines = iter(command.stdout.readline, "")
         try:

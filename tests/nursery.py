@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 LAUNCHER = """
@@ -71,6 +73,14 @@ def nursery(
         )
         requests.close()
         assert process.wait(timeout=30) == 0
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Lets sweeps fork their workers from this process, which has imported what they need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firm.run.sweep.START_METHOD", "fork")
+        yield
 
 
 @contextmanager

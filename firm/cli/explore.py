@@ -1,6 +1,7 @@
 """A page with a slider for each objective: the front, and the model's answers anywhere on it."""
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ ASKED = "Say something to both"
 
 def main(cfg: ExploreConfig) -> None:
     """Serves the page to this machine until it is interrupted."""
-    _gradio()  # before a model is loaded in vain
+    if cfg.port is not None:  # before anything is loaded in vain
+        _check_free(cfg.port)
+    _gradio()
     page = build_page(Explorer(cfg))
     print(f"{serve(page, cfg.port)} (Ctrl-C ends it)", flush=True)
     page.block_thread()
@@ -49,10 +52,20 @@ def serve(page: Any, port: int | None) -> str:
             css=STYLE,
         )
     except OSError as error:
-        raise UserError(
-            f"port: the page cannot be served at {port or 'any port from 7860'}; give another one."
-        ) from error
+        raise _taken(port) from error
     return address
+
+
+def _check_free(port: int) -> None:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise _taken(port) from error
+
+
+def _taken(port: int | None) -> UserError:
+    place = port or "any port from 7860"
+    return UserError(f"port: the page cannot be served at {place}; give another one.")
 
 
 def build_page(explorer: Explorer) -> Any:

@@ -103,7 +103,7 @@ def _opening(runs: Mapping[str, list[Record]], sweep: Sweep, num_missing: int) -
     num_seeds = len(runs["FIRM"])
     hours = sum(_seconds(record) for of_setting in runs.values() for record in of_setting) / 3600
     missing = (
-        f" {num_missing} further seeds were not finished by every setting and are left out."
+        f" Seeds that some setting has not finished are left out: {num_missing}."
         if num_missing
         else ""
     )

@@ -32,6 +32,8 @@ from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
 
 SWEEP_NAME = "sweep.json"
+START_METHOD = "spawn"
+"""How workers start: CUDA does not work in forked processes."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Sweep:
             num_workers: Processes that work at once.
         """
         queue = [name for name in settings if not self.is_done(name)]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         with ProcessPoolExecutor(
             num_workers, context, initializer=_end_with, initargs=(os.getpid(),)
         ) as pool:

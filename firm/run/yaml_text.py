@@ -1,5 +1,7 @@
 """Reads YAML texts that may come from anywhere."""
 
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import yaml
@@ -21,14 +23,8 @@ def read_yaml(text: str, source: str = "") -> Any:
         UserError: It is malformed, has a key twice or half a surrogate pair, or is too deep or too
             large.
     """
-    loader = yaml.SafeLoader("")  # a text with odd characters is refused as it is given, below
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_node(loader, node)
-        return loader.construct_document(node)
+        return deepcopy(_data(text))
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
         line = f", line {mark.line + 1}" if mark else ""
@@ -38,10 +34,23 @@ def read_yaml(text: str, source: str = "") -> Any:
         line, problem = "", error
     except (LookupError, AttributeError, TypeError):  # what PyYAML meets in !!bool x, for one
         line, problem = "", "a value does not fit its tag"
-    finally:
-        loader.dispose()
     where = f"{source} is " if source else ""
     raise UserError(f"{where}malformed YAML{line}: {problem}; correct it.")
+
+
+@lru_cache(maxsize=16)
+def _data(text: str) -> Any:
+    """Returns the data in a text; a run's settings are asked for with every page of it."""
+    loader = yaml.SafeLoader("")  # a text with odd characters is refused as it is given, below
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_node(loader, node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:

@@ -36,8 +36,7 @@ from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.run import parse, print_table
 from tests.runs import read_rows
-
-ROOT = Path(__file__).parents[2]
+from tests.smoke import ROOT, SMOKE
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +53,9 @@ def shallow(make_model, tmp_path_factory) -> Path:
     return folder
 
 
-def config(*arguments: object, file: str = "smoke") -> AlignmentConfig:
-    return parse(AlignmentConfig, ["--config", f"configs/{file}.yaml", *map(str, arguments)])
+def config(*arguments: object, file: str = "") -> AlignmentConfig:
+    path = f"configs/{file}.yaml" if file else str(SMOKE)
+    return parse(AlignmentConfig, ["--config", path, *map(str, arguments)])
 
 
 def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
@@ -70,11 +70,13 @@ def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
         return plan_of(cfg, num_processes)
 
 
+LARGE = ("--policy.lora.r", 16)
+"""An adapter beside which names and figures of a message are small."""
 FEW_REPLIES = ("--evaluation.num_validation_prompts", 0, "--evaluation.num_test_prompts", 2)
 
 
 def test_sizes_and_messages_are_those_of_the_run(tmp_path):
-    cfg = config("--out", tmp_path / "run", "--strategy.share_gram", "true", *FEW_REPLIES)
+    cfg = config("--out", tmp_path / "run", "--strategy.share_gram", "true", *LARGE, *FEW_REPLIES)
     plan = plan_without_memory(cfg)
     main(cfg)
     (about,) = read_rows(cfg.out, "run")
@@ -92,7 +94,7 @@ def test_sizes_and_messages_are_those_of_the_run(tmp_path):
 
 @pytest.mark.parametrize("upload", [("--strategy.upload.bits", 4), ("--strategy.secure", "masks")])
 def test_uploads_are_those_of_the_run_quantised_or_masked(upload, tmp_path):
-    cfg = config("--out", tmp_path / "run", "--rounds", 1, *upload, *FEW_REPLIES)
+    cfg = config("--out", tmp_path / "run", "--rounds", 1, *upload, *LARGE, *FEW_REPLIES)
     plan = plan_without_memory(cfg)
     main(cfg)
     rows = read_rows(cfg.out, "client")
@@ -115,7 +117,7 @@ FEDCMOO_A = (
     ids=["fedcmoo_a", "fedcmoo", "fsmgda"],
 )
 def test_messages_of_strategies_with_more_of_them_are_those_of_the_run(strategy, tmp_path):
-    cfg = config("--out", tmp_path / "run", "--rounds", 1, *strategy, *FEW_REPLIES)
+    cfg = config("--out", tmp_path / "run", "--rounds", 1, *strategy, *LARGE, *FEW_REPLIES)
     plan = plan_without_memory(cfg)
     main(cfg)
     for row in read_rows(cfg.out, "client"):
@@ -128,13 +130,13 @@ def test_messages_of_strategies_with_more_of_them_are_those_of_the_run(strategy,
 
 
 def test_fedcmoo_a_sends_m_jacobian_rows_and_fsmgda_m_adapters_more_than_firm():
-    firm = plan_without_memory(config()).policy
+    firm = plan_without_memory(config(*LARGE)).policy
     rows = 2 * 4 * firm.num_trainable
-    fedcmoo = plan_without_memory(config(*FEDCMOO_A))
+    fedcmoo = plan_without_memory(config(*LARGE, *FEDCMOO_A))
     assert fedcmoo.policy.bytes_up == pytest.approx(firm.bytes_up + rows, rel=0.01)
     assert fedcmoo.policy.bytes_down == pytest.approx(2 * firm.bytes_down, rel=0.01)
     assert fedcmoo.policy.uploads == pytest.approx(2 * rows, rel=0.01)  # of both clients
-    fsmgda = plan_without_memory(config("--strategy.name", "fsmgda"))
+    fsmgda = plan_without_memory(config(*LARGE, "--strategy.name", "fsmgda"))
     sent = fsmgda.policy.bytes_up - 2 * firm.adapter_bytes
     assert 0 < sent < 0.3 * firm.adapter_bytes  # names and figures
     assert fsmgda.work.training_replies == 2 * 2 * (2 * 2 - 1) * 8  # the first batch is shared

@@ -2,18 +2,19 @@
 
 Called as `python tests/docs/page.py PAGE [--whole]`, with the `firm` that Python finds. The fast
 form trains a round of few and short replies where a later command needs the run, and prints the
-plan of the others. Names on the hub stand for models and prompts that ship; what needs several
-machines or a GPU is read, not run.
+plan of the others; another policy may stand for the one that ships. Names on the hub stand for
+models and prompts that ship; what needs several machines or a GPU is read, not run.
 """
 
 import ast
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,15 @@ FENCE = re.compile(r"^```(\w+)[ \t]*(\S*)\n(.*?)^```$", re.M | re.S)
 NAMED = re.compile(r"# (\S+\.\w+)\n")
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = Path(firm.__file__).parent / "miniature/checkpoints"
+POLICY = "Qwen/Qwen2.5-0.5B-Instruct"
 ON_THE_HUB = {
-    "Qwen/Qwen2.5-0.5B-Instruct": CHECKPOINTS / "policy",
+    POLICY: CHECKPOINTS / "policy",
     "Ray2333/gpt2-large-helpful-reward_model": CHECKPOINTS / "helpful",
     "Ray2333/gpt2-large-harmless-reward_model": CHECKPOINTS / "harmless",
     "Anthropic/hh-rlhf": CHECKPOINTS / "prompts_train.jsonl",
 }
 """Names on the hub, and what stands for them here."""
+SHIPPED = "firm/miniature/checkpoints/policy"
 SMALL = {
     "rounds": 1,
     "strategy.num_local_steps": 1,
@@ -103,42 +106,35 @@ def commands(text: str) -> Iterator[list[str]]:
     assert not line, f"a quotation does not end: {line}"
 
 
-def here(text: str) -> str:
-    """Returns a text with names on the hub replaced."""
-    for name, place in ON_THE_HUB.items():
-        text = text.replace(name, str(place))
-    return text
-
-
-def small(prefix: str = "") -> list[str]:
-    """Returns the fast form's settings as arguments."""
-    return [word for key, value in SMALL.items() for word in (f"--{prefix}{key}", str(value))]
-
-
 class Runner:
     """Runs blocks by their language."""
 
-    def __init__(self, page: str, *, is_whole: bool) -> None:
+    def __init__(self, page: str, *, is_whole: bool, policy: Path | None) -> None:
         self.page = page
         self.is_whole = is_whole
+        self.places = {**ON_THE_HUB}
+        self.small = {**SMALL}
+        if policy is not None:
+            self.places |= {POLICY: policy, SHIPPED: policy}
+            self.small["policy.path"] = policy
         self.namespace: dict[str, Any] = {"__name__": "snippet"}
 
     def run(self, block: Block) -> None:
         """Runs a block, or checks it where there is nothing to run."""
         run: Callable[[Block], None] = getattr(self, block.language)
         if block.name:
-            Path(block.name).write_text(here(block.text), encoding="utf-8")
+            Path(block.name).write_text(self.here(block.text), encoding="utf-8")
         run(block)
 
     def python(self, block: Block) -> None:
         if block.name:
             ast.parse(block.text)
         else:
-            exec(compile(here(block.text), f"line {block.line}", "exec"), self.namespace)
+            exec(compile(self.here(block.text), f"line {block.line}", "exec"), self.namespace)
 
     def yaml(self, block: Block) -> None:
         name = block.name or "snippet.yaml"
-        Path(name).write_text(here(block.text), encoding="utf-8")
+        Path(name).write_text(self.here(block.text), encoding="utf-8")
         errors = []
         for config, (below, keys) in CONFIGS.items():
             try:
@@ -161,9 +157,15 @@ class Runner:
         """Output of a program, or a picture of a folder."""
 
     def sh(self, block: Block) -> None:
-        for words in commands(here(block.text)):
+        for words in commands(self.here(block.text)):
             sys.stdout.write(f"$ {shlex.join(words)}\n")
             self.programs[words[0]](words[1:])
+
+    def here(self, text: str) -> str:
+        """Returns a text with names on the hub replaced."""
+        for name, place in self.places.items():
+            text = text.replace(name, str(place))
+        return text
 
     @property
     def programs(self) -> dict[str, Callable[[list[str]], None]]:
@@ -197,15 +199,21 @@ class Runner:
         is_run = self.is_whole or self.is_needed(arguments)
         if command in ("align", "demo"):
             is_run &= not any(name in word for name in TOO_LARGE for word in arguments)
-            return small() if is_run else ["--plan"]
+            return self.fast("") if is_run else ["--plan"]
         if command in ("study", "sweep"):
-            return small("overrides.") if is_run else ["--plan", "true"]
+            return self.fast("overrides.") if is_run else ["--plan", "true"]
         more = {
             "evaluate": ["--num_prompts", "4", "--num_samples", "1"],
             "fmoo": ["--rounds", "1"],
             "theory": ["--config", "theory_smoke"],
         }
         return more.get(command, [])
+
+    def fast(self, prefix: str) -> list[str]:
+        """Returns the fast form's settings as arguments."""
+        return [
+            word for key, value in self.small.items() for word in (f"--{prefix}{key}", str(value))
+        ]
 
     def is_needed(self, arguments: list[str]) -> bool:
         """Returns whether another command of the page reads the run's folder."""
@@ -228,12 +236,21 @@ def run_script(words: list[str]) -> None:
     """Checks a benchmark and its options, or runs a script of the page's own."""
     script = ROOT / words[0]
     if not script.is_file():
-        subprocess.run([sys.executable, *words], check=True)
+        program = get_context("fork").Process(target=run_as_main, args=(words,))
+        program.start()
+        program.join()
+        assert program.exitcode == 0, f"{words[0]} ended with {program.exitcode}"
         return
     assert words[0].startswith("benchmarks/"), f"write {words[0]} as a command of firm"
     content = script.read_text(encoding="utf-8")
     for option in (word for word in words[1:] if word.startswith("--")):
         assert f'"{option}"' in content, f"{words[0]} has no option {option}"
+
+
+def run_as_main(words: list[str]) -> None:
+    """Runs a script as Python would, with what this process has imported."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def check_target(words: list[str]) -> None:
@@ -260,10 +277,10 @@ def check_launch(words: list[str]) -> None:
     parse(AlignmentConfig, [*default, *arguments])
 
 
-def run_page(page: Path, *, is_whole: bool = False) -> None:
-    """Runs the blocks of a page, in the current folder."""
+def run_page(page: Path, *, is_whole: bool = False, policy: Path | None = None) -> None:
+    """Runs the blocks of a page, in the current folder, with another policy for the shipped one."""
     content = page.read_text(encoding="utf-8")
-    runner = Runner(content, is_whole=is_whole)
+    runner = Runner(content, is_whole=is_whole, policy=policy)
     for block in blocks(content):
         sys.stdout.write(f"line {block.line}\n")
         runner.run(block)

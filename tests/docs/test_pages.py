@@ -5,8 +5,9 @@ import io
 import pytest
 
 from tests.docs.page import run_page
+from tests.nursery import forked_workers
 from tests.plugins import plugins_forgotten
-from tests.smoke import ROOT
+from tests.smoke import POLICY, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
 BROKEN = [
@@ -37,13 +38,13 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with plugins_forgotten():
+    with plugins_forgotten(), forked_workers():
         yield
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_run(page):
-    run_page(page)
+    run_page(page, policy=POLICY)
 
 
 @pytest.mark.slow

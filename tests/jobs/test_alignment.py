@@ -31,7 +31,7 @@ from firm.run.checkpoint import load_state, save_state
 from firm.run.earlier import FIGURES
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
-from tests.smoke import ROOT, SMOKE, config, run
+from tests.smoke import POLICY, ROOT, SMOKE, config, run
 from tests.wandb_files import started
 
 MORTAL_REWARD = """
@@ -117,7 +117,7 @@ def test_its_metrics_are_the_logs_as_a_table(result):
 
 @pytest.mark.parametrize("engine", ["local", "stacked"])
 def test_a_pad_token_that_the_model_has_no_embedding_of_changes_nothing(engine, finished, tmp_path):
-    policy = Path(shutil.copytree(ROOT / "firm/miniature/checkpoints/policy", tmp_path / "policy"))
+    policy = Path(shutil.copytree(POLICY, tmp_path / "policy"))
     settings = json.loads((policy / "tokenizer_config.json").read_text())
     assert settings.pop("pad_token") == "<pad>"
     (policy / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -179,9 +179,7 @@ def test_the_final_adapter_is_a_peft_folder_that_changes_the_base_model(finished
     card = (finished / "adapter/README.md").read_text()
     assert "brevity" in card
     assert "±" in card
-    base = AutoModelForCausalLM.from_pretrained(
-        "firm/miniature/checkpoints/policy", dtype=torch.float32
-    )
+    base = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     token_ids = torch.tensor([[5, 6, 7]])
     before = base(token_ids).logits.detach().clone()
     aligned = PeftModel.from_pretrained(base, str(finished / "adapter"))

@@ -18,10 +18,7 @@ from firm.cli.align import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import Run, parse, run_cli, to_dict
 from reward_models import REWARD_MODELS
-
-ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "configs/smoke.yaml"
-POLICY = "firm/miniature/checkpoints/policy"
+from tests.smoke import POLICY, SMOKE
 
 REWARDS = """
 from reward_models import reward_model
@@ -70,7 +67,7 @@ def files(tmp_path_factory) -> Iterator[Path]:
     tensors.write_bytes(tensors.read_bytes()[:9_999])
     (folder / "adapter").mkdir()
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
-    settings["base_model_name_or_path"] = POLICY
+    settings["base_model_name_or_path"] = str(POLICY)
     (folder / "adapter/adapter_config.json").write_text(json.dumps(settings))
     save_file({"lora_A.weight": torch.zeros(4, 8)}, folder / "adapter/adapter_model.safetensors")
     yield folder

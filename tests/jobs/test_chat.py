@@ -13,9 +13,7 @@ from firm.cli.chat import cli, main
 from firm.jobs.chat import ChatConfig
 from firm.jobs.finished_runs import parse_over_run
 from tests.runs import edit_adapter
-
-ROOT = Path(__file__).parents[2]
-POLICY = "firm/miniature/checkpoints/policy"
+from tests.smoke import POLICY
 
 OVERHEARD_REWARD = """
 import json
@@ -141,7 +139,7 @@ def test_sampling_is_the_run_s_unless_overridden(run):
         ChatConfig, ["--run", str(run), "--rollout.temperature", "0.3"], key="run", description=""
     )
     assert (cfg.rollout.temperature, cfg.rollout.max_new_tokens) == (0.3, 16)
-    assert cfg.policy.path == POLICY
+    assert cfg.policy.path == str(POLICY)
 
 
 def test_a_long_dialogue_loses_its_beginning_and_goes_on(run, chat):
@@ -156,7 +154,7 @@ def test_a_long_dialogue_loses_its_beginning_and_goes_on(run, chat):
         (["--adapter", "RUN/adapter"], "policy.path is empty"),
         (["--run", "RUN", "--num_threads", "0"], "num_threads must be at least 1, got 0"),
         (["--run", "no/such/run"], "no run at no/such/run"),
-        (["--adapter", "RUN/checkpoints", "--policy.path", POLICY], "there is no adapter in"),
+        (["--adapter", "RUN/checkpoints", "--policy.path", str(POLICY)], "there is no adapter in"),
         (["--run", "RUN", "--policy.path", "other/model"], "was made for the base model"),
         (["--run", "RUN", "--rollout.temprature", "1"], "did you mean rollout.temperature?"),
     ],

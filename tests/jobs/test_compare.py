@@ -15,10 +15,7 @@ from firm.jobs.compare import CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
 from tests.runs import edit_adapter, read_rows, write_rows
-
-ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "configs/smoke.yaml"
-POLICY = "firm/miniature/checkpoints/policy"
+from tests.smoke import POLICY
 
 COUNTED_REWARD = """
 from pathlib import Path
@@ -182,7 +179,7 @@ def test_the_first_run_gives_what_the_command_line_leaves_open(run):
         )
 
     given = read()
-    assert given.policy.path == POLICY
+    assert given.policy.path == str(POLICY)
     assert list(given.rewards) == ["brevity", "positivity"]
     assert given.prompts.source == "firm/miniature/checkpoints/prompts_test.jsonl"
     assert (given.num_prompts, given.num_samples, given.num_shown_samples) == (8, 1, 4)
@@ -243,6 +240,7 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
         (f"path: {POLICY}", "path: other/policy", "policy.path"),
         ("name: auto", "name: plain", "name"),
     ],
+    ids=["policy", "format"],  # the same for every worker
 )
 def test_runs_of_other_base_policies_are_refused_by_name(
     run, copied, tmp_path, refusal, old, new, key

@@ -14,10 +14,10 @@ from firm.cli.explore import cli
 from firm.fronts import Front
 from firm.jobs.chat import SIDES, ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
-from tests.explored import ask, served, slide, start, visit
-from tests.smoke import ROOT
+from tests import smoke
+from tests.explored import ask, served, slide, visit
 
-POLICY = ("--policy.path", str(ROOT / "firm/miniature/checkpoints/policy"), "--check_base", "false")
+POLICY = ("--policy.path", str(smoke.POLICY), "--check_base", "false")
 MARKERS = """[...document.querySelectorAll(".js-plotly-plot")].map((plot) =>
     plot.data.filter(({ name }) => name.startsWith("the sliders")).map(({ x, y }) => [x[0], y[0]])
 )"""
@@ -112,11 +112,9 @@ def test_without_gradio_it_says_how_to_get_it(strong, refusal, monkeypatch):
     assert "pip install 'firm-align[explore]'" in line
 
 
-def test_a_port_that_is_taken_is_named(strong):
+def test_a_port_that_is_taken_is_named_before_anything_is_loaded(strong, refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)  # it is not even looked for
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with start(strong, *POLICY, "--port", str(port)) as command:
-            _, complaint = command.communicate(timeout=120)
-    assert command.returncode == 2
-    assert f"cannot be served at {port}; give another one" in complaint
-    assert "Traceback" not in complaint
+        line = refusal(cli, ["--run", str(strong), "--policy.path", "no/model", "--port", port])
+    assert f"cannot be served at {port}; give another one" in line

@@ -24,8 +24,6 @@ from tests import smoke
 from tests.runs import read_adapter, read_rows
 from tests.smoke import FRONT
 
-POLICY = "firm/miniature/checkpoints/policy"
-
 
 def _slopes(run):
     return load_file(run / "adapter/conditioned.safetensors")
@@ -152,7 +150,7 @@ def test_a_point_measures_what_its_folded_adapter_does(trained, tmp_path):
 
 
 def _answer(run, *options):
-    arguments = ["--run", str(run), "--policy.path", str(smoke.ROOT / POLICY), *options]
+    arguments = ["--run", str(run), "--policy.path", str(smoke.POLICY), *options]
     cfg = parse_over_run(ChatConfig, arguments, key="run", description="")
     return Conversation(replace(cfg, check_base=False)).answer("Where is my ladder?", 0)["aligned"]
 

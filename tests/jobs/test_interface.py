@@ -17,9 +17,8 @@ from firm.jobs.interface import GIVEN
 from firm.run import UserError
 from reward_models import RewardModelConfig
 from tests.runs import read_adapter, read_rows
-from tests.smoke import ROOT
+from tests.smoke import POLICY, ROOT
 
-POLICY = ROOT / "firm/miniature/checkpoints/policy"
 PROMPTS = [f"Tell me about number {index}." for index in range(60)]
 SETTINGS = {
     "num_threads": 1,

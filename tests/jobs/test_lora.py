@@ -17,7 +17,7 @@ SHORT = ("--strategy.num_local_steps", 1, "--evaluation.num_validation_prompts",
 
 
 def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tmp_path):
-    options = ("--policy.lora.freeze_a", "true")
+    options = ("--policy.lora.freeze_a", "true", "--policy.lora.r", 16)
     cfg = smoke.config(*SHORT, *options, "--out", tmp_path / "whole")
     whole = main(cfg)
     (about,) = read_rows(whole, "run")

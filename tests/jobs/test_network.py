@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.runs import read_adapter
+from tests.smoke import ROOT, SMOKE
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
@@ -39,7 +40,6 @@ from firm.run import UserError, compose, to_dict, to_yaml
 from firm.run.differences import leaves
 from firm.run.lock import hold
 
-ROOT = Path(__file__).parents[2]
 SITES = {"hospital": [0], "bank": [1], "university": [2]}
 OVERRIDES = {"num_clients": 3, "rounds": 4}
 
@@ -48,7 +48,7 @@ def _federation(tmp_path, **changes):
     fields = {
         "sites": SITES,
         "out": tmp_path / "federation",
-        "run": ROOT / "configs/smoke.yaml",
+        "run": SMOKE,
         "overrides": OVERRIDES,
         **changes,
     }
@@ -266,7 +266,7 @@ def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
 def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp_path):
     for name in ("theirs", "ours"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r}, 'w').close()\n")
-    run = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    run = compose(AlignmentConfig, [SMOKE], list(OVERRIDES.items()))
     text = to_yaml(run).replace("plugins: []", f"plugins: [{tmp_path / 'theirs.py'}]")
     (tmp_path / "run.yaml").write_text(text)
     assert "theirs.py" in text
@@ -281,7 +281,7 @@ def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp
 
 
 def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_own():
-    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    cfg = compose(AlignmentConfig, [SMOKE], list(OVERRIDES.items()))
     shared = {key for key, _ in leaves(to_dict(cfg)) if not jobs_network._is_own(key)}
     for key in ("seed", "rounds", "estimator.batch_size", "strategy.beta", "policy.lora.r"):
         assert key in shared
@@ -299,7 +299,7 @@ def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_o
 
 
 def test_another_base_model_is_noticed_and_another_adapter_is_not():
-    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], list(OVERRIDES.items()))
+    cfg = compose(AlignmentConfig, [SMOKE], list(OVERRIDES.items()))
     loaded = load(cfg, Processes(), measures=False)
     before = jobs_network.fingerprint(cfg, loaded)
     policy = loaded.trainer.policy_model
@@ -336,7 +336,7 @@ class _Wire:
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, estimator):
     settings = [*OVERRIDES.items(), ("estimator.name", estimator)]
-    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings)
+    cfg = compose(AlignmentConfig, [SMOKE], settings)
     loaded = load(cfg, Processes())
     seen_texts, seen_scores, fails = [], [], []
     experience = loaded.trainer.experience
@@ -545,13 +545,13 @@ def _adapter(folder: Path) -> bytes:
 def _alone(tmp_path, **overrides) -> Path:
     """The same run in one process."""
     settings = [*OVERRIDES.items(), *overrides.items(), ("out", tmp_path / "alone")]
-    return align.main(compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings))
+    return align.main(compose(AlignmentConfig, [SMOKE], settings))
 
 
 def _with_clients(rounds: list[list[str]], tmp_path) -> list[torch.Tensor]:
     """The adapter of a run in one process that draws these clients, round by round."""
     settings = [*OVERRIDES.items(), ("rounds", len(rounds))]
-    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings)
+    cfg = compose(AlignmentConfig, [SMOKE], settings)
     loaded = load(cfg, Processes())
     calibrations = common_calibrations(loaded, cfg, tmp_path)
     engine = LocalEngine(build_clients(loaded, cfg, calibrations, client_names(cfg)))
@@ -616,7 +616,7 @@ def test_a_server_of_secure_aggregation_holds_the_mean_and_no_update(running, tm
 def _first_round(tmp_path) -> list[bytes]:
     """A part of the mean after one round with secure aggregation, and of each update in it."""
     settings = [*OVERRIDES.items(), ("strategy.secure", "masks")]
-    cfg = compose(AlignmentConfig, [ROOT / "configs/smoke.yaml"], settings)
+    cfg = compose(AlignmentConfig, [SMOKE], settings)
     loaded = load(cfg, Processes())
     calibrations = common_calibrations(loaded, cfg, tmp_path)
     inner = LocalEngine(build_clients(loaded, cfg, calibrations, client_names(cfg)))
@@ -684,7 +684,7 @@ def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(run
         **OVERRIDES,
         "rounds": 2,
         "processes_per_client": 2,
-        "config": ROOT / "configs/smoke.yaml",
+        "config": SMOKE,
         "out": tmp_path / "alone",
     }
     options = [f"--{key}={value}" for key, value in settings.items()]

@@ -17,6 +17,7 @@ from firm.jobs.finished_runs import parse_over_run
 from firm.jobs.pick import PickConfig, parse_want
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter
+from tests.smoke import POLICY
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = ("brevity", "positivity")
@@ -133,9 +134,9 @@ def test_a_wish_that_a_model_was_trained_for_is_that_model(front, tmp_path, caps
 def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_name(front, capsys):
     (front.parent / "points/high/run.json").unlink()
     adapter = pick(front, "brevity=1,positivity=0")
-    printed, base = capsys.readouterr().out, Path("firm/miniature/checkpoints/policy").resolve()
+    printed = capsys.readouterr().out
     assert printed_command(printed, "chat") == [
-        "--adapter", str(adapter), "--policy.path", str(base),
+        "--adapter", str(adapter), "--policy.path", str(POLICY),
     ]  # fmt: skip
     assert "firm evaluate" not in printed
 

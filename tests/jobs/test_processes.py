@@ -14,6 +14,7 @@ from firm.run import parse, run_cli
 from tests.nursery import ROOT, two_processes
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
+from tests.smoke import SMOKE
 
 REWARD = """
 import os
@@ -52,7 +53,7 @@ def command_line(runs):
 
     def build(name: str, *arguments: str) -> list[str]:
         return [
-            *("--config", str(ROOT / "configs/smoke.yaml"), "--out", f"{runs / name}"),
+            *("--config", str(SMOKE), "--out", f"{runs / name}"),
             *("--policy.lora.dropout", "0", "--rewards.words.name", "words"),
             *("--rewards.words.file", f"{rewards}"),
             *("--rewards.words.options", f"{{log: {runs / name}.log}}"),
@@ -65,7 +66,7 @@ def command_line(runs):
 @pytest.fixture(scope="module")
 def fork_two(runs, command_line):
     """Runs the recipe in two processes of torchrun's environment, without a start for each run."""
-    imports = "import firm.cli.align, firm.jobs.alignment_config"
+    imports = f"from tests.smoke import run; run('--rounds', 1, '--out', '{runs}/first')"
     with two_processes(runs, imports, ACCELERATE_USE_CPU="true") as run_program:
 
         def run(name: str, *arguments: str) -> None:
@@ -109,12 +110,13 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, r
 
 
 def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, runs, one):
-    fork_two("stacked", "--engine", "stacked", "--num_clients", "4")
+    short = ("--rounds", "1", "--num_clients", "4")
+    fork_two("stacked", "--engine", "stacked", *short)
     assert read_rows(runs / "stacked")[0]["processes"] == [
         ["client_0", "client_2"],
         ["client_1", "client_3"],
     ]
-    fork_two("in_turn", "--num_clients", "4")
+    fork_two("in_turn", *short)
     assert distance(read_adapter(runs / "in_turn"), read_adapter(runs / "stacked")) < 1e-5
 
 

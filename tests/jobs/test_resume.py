@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.nursery import ROOT, nursery
+from tests.nursery import nursery
 from tests.runs import read_adapter, read_rows
+from tests.smoke import SMOKE
 
 pytestmark = pytest.mark.slow
 
-SMOKE = ROOT / "configs/smoke.yaml"
 
 # A `death` is a stage, which of its calls, and after how many of Python's calls and returns in
 # there the run kills itself (at the latest when the stage is over); or, with `room` in bytes, the

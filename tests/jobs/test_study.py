@@ -1,5 +1,6 @@
 """Settings by seeds, side by side."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -13,12 +14,12 @@ from firm.cli.study import main
 from firm.jobs import study
 from firm.report.__main__ import main as report
 from firm.run import UserError, parse
-
-ROOT = Path(__file__).parents[2]
+from tests.nursery import forked_workers
+from tests.smoke import ROOT, SMOKE
 
 
 def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
-    base = str(ROOT / "configs/smoke.yaml")
+    base = str(SMOKE)
     settings = "{A: {}, B: {overrides: {num_clients: 3}}}"
     cfg = parse(study.StudyConfig, ["--base", base, "--settings", settings, "--plan"])
     assert main(cfg) is None
@@ -29,7 +30,7 @@ def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
 
 
 def test_keys_of_all_runs_and_of_a_setting_are_given_as_those_of_a_run():
-    base = ["--base", str(ROOT / "configs/smoke.yaml"), "--settings", "{A: {}, B: {}}"]
+    base = ["--base", str(SMOKE), "--settings", "{A: {}, B: {}}"]
     keys = ["--overrides.strategy.beta", "0.5", "--settings.B.overrides.strategy.beta", "2"]
     runs = study.study_configs(parse(study.StudyConfig, [*base, *keys, "--seeds", "[0]"]))
     assert {name: run.strategy.beta for name, run in runs.items()} == {
@@ -64,7 +65,7 @@ def test_names_that_lead_elsewhere_or_to_one_place_are_refused(arguments, messag
 
 
 def test_the_seeds_of_a_setting_are_one_job_type_in_wandb():
-    base = str(ROOT / "configs/smoke.yaml")
+    base = str(SMOKE)
     overrides = "{tracking.mode: offline, tracking.tags: [mine]}"
     cfg = parse(
         study.StudyConfig,
@@ -82,7 +83,7 @@ def test_a_setting_has_a_folder_of_its_own_below_the_study(capsys, monkeypatch):
     takes_seconds = "firm.jobs.plan.planning.process_memory"
     monkeypatch.setattr(takes_seconds, lambda *_: None)
     settings = "{'../../β = 0.5': {}}"
-    base = str(ROOT / "configs/smoke.yaml")
+    base = str(SMOKE)
     cfg = parse(study.StudyConfig, ["--base", base, "--settings", '{"β = 0.5": {}}', "--plan"])
     main(cfg)
     assert "β_0.5-seed_0" in capsys.readouterr().out
@@ -97,7 +98,7 @@ def arguments(tmp_path_factory) -> list[str]:
     settings = "{FIRM: {}, server: {overrides: {strategy.name: fsmgda}}}"
     tiny = "{rounds: 1, strategy.num_local_steps: 1, evaluation.num_validation_prompts: 0}"
     return [
-        *("--base", str(ROOT / "configs/smoke.yaml"), "--settings", settings),
+        *("--base", str(SMOKE), "--settings", settings),
         *("--overrides", tiny, "--seeds", "[0]", "--out", str(out)),
     ]
 
@@ -105,8 +106,7 @@ def arguments(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def studied(arguments) -> tuple[Path, str]:
     """The study's folder and what was printed."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
-        patch.chdir(ROOT)
+    with contextlib.chdir(ROOT), forked_workers(), redirect_stdout(StringIO()) as printed:
         out = main(parse(study.StudyConfig, arguments))
     assert out is not None
     return out, printed.getvalue()

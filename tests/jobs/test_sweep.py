@@ -1,15 +1,14 @@
 """A sweep over preferences: ordinary runs, a front from each method, and soups between corners."""
 
+import contextlib
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from firm.fronts import Front, grid
 from firm.jobs.sweep import MethodConfig, SweepConfig, prompt_rewards
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
+from tests.nursery import forked_workers
 from tests.runs import read_adapter, read_rows
+from tests.smoke import ROOT, SMOKE
 from tests.wandb_files import items, merged, records_of, started, table
 
-ROOT = Path(__file__).parents[2]
 TINY = {
     "rounds": 1,
     "strategy.num_local_steps": 1,
@@ -33,7 +33,7 @@ TINY = {
     "tracking.mode": "offline",
 }
 CONFIG = SweepConfig(
-    base=ROOT / "configs/smoke.yaml",
+    base=SMOKE,
     overrides=TINY,
     methods={
         "FIRM": MethodConfig(),
@@ -44,27 +44,9 @@ CONFIG = SweepConfig(
 )
 
 
-class HereExecutor(Executor):
-    """Does at once, in this process, what a pool does in processes that import for seconds each.
-
-    What goes there goes through pickle. Studies (test_study) run in processes of their own.
-    """
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__()
-
-    def submit(self, fn, /, *args, **kwargs) -> Future:
-        fn, args, kwargs = pickle.loads(pickle.dumps((fn, args, kwargs)))
-        future = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr("firm.run.sweep.ProcessPoolExecutor", HereExecutor)
+    with contextlib.chdir(ROOT), forked_workers():
         return main(replace(CONFIG, out=tmp_path_factory.mktemp("sweeps") / "sweep"))
 
 
@@ -117,24 +99,22 @@ def test_a_soup_is_the_mean_of_the_adapters_that_were_trained_alone(swept):
         assert torch.equal(parameter, first[name])
 
 
-def test_one_conditioned_training_gives_every_point_of_a_front(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("firm.run.sweep.ProcessPoolExecutor", HereExecutor)
+def test_one_conditioned_training_gives_every_point_of_a_front(tmp_path):
     changes = {
         "estimator.name": "critic_free",
         "estimator.num_replies": 2,
         "strategy.name": "fedavg",
         "tracking.mode": "disabled",
     }
-    out = main(
-        replace(
-            CONFIG,
-            out=tmp_path / "sweep",
-            overrides={**TINY, **changes},
-            methods={"front": MethodConfig(kind="front")},
-            preferences=[[2, 0], [1, 3]],
-        )
+    cfg = replace(
+        CONFIG,
+        out=tmp_path / "sweep",
+        overrides={**TINY, **changes},
+        methods={"front": MethodConfig(kind="front")},
+        preferences=[[2, 0], [1, 3]],
     )
+    with forked_workers():
+        out = main(cfg)
     trained = out / "points/front-50_50-seed_0"
     assert {path.name for path in (out / "points").iterdir()} == {
         "front-100_0-seed_0", "front-25_75-seed_0", trained.name,
@@ -303,7 +283,7 @@ def test_the_command_line_reads_methods_and_preferences():
 def test_a_sweep_that_is_killed_ends_with_the_same_front(tmp_path, swept):
     out = tmp_path / "sweep"
     command = [sys.executable, "recipes/pareto_sweep.py", "--out", str(out), "--resume"]
-    command += ["--base", "configs/smoke.yaml", "--overrides", json.dumps(TINY)]
+    command += ["--base", str(SMOKE), "--overrides", json.dumps(TINY)]
     command += ["--methods", "{FIRM: {}, soups: {kind: soup}}", "--num_workers", "2"]
     command += ["--preferences", "[[2, 0], [1, 1], [0, 3]]"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from firm.fields import Paper, PositiveInt, configuration
 from firm.run import UserError, parse, run_cli, to_dict, to_yaml
+from firm.run.yaml_text import read_yaml
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,12 @@ def test_aliases_that_stand_for_more_than_fits_are_refused(tmp_path: Path) -> No
         from_text(tmp_path, f"options: {BOMB}}}")
     with pytest.raises(UserError, match=r"rate must be float, got '\{a: &a"):
         from_text(tmp_path, f"rate: '{BOMB}}}'")
+
+
+def test_what_is_done_to_the_data_of_a_text_does_not_come_back_when_it_is_read_again() -> None:
+    data = read_yaml("rates: {slow: [1, 2]}")
+    data["rates"]["slow"].append(3)
+    assert read_yaml("rates: {slow: [1, 2]}") == {"rates": {"slow": [1, 2]}}
 
 
 def test_a_text_that_would_be_refused_as_yaml_stays_a_text(tmp_path: Path) -> None:
