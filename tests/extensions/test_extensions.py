@@ -13,6 +13,7 @@ import yaml
 from firm.cli.main import main
 from tests.plugins import plugins_forgotten
 from tests.runs import read_rows
+from tests.smoke import POLICY
 
 FOLDER = Path(__file__).parent
 PLUGINS = ["momentum", "reinforce", "vowels", "counting_engine", "reply_loss"]
@@ -26,6 +27,7 @@ OVERRIDES = {
         "brevity": {"name": "brevity"},
     },
     "tracking.mode": "offline",
+    "policy.path": str(POLICY),
 }
 MOMENTUM = Path("points/momentum-seed_0")
 SETTINGS = {"momentum": {}, "none": {"overrides": {"strategy.momentum": 0.0}}}

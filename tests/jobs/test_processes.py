@@ -1,6 +1,7 @@
 """The main recipe on several processes: the same run, and an end in good order when one dies."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,16 +65,25 @@ def command_line(runs):
 
 
 @pytest.fixture(scope="module")
-def fork_two(runs, command_line):
-    """Runs the recipe in two processes of torchrun's environment, without a start for each run."""
+def processes(runs):
+    """Runs a program in two processes of torchrun's environment, without a start for each run.
+
+    They are forked from one that has run the recipe.
+    """
     imports = f"from tests.smoke import run; run('--rounds', 1, '--out', '{runs}/first')"
     with two_processes(runs, imports, ACCELERATE_USE_CPU="true") as run_program:
+        yield run_program
 
-        def run(name: str, *arguments: str) -> None:
-            ends = run_program(PROGRAM, *command_line(name, *arguments))
-            assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
 
-        yield run
+@pytest.fixture(scope="module")
+def fork_two(processes, command_line):
+    """Runs the recipe in two processes, which end well."""
+
+    def run(name: str, *arguments: str) -> None:
+        ends = processes(PROGRAM, *command_line(name, *arguments))
+        assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -120,23 +130,37 @@ def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, ru
     assert distance(read_adapter(runs / "in_turn"), read_adapter(runs / "stacked")) < 1e-5
 
 
+GONE = "process 1 of the run's 2, which worked on client_1, is gone"
+
+
 def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
-    command_line, fork_two, runs, one
+    command_line, processes, fork_two, runs, one
 ):
-    start = time.monotonic()
     options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 'yes'}}")
+    left, died = processes(PROGRAM, *command_line("dying", *options))
+    assert died.returncode == -signal.SIGKILL
+    assert left.returncode == 1
+    assert "resume from the last checkpoint" in left.stderr
+    assert GONE in left.stderr
+    assert "Traceback" not in left.stderr
+    fork_two("dying", *options, "--resume", "true")
+    assert distance(read_adapter(runs / "dying"), read_adapter(one)) == 0
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_what_torchrun_started_with_a_word(command_line, runs):
+    start = time.monotonic()
+    options = ("--rewards.words.options", f"{{log: {runs}/torchrun.log, dies: 'yes'}}")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("recipes/firm_hh.py", *command_line("dying", *options)),
+        *("recipes/firm_hh.py", *command_line("torchrun", *options)),
     ]
     died = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert died.returncode != 0
     assert time.monotonic() - start < 60
     assert "resume from the last checkpoint" in died.stderr
-    assert "process 1 of the run's 2, which worked on client_1, is gone" in died.stderr
+    assert GONE in died.stderr
     assert "]: Traceback" not in died.stderr  # how torchrun's processes would show theirs
-    fork_two("dying", *options, "--resume", "true")
-    assert distance(read_adapter(runs / "dying"), read_adapter(one)) == 0
 
 
 def test_two_processes_on_one_client_equal_one(fork_two, runs, one):

@@ -26,6 +26,17 @@ for arguments in sys.argv[1:]:
     main(["workspace", *arguments.split()])
 """
 
+REFUSED = """
+import os, sys
+import firm.jobs.workspace, wandb_workspaces.workspaces  # once for both
+from firm.cli.main import main
+for key in ({}, {"WANDB_API_KEY": "k" * 40}):
+    if not os.fork():
+        os.environ |= key
+        main(["workspace", "--run", sys.argv[1]])
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 2
+"""
+
 
 @contextmanager
 def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -190,12 +201,12 @@ def test_of_a_study_it_draws_means_over_the_seeds_and_their_errors(asked):
 def test_without_key_or_network_it_ends_in_one_line(run_path, tmp_path):
     pytest.importorskip("wandb_workspaces")
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "2"}
-    for key, words in (({}, "No API key"), ({"WANDB_API_KEY": "k" * 40}, "Failed to verify")):
-        command = [sys.executable, "-c", SAVE, f"--run {run_path}"]
-        status, output = on_a_terminal(command, environment(tmp_path, **nobody, **key))
-        assert status == 2, output
-        (line,) = output.splitlines()
-        assert line.startswith(f"error: W&B saves no workspace: {words}")
+    command = [sys.executable, "-c", REFUSED, f"{run_path}"]
+    status, output = on_a_terminal(command, environment(tmp_path, **nobody))
+    assert status == 0, output
+    without, with_a_key = output.splitlines()
+    assert without.startswith("error: W&B saves no workspace: No API key")
+    assert with_a_key.startswith("error: W&B saves no workspace: Failed to verify")
 
 
 def test_what_cannot_be_drawn_is_refused(run_path, refusal, tmp_path, monkeypatch):
