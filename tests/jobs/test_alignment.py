@@ -337,7 +337,10 @@ def test_three_objectives_run_whole(tmp_path):
     out = main(
         parse(
             AlignmentConfig,
-            ["--config", str(ROOT / "configs/three.yaml"), "--out", str(tmp_path / "run")],
+            [
+                *("--config", str(ROOT / "configs/three.yaml"), "--policy.path", str(POLICY)),
+                *("--out", str(tmp_path / "run")),
+            ],
         )
     )
     objectives = ["helpful", "harmless", "brevity"]
