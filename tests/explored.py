@@ -1,5 +1,6 @@
 """The page of `firm explore`, as a person uses it in a browser."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ SLIDE = """((index, share) => {
 })"""
 
 
+def _heed_interrupts() -> None:
+    """Undoes what a process in the background inherits from its shell: to ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def served(run: Path, *options: str) -> Iterator[str]:
     """Yields where the page of a run is served, by a process of its own as for a person."""
@@ -24,13 +30,16 @@ def served(run: Path, *options: str) -> Iterator[str]:
         [sys.executable, "-m", "firm", "explore", "--run", str(run), *options],
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=_heed_interrupts,
     ) as command:
         assert command.stdout is not None
         lines = iter(command.stdout.readline, "")
         try:
             yield next(line.split()[0] for line in lines if "Ctrl-C" in line)
+            command.send_signal(signal.SIGINT)
+            command.communicate(timeout=60)
         finally:
-            command.kill()  # it would wait for Ctrl-C, and then for the browser's connections
+            command.kill()  # what fails in the page must not leave the command waiting for Ctrl-C
 
 
 def visit(page: Page, address: str, *, width: int = 1280) -> None:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,7 +30,15 @@ def _one_layer(policy: Path, folder: Path) -> Path:
 
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="firm-smoke-"))
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+@atexit.register
+def _remove(owner: int = os.getpid()) -> None:
+    """Removes the folder; a forked process, which has the same one, leaves it alone."""
+    if os.getpid() == owner:
+        shutil.rmtree(_FOLDER, ignore_errors=True)
+
+
 WHOLE = "firm/miniature/checkpoints/policy"
 """The policy that configs/smoke.yaml names."""
 POLICY = _one_layer(ROOT / WHOLE, _FOLDER / WHOLE)

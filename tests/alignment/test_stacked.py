@@ -12,7 +12,7 @@ from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from tests.cabs import PROMPTS
 
-PROMPTS = [*PROMPTS] + [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefghij"]
+PROMPTS = [*PROMPTS, *(Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefghij")]
 WITHOUT_LOSSES = {
     name: get_type_hints(strategy)["cfg"]
     for name, strategy in STRATEGIES.items()

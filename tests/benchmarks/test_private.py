@@ -28,10 +28,12 @@ def test_the_levels_bound_what_can_be_said():
     assert needed_clients(levels(n100=0.1, n1000=0.2), 0.9) == 1000
 
 
-def test_adapters_are_compared_at_both_epsilons_whatever_their_order():
-    def gains(share):
-        return [{"rewards": share}] * 2
+def gains(share):
+    """The same gain with two seeds."""
+    return [{"rewards": share}] * 2
 
+
+def test_adapters_are_compared_at_both_epsilons_whatever_their_order():
     paired = {
         "large, 100 clients": gains(0.0),
         "large, 1000 clients": gains(1.0),
@@ -50,9 +52,6 @@ def test_adapters_are_compared_at_both_epsilons_whatever_their_order():
 
 
 def test_a_ratio_is_a_bound_where_one_side_is():
-    def gains(share):
-        return [{"rewards": share}] * 2
-
     paired = {
         "large, no noise": gains(1.0),
         "large, 1000 clients": gains(1.0),

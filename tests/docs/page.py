@@ -34,9 +34,9 @@ FENCE = re.compile(r"^```(\w+)[ \t]*(\S*)\n(.*?)^```$", re.M | re.S)
 NAMED = re.compile(r"# (\S+\.\w+)\n")
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = Path(firm.__file__).parent / "miniature/checkpoints"
-POLICY = "Qwen/Qwen2.5-0.5B-Instruct"
+HUB_POLICY = "Qwen/Qwen2.5-0.5B-Instruct"
 ON_THE_HUB = {
-    POLICY: CHECKPOINTS / "policy",
+    HUB_POLICY: CHECKPOINTS / "policy",
     "Ray2333/gpt2-large-helpful-reward_model": CHECKPOINTS / "helpful",
     "Ray2333/gpt2-large-harmless-reward_model": CHECKPOINTS / "harmless",
     "Anthropic/hh-rlhf": CHECKPOINTS / "prompts_train.jsonl",
@@ -115,7 +115,7 @@ class Runner:
         self.places = {**ON_THE_HUB}
         self.small = {**SMALL}
         if policy is not None:
-            self.places |= {POLICY: policy, SHIPPED: policy}
+            self.places |= {HUB_POLICY: policy, SHIPPED: policy}
             self.small["policy.path"] = policy
         self.namespace: dict[str, Any] = {"__name__": "snippet"}
 

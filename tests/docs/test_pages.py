@@ -37,7 +37,6 @@ def empty_folder(tmp_path, monkeypatch):
     """The working directory, without a person at the terminal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with plugins_forgotten(), forked_workers():
         yield
 

@@ -10,10 +10,11 @@ from urllib.parse import urlsplit
 import pytest
 from safetensors.torch import load_file, save_file
 
-from firm.cli.explore import cli
+from firm.cli.explore import cli, serve
 from firm.fronts import Front
 from firm.jobs.chat import SIDES, ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
+from firm.run import UserError
 from tests import smoke
 from tests.explored import ask, served, slide, visit
 
@@ -44,7 +45,8 @@ def address(strong):
 def explored(address, page):
     """The page in a browser."""
     visit(page, address)
-    return page
+    yield page
+    page.visit("about:blank")  # its server would wait for the connections
 
 
 def _said(page, side):
@@ -110,6 +112,15 @@ def test_without_gradio_it_says_how_to_get_it(strong, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     line = refusal(cli, ["--run", str(strong), "--policy.path", "no/model"])
     assert "pip install 'firm-align[explore]'" in line
+
+
+def test_where_no_port_is_free_it_says_so():
+    class Page:
+        def launch(self, **_):
+            raise OSError("Cannot find empty port in range: 7860-7959.")
+
+    with pytest.raises(UserError, match="cannot be served at any port from 7860; give another"):
+        serve(Page(), None)
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_loaded(strong, refusal, monkeypatch):

@@ -120,13 +120,12 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, r
 
 
 def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, runs, one):
-    short = ("--rounds", "1", "--num_clients", "4")
-    fork_two("stacked", "--engine", "stacked", *short)
+    fork_two("stacked", "--engine", "stacked", "--num_clients", "4")
     assert read_rows(runs / "stacked")[0]["processes"] == [
         ["client_0", "client_2"],
         ["client_1", "client_3"],
     ]
-    fork_two("in_turn", *short)
+    fork_two("in_turn", "--num_clients", "4")
     assert distance(read_adapter(runs / "in_turn"), read_adapter(runs / "stacked")) < 1e-5
 
 
@@ -136,10 +135,12 @@ GONE = "process 1 of the run's 2, which worked on client_1, is gone"
 def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
     command_line, processes, fork_two, runs, one
 ):
+    start = time.monotonic()
     options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 'yes'}}")
     left, died = processes(PROGRAM, *command_line("dying", *options))
     assert died.returncode == -signal.SIGKILL
     assert left.returncode == 1
+    assert time.monotonic() - start < 60
     assert "resume from the last checkpoint" in left.stderr
     assert GONE in left.stderr
     assert "Traceback" not in left.stderr
