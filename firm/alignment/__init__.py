@@ -39,7 +39,8 @@ from firm.alignment.policy import (
     read_tokenizer,
     take_device,
 )
-from firm.alignment.prompts import Prompt, PromptFormat, PromptsConfig, as_prompt, load_prompts
+from firm.alignment.prompt_data import PromptsConfig, load_prompts
+from firm.alignment.prompts import Prompt, PromptFormat, as_prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer

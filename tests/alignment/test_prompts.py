@@ -7,17 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firm.alignment.prompt_data import PromptsConfig, load_prompts
 from firm.alignment.prompt_stream import PromptStream
 from firm.alignment.prompts import (
     ASSISTANT,
     HUMAN,
     Prompt,
     PromptFormat,
-    PromptsConfig,
     as_prompt,
     encode_prompts,
     format_prompt,
-    load_prompts,
     parse_dialogue,
     truncate_by_turns,
 )
