@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from firm.cli.help_pages import page_file
+from firm.console import accept_any_text
 
 COMMANDS = {
     "demo": ("align", "Aligns the miniature world to two objectives, in about three minutes."),
@@ -39,6 +40,7 @@ processes: `torchrun --nproc_per_node 4 -m firm align ...`."""
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command that the first argument names; without one it prints all of them."""
+    accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     if name == "--version":
@@ -74,6 +76,7 @@ def run(
         more: Further ones.
         description: Opens the help page.
     """
+    accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["-h"], ["--help"]):
         print(f"{description}\n\n{page_file(module).read_text(encoding='utf-8')}", end="")

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from firm.console import accept_any_text
 from firm.federation import Adapter, ServerState, State, failure_alarms
 from firm.federation.engines import with_own_key
 from firm.federation.outside import printable
@@ -82,6 +83,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         UserError: The data do not fit the configuration, the study's directory is taken, or a run
             in it has done more rounds than are asked for.
     """
+    accept_any_text()  # names of algorithms and objectives are printed
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")

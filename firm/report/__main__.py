@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from firm.console import accept_any_text
 from firm.report.classic_rounds import print_rounds
 from firm.report.page import PAGE_NAME, stand_alone
 from firm.report.run_page import write_report
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run_path", type=Path, metavar="DIR", help="directory of the run or study")
     parser.add_argument("--rounds", type=int, nargs="+", help="rounds of a classic study")
     parser.add_argument("--against", help="setting that the others are compared with, by seed")
+    accept_any_text()
     options = parser.parse_args(argv)
     with exit_on_user_error():
         if options.rounds:

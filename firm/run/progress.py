@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from firm.console import accept_any_text
 from firm.federation.outside import printable
 
 _MAX_CLIENTS_SHOWN = 16
@@ -213,6 +214,7 @@ def _standard_output() -> Console:
     In a notebook rich would show each line as an HTML block of its own, and take it for a terminal
     where HTML is off, since kernels set FORCE_COLOR.
     """
+    accept_any_text()  # a script that calls `firm.align` may print in any encoding
     console = Console(highlight=False)
     return _plain_console() if console.is_jupyter else console
 

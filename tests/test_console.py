@@ -1,0 +1,85 @@
+"""Commands end well on a console whose encoding lacks what they print or read."""
+
+import io
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from firm.cli import main as firm
+from firm.cli.main import COMMANDS
+from firm.console import accept_any_text
+from firm.run import print_table
+from tests import smoke
+
+ENCODINGS = ("ascii", "cp1252")
+FILE = """
+from reward_models import reward_model
+
+@reward_model("größe")
+def size(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.fixture
+def console(monkeypatch) -> Callable[..., Callable[[], str]]:
+    """Puts a console of an encoding in place of the standard streams; returns what it shows."""
+
+    def use(encoding: str, said: bytes = b"") -> Callable[[], str]:
+        streams = {name: io.BytesIO() for name in ("stdout", "stderr")}
+        for name, stream in [*streams.items(), ("stdin", io.BytesIO(said))]:
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding))
+
+        def shown() -> str:
+            sys.stdout.flush()
+            return streams["stdout"].getvalue().decode(encoding)
+
+        return shown
+
+    return use
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("topic", [(), ("all",)])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_printed(command, topic, encoding, console):
+    shown = console(encoding)
+    if command == "network":  # whose own commands have the topics
+        topic = ()
+    with pytest.raises(SystemExit) as ended:
+        firm.main([command, "--help", *topic])
+    assert ended.value.code == 0
+    assert COMMANDS[command][1] in shown()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_run_an_evaluation_and_a_chat_end(encoding, console, tmp_path, new_plugins):
+    file, run = tmp_path / "größen.py", tmp_path / "läufe 运行"
+    file.write_text(FILE, encoding="utf-8")
+    shown = console(encoding)
+    firm.main(
+        ["align", "--config", str(smoke.SMOKE), "--rounds", "1", "--out", str(run)]
+        + ["--rewards", f"{{size: {{name: größe, file: {file}}}, brief: {{name: brevity}}}}"]
+    )
+    assert "mean " in shown()
+    firm.main(["evaluate", "--runs", f"[{run}]", "--out", str(tmp_path / "größer")])
+    console(encoding, "Grüße 你好\n".encode() + b"\xff\xfe\n")
+    firm.main(["chat", "--run", str(run)])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_table_keeps_its_frame_and_shows_escapes(encoding, console):
+    shown = console(encoding)
+    print_table("λ ± ε", ["", "λ"], [["helpful", "0.5 \N{INFINITY}"]])
+    title, *lines = shown().splitlines()
+    assert title == {"ascii": r"\u03bb \xb1 \u03b5", "cp1252": r"\u03bb ± \u03b5"}[encoding]
+    assert r"0.5 \u221e" in "\n".join(lines)
+    assert r"\u2500" not in "\n".join(lines)  # the frame is one of ASCII
+
+
+def test_a_console_that_knows_all_characters_shows_them(console):
+    shown = console("utf-8")
+    accept_any_text()
+    print("λ ± 你好")
+    assert shown() == "λ ± 你好\n"
