@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from firm.federation.devices import named_device
 from firm.federation.outside import first_line
 from reward_models.formats import CallFormat, check_format, present
 
@@ -231,7 +232,7 @@ def load_sequence_classifier(
         ValueError: There is no such device or checkpoint, it cannot be reached, it is no
             classifier, or it has several labels and `output` picks none.
     """
-    place = _checked_device(device)
+    place = named_device(device)
     is_folder = Path(path).expanduser().is_dir()
     location = str(Path(path).expanduser()) if is_folder else str(path)
     try:
@@ -271,25 +272,6 @@ def load_sequence_classifier(
             "use a reward model, not a language model."
         )
     return model.to(place), tokenizer
-
-
-def _checked_device(device: str) -> torch.device:
-    has_accelerator = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if has_accelerator else None
-    if device == "auto":
-        return accelerator or torch.device("cpu")
-    known = ["cpu"]
-    if accelerator is not None:
-        known += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
-    try:
-        wanted = torch.device(device)
-    except RuntimeError:  # torch lists dozens of device types, most of them absent
-        wanted = None
-    if wanted is None or f"{wanted.type}:{wanted.index or 0}" not in [*known, "cpu:0"]:
-        raise ValueError(
-            f"there is no device {device!r} here: choose 'auto' or one of {', '.join(known)}."
-        )
-    return wanted
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from firm.alignment.conditioning import ConditioningConfig, condition_
 from firm.alignment.lora_xs import make_small_
 from firm.alignment.prompts import PromptFormat
 from firm.federation import Adapter, RandomStream
+from firm.federation.devices import named_device
 from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, Paper, PositiveFloat, PositiveInt, configuration
 
@@ -76,8 +77,8 @@ class PolicyConfig:
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], NOT_IN_PAPER] = "float32"
     """Type of the frozen parameters; the adapter is float32."""
     device: str = "auto"
-    """Where the policy is and the adapter learns: "auto" takes the accelerator when there is one,
-    and with several processes each its own; otherwise "cpu", or one such as "cuda:1"."""
+    """Where the policy is and the adapter learns: "auto" takes the accelerator where there is one,
+    and each of several processes another; or "cpu", "cuda", or one of several such as "cuda:1"."""
     gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
     """Whether activations are computed again in each backward pass instead of kept: less memory,
     more time, the same gradients."""
@@ -96,26 +97,30 @@ class PolicyConfig:
     """Whether it depends on the preference."""
 
 
-def take_device(device: str, *, num_processes: int = 1) -> None:
+def take_device(name: str, *, num_processes: int = 1) -> torch.device:
     """Makes a device the one that libraries take for this process; call it before they load.
+
+    Args:
+        name: A device as `policy.device` names it. Only one with an index changes anything; each
+            of several processes has an accelerator already.
+        num_processes: Number of processes that work together.
 
     Raises:
         ValueError: There is no such device here, or several processes were to share it.
     """
-    if device in ("auto", "cpu"):
-        return
-    known = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if device not in known:
-        raise ValueError(
-            f"policy.device: there is no device {device!r} here: "
-            f"choose one of {', '.join(['auto', 'cpu', *known])}."
-        )
+    try:
+        device = named_device(name)
+    except ValueError as error:
+        raise ValueError(f"policy.device: {error}") from error
+    if device.type == "cpu" or device.index is None:
+        return device
     if num_processes > 1:
         raise ValueError(
-            f"policy.device must be auto with {num_processes} processes, each of which takes a "
-            f"device of its own, got {device!r}."
+            f"policy.device must be auto or {device.type} with {num_processes} processes, each of "
+            f"which takes another device, got {name!r}."
         )
-    torch.cuda.set_device(device)
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def read_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -106,7 +106,7 @@ def load(
     """Loads prompts, models and reward models in this process, but for those that are given."""
     given = given or Given()
     cfg = with_shipped_paths(cfg)
-    take_device(cfg.policy.device, num_processes=processes.size)
+    device = take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
@@ -148,7 +148,7 @@ def load(
         num_rounds=max(1, cfg.rounds),
         team=processes.team(),
         conditioning=cfg.policy.conditioning,
-        use_cpu=cfg.policy.device == "cpu",
+        use_cpu=device.type == "cpu",
     )
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh

@@ -487,6 +487,13 @@ def test_every_process_has_its_clients_and_a_reward_its_own_device(shallow):
     assert apart[own] == alone[own] - 2 * num_bytes
 
 
+def test_an_accelerator_named_by_its_type_is_one_device_with_its_index(shallow):
+    options = ("--policy.path", shallow, "--policy.device", "cuda")
+    rewards = ("--rewards.helpful.device", "cuda", "--rewards.harmless.device", "cuda:0")
+    (place,) = plan_of(config(*options, *rewards, file="miniature")).places
+    assert place.policy == place.rewards["helpful"] == place.rewards["harmless"] == "cuda:0"
+
+
 def test_a_model_that_cannot_be_had_leaves_the_other_figures_and_a_remedy():
     plan = plan_of(config("--rewards.helpful.path", "no/such", file="hh_tinyllama"))
     assert plan.policy is None

@@ -186,10 +186,11 @@ def _place(
 ) -> Place:
     """Returns where a process has its models, if all processes are on this machine."""
     accelerator, own = torch.accelerator.current_accelerator(), device
+    is_here = accelerator is not None and torch.accelerator.is_available()
     if device == "auto":
-        own = "cpu"
-        if accelerator is not None and torch.accelerator.is_available():
-            own = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
+        own = accelerator.type if accelerator is not None and is_here else "cpu"
+    if own != "cpu" and ":" not in own:
+        own += f":{rank % torch.accelerator.device_count() if is_here else 0}"
     return Place(
         clients=processes.hosted(clients, rank),
         policy=own,

@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from firm.alignment import take_device
+from firm.federation.devices import named_device
+
+
+@pytest.fixture(params=["cuda", "xpu"])
+def accelerator(request, monkeypatch):
+    """Has torch report two accelerators of a type; gives the type."""
+    for name, value in {
+        "is_available": True,
+        "current_accelerator": torch.device(request.param),
+        "device_count": 2,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    return request.param
+
+
+def test_an_accelerator_is_named_by_its_type_or_by_its_index(accelerator):
+    assert named_device("auto") == named_device(accelerator) == torch.device(accelerator)
+    assert named_device(f"{accelerator}:1") == torch.device(accelerator, 1)
+    assert named_device("cpu") == torch.device("cpu")
+    known = f"one of cpu, {accelerator}, {accelerator}:0, {accelerator}:1"
+    for name in (f"{accelerator}:2", "mps", "meta", f"{accelerator}:x", "gpu", ""):
+        with pytest.raises(ValueError, match=f"no device '{name}' here: .*{known}"):
+            named_device(name)
+
+
+def test_only_an_index_changes_the_device_of_the_process(accelerator, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    for name in ("auto", "cpu", accelerator):
+        take_device(name, num_processes=2)
+    assert taken == []
+    take_device(f"{accelerator}:1")
+    assert taken == [1]
+    with pytest.raises(ValueError, match=rf"must be auto or {accelerator} with 2 processes"):
+        take_device(f"{accelerator}:1", num_processes=2)
