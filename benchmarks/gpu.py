@@ -8,7 +8,7 @@ Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic
 clients in turn (engine local), also with a static cache, and all at once (stacked), beside TRL's
 GRPOTrainer with one adapter and as many replies, epochs and minibatches. On a GPU the tests that
 need one run first, and the first round of each estimator warms up. Every other round is measured
-once, so small differences say nothing.
+once, so small differences say nothing. A case that fails is a row with its error.
 
 Stages wait for the device before and after. Memory on a GPU is what torch allocated; on the CPU it
 is the most that a process of its own had resident, libraries included, which the plan leaves out.
@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +49,7 @@ from benchmarks.gpu_page import STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.federation import Processes, lockstep
+from firm.federation.outside import first_line, printable
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import LoadedRun, load
 from firm.jobs.plan import make_plan
@@ -112,24 +115,35 @@ def _tests() -> str:
 
 
 def _measured(setting: Setting, case: Case) -> Row:
-    """Returns a case's row; on the CPU from a process of its own, whose memory is the case's."""
+    """Returns a case's row; on the CPU from a separate process, whose memory is the case's."""
     if setting.device == "cuda":
         return _row(setting, case)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_row, setting, case).result()
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(_row, setting, case).result()
+    except BrokenProcessPool:
+        return Row(case, "failed: its process was killed")
 
 
 def _row(setting: Setting, case: Case) -> Row:
+    """Returns a case's row; a case that fails gets a note, so that the others are measured."""
     _quiet()
     try:
+        _free_memory(setting.device)  # of the case before
         return (_peer_row if case.is_peer else _own_row)(setting, case)
     except torch.OutOfMemoryError:
         return Row(case, "out of memory")
-    finally:
-        gc.collect()
-        if setting.device == "cuda":
-            torch.cuda.empty_cache()
+    except Exception as error:
+        traceback.print_exc()
+        reason = printable(first_line(error), max_length=160)
+        return Row(case, f"failed: {type(error).__name__}: {reason}")
+
+
+def _free_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 # --- Rounds of FIRM -------------------------------------------------------------------------------

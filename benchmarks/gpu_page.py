@@ -141,7 +141,8 @@ def command_of(setting: Setting) -> str:
 
 def _table(headings: Sequence[str], rows: Any) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _round_cells(rows: Sequence[Row]) -> Callable[[Row], list[str]]:

@@ -1,6 +1,7 @@
 """The main job on accelerators, and the page of what it costs there."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from benchmarks import gpu
+from benchmarks.gpu_page import STAGES, Case, Row, Setting
 from tests.runs import read_adapter, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +105,42 @@ def test_cases_that_come_too_late_say_so(tmp_path):
     gpu.main([*options, "--out", str(out)])
     page = out.read_text()
     assert {row[3] for row in cells(page, "Seconds by stage")} == {"not run: 0 minutes were over"}
+
+
+def test_a_case_that_fails_is_a_row_of_the_page(tmp_path, monkeypatch):
+    class Broken(RuntimeError):
+        pass
+
+    def measured(setting, case):
+        if case.engine in ("stacked", "trl"):
+            raise Broken("no kernel for a|b\non this device")
+        stages = dict.fromkeys(STAGES, 0.1)
+        sizes = {"bytes_up": 1, "planned_up": 1}
+        return Row(case, seconds=1.0, stages=stages, tokens_per_second=1.0, **sizes)
+
+    for name in ("_own_row", "_peer_row"):
+        monkeypatch.setattr(gpu, name, measured)
+    monkeypatch.setattr(gpu, "_measured", gpu._row)
+    out = tmp_path / "page.md"
+    gpu.main([*("--shape", "tiny", "--device", "cpu", "--clients", "2"), "--out", str(out)])
+    reason = "failed: Broken: no kernel for a\\|b"
+    for section in ("Seconds by stage", "Throughput and memory"):
+        rows = {tuple(row[:3]): row[3] for row in cells(out.read_text(), section)}
+        assert len(rows) == 5
+        for (_, _, engine), first in rows.items():
+            assert (first == reason) == (engine == "stacked")
+    assert cells(out.read_text(), "Beside TRL")[0][:2] == ["8", reason]
+
+
+@pytest.mark.slow
+def test_a_case_whose_process_is_killed_is_a_row_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "_row", _killed)
+    row = gpu._measured(Setting("tiny", "cpu", str(tmp_path), False), Case("ppo", "local", 1))
+    assert row.note == "failed: its process was killed"
+
+
+def _killed(setting, case):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
