@@ -58,10 +58,9 @@ def test_a_run_an_evaluation_and_a_chat_end(encoding, console, tmp_path, new_plu
     file, run = tmp_path / "größen.py", tmp_path / "läufe 运行"
     file.write_text(FILE, encoding="utf-8")
     shown = console(encoding)
-    firm.main(
-        ["align", "--config", str(smoke.SMOKE), "--rounds", "1", "--out", str(run)]
-        + ["--rewards", f"{{size: {{name: größe, file: {file}}}, brief: {{name: brevity}}}}"]
-    )
+    rewards = f"{{size: {{name: größe, file: {file}}}, brief: {{name: brevity}}}}"
+    options = ["--rounds", "1", "--out", str(run), "--rewards", rewards]
+    firm.main(["align", "--config", str(smoke.SMOKE), *options])
     assert "mean " in shown()
     firm.main(["evaluate", "--runs", f"[{run}]", "--out", str(tmp_path / "größer")])
     console(encoding, "Grüße 你好\n".encode() + b"\xff\xfe\n")
@@ -81,5 +80,5 @@ def test_a_table_keeps_its_frame_and_shows_escapes(encoding, console):
 def test_a_console_that_knows_all_characters_shows_them(console):
     shown = console("utf-8")
     accept_any_text()
-    print("λ ± 你好")
-    assert shown() == "λ ± 你好\n"
+    sys.stdout.write("λ ± 你好")
+    assert shown() == "λ ± 你好"
