@@ -44,7 +44,7 @@ from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
 from firm.run.shipped import find_config
-from firm.run.yaml_text import read_yaml
+from firm.run.yaml_text import AmbiguousYaml, Dumper, read_yaml
 
 Config = TypeVar("Config")
 
@@ -94,8 +94,9 @@ def lay_out(
             _lay(config_class, root, (), content, "")
     # A form's name decides which keys there are: it goes first, wherever it stands.
     for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
+        given = _Unread(value) if isinstance(value, str) else value
         with _named_in_errors(source):
-            _lay(config_class, root, key.split("."), value, "")
+            _lay(config_class, root, key.split("."), given, "")
     return root
 
 
@@ -113,7 +114,7 @@ def to_dict(config: Any) -> Any:
 def to_yaml(config: Any) -> str:
     """Returns the configuration as YAML that `parse` reads back to an equal one."""
     # Escapes for what is not ASCII: PyYAML reads a literal next-line character back as a space.
-    return yaml.safe_dump(to_dict(config), sort_keys=False, width=100)
+    return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, width=100)
 
 
 # --- From values to a configuration ---------------------------------------------------------------
@@ -312,28 +313,37 @@ def _lay_section(
     return section
 
 
+class _Unread(str):
+    """A value's text on the command line; one in a file has been read, and is a text in quotes."""
+
+
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """Returns a single value, or what its text stands for, as `kind` wants it."""
-    for reading in _readings(kind, value) if isinstance(value, str) else [value]:
+    readings, doubt = _readings(kind, value) if isinstance(value, str) else ([value], None)
+    for reading in readings:
         with suppress(ValidationError):
             return _adapter(kind).validate_python(reading, strict=True)
+    if doubt is not None:
+        what = path if kind is Any else f"{path} must be {type_in_words(kind)}"
+        raise UserError(f"{what}: {doubt.reason}")
     got = printable(value, max_length=80) if isinstance(value, str) else value
     raise UserError(
         f"{path} must be {type_in_words(kind)}, got {'null' if value is None else repr(got)}."
     )
 
 
-def _readings(kind: Any, text: str) -> Iterator[Any]:
-    """Yields what a text may stand for, the likeliest first."""
-    members = members_of(kind)
-    if kind not in (str, Path):
-        with suppress(UserError):
-            if not isinstance(value := read_yaml(text), str) or kind is Any:
-                yield value
-    yield Path(text) if Path in members else text
-    if float in members:
-        with suppress(ValueError):
-            yield float(text)  # 1e-5, a text in YAML 1.1
+def _readings(kind: Any, text: str) -> tuple[list[Any], AmbiguousYaml | None]:
+    """Returns what a text may stand for, the likeliest first, and why it may be unclear."""
+    own: Any = Path(text) if Path in members_of(kind) else str(text)
+    if kind in (str, Path) or (kind is Any and not isinstance(text, _Unread)):
+        return [own], None
+    try:
+        value = read_yaml(text)
+    except AmbiguousYaml as error:
+        return [] if kind is Any else [own], error
+    except UserError:
+        return [own], None
+    return [own] if isinstance(value, str) and kind is not Any else [value, own], None
 
 
 @cache

@@ -1,30 +1,68 @@
 """Reads YAML texts that may come from anywhere."""
 
+import json
+import re
+from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import yaml
 
+from firm.federation.outside import printable
 from firm.run.errors import UserError
 
 MAX_NODES = 100_000
 """Most values of a YAML text, those that an alias repeats counted each time."""
 
 
-def read_yaml(text: str, source: str = "") -> Any:
-    """Returns the plain data in a YAML text, in which a key stands once.
+_TAG = "tag:yaml.org,2002:"
+_AMBIGUOUS = "tag:firm,ambiguous"
+_PLAIN = {
+    f"{_TAG}bool": re.compile("true|True|TRUE|false|False|FALSE"),
+    f"{_TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+"),
+    f"{_TAG}float": re.compile(
+        r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+    ),
+}
+"""How truth values and numbers are written."""
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+_OF_YAML_1_2 = re.compile(r"[-+]?0[0-9]+|0o[0-7]+")
+"""Integers to YAML 1.2, and others or texts to PyYAML, which follows YAML 1.1."""
 
-    PyYAML keeps the last of two equal keys without a word, and a few lines of aliases can stand for
-    more values than fit into memory: both are refused before anything is built. Messages name the
-    source, a file or key.
+
+class AmbiguousYaml(UserError):
+    """Raised on a text without quotes that readers of YAML take for different values.
+
+    Args:
+        line: Where it is.
+        reason: What it may be, and what to write.
+    """
+
+    def __init__(self, line: int, reason: str, source: str = "") -> None:
+        super().__init__(f"{source and f'{source}, '}line {line}: {reason}")
+        self.line, self.reason = line, reason
+
+
+def read_yaml(text: str, source: str = "") -> Any:
+    """Returns the plain data in a YAML text.
+
+    Numbers are decimal or hexadecimal, and truth values are true and false. Anything else without
+    quotes that YAML 1.1 and 1.2 read differently, such as 010, 1:30, 1_000, yes or 2024-01-01, is
+    refused. PyYAML keeps the last of two equal keys without a word, and a few lines of aliases can
+    stand for more values than fit into memory: both are refused before anything is built. Messages
+    name the source, a file or key.
 
     Raises:
-        UserError: It is malformed, has a key twice or half a surrogate pair, or is too deep or too
-            large.
+        AmbiguousYaml: It holds such a text.
+        UserError: It is malformed, has a key twice or half a surrogate pair, or is too
+            deep or too large.
     """
     try:
         return deepcopy(_data(text))
+    except AmbiguousYaml as error:
+        raise AmbiguousYaml(error.line, error.reason, source) from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
         line = f", line {mark.line + 1}" if mark else ""
@@ -41,9 +79,9 @@ def read_yaml(text: str, source: str = "") -> Any:
 @lru_cache(maxsize=16)
 def _data(text: str) -> Any:
     """Returns the data in a text; a run's settings are asked for with every page of it."""
-    loader = yaml.SafeLoader("")  # a text with odd characters is refused as it is given, below
+    loader = _Loader("")  # a text with odd characters is refused as it is given, below
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -51,6 +89,52 @@ def _data(text: str) -> Any:
         return loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+class _Resolver(yaml.resolver.BaseResolver):
+    """Finds what a text without quotes is, or that readers of YAML disagree about it."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        """Returns the tag of a node."""
+        earlier = super().resolve(kind, value, implicit)
+        if kind is not yaml.ScalarNode or not implicit[0]:
+            return earlier
+        for tag, pattern in _PLAIN.items():
+            if pattern.fullmatch(value):
+                return tag
+        is_other = earlier in (*_PLAIN, f"{_TAG}timestamp") or _OF_YAML_1_2.fullmatch(value)
+        return _AMBIGUOUS if is_other else earlier
+
+
+class _Loader(_Resolver, yaml.SafeLoader):
+    """Reads plain data."""
+
+    def construct_ambiguous(self, node: yaml.ScalarNode) -> NoReturn:
+        """Raises `AmbiguousYaml`."""
+        raise AmbiguousYaml(node.start_mark.line + 1, _in_words(node.value))
+
+
+_Loader.add_constructor(_AMBIGUOUS, _Loader.construct_ambiguous)
+
+
+class Dumper(_Resolver, yaml.SafeDumper):
+    """Writes plain data; texts that could be read as something else are put in quotes."""
+
+
+def _in_words(value: str) -> str:
+    """Returns what readers of YAML take an ambiguous text for, and how to write it instead."""
+    readings, value = [], printable(value, max_length=80)
+    with suppress(ValueError):  # of a date that there is not
+        readings.append(yaml.safe_load(value))
+    if _OF_YAML_1_2.fullmatch(value):
+        readings.append(int(value, 8 if "o" in value else 10))
+    numbers = [json.dumps(each) for each in readings if isinstance(each, bool | int | float)]
+    others = "a text" if len(numbers) < 2 else numbers[1]
+    remedy = "".join(f"{number} or " for number in numbers)
+    return (
+        f"{value} is {numbers[0] if numbers else 'a date'} to some readers of YAML and {others} to "
+        f"others; write {remedy}'{value}' in quotes."
+    )
 
 
 def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
@@ -73,6 +157,9 @@ def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
             parts = node.value
         else:
             parts = []
+            is_number = any(_PLAIN[tag].fullmatch(node.value) for tag in _NUMBERS)
+            if node.tag in _NUMBERS and not is_number:  # `!!int 010`
+                refuse(f"{printable(node.value, max_length=80)} is no decimal number", node)
             if any("\ud800" <= character <= "\udfff" for character in node.value):
                 refuse("half a surrogate pair, which is no character", node)
         num_values[id(node)] = total = 1 + sum(map(visit, parts))

@@ -169,7 +169,7 @@ CASES = {
         ["rewards: the name of an objective must be at most 64 letters", "got 'a/b'"],
     ),
     "an objective that YAML takes for a bool": (
-        ["--rewards", "{yes: {name: brevity}}"],
+        ["--rewards", "{true: {name: brevity}}"],
         ["rewards must have texts for names, got True, which YAML reads as bool; write it in quo"],
     ),
     "a further score that is a path": (

@@ -226,18 +226,38 @@ BAD_FILES = [
     ("rate: 1\nlimit: [1", "{file}: malformed YAML, line 2: "),
     ("rate: 1\nlimit: 1\nrate: 2", "{file}: malformed YAML, line 3: key 'rate' twice; correct it."),
     (
-        "rewards: {yes: {path: a}, true: {path: b}}",
-        "{file}: malformed YAML, line 1: keys 'yes' and 'true' are both read as True, so quote",
+        "rewards: {TRUE: {path: a}, true: {path: b}}",
+        "{file}: malformed YAML, line 1: keys 'TRUE' and 'true' are both read as True, so quote",
     ),
     (
-        "rewards: {yes: {path: a}}",
+        "rewards: {true: {path: a}}",
         "{file}: rewards must have texts for names, got True, which YAML reads as bool; write it ",
+    ),
+    (
+        "rate: 1\nlimit: 010",
+        "{file}: line 2: 010 is 8 to some readers of YAML and 10 to others; write 8 or 10 or '010'"
+        " in quotes.",
+    ),
+    ("limit: 1:30", "{file}: line 1: 1:30 is 90 to some readers of YAML and a text to others; wri"),
+    ("limit: 1_000", "{file}: line 1: 1_000 is 1000 to some readers of YAML and a text to others"),
+    ("limit: 0o10", "{file}: line 1: 0o10 is 8 to some readers of YAML and a text to others; writ"),
+    ("limit: 0b11", "{file}: line 1: 0b11 is 3 to some readers of YAML and a text to others; writ"),
+    ("limit: 09", "{file}: line 1: 09 is 9 to some readers of YAML and a text to others; write 9"),
+    ("limit: !!int 010", "{file}: malformed YAML, line 1: 010 is no decimal number; correct it."),
+    ("rate: 1:30.5", "{file}: line 1: 1:30.5 is 90.5 to some readers of YAML and a text to others"),
+    ("resume: yes", "{file}: line 1: yes is true to some readers of YAML and a text to others; w"),
+    ("options: {a: [off]}", "{file}: line 1: off is false to some readers of YAML and a text to"),
+    ("rewards: {no: {path: a}}", "{file}: line 1: no is false to some readers of YAML and a text"),
+    (
+        "out: 2024-01-31",
+        "{file}: line 1: 2024-01-31 is a date to some readers of YAML and a text to others; write "
+        "'2024-01-31' in quotes.",
     ),
     ("1: 2", "{file}: the file must have texts for names, got 1, which YAML reads as int; write"),
     ("options: {1: a, 0x1: b}", "{file}: malformed YAML, line 1: keys '1' and '0x1' are both re"),
     ("rate: &a [*a]", "{file}: malformed YAML, line 1: an alias inside of what it stands for; co"),
     ("rate: " + "[" * 5_000, "{file}: malformed YAML: it is nested too deeply; correct it."),
-    ("rate: 1999-99-99", "{file}: malformed YAML: month must be in 1..12; correct it."),
+    ("rate: 1999-99-99", "{file}: line 1: 1999-99-99 is a date to some readers of YAML and a text"),
     ("rate: !!bool x", "{file}: malformed YAML: a value does not fit its tag; correct it."),
     ('out: "\\ud800"', "{file}: malformed YAML, line 1: half a surrogate pair, which is no charac"),
     ("batch: {size: 6}", "batch.size 6 is not divisible by minibatch 4; use a multiple of 4."),
@@ -254,6 +274,14 @@ BAD_ARGUMENTS = [
     (["--rate.x", "1"], "command line: unknown key rate.x; rate is a single value."),
     (["--extras.0.path", "1"], "command line: unknown key extras.0.path; extras has 0 entries."),
     (["--limit", "many"], "command line: limit must be int or null, got 'many'."),
+    (["--limit", "010"], "command line: limit must be int or null: 010 is 8 to some readers of "),
+    (["--limit", "1_0"], "command line: limit must be int or null: 1_0 is 10 to some readers of "),
+    (["--rate", "1:30"], "command line: rate must be float: 1:30 is 90 to some readers of YAML "),
+    (["--rate", "1_000.5"], "command line: rate must be float: 1_000.5 is 1000.5 to some readers"),
+    (["--rate", "２"], "command line: rate must be float, got '２'."),
+    (["--resume", "on"], "command line: resume must be bool: on is true to some readers of YAML "),
+    (["--options.a", "no"], "command line: options.a: no is false to some readers of YAML and a "),
+    (["--extras", "[{path: 2024-01-31}]"], "command line: extras, line 1: 2024-01-31 is a date t"),
     (["--limit"], "command line: --limit has no value; write --limit VALUE."),
     (["a.yaml"], "command line: unexpected 'a.yaml'; give a file as --config FILE and a value"),
     (["--out", "\udcff"], "command line: '\\udcff' is no UTF-8 text; write it in UTF-8."),
@@ -288,6 +316,24 @@ def test_a_text_that_would_be_refused_as_yaml_stays_a_text(tmp_path: Path) -> No
     assert config.options == {"a": f"{BOMB}}}"}
     assert config.targets == (f"{BOMB}}}",)
     assert config.out == Path("[a")
+
+
+def test_texts_in_quotes_stay_texts(tmp_path: Path) -> None:
+    given = {"a": "010", "b": "yes", "c": "1:30", "d": "2024-01-31", "e": "3", "f": "1e5"}
+    config = from_text(tmp_path, f"options: {given}\nout: '010'\ntargets: ['no', '1e5']")
+    assert (config.options, config.out, config.targets) == (given, Path("010"), ("no", "1e5"))
+    assert from_text(tmp_path, to_yaml(config)) == config
+
+
+def test_texts_of_the_command_line_need_no_quotes() -> None:
+    config = parse(Config, ["--out", "010", "--extra.path", "no", "--options.a", "1e-5"])
+    assert (config.out, config.extra, config.options) == (Path("010"), Reward("no"), {"a": 1e-5})
+
+
+def test_numbers_with_exponents_are_numbers_anywhere(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "rate: 1e-5\noptions: {a: 1e-5, b: -2E+3, c: .5e1, d: 0x10}")
+    assert config.rate == 1e-5
+    assert config.options == {"a": 1e-5, "b": -2000.0, "c": 5.0, "d": 16}
 
 
 def test_aliases_of_a_few_values_are_read(tmp_path: Path) -> None:
@@ -359,7 +405,10 @@ def test_any_content_gives_a_configuration_or_one_line(tmp_path_factory, content
 # --- The way out ----------------------------------------------------------------------------------
 
 NAMES = st.text("abcdefgh_", min_size=1, max_size=6)
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=8) | st.from_regex(
+    r"[-+]?[0-9_o:.eE-]{1,6}|(yes|no|on|off|null|true|~)", fullmatch=True
+)
+"""Texts; many of them would be something else without quotes."""
 FLOATS = st.floats(allow_nan=False)
 REWARDS = st.builds(Reward, path=TEXTS, scale=FLOATS)
 FIRMS = st.builds(Firm, beta=st.floats(0), num_steps=st.integers())
