@@ -5,7 +5,8 @@ Aggregation of Encrypted Data in Wireless Sensor Networks" (doi:10.1109/MOBIQUIT
 integers modulo 2⁴⁸. Whoever has the key K sends c = x + F_K(nonce), with a nonce of its own for
 every message. The sum of messages is Σx + ΣF_K(nonce): with K and the nonces the masks come off,
 without them it is uniformly random. The masks come off of the sum of exactly these messages and of
-nothing else, so one message cannot be passed off as a sum of several.
+nothing else, so one message cannot be opened as a sum of several. Nothing ties a message to its
+round or sender, though: two messages with the same content open as a sum of two.
 
 F_K is SHAKE-256 of the key and the nonce, a pseudo-random function of 256 bits of key.
 """

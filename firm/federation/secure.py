@@ -1,8 +1,9 @@
-"""Secure aggregation: messages by which a server learns the mean of updates and none of them.
+"""Secure aggregation: messages by which a server learns the mean of updates without reading them.
 
 A client's site masks w_c (θ_c - θ_t) and w_c (``firm.federation.masking``), the server adds what
 arrives, and one of the sites opens the sum: θ_t + Σ w_c (θ_c - θ_t) / Σ w_c. All sites have one
-key, and the server has none.
+key, and the server has none. That hides single updates from a server that follows the protocol and
+repeats no round; a hostile one has a client answer twice, or sums opened that differ by one client.
 """
 
 from collections.abc import Mapping, Sequence

@@ -67,8 +67,8 @@ class StrategyConfig:
     privacy: Annotated[PrivacyConfig | None, NOT_IN_PAPER] = None
     """Differential privacy of the clients; null: none."""
     secure: Annotated[Secure | None, NOT_IN_PAPER] = None
-    """Secure aggregation, by which the server learns the mean of the clients' updates and no single
-    one: their sites hide them under masks; null: none."""
+    """Secure aggregation: sites hide updates under masks, and a server that follows the protocol
+    and repeats no round learns their mean alone; null: none."""
     upload: Annotated[UploadConfig | None, NOT_IN_PAPER] = None
     """Quantised uploads; null sends updates in the adapter's own type."""
     ranks: Annotated[dict[str, PositiveInt], NOT_IN_PAPER] = field(default_factory=dict)

@@ -357,10 +357,10 @@ def _secured(record: Record) -> str:
     seconds = formats.number(fmean([row.get("seconds") or 0.0 for row in rows]))
     rounding = max(row.get("rounding") or 0.0 for row in rows)
     return (
-        f" With secure aggregation the server saw none of the {formats.count(sum(sizes), 'update')}"
-        f", which were {hidden} under masks, but in each round their mean, of {min(sizes)} at the "
-        f"least. Adding them and having the sum opened took {seconds} s a round. Rounding moved no "
-        f"number of an update by more than {rounding:.1g}."
+        f" With secure aggregation the {formats.count(sum(sizes), 'update')} reached the server "
+        f"under masks, {hidden} in total, and it had the mean of each round's opened, of "
+        f"{min(sizes)} at the least. Adding them and having the sum opened took {seconds} s a "
+        f"round. Rounding moved no number of an update by more than {rounding:.1g}."
     )
 
 

@@ -427,8 +427,8 @@ def test_a_run_with_secure_aggregation_tells_what_was_hidden_at_what_price(make_
             }
     write_rows(run_path, rows)
     text = Tags(write(run_path)).text
-    assert "saw none of the 8 updates, which were 8 MB under masks" in text
-    assert "in each round their mean, of 2 at the least" in text
+    assert "the 8 updates reached the server under masks, 8 MB in total" in text
+    assert "the mean of each round's opened, of 2 at the least" in text
     assert "took 0.250 s a round" in text
     assert "by more than 2e-09" in text
 
