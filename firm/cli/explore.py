@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from firm.jobs.chat import SIDES, Answer
 from firm.jobs.explore import ExploreConfig, Explorer, Place
@@ -24,6 +25,12 @@ LEGEND = (
 ASKED = "Say something to both"
 
 
+HOSTS = ("127.0.0.1", "localhost")
+"""Names by which a browser of this machine may ask for the page."""
+FILE_ROUTES = ("file", "upload", "upload_progress", "process_recording", "proxy")
+"""Gradio's ways to files and to other machines, none of which the page needs."""
+
+
 def main(cfg: ExploreConfig) -> None:
     """Serves the page to this machine until it is interrupted."""
     if cfg.port is not None:  # before anything is loaded in vain
@@ -42,9 +49,13 @@ def serve(page: Any, port: int | None) -> str:
     """
     try:
         _, address, _ = page.launch(
-            server_name="127.0.0.1",
+            server_name=HOSTS[0],
             server_port=port,
             share=False,
+            root_path="",
+            mcp_server=False,
+            enable_monitoring=False,
+            app_kwargs={"middleware": [_guard()]},
             quiet=True,
             prevent_thread_lock=True,
             footer_links=[],
@@ -58,7 +69,7 @@ def serve(page: Any, port: int | None) -> str:
 
 def _check_free(port: int) -> None:
     try:
-        socket.create_server(("127.0.0.1", port)).close()
+        socket.create_server((HOSTS[0], port)).close()
     except OSError as error:
         raise _taken(port) from error
 
@@ -66,6 +77,59 @@ def _check_free(port: int) -> None:
 def _taken(port: int | None) -> UserError:
     place = port or "any port from 7860"
     return UserError(f"port: the page cannot be served at {place}; give another one.")
+
+
+def _guard() -> Any:
+    """Returns what refuses requests that no browser of this machine makes for this page."""
+    from starlette.middleware import Middleware
+
+    return Middleware(_Guarded)
+
+
+class _Guarded:
+    """An ASGI application behind checks of what is asked for, and by whom.
+
+    A page elsewhere could have its own name point to this machine and then read the answers (DNS
+    rebinding), so that requests must name this machine as their host. Files neither come in nor go
+    out, whatever the environment allows Gradio.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers a request, or hands it on."""
+        problem = None if scope["type"] == "lifespan" else _problem(scope)
+        if problem is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
+            status, text = problem
+            content_type = (b"content-type", b"text/plain; charset=utf-8")
+            start = {"type": "http.response.start", "status": status, "headers": [content_type]}
+            await send(start)
+            await send({"type": "http.response.body", "body": text.encode()})
+
+
+def _problem(scope: Any) -> tuple[int, str] | None:
+    """Returns status and text of a refusal, or None for a request that is answered."""
+    headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    origin = headers.get(b"origin")
+    if _host(f"//{headers.get(b'host', '')}") not in HOSTS:
+        return 403, "The request names another host; open the page at its address.\n"
+    if origin is not None and _host(origin) not in HOSTS:
+        return 403, "The request comes from another page.\n"
+    if any(part.partition("=")[0] in FILE_ROUTES for part in scope["path"].split("/")):
+        return 404, "This page takes no files and gives none.\n"
+    return None
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname if "@" not in url else None
+    except ValueError:
+        return None
 
 
 def build_page(explorer: Explorer) -> Any:
@@ -152,7 +216,11 @@ def build_page(explorer: Explorer) -> Any:
 
 
 def _gradio() -> Any:
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    # its environment says which folders Gradio serves, whether it tunnels to the world, and more
+    for name in [name for name in os.environ if name.startswith("GRADIO_")]:
+        if name != "GRADIO_TEMP_DIR":
+            del os.environ[name]
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
         import gradio
     except ImportError:

@@ -1,8 +1,12 @@
 """The page with sliders, as a browser shows it and as a person uses it."""
 
+import http.client
+import json
+import re
 import shutil
 import socket
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -35,10 +39,30 @@ def strong(bent, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(strong):
-    """Where the page of that run is served."""
-    with served(strong, *POLICY) as address:
-        yield address
+def address(strong, tmp_path_factory):
+    """Where the page of that run is served, in an environment that would open it to others."""
+    secret = tmp_path_factory.mktemp("elsewhere") / "secret.txt"
+    secret.write_text("secret")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {
+            "ALLOWED_PATHS": str(secret.parent),
+            "MCP_SERVER": "True",
+            "ROOT_PATH": "https://example.org/elsewhere",
+            "SERVER_NAME": "0.0.0.0",
+            "SHARE": "True",
+        }.items():
+            environment.setenv(f"GRADIO_{name}", value)
+        with served(strong, *POLICY) as address:
+            yield address
+
+
+def _request(address, path, method="GET", body=None, **headers):
+    """Returns status and content that a client of the page gets, whatever headers it sends."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
+        connection.request(method, path, body, named)
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
 
 
 @pytest.fixture
@@ -95,6 +119,62 @@ def test_all_sliders_at_zero_are_no_wish(explored):
     assert page(MARKERS)[0][0][1] == pytest.approx(1.0)  # where the second slider alone led
     assert before != page(MARKERS)
     assert page.complaints == []
+
+
+def test_no_file_leaves_the_machine_whatever_the_environment_allows(address, tmp_path_factory):
+    secret = next(tmp_path_factory.getbasetemp().glob("elsewhere*/secret.txt"))
+    for path in (f"/gradio_api/file={secret}", f"/gradio_api/file/{secret}", "/gradio_api/mcp/"):
+        status, text = _request(address, path)
+        assert status == 404
+        assert "secret" not in text
+
+
+def test_no_file_comes_in(address):
+    head = 'Content-Disposition: form-data; name="files"; filename="a.txt"'
+    body = "\r\n".join(["--x", head, "", "a", "--x--", ""])
+    kind = "multipart/form-data; boundary=x"
+    status, text = _request(address, "/gradio_api/upload", "POST", body, Content_Type=kind)
+    assert status == 404
+    assert "a.txt" not in text
+
+
+@pytest.mark.parametrize("host", ["example.org", "127.0.0.1.example.org:7860", "localhost@x", ""])
+def test_a_request_to_another_host_is_refused(address, host):
+    for path in ("/", "/config", "/gradio_api/info"):
+        status, text = _request(address, path, Host=host)
+        assert status == 403
+        assert "another host" in text
+
+
+def test_a_request_from_another_page_is_refused(address):
+    body = json.dumps({"data": [], "fn_index": 0, "session_hash": "x"})
+    for origin in ("https://example.org", "null"):
+        status, _ = _request(address, "/gradio_api/queue/join", "POST", body, Origin=origin)
+        assert status == 403
+
+
+def test_names_of_this_machine_are_answered(address):
+    port = urlsplit(address).port
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST"):
+        assert _request(address, "/config", Host=host)[0] == 200
+
+
+def test_what_the_page_itself_asks_for_is_answered(address):
+    status, page = _request(address, "/")
+    assert status == 200
+    links = re.findall(r'(?:src|href)="((?:\./|/)[^"#]*)"', page)
+    assert len(links) > 3
+    for link in links:
+        assert _request(address, f"/{link.lstrip('./')}")[0] == 200, link
+    # a slider is moved
+    event = {"data": [0.4, 0.6], "fn_index": 0, "session_hash": "test"}
+    own = address.rstrip("/")
+    kind = "application/json"
+    path = "/gradio_api/queue/join"
+    status, _ = _request(address, path, "POST", json.dumps(event), Origin=own, Content_Type=kind)
+    assert status == 200
+    status, answers = _request(address, "/gradio_api/queue/data?session_hash=test")
+    assert "0.400 \\u00b1" in answers or "0.400 ±" in answers
 
 
 def test_bad_input_ends_in_one_line(strong, run, refusal, tmp_path):
