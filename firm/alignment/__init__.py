@@ -43,6 +43,7 @@ from firm.alignment.prompt_data import PromptsConfig, load_prompts
 from firm.alignment.prompts import Prompt, PromptFormat, as_prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
+from firm.alignment.target_modules import default_target_modules
 from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "check_vocabulary",
     "comparison_table",
     "copy_adapter",
+    "default_target_modules",
     "evaluate",
     "fill_adapter_",
     "kl_alarm",

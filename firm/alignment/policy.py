@@ -27,6 +27,12 @@ from transformers.pytorch_utils import Conv1D
 from firm.alignment.conditioning import ConditioningConfig, condition_
 from firm.alignment.lora_xs import make_small_
 from firm.alignment.prompts import PromptFormat
+from firm.alignment.target_modules import (
+    ATTENTION,
+    adapted_layers,
+    excluded_modules,
+    usual_names,
+)
 from firm.federation import Adapter, RandomStream
 from firm.federation.devices import named_device
 from firm.federation.outside import first_line
@@ -55,10 +61,11 @@ class LoraSettings:
     """Scale: the update is multiplied by alpha / r."""
     dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
     """Dropout on the adapter's input, active in updates and off in rollouts."""
-    target_modules: Annotated[list[str], MinLen(1), Paper("A.1")] = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"]
+    target_modules: Annotated[list[str] | None, MinLen(1), Paper("A.1")] = field(
+        default_factory=lambda: list(ATTENTION)
     )
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers of the language model that get an adapter; null takes PEFT's
+    choice for the model type."""
     freeze_a: Annotated[bool, NOT_IN_PAPER] = False
     """Whether A stays as it was drawn, so that B alone is trained and sent: half the adapter where
     layers are square, and the mean of B is the mean of B·A: FFA-LoRA, Sun et al. (2024),
@@ -275,19 +282,14 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
     """Returns a language model, frozen, with one fresh adapter, drawn from the global generators.
 
     Raises:
-        ValueError: No layer is called like `target_modules`, the rank is larger than all, or a
-            single objective is to be conditioned on.
+        ValueError: `target_modules` match no layer or one that cannot have an adapter, the rank is
+            larger than all, or a single objective is to be conditioned on.
     """
-    lora, modules = config.lora, [(n.rsplit(".", 1)[-1], m) for n, m in model.named_modules()]
-    if missing := sorted(set(lora.target_modules) - {name for name, _ in modules}):
-        linear = sorted({name for name, m in modules if isinstance(m, torch.nn.Linear | Conv1D)})
-        raise ValueError(
-            f"policy.lora.target_modules: {missing} match no layer of {config.path}: "
-            f"choose among {linear}."
-        )
-    adapted = [module for name, module in modules if name in lora.target_modules]
-    sizes = [size for m in adapted for size in getattr(getattr(m, "weight", None), "shape", ())]
-    if lora.r > max(sizes, default=lora.r):  # before anything of that size is made
+    lora = config.lora
+    names = list(lora.target_modules or usual_names(model))
+    layers: dict[str, Any] = adapted_layers(model, names, config.path)
+    sizes = [size for layer in layers.values() for size in layer.weight.shape]
+    if lora.r > max(sizes):  # before anything of that size is made
         raise ValueError(
             f"policy.lora.r must be at most {max(sizes)}, the size of the largest matrix that it "
             f"adapts in {config.path}, got {lora.r}."
@@ -302,7 +304,9 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
                 r=lora.r,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works
                 lora_dropout=lora.dropout,
-                target_modules=list(lora.target_modules),
+                target_modules=names,
+                exclude_modules=excluded_modules(model, names),
+                fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in layers.values()),
             ),
         )
     base = Path(config.path)  # absolute, as an adapter may be read from any directory
@@ -361,10 +365,11 @@ def freeze_a_(policy: PeftModel) -> None:
 
 @contextmanager
 def without_needless_warnings() -> Iterator[None]:
-    """Silences warnings of transformers that a user can do nothing about.
+    """Silences warnings of transformers and PEFT that a user can do nothing about.
 
     peft, TRL and `load_policy` use names that transformers 6 will drop, against which the upper
     bound in pyproject.toml guards, and a process group is no sign of data-parallel training here.
+    PEFT corrects `fan_in_fan_out` by itself for each layer that is stored the other way round.
     """
     logger = logging.getLogger("transformers.training_args")
 
@@ -376,6 +381,7 @@ def without_needless_warnings() -> Iterator[None]:
         with warnings.catch_warnings():
             for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
                 warnings.filterwarnings("ignore", f"`{name}`", FutureWarning)
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
             yield
     finally:
         logger.removeFilter(is_actionable)

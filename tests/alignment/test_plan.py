@@ -520,7 +520,6 @@ def test_an_architecture_without_keys_and_values_has_no_estimate_and_says_so(tmp
     assert any("no estimate of its memory" in note for note in plan.notes)
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft's own
 def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     GPT2Config(
         vocab_size=32,

@@ -1,0 +1,160 @@
+"""Which layers of a language model get an adapter."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""Attention's projections in Llama and most models since, as in Appendix A.1 of the paper."""
+
+_READ_BY_KERNELS = {"dt_proj", "out_proj"}
+"""Layers of state-space models whose weights fused kernels read without calling the layer."""
+
+
+def default_target_modules(config: PretrainedConfig) -> list[str]:
+    """Returns the names of the layers that get an adapter where `target_modules` is null.
+
+    They are the four projections of attention where the model has all of them, or PEFT's own choice
+    for the model type, or, for a type that PEFT does not know, every linear layer but the head.
+
+    Args:
+        config: A model's configuration; no weights are made.
+    """
+    with torch.device("meta"):
+        return usual_names(AutoModelForCausalLM.from_config(config))
+
+
+def usual_names(model: Any) -> list[str]:
+    """Returns `default_target_modules` of a model."""
+    head, layers = model.get_output_embeddings(), text_layers(model)
+    names = {_last(n) for n, layer in layers.items() if _is_linear(layer) and layer is not head}
+    if names.issuperset(ATTENTION):
+        return list(ATTENTION)
+    for config in (model.config.get_text_config(), model.config):
+        by_peft = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
+        if isinstance(by_peft, list) and names.issuperset(by_peft):
+            return list(by_peft)
+    if any(_last(name) == "conv1d" for name in layers):
+        names -= _READ_BY_KERNELS
+    return sorted(names)
+
+
+def text_layers(model: Any) -> dict[str, torch.nn.Module]:
+    """Returns the modules of a model, by name, but for those that only images or sound go through.
+
+    A multimodal model has encoders with projections of the same names as those of its language
+    model, which a text never reaches.
+    """
+    apart = _other_modalities(model)
+    return {name: m for name, m in model.named_modules() if not _is_in(name, apart)}
+
+
+def adapted_layers(
+    model: Any, target_modules: Sequence[str], path: str
+) -> dict[str, torch.nn.Module]:
+    """Returns the layers that target modules name, by their full names.
+
+    Args:
+        model: The language model.
+        target_modules: Names, or ends of dotted names, as PEFT compares them.
+        path: What messages call the model.
+
+    Raises:
+        ValueError: A name matches no layer, or one that cannot have an adapter: it is not linear,
+            or its weight is another layer's, too.
+    """
+    layers = text_layers(model)
+    by_target = {
+        target: {name: m for name, m in layers.items() if f".{name}".endswith(f".{target}")}
+        for target in target_modules
+    }
+    shared = _shared_weights(model)
+    if missing := sorted(target for target, matching in by_target.items() if not matching):
+        linear = {
+            _last(name)
+            for name, layer in layers.items()
+            if _is_linear(layer) and id(layer.weight) not in shared
+        }
+        raise ValueError(
+            f"policy.lora.target_modules: {missing} match no layer of {path}: choose among "
+            f"{sorted(linear)}, or give null, which takes {usual_names(model)}."
+        )
+    for target, matching in by_target.items():
+        for name, layer in matching.items():
+            if not _is_linear(layer):
+                raise ValueError(
+                    f"policy.lora.target_modules: {target!r} must name linear layers, but {name} "
+                    f"of {path} is of type {type(layer).__name__}: leave it out."
+                )
+            if id(layer.weight) in shared:
+                raise ValueError(
+                    f"policy.lora.target_modules: {target!r} is tied to another layer of {path}, "
+                    "whose weight is the same tensor, so an adapter merged into it would change "
+                    "both: leave it out, or save the model with untied embeddings."
+                )
+    return {name: layer for matching in by_target.values() for name, layer in matching.items()}
+
+
+def excluded_modules(model: Any, target_modules: Iterable[str]) -> str | None:
+    """Returns a pattern of the modules that target modules name outside of `text_layers`, if any.
+
+    It is PEFT's `exclude_modules`, which a folder with the adapter keeps.
+    """
+    apart = _other_modalities(model)
+    ends = tuple(f".{target}" for target in target_modules)
+    found = {
+        root
+        for name, _ in model.named_modules()
+        for root in apart
+        if _is_in(name, [root]) and f".{name}".endswith(ends)
+    }
+    return "|".join(rf"{re.escape(root)}\..*" for root in sorted(found)) or None
+
+
+def _other_modalities(model: Any) -> list[str]:
+    """Returns the names of the submodules that a text does not go through.
+
+    They are pretrained models whose configuration is neither the model's nor its text model's, and,
+    in a model with a text model inside, what stands beside the way to that one.
+    """
+    config, text = model.config, model.config.get_text_config()
+    own_kinds = type(config), type(text)
+    named = dict(model.named_modules())
+    apart = [
+        name
+        for name, module in named.items()
+        if isinstance(module, PreTrainedModel) and type(module.config) not in own_kinds
+    ]
+    if text is not config:
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        inside = next(name for name, module in named.items() if module is decoder)
+        while inside:
+            inside, _, last = inside.rpartition(".")
+            for name, module in named[inside].named_children():
+                if name != last and module is not head:
+                    apart.append(f"{inside}.{name}" if inside else name)
+    return apart
+
+
+def _is_in(name: str, roots: Iterable[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, torch.nn.Linear | Conv1D)
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _shared_weights(model: Any) -> set[int]:
+    """Returns the identities of the weights that several modules have."""
+    weights = [id(w) for m in model.modules() if (w := getattr(m, "weight", None)) is not None]
+    return {weight for weight, uses in Counter(weights).items() if uses > 1}
