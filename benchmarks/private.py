@@ -8,17 +8,18 @@ that of the epsilon and the rounds of --given and --rounds. The first table has 
 base model on the test prompts, means over the seeds, and their share of the same adapter's gain
 without noise.
 
-The second table has the clients needed: the least N from which on the mean gain stays at --kept
-(nine tenths) of that without noise, interpolated in log N between the levels that were run. Its
-90 % interval is the bootstrap's over all draws of the seeds with replacement, the same draw for
-all adapters and levels; "<" and ">" say that it reaches beyond the levels that were run. At another
-epsilon the same noise takes as many times the clients as its noise multiplier is larger.
+The second table has the clients needed: between which two of the levels that were run lies the
+least N from which on the mean gain stays at --kept (nine tenths) of that without noise. Gains
+collapse between two levels, so that a number interpolated there would be the grid's answer rather
+than the adapter's. In brackets are the levels that hold for nine tenths of all draws of the seeds
+with replacement, the same draw for all adapters and levels. At another epsilon the same noise
+takes as many times the clients as its noise multiplier is larger.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import exp, inf, log
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -122,64 +123,74 @@ def needed_table(
     num_seeds = len(next(iter(tables[against].values())))
     draws = [list(draw) for draw in product(range(num_seeds), repeat=num_seeds)]
 
-    def needed(adapter: str, draw: Sequence[int]) -> float:
-        levels = {clients: values[list(draw)] for clients, values in tables[adapter].items()}
-        return needed_clients(levels, kept)
+    def brackets(adapter: str, draws: Sequence[Sequence[int]]) -> np.ndarray:
+        levels = tables[adapter]
+        return np.array(
+            [
+                needed_clients({n: values[list(draw)] for n, values in levels.items()}, kept)
+                for draw in draws
+            ]
+        )
 
-    everyone = range(num_seeds)
-    yardstick = np.array([needed(against, draw) for draw in draws])
+    everyone = [range(num_seeds)]
     rows = []
-    for adapter, levels in tables.items():
-        resampled = np.array([needed(adapter, draw) for draw in draws])
-        own = (needed(adapter, everyone), *_interval(resampled))
+    for adapter in tables:
+        own, other = (brackets(name, everyone) for name in (adapter, against))
+        drawn, other_drawn = (brackets(name, draws) for name in (adapter, against))
         cells = [
-            "{} [{}, {}]".format(*(_sign(n, levels) + f"{n * scale:,.0f}" for n in own))
+            f"{_between(own[0] * scale)} {_between(_interval(drawn) * scale, '[]')}"
             for scale in (1.0, factor)
         ]
-        other = needed(against, everyone)
-        bound = {"< ": "> ", "> ": "< "}.get(_sign(own[0], levels)) or _sign(other, tables[against])
-        low, high = _interval(yardstick / resampled)
-        rows.append([adapter, *cells, f"{bound}{other / own[0]:.3g} [{low:.3g}, {high:.3g}]"])
+        fewer = [_times_fewer(other, own)[0], _interval(_times_fewer(other_drawn, drawn))]
+        is_yardstick = adapter == against
+        ratio = "1" if is_yardstick else f"{_between(fewer[0])} {_between(fewer[1], '[]')}"
+        rows.append([adapter, *cells, ratio])
     return ["", *(f"ε = {epsilon:g}" for epsilon in epsilons), "times fewer"], rows
 
 
-def needed_clients(levels: Levels, kept: float) -> float:
-    """Returns the least N from which on the mean gain stays at a share of that without noise.
+def needed_clients(levels: Levels, kept: float) -> tuple[float, float]:
+    """Returns between which levels lies the least N that keeps a share of the gain without noise.
 
-    Between two levels the share is linear in log N. Where all levels keep it that is the lowest of
-    them, where the highest does not it is that one: a bound, from above or from below.
+    From that N on the mean gain stays at the share. The first level does not keep it, or is 0 where
+    all do; the second does, and so do all above it, or is infinite where the highest does not.
     """
     whole = levels[inf].mean()
-    shares = {clients: float(levels[clients].mean() / whole) for clients in levels}
-    finite = sorted((clients for clients in shares if clients < inf), reverse=True)
-    enough = finite[0]
-    for clients in finite:
-        if shares[clients] < kept:
-            if clients == finite[0]:
-                return clients
-            part = (kept - shares[clients]) / (shares[enough] - shares[clients])
-            return exp(log(clients) + part * (log(enough) - log(clients)))
+    enough = inf
+    for clients in sorted((clients for clients in levels if clients < inf), reverse=True):
+        if levels[clients].mean() < kept * whole:
+            return clients, enough
         enough = clients
-    return enough
+    return 0.0, enough
+
+
+def _times_fewer(others: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Returns the least and the greatest ratio of numbers within brackets, shape [N, 2] each."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.stack([others[:, 0] / own[:, 1], others[:, 1] / own[:, 0]], axis=1)
+    return np.nan_to_num(ratios, nan=0.0, posinf=inf)
 
 
 def _values(runs: Sequence[Gains], key: str) -> np.ndarray:
     return np.array([run[key] for run in runs])
 
 
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, [0.05, 0.95])
-    return float(low), float(high)
+def _interval(brackets: np.ndarray) -> np.ndarray:
+    """Returns the bounds of nine tenths of the draws, of their brackets [N, 2]."""
+    low = np.quantile(brackets[:, 0], 0.05, method="lower")
+    return np.array([low, np.quantile(brackets[:, 1], 0.95, method="higher")])
+
+
+def _between(bracket: np.ndarray, ends: str = "") -> str:
+    low, high = (f"{number:,.3g}" if number < 100 else f"{number:,.0f}" for number in bracket)
+    if ends:
+        return f"[{low}, {'∞' if bracket[1] == inf else high}]"
+    if bracket[1] == inf:
+        return f"above {low}"
+    return f"at most {high}" if bracket[0] == 0 else f"{low} to {high}"
 
 
 def _count(clients: float) -> str:
     return "no noise" if clients == inf else f"{clients:,.0f}"
-
-
-def _sign(clients: float, levels: Levels) -> str:
-    """Returns what precedes a number of clients at either end of the levels that were run."""
-    finite = [level for level in levels if level < inf]
-    return "< " if clients <= min(finite) else "> " if clients >= max(finite) else ""
 
 
 if __name__ == "__main__":

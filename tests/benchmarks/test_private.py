@@ -1,6 +1,6 @@
 """Clients needed to keep a share of the gain, from shares that are known."""
 
-from math import inf, sqrt
+from math import inf
 
 import numpy as np
 import pytest
@@ -14,18 +14,19 @@ def levels(**shares):
     return {inf: np.array([2.0]), **kept}
 
 
-def test_between_two_levels_the_share_is_linear_in_the_logarithm():
-    assert needed_clients(levels(n100=0.8, n1000=1.0), 0.9) == pytest.approx(100 * sqrt(10))
+@pytest.mark.parametrize("share", [-1.8, 0.0, 0.8])
+def test_between_two_levels_nothing_is_told_apart(share):
+    assert needed_clients(levels(n100=share, n1000=1.0), 0.9) == (100, 1000)
 
 
 def test_a_level_that_keeps_the_gain_by_luck_below_one_that_does_not_is_no_answer():
     lucky = levels(n10=1.0, n100=0.8, n1000=1.0)
-    assert needed_clients(lucky, 0.9) == pytest.approx(100 * sqrt(10))
+    assert needed_clients(lucky, 0.9) == (100, 1000)
 
 
 def test_the_levels_bound_what_can_be_said():
-    assert needed_clients(levels(n100=0.95, n1000=0.97), 0.9) == 100
-    assert needed_clients(levels(n100=0.1, n1000=0.2), 0.9) == 1000
+    assert needed_clients(levels(n100=0.95, n1000=0.97), 0.9) == (0, 100)
+    assert needed_clients(levels(n100=0.1, n1000=0.2), 0.9) == (1000, inf)
 
 
 def gains(share):
@@ -46,8 +47,8 @@ def test_adapters_are_compared_at_both_epsilons_whatever_their_order():
     for order in (paired, reverse):
         _, rows = needed_table(by_adapter(order), "rewards", 0.9, "large", (8, 2), 2.0)
         assert sorted(rows) == [
-            ["large", "794 [794, 794]", "1,589 [1,589, 1,589]", "1 [1, 1]"],
-            ["small", "79 [79, 79]", "159 [159, 159]", "10 [10, 10]"],
+            ["large", "100 to 1,000 [100, 1,000]", "200 to 2,000 [200, 2,000]", "1"],
+            ["small", "10 to 100 [10, 100]", "20 to 200 [20, 200]", "1 to 100 [1, 100]"],
         ]
 
 
@@ -60,6 +61,20 @@ def test_a_ratio_is_a_bound_where_one_side_is():
         "small, 10 clients": gains(1.0),
     }
     _, rows = needed_table(by_adapter(paired), "rewards", 0.9, "large", (8, 2), 2.0)
-    assert rows[1] == ["small", "< 10 [< 10, < 10]", "< 20 [< 20, < 20]", "> 31.6 [31.6, 31.6]"]
+    assert rows[1] == ["small", "at most 10 [0, 10]", "at most 20 [0, 20]", "above 10 [10, ∞]"]
     _, rows = needed_table(by_adapter(paired), "rewards", 0.9, "small", (8, 2), 2.0)
-    assert rows[0][-1] == "< 0.0316 [0.0316, 0.0316]"
+    assert rows[0][-1] == "at most 0.1 [0, 0.1]"
+
+
+def test_seeds_that_differ_widen_the_brackets():
+    paired = {
+        "large, no noise": gains(1.0),
+        "large, 1000 clients": [{"rewards": 1.0}, {"rewards": 0.85}],
+        "large, 100 clients": gains(0.0),
+        "small, no noise": gains(1.0),
+        "small, 100 clients": gains(1.0),
+        "small, 10 clients": gains(0.0),
+    }
+    _, rows = needed_table(by_adapter(paired), "rewards", 0.9, "large", (8, 2), 1.0)
+    assert rows[0][1] == "100 to 1,000 [100, ∞]"
+    assert rows[1][-1] == "1 to 100 [1, ∞]"
