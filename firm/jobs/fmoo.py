@@ -1,6 +1,7 @@
 """Federated multi-objective learning on images, tables and text: algorithms, side by side."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
 from firm.console import accept_any_text
-from firm.federation import Adapter, ServerState, State, failure_alarms
+from firm.federation import ServerState, State, failure_alarms
 from firm.federation.engines import with_own_key
 from firm.federation.outside import printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
@@ -36,6 +38,8 @@ class ClassicResult:
     """The seed of each run of an algorithm."""
     runs: list[Setting]
     """The rows of every run, by algorithm."""
+    new_model: Callable[[int], nn.Module]
+    """Builds the model of a seed, not yet trained."""
 
     @property
     def metrics(self) -> Frame:
@@ -57,10 +61,11 @@ class ClassicResult:
         at = ["setting", "seed", "round"]
         return table.pivot(index=at, columns="objective", values="value")
 
-    def parameters(self, algorithm: str, *, seed: int | None = None) -> Adapter:
-        """Returns a trained model's parameters by name; by default those of the first seed.
+    def parameters(self, algorithm: str, *, seed: int | None = None) -> dict[str, torch.Tensor]:
+        """Returns a trained model's state, by default that of the first seed.
 
-        ``module.load_state_dict`` takes them, with ``strict=False`` where some were not trained.
+        It is all that ``module.load_state_dict`` takes: trained and frozen parameters, each under
+        all names that it has, and buffers.
 
         Raises:
             ValueError: The study has no such algorithm or seed.
@@ -73,7 +78,12 @@ class ClassicResult:
             )
         checkpoint = Run(self.path / algorithm / f"seed_{seed}").latest_checkpoint()
         assert checkpoint is not None  # every run ends with one
-        return ServerState.from_state(checkpoint[1]["server"]).adapter
+        trained = ServerState.from_state(checkpoint[1]["server"]).adapter
+        module = copy.deepcopy(self.new_model(seed))  # a user's function may return its own object
+        with torch.no_grad():
+            for parameter_name, value in trained.items():
+                module.get_parameter(parameter_name).copy_(value)
+        return module.state_dict()
 
 
 def run_classic(cfg: ClassicConfig) -> ClassicResult:
@@ -99,7 +109,11 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         left_out = [text for log in logs for text in log.checked_rows()[1]]
         runs.append(Setting(name, color, seeds, left_out))
         write_comparison(cfg, runs, splits, out)
-    return ClassicResult(out, cfg.seeds, runs)
+
+    def new_model(seed: int) -> nn.Module:
+        return build_model(cfg.model, splits.train, seed=seed)
+
+    return ClassicResult(out, cfg.seeds, runs, new_model)
 
 
 def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: int) -> list[Row]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import firm.fmoo
 from firm.cli.fmoo import cli, main
-from firm.fmoo import TaskData, loss, model
+from firm.fmoo import DataConfig, LocalConfig, TaskData, Workspace, load_data, loss, model
 from firm.jobs.fmoo import ClassicConfig, run_classic
 from firm.run import compose, parse
 from tests.plugins import plugins_forgotten
@@ -99,6 +99,40 @@ def test_seeds_stand_in_the_tables(tmp_path, monkeypatch, new_plugins):
     )
     assert torch.equal(default["heads.0.bias"], first["heads.0.bias"])
     assert not torch.equal(first["heads.0.bias"], last["heads.0.bias"])
+
+
+class Tied(nn.Module):
+    """Has a frozen layer, two layers of one weight, and a buffer that its output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.rand(6) + 0.5)
+
+    def forward(self, x):
+        y = self.scale * self.second(torch.tanh(self.first(self.frozen(x))))
+        return [y[:, :1], y[:, 1:2]]
+
+
+def test_a_state_has_buffers_frozen_parameters_and_tied_names(tmp_path, monkeypatch, new_plugins):
+    monkeypatch.chdir(FOLDER)
+    model("tied")(lambda cfg, data: Tied())
+    options = {"out": str(tmp_path / "study"), "rounds": 2, "model.name": "tied"}
+    result = run_classic(compose(ClassicConfig, ["clinics.yaml"], [*options.items()]))
+    state = result.parameters("fsmgda")
+    net = Tied()
+    net.load_state_dict(state)
+    assert set(state) == set(net.state_dict())
+    assert torch.equal(state["first.weight"], state["second.weight"])
+    untrained = result.new_model(0).state_dict()
+    changed = {name for name in state if not torch.equal(state[name], untrained[name])}
+    assert changed == {"first.weight", "first.bias", "second.weight"}
+    data = load_data(DataConfig(name="clinics"))
+    measured = Workspace(net, data.train, LocalConfig()).evaluate(data.test).losses.tolist()
+    logged = result.losses.loc["fsmgda", 0, 2]
+    assert measured == [logged[name] for name in data.test.objectives]
 
 
 BAD = {
