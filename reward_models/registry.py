@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from firm.federation.user_code import ENDS, user_code
 from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, PositiveInt, configuration
 from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
@@ -197,7 +198,9 @@ def _function(
             f"{', '.join(config.options) or 'none'} ({error}): its settings are "
             f"{inspect.signature(function)}."
         ) from None
-    return FunctionReward(objective, function(**config.options), {})
+    with user_code(f"the constructor of {config.name!r}", "correct it, or its options"):
+        instance = function(**config.options)
+    return FunctionReward(objective, instance, {})
 
 
 def reward_settings(text: str) -> dict[str, str]:
@@ -280,7 +283,9 @@ def _import_file(file: str) -> None:
     try:
         with _all_or_no_names():
             import_file(path)
-    except (Exception, SystemExit) as error:  # whatever another's module raises
+    except ENDS:
+        raise
+    except BaseException as error:  # whatever another's module raises
         raise ValueError(
             f"the file of reward functions cannot be imported, {_place(error, path)}: "
             f"{_in_one_line(error)}: repair it."
@@ -312,7 +317,9 @@ def _import_installed(name: str) -> None:
                 if not callable(function):
                     raise TypeError(f"{offer.value} is no function, and registers none of the name")
                 reward_model(name)(function)
-    except (Exception, SystemExit) as error:  # whatever another's module raises
+    except ENDS:
+        raise
+    except BaseException as error:  # whatever another's module raises
         raise ValueError(
             f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "
             f"({_in_one_line(error)}): repair or update the package."

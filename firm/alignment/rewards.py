@@ -8,16 +8,17 @@ each client kept for itself would give one reward different meanings in differen
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from itertools import combinations
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 
-from firm.federation import ProcessLost
 from firm.federation.outside import printable
+from firm.federation.user_code import user_code
 from firm.fields import NOT_IN_PAPER, configuration
 
 RewardFn = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -74,17 +75,9 @@ def _called(
     keywords: Mapping[str, list[Any]],
 ) -> Any:
     """Returns what a reward function gives; an error in it names the objective."""
-    try:
+    with user_code(f"reward {name!r}", "repair the reward function"):
         values = reward_fn(prompts=prompts, completions=completions, **keywords)
         return asyncio.run(_result(values)) if inspect.isawaitable(values) else values
-    except (ProcessLost, TimeoutError):  # the engine's, which interrupts whatever is at work
-        raise
-    except Exception as error:  # whatever a user's function raises ends in one line
-        text = printable(" ".join(str(error).split()), max_length=300)
-        raise ValueError(
-            f"reward {name!r} raised {type(error).__name__}{f': {text}' if text else ''}; repair "
-            "the reward function."
-        ) from error
 
 
 async def _result(values: Awaitable[Any]) -> Any:
@@ -94,35 +87,45 @@ async def _result(values: Awaitable[Any]) -> Any:
 def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
     """Returns the values of one reward, shape [B], float32; NaN in place of None."""
     expected = f"return one finite number for each of the {num_completions} completions"
-    if not hasattr(values, "__len__"):
+    or_none = "or None where the reward does not apply"
+    if isinstance(values, str | bytes | Set | Mapping) or not hasattr(values, "__len__"):
         raise ValueError(f"reward {name!r} returned {type(values).__name__}: {expected}.")
+    if len(getattr(values, "shape", ())) > 1:
+        raise ValueError(f"reward {name!r} returned shape {list(values.shape)}: {expected}, flat.")
+    values = list(values.detach().tolist() if isinstance(values, torch.Tensor) else values)
     if len(values) != num_completions:
         raise ValueError(f"reward {name!r} returned {len(values)} values: {expected}, in order.")
-    missing = [index for index, value in enumerate(values) if value is None]
-    if missing:
-        values = [0.0 if value is None else value for value in values]
-    or_none = "or None where the reward does not apply"
-    try:
-        row = torch.as_tensor(values, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
-        odd = [index for index, value in enumerate(values) if not isinstance(value, Real)]
-        what = f"{type(values[odd[0]]).__name__} at index {odd[0]}" if odd else "no flat list"
+    numbers = [math.nan if value is None else _as_float(value) for value in values]
+    odd = [at for at, number in enumerate(numbers) if number is None]
+    if odd:
         raise ValueError(
-            f"reward {name!r} returned {what} ({len(odd)} of {num_completions} values are not "
-            f"numbers): {expected}, {or_none}."
-        ) from None
-    if row.shape != (num_completions,):
-        raise ValueError(f"reward {name!r} returned shape {list(row.shape)}: {expected}, flat.")
-    broken = (~row.isfinite()).nonzero().flatten().tolist()
+            f"reward {name!r} returned {type(values[odd[0]]).__name__} at index {odd[0]} "
+            f"({len(odd)} of {num_completions} values are not numbers): {expected}, {or_none}."
+        )
+    row = torch.tensor(numbers, dtype=torch.float64).float()  # to infinity beyond float32
+    finite = row.isfinite().tolist()
+    broken = [at for at, value in enumerate(values) if value is not None and not finite[at]]
     if broken:
         raise ValueError(
             f"reward {name!r} returned {row[broken[0]].item()} at index {broken[0]} ({len(broken)} "
             f"of {num_completions} values are not finite): {expected}, for odd replies too, "
             f"{or_none}."
         )
-    if missing:
-        row[missing] = math.nan
-    return row.detach().cpu()
+    return row
+
+
+def _as_float(value: Any) -> float | None:
+    """Returns a number, or a tensor or array of one, as a float; None for anything else."""
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
+    number: Any = value.item() if size == 1 else value
+    if not isinstance(number, Real | Decimal):
+        return None
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+    except (TypeError, ValueError):  # a Decimal's signalling NaN, a class of the user's own
+        return None
 
 
 def values_or_none(scores: torch.Tensor) -> list[float | None]:

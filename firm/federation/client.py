@@ -227,5 +227,9 @@ class ProcessLost(RuntimeError):
     """Another process of the run is gone; no client's fault, and the last checkpoint is whole."""
 
 
+class TimeLimitError(TimeoutError):
+    """A client's time limit has passed, which interrupts whatever is at work."""
+
+
 class TeamLost(ProcessLost):
     """It worked on the same client as this process."""

@@ -29,10 +29,11 @@ from annotated_types import Interval
 from scipy.special import ndtri
 
 from firm.federation.aggregation import update_length
-from firm.federation.client import Adapter, ProcessLost, State
+from firm.federation.client import Adapter, State
 from firm.federation.messages import Update
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import Number, register_metrics
+from firm.federation.user_code import ENDS
 from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, configuration
 
 register_metrics(clipped=Number(), update_norm=Number(0))
@@ -193,9 +194,9 @@ def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
     """
     try:
         yield
-    except ProcessLost:
+    except ENDS:
         raise
-    except Exception as error:  # any of them may quote data
+    except BaseException as error:  # any of them may quote data
         if cfg is None:
             raise
         raise RuntimeError(

@@ -1,8 +1,7 @@
 """Which data set is loaded, and from where; and what is registered under names."""
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, TypeVar
 
@@ -79,15 +78,3 @@ def registering(table: dict[str, Any], name: str, what: str) -> Callable[[Callab
 
 def _origin(entry: Any) -> tuple[str, str]:
     return entry.__module__, entry.__qualname__
-
-
-@contextmanager
-def in_one_line(what: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raises ``ValueError`` in place of whatever a user's code raises, but for some kinds."""
-    try:
-        yield
-    except but:
-        raise
-    except Exception as error:  # whatever another's code raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{what} fails ({reason}); correct it.") from error

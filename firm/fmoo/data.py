@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from firm.fmoo.config import CallableT, DataConfig, by_name, in_one_line, registering
+from firm.federation.user_code import user_code
+from firm.fmoo.config import CallableT, DataConfig, by_name, registering
 from firm.fmoo.loaders.faces import celeba, celeba5
 from firm.fmoo.loaders.images import (
     cifar10,
@@ -59,7 +60,7 @@ def load_data(cfg: DataConfig) -> Splits:
     """
     loader = by_name(DATASETS, cfg.name, "data set")
     try:
-        with in_one_line("its function", but=(ValueError, OSError)):
+        with user_code("its function", but=(ValueError, OSError)):
             loaded = loader(cfg)
         splits = _cut(loaded, cfg) if isinstance(loaded, TaskData) else loaded
         if not isinstance(splits, Splits):

@@ -23,8 +23,9 @@ from annotated_types import Interval, MinLen
 from torch import nn
 
 from firm.federation.randomness import RandomStream
+from firm.federation.user_code import user_code
 from firm.fields import PositiveInt, configuration
-from firm.fmoo.config import CallableT, by_name, in_one_line, registering
+from firm.fmoo.config import CallableT, by_name, registering
 from firm.fmoo.modules import (
     CharacterEncoder,
     Dropout,
@@ -69,7 +70,7 @@ def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
             raises.
     """
     build = by_name(MODELS, cfg.name, "model")
-    with RandomStream(seed, "model"), in_one_line(f"the model {cfg.name}", but=(ValueError,)):
+    with RandomStream(seed, "model"), user_code(f"the model {cfg.name}", but=(ValueError,)):
         module = build(cfg, data)
     if not isinstance(module, nn.Module):
         raise ValueError(

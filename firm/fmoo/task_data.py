@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from firm.fmoo.config import CallableT, by_name, in_one_line, registering
+from firm.federation.user_code import user_code
+from firm.fmoo.config import CallableT, by_name, registering
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """An objective's outputs and targets, a row for each sample, to the mean loss, a scalar."""
@@ -202,7 +203,7 @@ class Splits:
 def _collated(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a client's inputs [N, ...] and targets [N, M] or [N, M, A], floats in float32."""
     needs = "which needs a length and samples (input, targets)"
-    with in_one_line(f"the data set of client {name!r}, {needs},"):
+    with user_code(f"the data set of client {name!r}, {needs},"):
         rows = [samples[index] for index in range(len(samples))]
         if rows:
             inputs, targets = default_collate(rows)

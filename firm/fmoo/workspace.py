@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from firm.federation import Adapter
 from firm.federation.lockstep import outcome_of, together
+from firm.federation.user_code import user_code
 from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
-from firm.fmoo.config import in_one_line
 from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.stacked import Asked, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
@@ -213,7 +213,7 @@ class Workspace:
         """Raises ``ValueError`` unless the model and the losses give M numbers on two samples."""
         data = self.data
         inputs, targets = self.prepared(data.inputs[:2]), data.targets[:2]
-        with in_one_line(f"the model on inputs of shape {list(inputs.shape)}"):
+        with user_code(f"the model on inputs of shape {list(inputs.shape)}"):
             outputs = self._model.eval()(inputs)
         self._model.train()
         count = len(outputs) if isinstance(outputs, list | tuple) else None
@@ -225,7 +225,7 @@ class Workspace:
             )
         for j, (name, objective) in enumerate(zip(data.losses, data.objectives, strict=True)):
             what = f"the loss {name} of {objective!r}"
-            with in_one_line(what):
+            with user_code(what):
                 value = LOSSES[name](outputs[j], targets[:, j])
             is_tensor = isinstance(value, torch.Tensor)
             if not is_tensor or value.ndim:

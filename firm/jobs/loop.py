@@ -7,6 +7,7 @@ from typing import Any
 
 from firm.federation import Engine, ServerState, State
 from firm.federation.strategies import STRATEGIES, StrategyConfig
+from firm.federation.user_code import user_code
 from firm.run import Run, Tracker
 from firm.run.rows import Row, valid_rows
 
@@ -129,7 +130,8 @@ def train(
 
     while not wing.is_done(state):
         before = state
-        state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
+        with user_code(f"strategy {cfg.name!r}", but=(Exception,)):  # which may end the program
+            state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
         measured = wing.measure(before, state, metrics)
         for row in measured.rows:
             book.log(row)

@@ -10,6 +10,7 @@ from types import FrameType
 
 from firm.federation import ProcessLost, RoundFailed
 from firm.federation.outside import printable
+from firm.federation.user_code import described, is_raised_by_user
 
 _MAX_LINE = 4_000
 """Longest line that an error ends the program with, in characters."""
@@ -57,8 +58,9 @@ def exit_on_user_error() -> Iterator[None]:
     """Ends the program with one line on stderr and exit code 2 when the input is at fault.
 
     Bad values, files and rewards raise ValueError or OSError, or make every client fail. A defect
-    may do so too, so whatever is not a plain `UserError` says how to see its traceback. All other
-    exceptions keep theirs. Ctrl-C ends the program with 130, SIGTERM with 143.
+    may do so too, so whatever is not a plain `UserError` says how to see its traceback. So does a
+    SystemExit from code of a user, which would end the program without a word. All other exceptions
+    keep theirs. Ctrl-C ends the program with 130, SIGTERM with 143.
     """
     try:
         with interrupted_by_sigterm():
@@ -72,6 +74,14 @@ def exit_on_user_error() -> Iterator[None]:
         hint = "" if isinstance(error, UserError) else " (FIRM_TRACEBACK=1 shows where)"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {line}{hint}\n")
         raise SystemExit(1 if isinstance(error, ProcessLost) else 2) from None
+    except SystemExit as error:
+        if not is_raised_by_user(error):
+            raise
+        line = f"{described(error)} ended the program; correct that code."
+        if os.environ.get("FIRM_TRACEBACK"):
+            raise RuntimeError(line) from error
+        sys.stderr.write(f"error: {line} (FIRM_TRACEBACK=1 shows where)\n")
+        raise SystemExit(2) from None
     except Terminated:
         sys.stderr.write("terminated\n")
         raise SystemExit(143) from None  # 128 + SIGTERM

@@ -23,7 +23,9 @@ def drawn(what: str, draw: Callable[[], T], instead: Callable[[str], T]) -> T:
     """
     try:
         return draw()
-    except Exception as error:  # the run is worth more than any picture of it
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the run is worth more than any picture of it
         return instead(_warn(what, error))
 
 
@@ -32,11 +34,13 @@ def drawing(what: str) -> Iterator[None]:
     """Turns whatever fails inside into the warning of `drawn`."""
     try:
         yield
-    except Exception as error:  # as in `drawn`
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as in `drawn`
         _warn(what, error)
 
 
-def _warn(what: str, error: Exception) -> str:
+def _warn(what: str, error: BaseException) -> str:
     note = f"{what} could not be drawn ({printable(f'{type(error).__name__}: {error}')})."
     logger.warning("%s", note)
     logger.debug("%s", what, exc_info=error)

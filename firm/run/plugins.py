@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from firm.federation.user_code import ENDS, described
 from firm.run.errors import UserError
 
 
@@ -20,8 +21,10 @@ def import_plugin(name: str) -> None:
             import_file(Path(name))
         else:
             importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever another's module raises ends in one line
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    except ENDS:
+        raise
+    except BaseException as error:  # whatever another's module raises ends in one line
+        reason = described(error)
         raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
 
 

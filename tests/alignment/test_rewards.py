@@ -1,4 +1,7 @@
+import asyncio
 import math
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from firm.alignment.rewards import (
     values_or_none,
 )
 from firm.federation import ProcessLost
+from firm.federation.client import TimeLimitError
 
 PROMPTS = ["secret one", "secret two", "secret three"]
 REPLIES = ["a", "bb", "ccc"]
@@ -80,6 +84,8 @@ def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
         (1, 2, 3),
         np.array([1.0, 2.0, 3.0]),
         [np.float64(1), True, torch.tensor(3.0)],
+        [np.bool_(True), np.float32(2), torch.tensor([3.0])],
+        [Fraction(1), Decimal(2), np.int64(3)],
         torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, requires_grad=True),
     ],
 )
@@ -101,7 +107,19 @@ def test_numbers_of_every_kind_are_taken(values):
         (["secret", "1", "2"], r"'r' returned str at index 0"),
         (None, "'r' returned NoneType: return one"),
         (3.0, "'r' returned float: return one"),
-        ([[1.0], [2.0], [3.0]], r"'r' returned shape \[3, 1\]"),
+        ([[1.0], [2.0], [3.0]], r"'r' returned list at index 0 \(3 of 3"),
+        (torch.ones(3, 1), r"'r' returned shape \[3, 1\]"),
+        ([1.0, torch.ones(2), np.ones(2)], r"'r' returned Tensor at index 1 \(2 of 3"),
+        ([10**400, 2.0, 3.0], r"'r' returned inf at index 0 \(1 of 3"),
+        ([1.0, -(10**400), 3.0], r"'r' returned -inf at index 1 \(1 of 3"),
+        ([Fraction(10**400), 2.0, 3.0], r"'r' returned inf at index 0 \(1 of 3"),
+        ([Decimal("1e400"), 2.0, 3.0], r"'r' returned inf at index 0 \(1 of 3"),
+        ([Decimal("sNaN"), 2.0, 3.0], r"'r' returned Decimal at index 0 \(1 of 3"),
+        ([np.str_("1"), 2.0, 3.0], r"'r' returned str_ at index 0 \(1 of 3"),
+        ([1j, 2.0, 3.0], r"'r' returned complex at index 0 \(1 of 3"),
+        ("secret"[:3], "'r' returned str: return one"),
+        ({1.0, 2.0, 3.0}, "'r' returned set: return one"),
+        ((value for value in [1.0, 2.0, 3.0]), "'r' returned generator: return one"),
         ([[1.0], [2.0, 1.0], [3.0]], r"'r' returned list at index 0"),
     ],
 )
@@ -159,11 +177,27 @@ def test_a_reward_that_raises_is_named_with_its_error_in_one_line():
     assert isinstance(caught.value.__cause__, KeyError)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
-    with pytest.raises(ValueError, match=r"^reward 'b' raised RuntimeError; repair the reward fu"):
+    here = r"\(tests/alignment/test_rewards\.py:\d+\); repair the reward function\.$"
+    with pytest.raises(ValueError, match=rf"^reward 'b' raised RuntimeError {here}"):
         score({"b": late}, PROMPTS, REPLIES)
 
 
-@pytest.mark.parametrize("error", [TimeoutError("late"), ProcessLost("gone")])
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), asyncio.CancelledError(), GeneratorExit(), TimeoutError("no answer")]
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_would_end_the_program_is_an_error_of_the_reward(error, is_async):
+    def leaves(completions, **kwargs):
+        raise error
+
+    async def leaves_later(completions, **kwargs):
+        raise error
+
+    with pytest.raises(ValueError, match=rf"^reward 'a' raised {type(error).__name__}.*repair"):
+        score({"a": leaves_later if is_async else leaves}, PROMPTS, REPLIES)
+
+
+@pytest.mark.parametrize("error", [TimeLimitError("late"), ProcessLost("gone")])
 def test_who_interrupts_a_reward_is_not_taken_for_its_error(error):
     def interrupted(completions, **kwargs):
         raise error

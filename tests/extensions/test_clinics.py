@@ -150,7 +150,7 @@ BAD = {
     "raises": (
         "cfg.seed",
         "cfg.sead",
-        "data set clinics: its function fails (AttributeError: 'DataConfig' object has no",
+        "data set clinics: its function raised AttributeError: 'DataConfig' object has no",
     ),
     "a client without samples": (
         "x[c], y[c]",
@@ -171,9 +171,9 @@ BAD = {
     "one tensor": (
         "MultiTaskModel(body, [",
         "nn.Sequential(body, *[",
-        "on inputs of shape [2, 6] fails (Runt",
+        "on inputs of shape [2, 6] raised Runt",
     ),
-    "width": ("nn.Linear(6, 16)", "nn.Linear(5, 16)", "the model on inputs of shape [2, 6] fails"),
+    "width": ("nn.Linear(6, 16)", "nn.Linear(5, 16)", "the model on inputs of shape [2, 6] raised"),
     "a loss for each sample": (
         "huber_loss(outputs[:, 0], targets)",
         'huber_loss(outputs[:, 0], targets, reduction="none")',
@@ -187,7 +187,7 @@ BAD = {
     "a loss that raises": (
         "outputs[:, 0]",
         "outputs[:, 1]",
-        "the loss huber of 'days' fails (IndexError: index 1 is out of bounds",
+        "the loss huber of 'days' raised IndexError: index 1 is out of bounds",
     ),
     "batch statistics": ("nn.Tanh()", "nn.BatchNorm1d(16)", "encoder.1 is a BatchNorm1d of torch"),
     "dropout": ("nn.Tanh()", "nn.Dropout()", "encoder.1 is a Dropout of torch that draws"),

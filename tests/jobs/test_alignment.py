@@ -388,7 +388,7 @@ def test_a_calibration_that_was_fixed_beforehand_is_the_one_that_counts(tmp_path
 
 
 def test_clients_that_need_longer_than_they_have_are_left_out(tmp_path):
-    with pytest.raises(RoundFailed, match=r"TimeoutError: it has not finished within 0\.001 s"):
+    with pytest.raises(RoundFailed, match=r"TimeLimitError: it has not finished within 0\.001 s"):
         run("--out", tmp_path / "run", "--client_timeout", "0.001")
 
 

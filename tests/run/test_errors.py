@@ -1,11 +1,19 @@
 import os
+import re
 import signal
+import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from firm.run import Run, UserError, exit_on_user_error
+from firm.run import Run, UserError, exit_on_user_error, parse
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A configuration without keys."""
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,25 @@ def test_the_traceback_is_there_when_asked_for(monkeypatch) -> None:
     monkeypatch.setenv("FIRM_TRACEBACK", "1")
     with pytest.raises(UserError), exit_on_user_error():
         raise UserError("beta is -1.")
+
+
+def test_code_of_a_user_that_exits_is_named(capsys, monkeypatch) -> None:
+    def plugin() -> None:
+        sys.exit(0)
+
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        plugin()
+    assert end.value.code == 2
+    assert re.fullmatch(
+        r"error: SystemExit: 0 \(tests/run/test_errors\.py:\d+\) ended the program; .*\n",
+        capsys.readouterr().err,
+    )
+    monkeypatch.setenv("FIRM_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="SystemExit: 0"), exit_on_user_error():
+        plugin()
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        parse(Nothing, ["--help"])
+    assert end.value.code == 0
 
 
 def test_an_interrupted_program_says_so(capsys) -> None:

@@ -66,7 +66,12 @@ def test_a_file_registers_a_strategy_before_other_keys_are_read(plugin, tmp_path
     ("text", "message"),
     [
         ("1 / 0", r"newcomer\.py cannot be imported \(ZeroDivisionError"),
-        ("raise SystemExit", r"newcomer\.py cannot be imported \(SystemExit"),
+        (
+            "\nraise SystemExit",
+            r"newcomer\.py cannot be imported \(SystemExit \(.*newcomer\.py:2\)",
+        ),
+        ("class Odd(BaseException): pass\nraise Odd", r"newcomer\.py cannot be imported \(Odd"),
+        ("if x", r"cannot be imported \(SyntaxError: expected ':' \(.*newcomer\.py:1\)\)"),
     ],
 )
 def test_a_plugin_that_fails_ends_in_one_line(plugin, text, message):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from firm.federation.client import Client, Failure, ProcessLost, Reply, State, TeamLost
+from firm.federation.client import Client, Failure, Reply, State, TeamLost
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
@@ -26,6 +26,7 @@ from firm.federation.lockstep import clock
 from firm.federation.messages import Request
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
+from firm.federation.user_code import ENDS
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +167,9 @@ class LocalEngine:
                 return outcome
         except TeamLost as error:
             raise TeamLost(f"{name}: {error}") from error
-        except ProcessLost:
+        except ENDS:
             raise
-        except Exception as error:  # a client may run anything; its failure is its own
+        except BaseException as error:  # a client may run anything; its failure is its own
             logger.debug("%s failed in round %d", name, request.round, exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
             reason, kind = f"{type(error).__name__}: {error}", error_kind(error)
@@ -184,7 +185,9 @@ class LocalEngine:
             _restore(client, state)
             client.skip_failed_batches()
             self._states.write(client.name, round, _state_of(client))
-        except Exception:  # what fails here failed before, and was reported
+        except ENDS:
+            raise
+        except BaseException:  # what fails here failed before, and was reported
             logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)
 
 

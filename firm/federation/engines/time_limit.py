@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from firm.federation.client import TimeLimitError
+
 GRACE = 10.0
 """Seconds beyond its limit that work has to end in, once it is interrupted."""
 
@@ -22,14 +24,14 @@ def time_limit(seconds: float | None, name: str, *, interrupt: bool = True) -> I
     the process says whose work it is and exits with 1, so that nobody waits for it.
 
     Raises:
-        TimeoutError: The limit has passed.
+        TimeLimitError: The limit has passed.
     """
     if seconds is None:
         yield
         return
 
     def give_up(signum: int, frame: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"it has not finished within {seconds:g} s")
+        raise TimeLimitError(f"it has not finished within {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
     end = seconds + GRACE if interrupt else seconds

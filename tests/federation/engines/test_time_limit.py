@@ -91,7 +91,7 @@ def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(
             assert time.perf_counter() - began < 30
             assert [reply.client for reply in replies] == ["b"]
             assert [(failure.client, failure.reason) for failure in failures] == [
-                ("a", "TimeoutError: it has not finished within 0.3 s")
+                ("a", "TimeLimitError: it has not finished within 0.3 s")
             ]
             clients[0].load = load
         else:
