@@ -26,6 +26,9 @@ COMMANDS = {
 }
 """Command -> module of `firm.cli`, and what it does."""
 
+EXTRAS = {"nvflare": "network"}
+"""Packages that commands import at once -> the extra that installs them."""
+
 RENAMED = {"serve-point": "pick"}
 """Commands that have another name now."""
 
@@ -81,4 +84,16 @@ def run(
     if arguments in (["-h"], ["--help"]):
         print(f"{description}\n\n{page_file(module).read_text(encoding='utf-8')}", end="")
         raise SystemExit(0)
-    import_module(f"firm.cli.{module}").cli([*arguments, *more], description=description)
+    try:
+        command = import_module(f"firm.cli.{module}").cli
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(
+            f"firm: error: firm {module} needs the package {package}, which is not installed: "
+            f"pip install 'firm-align[{EXTRAS[package]}]'.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    command([*arguments, *more], description=description)

@@ -203,13 +203,18 @@ class AlignmentConfig:
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
         is_small = self.policy.adapter == "lora_xs"
+        if self.policy.lora.freeze_a and is_small:
+            raise ValueError(
+                "policy.lora.freeze_a must be false with policy.adapter lora_xs, which trains "
+                "neither A nor B, got true."
+            )
         if (self.policy.lora.freeze_a or is_small) and self.strategy.lora_mean == "products":
             given = "policy.adapter lora_xs" if is_small else "policy.lora.freeze_a"
             raise ValueError(
                 f"strategy.lora_mean must be factors with {given}, whose mean of what is trained "
                 "is exact already, got products."
             )
-        if self.policy.lora.freeze_a and not is_small and self.start:
+        if self.policy.lora.freeze_a and self.start:
             raise ValueError(
                 "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
                 f"lost, got {list(self.start)}."

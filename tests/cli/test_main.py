@@ -57,6 +57,21 @@ def test_help_loads_none_of_the_libraries_that_take_seconds():
     assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
 
 
+def test_a_command_whose_extra_is_not_installed_names_it_in_one_line():
+    code = "import sys; sys.modules['nvflare'] = None; from firm.cli.main import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "network", "status"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "firm: error: firm network needs the package nvflare, which is not installed: "
+        "pip install 'firm-align[network]'.\n"
+    )
+
+
 def test_a_run_begins_and_ends_in_an_empty_folder(tmp_path):
     command = [sys.executable, "-m", "firm", "align", "--config", "smoke", "--out", "mine"]
     command += ["--rounds", "1"]

@@ -212,6 +212,10 @@ CASES = {
         ["--strategy.ranks", "{client_1: 2}", "--policy.adapter", "lora_xs"],
         ["strategy.ranks are of LoRA layers; policy.adapter must be lora, got lora_xs"],
     ),
+    "a frozen A of what has none": (
+        ["--policy.lora.freeze_a", "true", "--policy.adapter", "lora_xs"],
+        ["policy.lora.freeze_a must be false with policy.adapter lora_xs, which trains neither"],
+    ),
     "masks and a robust rule": (
         ["--strategy.secure", "masks", "--strategy.robust.rule", "median"],
         ["a robust rule compares single updates, which secure aggregation hides"],
