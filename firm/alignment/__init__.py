@@ -39,7 +39,7 @@ from firm.alignment.policy import (
     read_tokenizer,
     take_device,
 )
-from firm.alignment.prompt_data import PromptsConfig, load_prompts
+from firm.alignment.prompt_data import PromptsConfig, load_prompts, read_prompts
 from firm.alignment.prompts import Prompt, PromptFormat, as_prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
@@ -85,6 +85,7 @@ __all__ = [
     "load_tokenizer",
     "logprobs_from",
     "mismatch_alarm",
+    "read_prompts",
     "read_tokenizer",
     "refold_adapter_",
     "sample_replies",

@@ -1,9 +1,11 @@
-"""Stage 1 of a round: where prompts come from, files, data sets and hubs, and which are used."""
+"""Stage 1 of a round: reads prompts from files, datasets and hubs, and selects those to use."""
 
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +26,10 @@ class PromptsConfig:
     """A .json or .jsonl file (.gz too), a dataset's folder, a dataset on the Hugging Face hub, or a
     list of these. A colon separates a dataset from one of its folders,
     which names the prompts' kind: "Anthropic/hh-rlhf:harmless-base"."""
-    split: str = "train"
-    """Split of a dataset, such as "test[:50%]"; a file has none and is taken whole, or in part
-    with a slice alone, such as "[:80%]" or "[100:200]"."""
+    split: str | None = "train"
+    """Split, or slices of splits, as in "test[:50%]", "[90%:]" and "train[:10%]+train[90%:]". A
+    file and a single saved dataset have one split, "train"; a slice alone is taken of that. null
+    takes them whole, and the usual split of other datasets: train, or half of test."""
     min_tokens: Annotated[NonNegativeInt, NOT_IN_PAPER] = 0
     """Shorter dialogues are left out, in tokens of the policy."""
     max_tokens: Annotated[NonNegativeInt | None, NOT_IN_PAPER] = None
@@ -34,6 +37,8 @@ class PromptsConfig:
     fit."""
 
     def __post_init__(self) -> None:
+        if self.split is not None:
+            _summands(self.split)
         if (self.max_tokens or self.min_tokens) < self.min_tokens:
             raise ValueError(
                 f"max_tokens must be at least min_tokens ({self.min_tokens}), got "
@@ -46,6 +51,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     given: Iterable[Prompt] | None = None,
+    default_split: str = "train",
 ) -> list[Prompt]:
     r"""Returns the distinct prompts of one or more sources, in their order; or of those given.
 
@@ -53,14 +59,16 @@ def load_prompts(
     none, its `messages` up to the user's last one; or `chosen`, as turns likewise, or as a text up
     to and including its last `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes. `kind` is
     optional; reward functions get further fields by keyword. Limits on tokens need the policy's
-    tokenizer.
+    tokenizer. Where the configuration's split is null, `default_split` is that of datasets whose
+    splits have names.
 
     Raises:
         ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
             message names source and row, and never repeats the text.
     """
     sources = [config.source] if isinstance(config.source, str) else config.source
-    rows = (prompt for source in sources for prompt in _read(source, config.split))
+    split = config.split
+    rows = (p for each in sources for p in read_prompts(each, split, default_split=default_split))
     rows = rows if given is None else given
     prompts = list({prompt.text: prompt for prompt in rows}.values())
     num_distinct, longest = len(prompts), config.max_tokens
@@ -87,35 +95,127 @@ def load_prompts(
     return prompts
 
 
-def _read(source: str, split: str) -> Iterator[Prompt]:
-    path = Path(source).expanduser()
-    if path.is_file():
-        rows = list(_read_file(path))
-        yield from rows[_slice(split, len(rows))] if split.startswith("[") else rows
-        return
-    name, _, folder = (source, "", "") if path.is_dir() else source.partition(":")
-    for number, row in enumerate(_open_dataset(name, folder, split), start=1):
-        yield as_prompt(row, place=f"{source}, {split} row {number}", kind=folder)
+def read_prompts(
+    source: str | Path | Iterable[Any],
+    split: str | None = "train",
+    *,
+    default_split: str = "train",
+    name: str = "the prompts",
+) -> list[Prompt]:
+    """Returns one prompt for each row of a source's split, in the order of the rows.
+
+    Args:
+        source: A file, a folder or a name on the hub, as in `PromptsConfig`, or rows in memory: a
+            `datasets.Dataset`, a `datasets.DatasetDict`, or texts and mappings.
+        split: Split as in `PromptsConfig`.
+        default_split: The split where `split` is None and the splits of the source have names.
+        name: What error messages call rows in memory.
+
+    Raises:
+        ValueError: The source cannot be read, has no such split, or a row of it is malformed.
+    """
+    kind = ""
+    if isinstance(source, str | Path):
+        name, path = str(source), Path(source).expanduser()
+        place, _, kind = (str(path), "", "") if path.exists() else name.partition(":")
+        opened = _read_file(path) if path.is_file() else _open_dataset(place, kind)
+        tables = opened if isinstance(opened, _Table) else _in_memory(opened, name)
+    else:
+        tables = _in_memory(source, name)
+    if isinstance(tables, _Table):
+        tables, default_split = {"train": tables}, "train"
+    return [
+        as_prompt(row, place=place, kind=kind)
+        for key, rows in _ranges(default_split if split is None else split, tables, name)
+        for place, row in tables[key].part(rows)
+    ]
 
 
-def _slice(split: str, num_rows: int) -> slice:
-    """Returns which rows of a file `[from:to]` stands for, as in splits of datasets."""
-    try:
-        (part,) = datasets.ReadInstruction.from_spec(f"rows{split}").to_absolute({"rows": num_rows})
-    except (ValueError, AssertionError) as error:
-        raise ValueError(
-            f"split must be a slice such as [:80%] or [100:200], got {split!r}: correct it."
-        ) from error
-    return slice(part.from_, part.to)
+@dataclass(frozen=True)
+class _Table:
+    """The rows of one split, and how error messages name them."""
+
+    rows: Sequence[Any] | datasets.Dataset
+    prefix: str
+    numbers: Sequence[int] | None = None
+    """The number of each row, from 1; by default that of its place."""
+
+    def part(self, indices: range) -> Iterable[tuple[str, Any]]:
+        """Returns the rows of these indices, each after its name."""
+        if isinstance(self.rows, datasets.Dataset):
+            rows = self.rows.select(indices)  # which iterates far faster than it indexes
+        else:
+            rows = self.rows[indices.start : indices.stop]
+        numbers = self.numbers or range(1, len(self.rows) + 1)
+        for row, number in zip(rows, numbers[indices.start : indices.stop], strict=True):
+            yield f"{self.prefix} {number}", row
 
 
-def _read_file(path: Path) -> Iterator[Prompt]:
+_Tables = Mapping[str, _Table]
+
+
+def _in_memory(source: Any, name: str) -> _Table | _Tables:
+    """Returns rows that are in memory: the only table, or tables by their splits."""
+    if isinstance(source, datasets.DatasetDict):
+        return {str(key): _Table(rows, f"{name}, {key} row") for key, rows in source.items()}
+    if not isinstance(source, datasets.Dataset):
+        source = [{"prompt": row} if isinstance(row, str) else row for row in source]
+    return _Table(source, f"{name}, row")
+
+
+def _summands(split: str, only: str = "train") -> list[str]:
+    """Returns the splits and slices that a split adds up; a slice alone is one of the split `only`.
+
+    Raises:
+        ValueError: The split is malformed.
+    """
+    summands = [part.strip() for part in split.split("+")]
+    summands = [f"{only}{part}" if part.startswith("[") else part for part in summands]
+    for part in summands:
+        if re.fullmatch(r"[\w.-]+", part):
+            continue  # a whole split, whose name may have characters that slices do not take
+        try:
+            datasets.ReadInstruction.from_spec(part)
+        except (ValueError, AssertionError) as error:
+            raise ValueError(
+                "split must be a split or slices, such as train, test[:50%] or [100:200], got "
+                f"{split!r} ({first_line(error)}): correct it."
+            ) from None
+    return summands
+
+
+def _ranges(split: str, tables: _Tables, source: str) -> list[tuple[str, range]]:
+    """Returns which rows of which table the split stands for.
+
+    Raises:
+        ValueError: The split is malformed, or the source has no split of that name.
+    """
+    only = next(iter(tables)) if len(tables) == 1 else "train"
+    sizes = {name: len(table.rows) for name, table in tables.items()}
+    ranges = []
+    for part in _summands(split, only):
+        name = part.partition("[")[0]
+        if name not in tables:
+            known, first = ", ".join(map(repr, tables)), next(iter(tables), "train")
+            raise ValueError(
+                f"{source} has no split {name!r}, only {known}: name one, or a slice such as "
+                f"'{first}[:80%]'."
+            )
+        if part == name:
+            ranges.append((name, range(sizes[name])))
+            continue
+        (found,) = datasets.ReadInstruction.from_spec(part).to_absolute(sizes)
+        ranges.append((name, range(found.from_, max(found.from_, found.to))))
+    return ranges
+
+
+def _read_file(path: Path) -> _Table:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     if not suffixes or suffixes[-1] not in (".json", ".jsonl"):
         raise ValueError(f"{path} is not a .json or .jsonl file (.gz too): convert it to one.")
     is_whole = suffixes[-1] == ".json"
     open_text: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    number = 1
+    number, lines = 1, []
     try:
         with open_text(path, "rt", encoding="utf-8") as file:
             if is_whole:
@@ -125,12 +225,11 @@ def _read_file(path: Path) -> Iterator[Prompt]:
                         f"{path} holds a JSON {type(rows).__name__}: give a list of objects, or "
                         "one object per line in a .jsonl file."
                     )
-                for number, row in enumerate(rows, start=1):
-                    yield as_prompt(row, place=f"{path}, row {number}")
-            else:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield as_prompt(json.loads(line), place=f"{path}, line {number}")
+                return _Table(rows, f"{path}, row")
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    lines.append((number, json.loads(line)))
+            return _Table([row for _, row in lines], f"{path}, line", [n for n, _ in lines])
     except json.JSONDecodeError as error:
         line = error.lineno if is_whole else number
         raise ValueError(
@@ -146,16 +245,11 @@ def _read_file(path: Path) -> Iterator[Prompt]:
         ) from None
 
 
-def _open_dataset(name: str, folder: str, split: str) -> Any:
+def _open_dataset(name: str, folder: str) -> datasets.Dataset | datasets.DatasetDict:
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-            dataset = datasets.load_from_disk(name)
-            if isinstance(dataset, datasets.Dataset):
-                return dataset
-            if split not in dataset:
-                raise ValueError(f"it has no split {split!r}, only {', '.join(map(str, dataset))}")
-            return dataset[split]
-        return datasets.load_dataset(name, data_dir=folder or None, split=split)
+            return datasets.load_from_disk(name)
+        return datasets.load_dataset(name, data_dir=folder or None)
     except (OSError, ValueError, DatasetsError) as error:
         reason = first_line(error)
         raise ValueError(

@@ -43,10 +43,16 @@ class DataConfig:
 
     train: PromptsConfig = field(default_factory=PromptsConfig)
     """Divided among the clients."""
-    validation: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test[:50%]"))
-    """The model is measured on these after every round."""
-    test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test[50%:]"))
-    """The base model and the final one are compared on these, and nothing else is."""
+    validation: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
+    """The model is measured on these after every round; split null: a file whole, of a dataset the
+    first half of its split "test"."""
+    test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
+    """The base model and the final one are compared on these, and nothing else is; split null: a
+    file whole, of a dataset the second half of its split "test"."""
+
+
+DEFAULT_SPLITS = {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}
+"""Splits of datasets where `split` is null, by what the prompts are for."""
 
 
 @configuration

@@ -45,6 +45,7 @@ from firm.federation import (
 from firm.federation.aggregation import weighted_mean
 from firm.federation.engines import ENGINES
 from firm.jobs.alignment_config import (
+    DEFAULT_SPLITS,
     AlignmentConfig,
     GroupConfig,
     PartitionConfig,
@@ -118,15 +119,17 @@ def load(
     )
     plain_tokenizer = given.tokenizer or read_tokenizer(cfg.policy.path)
     tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
-    prompts = load_prompts(cfg.data.train, tokenizer, given=given.prompts.get("train"))
+
+    def prompts_of(use: str) -> list[Prompt]:
+        config, own = getattr(cfg.data, use), given.prompts.get(use)
+        return load_prompts(config, tokenizer, given=own, default_split=DEFAULT_SPLITS[use])
+
+    prompts = prompts_of("train")
     validation, test = [], []
     if processes.is_server and measures:
-        own = given.prompts.get
         if num_validation := cfg.evaluation.num_validation_prompts:
-            validation = load_prompts(cfg.data.validation, tokenizer, given=own("validation"))
-            validation = validation[:num_validation]
-        test = load_prompts(cfg.data.test, tokenizer, given=own("test"))
-        test = test[: cfg.evaluation.num_test_prompts]
+            validation = prompts_of("validation")[:num_validation]
+        test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
     reward_fns = {
         key: given.reward_fns.get(key) or load_reward_model(config, key)
         for key, config in reward_configs(cfg).items()

@@ -21,6 +21,7 @@ from firm.alignment import (
 from firm.federation import RandomStream
 from firm.federation.outside import printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
+from firm.jobs.alignment_config import DEFAULT_SPLITS
 from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
@@ -50,8 +51,9 @@ class CompareConfig(SpeakersConfig):
     """Further scores."""
     calibrated: bool = True
     """Reports the runs' rewards in [0, 1], too. Runs that froze different maps are refused then."""
-    prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split="test"))
-    """Held-out prompts."""
+    prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
+    """Held-out prompts; split null: a file whole, of a dataset the second half of its split
+    "test"."""
     num_prompts: Annotated[int, Ge(2), Hint("a standard error needs two")] = 256
     """The first so many prompts."""
     num_samples: PositiveInt = 2
@@ -125,7 +127,8 @@ def _evaluations(
     # load: whatever does not fit is found before the first reply is sampled
     rewards = {**cfg.rewards, **cfg.metrics}
     speakers = Speakers(cfg, list(folder_by_name.values()), rewards)
-    prompts = load_prompts(cfg.prompts, speakers.tokenizer)[: cfg.num_prompts]
+    prompts = load_prompts(cfg.prompts, speakers.tokenizer, default_split=DEFAULT_SPLITS["test"])
+    prompts = prompts[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 
     evaluations: dict[str, Evaluation] = {}

@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firm.alignment import Prompt, PromptsConfig, as_prompt, borrowed, load_prompts, read_tokenizer
+from firm.alignment import Prompt, borrowed, read_prompts, read_tokenizer
 from firm.jobs.alignment import SPLITS, Result, run_folder
 from firm.jobs.alignment import align as run_alignment
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_config import DEFAULT_SPLITS, AlignmentConfig
 from firm.jobs.alignment_loading import Given
 from firm.run import UserError, compose, to_dict
 from firm.run.shipped import with_shipped_paths
@@ -21,8 +21,8 @@ from reward_models.registry import as_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function; a text as `reward_settings` reads it; or the settings of a reward model."""
-Prompts = str | Path | datasets.Dataset | Sequence[str | Mapping[str, Any]]
-"""Texts or rows, a data set, or the place of one (a file, a folder or a name on the hub)."""
+Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
+"""Texts or rows, a dataset, or the place of one (a file, a folder or a name on the hub)."""
 
 GIVEN = "given to firm.align"
 """What a run's configuration names as the source of its prompts."""
@@ -69,7 +69,9 @@ def align(
         rewards: Reward models by objective, in their order: `Reward`. A function has the signature
             of TRL's: it gets `prompts`, `completions` and the data's further fields by keyword and
             returns one number for each completion, or None where it does not apply.
-        prompts: What clients train on: `Prompts`, whose rows are those of `load_prompts`.
+        prompts: What clients train on: `Prompts`, whose rows are those of `load_prompts`. The
+            settings `data.train.split`, `data.validation.split` and `data.test.split` select a part
+            of what is given here and below, as they do of files.
         tokenizer: The policy's; by default the one beside the model.
         validation_prompts: What is measured after each round; by default a tenth of `prompts`,
             drawn by the seed, which clients then do not train on.
@@ -115,7 +117,7 @@ def align(
         model=model if is_object else None,
         tokenizer=tokenizer,
         reward_fns={n: as_reward(n, r) for n, r in rewards.items() if callable(r)},
-        prompts=_splits(prompts, validation_prompts, test_prompts, seed=cfg.seed),
+        prompts=_splits(prompts, validation_prompts, test_prompts, cfg),
     )
     with borrowed(given.model):
         result = run_alignment(cfg, given)
@@ -143,10 +145,10 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
 
 
 def _splits(
-    train: Prompts, validation: Prompts | None, test: Prompts | None, *, seed: int
+    train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
 ) -> dict[str, list[Prompt]]:
     """Returns the prompts by split; those that are not given are held out from the first."""
-    prompts = list({prompt.text: prompt for prompt in _rows(train, "train", "prompts")}.values())
+    prompts = list({p.text: p for p in _rows(train, "train", "prompts", cfg)}.values())
     asked = {"validation": validation, "test": test}
     missing = [split for split, given in asked.items() if given is None]
     size = max(2, len(prompts) // HELD_OUT)
@@ -156,19 +158,15 @@ def _splits(
             f"{len(prompts)} different ones; give more, or validation_prompts and test_prompts."
         )
     if missing:
-        random.Random(seed).shuffle(prompts)
+        random.Random(cfg.seed).shuffle(prompts)
     splits = {split: [prompts.pop() for _ in range(size)] for split in missing}
     for split, given in asked.items():
         if given is not None:
-            splits[split] = _rows(given, split, f"{split}_prompts")
+            splits[split] = _rows(given, split, f"{split}_prompts", cfg)
     return {"train": prompts, **splits}
 
 
-def _rows(given: Prompts, split: str, argument: str) -> list[Prompt]:
-    if isinstance(given, str | Path):
-        return load_prompts(with_shipped_paths(PromptsConfig(str(given), split)))
-    rows: Any = given
-    return [
-        as_prompt({"prompt": row} if isinstance(row, str) else row, place=f"{argument}, row {at}")
-        for at, row in enumerate(rows, start=1)
-    ]
+def _rows(given: Prompts, use: str, argument: str, cfg: AlignmentConfig) -> list[Prompt]:
+    source = with_shipped_paths(given) if isinstance(given, str | Path) else given
+    split = getattr(cfg.data, use).split
+    return read_prompts(source, split, default_split=DEFAULT_SPLITS[use], name=argument)

@@ -32,7 +32,7 @@ from firm.fields import Hint, PositiveInt, configuration
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
 from firm.run.differences import differences, leaves
-from firm.run.earlier import translated_figures, translated_settings
+from firm.run.earlier import translated_figures, translated_run
 from firm.run.errors import UserError
 from firm.run.files import (
     file_errors,
@@ -261,7 +261,7 @@ class Run:
     def settings(self) -> Any:
         """Returns what config.yaml holds, as plain data."""
         path = self.path / _CONFIG
-        return translated_settings(read_yaml(read_text(path, remedy=_RESTORE), str(path)))
+        return translated_run(read_yaml(read_text(path, remedy=_RESTORE), str(path)))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl.

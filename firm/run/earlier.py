@@ -1,5 +1,6 @@
 """Translates what runs of earlier versions wrote into today's words."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,26 @@ def translated_settings(settings: Any) -> Any:
             value = {**value, "metrics": [FIGURES.get(str(name), name) for name in metrics]}
         translated[key] = value
     return translated
+
+
+def translated_run(settings: Any) -> Any:
+    """Returns a run's configuration with today's keys, and with splits that mean what they did.
+
+    Files were taken whole whatever the split's name, that of the defaults too.
+    """
+    settings = translated_settings(settings)
+    data = settings.get("data") if isinstance(settings, Mapping) else None
+    if not isinstance(data, Mapping):
+        return settings
+    translated = {}
+    for use, prompts in data.items():
+        if isinstance(prompts, Mapping) and prompts.get("split") in ("test[:50%]", "test[50%:]"):
+            sources = prompts.get("source")
+            names = sources if isinstance(sources, list) else [sources]
+            if all(re.search(r"\.jsonl?(\.gz)?$", str(name)) for name in names):
+                prompts = {**prompts, "split": None}
+        translated[use] = prompts
+    return {**settings, "data": translated}
 
 
 def translated_figures(figures: Any) -> Any:

@@ -4,7 +4,7 @@ import json
 import datasets
 import pytest
 
-from firm.alignment.prompt_data import PromptsConfig, load_prompts
+from firm.alignment.prompt_data import PromptsConfig, load_prompts, read_prompts
 from firm.alignment.prompts import ASSISTANT, HUMAN, Prompt
 from tests.tokens import byte_tokenizer
 
@@ -55,35 +55,124 @@ def test_further_fields_are_kept_for_the_reward_functions(tmp_path):
     assert prompt.columns == {"kind": "sum", "answer": 4}
 
 
-def test_a_saved_dataset_and_a_folder_of_files_are_read_by_split(tmp_path):
-    table = {
-        split: datasets.Dataset.from_dict({"chosen": [f"{HUMAN} {split}?{ASSISTANT} Yes."]})
-        for split in ("train", "test")
-    }
-    datasets.DatasetDict(table).save_to_disk(tmp_path / "saved")
-    part = tmp_path / "folder" / "helpful-base"
-    part.mkdir(parents=True)
-    for split, rows in table.items():
-        (part / f"{split}.jsonl").write_text(json.dumps(rows[0]))
-    expected = f"{HUMAN} test?{ASSISTANT}"
-    assert load(tmp_path / "saved", split="test") == [Prompt(expected, "")]
-    assert load(part, split="test") == [Prompt(expected, "")]
-    named = load(f"{tmp_path / 'folder'}:helpful-base", split="test")
-    assert named == [Prompt(expected, "helpful-base")]
-    with pytest.raises(ValueError, match=r"no split 'dev', only train, test"):
-        load(tmp_path / "saved", split="dev")
+SPLITS = {"train": "0123456789", "test": "abcd"}
+"""Prompts of the splits of a dataset, one letter each."""
+
+
+def tables():
+    return datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"prompt": list(each)}) for name, each in SPLITS.items()}
+    )
+
+
+def lines_of(prompts):
+    return "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same prompts in files, saved datasets and a folder of files."""
+    folder = tmp_path_factory.mktemp("data")
+    tables().save_to_disk(folder / "saved")
+    tables()["train"].save_to_disk(folder / "single")
+    (folder / "file.jsonl").write_text(lines_of(SPLITS["train"]))
+    (folder / "file.json").write_text(json.dumps([{"prompt": each} for each in SPLITS["train"]]))
+    for place in (folder / "files", folder / "parts" / "digits"):
+        place.mkdir(parents=True)
+        for split, prompts in SPLITS.items():
+            (place / f"{split}.jsonl").write_text(lines_of(prompts))
+    return folder
+
+
+def source_named(name, folder):
+    """Returns a source of the prompts: a place in the folder, or an object."""
+    if name == "a list":
+        return list(SPLITS["train"])
+    if name == "rows":
+        return [{"prompt": each} for each in SPLITS["train"]]
+    return {"a Dataset": tables()["train"], "a DatasetDict": tables()}.get(name, folder / name)
+
+
+def letters(prompts):
+    return "".join(prompt.text.split()[1] for prompt in prompts)
+
+
+SINGLE = ("file.jsonl", "file.json", "single", "a list", "rows", "a Dataset")
+NAMED = ("saved", "files", "a DatasetDict")
+
+
+@pytest.mark.parametrize("name", [*SINGLE, *NAMED])
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", "0123456789"),
+        ("train[:80%]", "01234567"),
+        ("[:80%]", "01234567"),
+        ("[90%:]", "9"),
+        ("train[2:4]", "23"),
+        ("[-3:]", "789"),
+        ("train[:10%]+train[90%:]", "09"),
+        ("[:10%] + [90%:]", "09"),
+    ],
+)
+def test_a_split_means_the_same_whatever_the_source(name, split, expected, folder):
+    assert letters(read_prompts(source_named(name, folder), split)) == expected
+
+
+@pytest.mark.parametrize("name", [*SINGLE, *NAMED])
+@pytest.mark.parametrize("split", ["nonsense", "nonsense[:1]", "train+nonsense"])
+def test_an_unknown_split_is_refused_with_those_that_there_are(name, split, folder):
+    known = "'train'" if name in SINGLE else "'train', 'test'"
+    message = (
+        rf"has no split 'nonsense', only {known}: name one, or a slice such as 'train\[:80%\]'"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        read_prompts(source_named(name, folder), split)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_splits_are_taken_by_name_and_in_parts(name, folder):
+    source = source_named(name, folder)
+    assert letters(read_prompts(source, "test[:50%]")) == "ab"
+    assert letters(read_prompts(source, "test[50%:]+train[:1]")) == "cd0"
+    assert letters(read_prompts(source, None, default_split="test[50%:]")) == "cd"
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_without_a_split_a_single_table_is_taken_whole(name, folder):
+    source = source_named(name, folder)
+    assert letters(read_prompts(source, None, default_split="test[50%:]")) == SPLITS["train"]
+
+
+def test_a_slice_alone_is_of_the_only_split(tmp_path):
+    datasets.DatasetDict({"test": tables()["test"]}).save_to_disk(tmp_path)
+    assert letters(read_prompts(tmp_path, "[1:3]")) == "bc"
+    with pytest.raises(ValueError, match=r"has no split 'train', only 'test': .* 'test\[:80%\]'"):
+        read_prompts(tmp_path, "train[1:3]")
 
 
 @pytest.mark.parametrize(
-    ("split", "expected"), [("[:80%]", "01234567"), ("[80%:]", "89"), ("[2:4]", "23"), ("x", None)]
+    "split", ["[a:b]", "train[:x%]", "train[:200%]", "train[3]", "train [:3]", "", "train+", "a b"]
 )
-def test_a_slice_is_a_part_of_a_file(split, expected, tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": digit}) for digit in "0123456789"))
-    taken = "".join(prompt.text.split()[1] for prompt in load(file, split=split))
-    assert taken == (expected or "0123456789")
-    with pytest.raises(ValueError, match=r"split must be a slice such as .*, got '\[a:b\]'"):
-        load(file, split="[a:b]")
+def test_a_malformed_split_is_refused_before_anything_is_read(split):
+    with pytest.raises(ValueError, match=r"split must be a split or slices, such as .*, got") as it:
+        PromptsConfig("no/such/file.jsonl", split)
+    assert "\n" not in str(it.value)
+
+
+def test_a_bad_row_is_named_by_its_place_in_its_split(folder):
+    rows = datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["a", "b", " "]})})
+    with pytest.raises(ValueError, match=r"^mine, test row 3: no prompt in an empty text"):
+        read_prompts(rows, "test[2:]", name="mine")
+    with pytest.raises(ValueError, match=r"^mine, row 2: no prompt in an empty text"):
+        read_prompts(["a", " "], "[1:]", name="mine")
+    assert letters(read_prompts(["a", " "], "[:1]")) == "a"
+
+
+def test_a_folder_of_a_dataset_names_the_kind(folder):
+    prompts = load(f"{folder / 'parts'}:digits", split="test[:1]")
+    assert prompts == [Prompt(f"{HUMAN} a{ASSISTANT}", "digits")]
 
 
 def test_sources_are_joined_in_order_without_repetition(tmp_path):

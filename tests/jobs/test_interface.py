@@ -168,6 +168,35 @@ def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
     assert {prompt.split(":")[1].split("\n")[0].strip() for prompt in seen[1]} == set(tests)
 
 
+def test_splits_of_the_settings_hold_for_objects(model, tmp_path):
+    seen = []
+
+    def noting(prompts, completions):
+        seen.append({prompt.split(":")[1].split()[0] for prompt in prompts})
+        return [float(len(text)) for text in completions]
+
+    names = {"train": [f"a{i}" for i in range(40)], "test": [f"b{i}" for i in range(8)]}
+    tables = {key: datasets.Dataset.from_dict({"prompt": own}) for key, own in names.items()}
+    given = {
+        "settings": {
+            **SETTINGS,
+            "data.train.split": "train[:50%]",
+            "evaluation.num_calibration_prompts": 60,
+        },
+        "validation_prompts": [f"c{i}" for i in range(8)],
+        "test_prompts": datasets.DatasetDict(tables),
+        "out": tmp_path / "run",
+    }
+    firm.align(model, {"long": noting}, datasets.DatasetDict(tables), **given)
+    calibration, test, validation, *_, last = seen
+    assert calibration == set(names["train"][:20])
+    assert test == last == set(names["test"][4:])
+    assert validation == {f"c{i}" for i in range(8)}
+    given["settings"]["data.test.split"] = "dev"
+    with pytest.raises(ValueError, match=r"^test_prompts has no split 'dev', only 'train', 'test'"):
+        firm.align(model, {"long": noting}, datasets.DatasetDict(tables), **given)
+
+
 def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
     rewards = {
         "vowels": vowels,

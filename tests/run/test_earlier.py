@@ -6,7 +6,7 @@ import yaml
 from firm.alignment import EstimatorConfig, PPOConfig
 from firm.run import Run, to_dict
 from firm.run.config import compose
-from firm.run.earlier import translated_figures, translated_settings
+from firm.run.earlier import translated_figures, translated_run, translated_settings
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,27 @@ def test_the_section_of_ppo_is_the_estimator_of_that_name(config, earlier):
         [1],
     ):
         assert translated_settings(untouched) == untouched
+
+
+@pytest.mark.parametrize(
+    ("source", "split", "expected"),
+    [
+        ("held_out.jsonl", "test[50%:]", None),
+        (["a.json", "b.jsonl.gz"], "test[:50%]", None),
+        ("held_out.jsonl", "[50%:]", "[50%:]"),
+        ("held_out.jsonl", "train", "train"),
+        ("Anthropic/hh-rlhf", "test[50%:]", "test[50%:]"),
+        (["a.jsonl", "Anthropic/hh-rlhf"], "test[50%:]", "test[50%:]"),
+        (None, "test[50%:]", "test[50%:]"),
+    ],
+)
+def test_a_file_that_was_taken_whole_still_is(source, split, expected):
+    data = {"train": None, "test": {"source": source, "split": split, "min_tokens": 0}}
+    translated = translated_run({"seed": 3, "data": data})
+    assert translated["data"]["test"] == {"source": source, "split": expected, "min_tokens": 0}
+    assert translated["data"]["train"] is None
+    for untouched in ({"seed": 3}, {"data": None}, None, [1]):
+        assert translated_run(untouched) == untouched
 
 
 def test_raw_scores_and_calibrated_rewards_have_the_same_names_in_all_figures():
