@@ -3,9 +3,10 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.conditioning import ConditioningConfig, condition_
@@ -279,7 +281,9 @@ def load_policy(
 
 
 def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) -> PeftModel:
-    """Returns a language model, frozen, with one fresh adapter, drawn from the global generators.
+    """Returns a frozen language model with one fresh adapter, in evaluation mode.
+
+    The adapter is drawn from the global generators.
 
     Raises:
         ValueError: `target_modules` match no layer or one that cannot have an adapter, the rank is
@@ -295,8 +299,8 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
             f"adapts in {config.path}, got {lora.r}."
         )
     with without_needless_warnings():
-        if config.gradient_checkpointing:  # the reentrant kind sees no gradient in frozen inputs
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.gradient_checkpointing:
+            _checkpoint_activations_(model)
         policy = get_peft_model(
             model,
             LoraConfig(
@@ -318,22 +322,21 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
         make_small_(policy)
     if config.conditioning.kind == "preference":
         condition_(policy, num_objectives)
-    return policy
+    return policy.eval()
 
 
 @contextmanager
 def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
     """Gives a model back as it was lent: without an adapter, with its own modes and dropout.
 
-    It stays on the device that it was taken to, and with gradient checkpointing where that was
-    switched on.
+    It stays on the device that it was taken to.
     """
     if model is None:
         yield
         return
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
     dropouts = [(m, m.p) for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    modes = [(module, module.training, _checkpointing(module)) for module in model.modules()]
     try:
         yield
     finally:
@@ -343,10 +346,18 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
         vars(model).pop("peft_config", None)
         for parameter, requires_grad in flags:
             parameter.requires_grad_(requires_grad)
-        for module, is_training in modes:
-            module.training = is_training
         for dropout, probability in dropouts:
             dropout.p = probability
+        for module, is_training, checkpointing in modes:
+            module.training = is_training
+            for name in _checkpointing(module):
+                delattr(module, name)
+            vars(module).update(checkpointing)
+
+
+def _checkpointing(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that gradient checkpointing sets."""
+    return {name: value for name, value in vars(module).items() if "gradient_checkpoint" in name}
 
 
 def freeze_a_(policy: PeftModel) -> None:
@@ -396,22 +407,49 @@ def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def restrict_dropout(model: torch.nn.Module) -> None:
-    """Switches all dropout off but that of the adapter, which is set as it was configured."""
-    settings = getattr(model, "peft_config", {})
-    probability = settings["default"].lora_dropout if settings else 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = probability if "lora_dropout" in name else 0.0
+def set_mode(policy: Any, *, is_training: bool) -> None:
+    """Switches the adapter's dropout on or off; the base model stays in evaluation mode.
 
-
-def set_mode(model: torch.nn.Module, *, is_training: bool) -> None:
-    """Puts a model whose modules are all in one mode into training or evaluation mode.
-
-    Where it is in that mode, the walk over its modules is left out, which costs milliseconds.
+    So its dropout is off however it is implemented (as a module, a function, an attribute of
+    attention, whole layers left out), as is all other noise of training, and a policy that was not
+    updated gives its samples the probabilities that they were drawn with. Where the policy is in
+    that mode, the walk over its modules is left out, which costs milliseconds.
     """
-    if model.training != is_training:
-        model.train(is_training)
+    if policy.training == is_training:
+        return
+    policy.eval()
+    policy.training = is_training  # of the wrapper alone, which has no dropout
+    for module in policy.modules() if is_training else ():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout.train()
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.training = module.gradient_checkpointing
+
+
+def _checkpoint_activations_(model: Any) -> None:
+    """Has layers compute their activations anew in backward passes, still in evaluation mode.
+
+    Transformers checkpoints a layer in training mode only, by a flag that some layers also take for
+    their own dropout.
+    """
+
+    def checkpointed(layer: Any, own: Callable, forward: Callable, *args: Any) -> Any:
+        def in_evaluation_mode(*args: Any) -> Any:
+            layer.training = False
+            try:
+                return forward(*args)
+            finally:
+                layer.training = True
+
+        return own(in_evaluation_mode, *args)
+
+    # the reentrant kind sees no gradient in frozen inputs
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer: Any
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            own = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(checkpointed, layer, own)
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:

@@ -31,7 +31,7 @@ from firm.alignment.estimators import (
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
-from firm.alignment.policy import adapter_parameters, restrict_dropout, set_mode
+from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rewards import Asked, Calibration, Judges, RewardFn, filled, scores_together
 from firm.alignment.rollout import Sampler, encode_dialogues, rollout
@@ -126,8 +126,7 @@ class MultiObjectiveTrainer:
         self._use_cpu = use_cpu
         self._critic = value_model or config.new_critic(policy, len(reward_fns))
         for model in filter(None, (policy, self._critic)):
-            restrict_dropout(model)
-        policy.eval()
+            model.eval()  # `set_mode` switches the adapter's dropout on
         self.device = Accelerator(cpu=use_cpu).device
         policy.to(self.device)
         self.learner = self.new_learner()

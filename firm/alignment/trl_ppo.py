@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft.tuners.lora import LoraLayer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 from trl.experimental.ppo import PPOConfig as TrlPPOConfig
@@ -29,7 +30,7 @@ from trl.experimental.ppo import PPOTrainer
 
 from firm.alignment.estimators import Experience, PPOConfig
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import restrict_dropout, without_needless_warnings
+from firm.alignment.policy import without_needless_warnings
 from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.gradients import gram_matrix
@@ -88,7 +89,10 @@ class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
                 value_model=self._critic,  # type: ignore[arg-type]
                 callbacks=callbacks,
             )
-        restrict_dropout(self.policy_model)  # TRL switches off the adapter's, too
+        for layer in self.policy_model.modules():
+            if isinstance(layer, LoraLayer):  # TRL sets the adapter's dropout to 0, too
+                for name, dropout in layer.lora_dropout.items():
+                    dropout.p = self.policy_model.peft_config[name].lora_dropout
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Takes over the first learner's optimizer, which the callbacks see; TRL's hook."""

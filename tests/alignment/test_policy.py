@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BloomConfig
 
@@ -18,9 +18,7 @@ from firm.alignment.policy import (
     load_base_model,
     load_policy,
     load_tokenizer,
-    restrict_dropout,
     take_device,
-    without_needless_warnings,
 )
 from firm.federation import RandomStream
 
@@ -272,31 +270,6 @@ def test_an_adapter_of_another_rank_is_refused(make_policy):
     adapter[first] = adapter[first][:1]  # this would broadcast
     with pytest.raises(ValueError, match=r"has shape \[1, 16\], expected \[4, 16\]: use the rank"):
         load_adapter_(parameters, adapter)
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.5])
-def test_dropout_is_restricted_to_the_adapter_s_as_configured(make_model, probability):
-    model = make_model("gpt2", resid_pdrop=0.3)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=2,
-        lora_dropout=probability,
-        target_modules=["c_attn"],
-        fan_in_fan_out=True,  # GPT-2's layers are stored transposed
-    )
-    with without_needless_warnings():
-        policy = get_peft_model(model, config)
-    for module in policy.modules():  # as TRL does
-        if isinstance(module, torch.nn.Dropout) and module.p == probability:
-            module.p = 0.0
-    restrict_dropout(policy)
-    dropouts = {n: m.p for n, m in policy.named_modules() if isinstance(m, torch.nn.Dropout)}
-    of_adapter = [p for name, p in dropouts.items() if "lora_dropout" in name]
-    assert of_adapter == ([probability] * 2 if probability else [])
-    assert {p for name, p in dropouts.items() if "lora_dropout" not in name} == {0.0}
-    plain = make_model("gpt2", resid_pdrop=0.3)
-    restrict_dropout(plain)  # such as a critic
-    assert {m.p for m in plain.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
 
 
 def test_a_policy_is_loaded_with_the_configured_dropout(checkpoint):

@@ -76,10 +76,10 @@ class PPOConfig(EstimatorConfig):
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
         """Returns value heads, or a sequence classifier of the policy's architecture."""
         if self.critic == "heads":
-            return ValueHeads(policy.config.hidden_size, num_objectives)
+            return ValueHeads(policy.config.get_text_config().hidden_size, num_objectives)
         architecture: Any = copy.deepcopy(policy.get_base_model().config)
         architecture.num_labels = num_objectives
-        return AutoModelForSequenceClassification.from_config(architecture)
+        return AutoModelForSequenceClassification.from_config(architecture).eval()
 
     def estimator(
         self,

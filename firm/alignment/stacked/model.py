@@ -61,10 +61,8 @@ class StackedModel:
                     self.matrices[trained[id(weight)]] = layer_name, kind
             own: Any = layer
             own.forward = partial(self._layer_forward, layer_name, own, own.forward)
-        modules = list(policy.modules())
-        if any(getattr(m, "gradient_checkpointing", False) for m in modules) and any(
-            isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules
-        ):
+        is_checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in policy.modules())
+        if is_checkpointed and policy.peft_config["default"].lora_dropout > 0:
             raise ValueError(
                 "a stacked policy cannot have gradient checkpointing and the adapter's dropout, "
                 "whose masks the second forward pass would draw anew; set one of them off."
