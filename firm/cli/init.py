@@ -1,5 +1,6 @@
 """Asks for model, data and reward models, and writes a configuration."""
 
+import shlex
 import sys
 from functools import partial
 
@@ -12,8 +13,9 @@ def main(cfg: InitConfig) -> None:
     written = init(cfg, input if sys.stdin.isatty() else None)
     objectives = " and ".join(written.config.rewards)
     print(f"{written.path}: {written.config.policy.path} is aligned to {objectives}")
-    print(f"what would run  firm plan --config {written.path}")
-    print(f"run it          firm align --config {written.path}")
+    file = shlex.quote(str(written.path))
+    print(f"what would run  firm plan --config {file}")
+    print(f"run it          firm align --config {file}")
 
 
 cli = partial(run_cli, main, InitConfig)

@@ -1,5 +1,6 @@
 """Parties of a federation over a network: makes kits, starts them, submits and follows runs."""
 
+import shlex
 import signal
 import socket
 import sys
@@ -70,7 +71,11 @@ def provision(cfg: FederationConfig) -> None:
         f"{cfg.name}: a folder for each party; hand each its own, and nobody `authority`",
         ["party", "folder", "starts"],
         [
-            [party, str(kit), f"firm network {commands.get(party, 'start-site')} --kit {kit}"]
+            [
+                party,
+                str(kit),
+                f"firm network {commands.get(party, 'start-site')} --kit {shlex.quote(str(kit))}",
+            ]
             for party, kit in sorted(made.items(), key=lambda item: item[0] != "server")
         ],
     )

@@ -7,6 +7,8 @@ would do for an administrator or a server and no run needs.
 """
 
 import logging
+import shlex
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
-from nvflare.apis.job_launcher_spec import JobHandleSpec
+from nvflare.apis.job_launcher_spec import JobHandleSpec, JobProcessArgs
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
 from nvflare.app_common.job_launcher.server_process_launcher import ServerProcessJobLauncher
@@ -103,6 +105,20 @@ class _Gate(ProcessJobLauncher):
             logger.error("%s", problem)
             raise RuntimeError(problem)
         return super().launch_job(job_meta, fl_ctx)
+
+    def get_command(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> str:
+        """Returns the command of a job's process, as one text that a shell would split.
+
+        FLARE joins paths to it as they are, and splits it at white space, quotes and "#" later.
+        """
+        arguments = {
+            name: (flag, value if name == JobProcessArgs.OPTIONS else shlex.quote(str(value)))
+            for name, (flag, value) in fl_ctx.get_prop(FLContextKey.JOB_PROCESS_ARGS, {}).items()
+        }
+        quoted = FLContext()
+        quoted.set_prop(FLContextKey.JOB_PROCESS_ARGS, arguments, private=True, sticky=False)
+        command = super().get_command(job_meta, quoted)
+        return shlex.quote(sys.executable) + command.removeprefix(sys.executable)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Refuses, in the process of a job, a class or an argument that is not allowed."""

@@ -111,7 +111,18 @@ def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) 
 
 
 def prepare_site(kit: Path, *, site: str) -> Path:
-    """Prepares a site's kit where it lies; returns the profile that its process attaches by."""
+    """Prepares a site's kit where it lies; returns the profile that its process attaches by.
+
+    Raises:
+        ValueError: FLARE cannot connect processes in a folder of this name.
+    """
+    place = (kit / "attach").resolve()
+    unusable = [c for c in str(place) if c in "?#" or not c.isprintable()]
+    if unusable:
+        raise ValueError(
+            f"a site's kit must lie in a folder without {unusable[0]!r} in its path, since FLARE "
+            f"takes paths for addresses, got {str(place.parent)!r}; move it."
+        )
     resources = _resources(kit, builds=EXECUTOR, gate="SiteGate", arguments={})
     resources["allow_log_streaming"] = False  # logs may quote prompts
     resources["components"] = [
@@ -119,7 +130,6 @@ def prepare_site(kit: Path, *, site: str) -> Path:
     ]
     _write(kit / "local/resources.json", resources)
     _restrict(kit, SITE_RIGHTS)
-    place = (kit / "attach").resolve()
     place.mkdir(mode=0o700, exist_ok=True)
     listener = {
         "scheme": "shared-file",

@@ -20,8 +20,10 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.apis.job_launcher_spec import JobProcessArgs
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
+from nvflare.app_common.job_launcher import process_launcher
 from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.fuel.common.excepts import ComponentNotAuthorized
@@ -447,6 +449,42 @@ def test_no_process_is_started_for_other_metadata_or_another_folder(
     with pytest.raises(RuntimeError, match="refused: the file custom may not be there"):
         launcher.launch_job(dict(META), context)
     assert len(started) == 1
+
+
+@pytest.mark.parametrize("folder", ["my kits", "a # b", "it's", 'say "kit"', "back\\slash", "λ"])
+def test_any_folder_reaches_the_process_of_a_job_whole(folder, tmp_path, monkeypatch):
+    python = tmp_path / folder / "python"
+    monkeypatch.setattr("sys.executable", str(python))
+    started = []
+
+    def spawned(argv, env):
+        started.append(argv)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(process_launcher, "spawn_process", spawned)
+    monkeypatch.setattr(gate._Gate, "launch_job", ProcessJobLauncher.launch_job)
+    values = {
+        JobProcessArgs.EXE_MODULE: ("-m", "nvflare.worker"),
+        JobProcessArgs.WORKSPACE: ("-w", str(tmp_path / folder)),
+        JobProcessArgs.APP_ROOT: ("-r", str(tmp_path / folder / "app")),
+        JobProcessArgs.STARTUP_DIR: ("-u", str(tmp_path / folder / "startup")),
+        JobProcessArgs.JOB_ID: ("-n", JOB),
+        JobProcessArgs.OPTIONS: ("--set", " secure_train=true org=firm"),
+    }
+    context = FLContext()
+    context.set_prop(FLContextKey.JOB_PROCESS_ARGS, values, private=True, sticky=False)
+    context.set_prop(
+        FLContextKey.WORKSPACE_OBJECT, SimpleNamespace(get_app_custom_dir=lambda _: "")
+    )
+    for launcher in (gate.SiteGate(), gate.ServerGate("a.b", [("name", "run")])):
+        launcher.launch_job({"job_id": JOB}, context)
+    parts = (JobProcessArgs.STARTUP_DIR, JobProcessArgs.APP_ROOT)
+    for argv, other in zip(started, parts, strict=True):
+        assert argv[0] == str(python)
+        for name in (JobProcessArgs.WORKSPACE, other, JobProcessArgs.JOB_ID):
+            flag, value = values[name]
+            assert argv[argv.index(flag, 2) + 1] == value
+        assert argv[-3:] == ["--set", "secure_train=true", "org=firm"]
 
 
 @pytest.fixture
