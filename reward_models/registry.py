@@ -68,7 +68,8 @@ class RewardModelConfig:
     device: str = "auto"
     """"auto" takes the accelerator when there is one, else the CPU; "cuda:1" is its second one."""
     file: str = ""
-    """A Python file whose functions join the registry by the decorator `reward_model`."""
+    """A Python file, which is run, whose functions join the registry by the decorator
+    `reward_model`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of a registered function, such as brevity's `half_words`, or the settings
     of a registered class."""

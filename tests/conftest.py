@@ -100,7 +100,7 @@ def new_plugins() -> Iterator[None]:
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The line in which a command ends with exit code 2, all that it prints.
+    """The line in which a command ends with exit code 2, all that it prints but whose code it runs.
 
     Called with the function and what it takes; the words of a command line may be of any type.
     """
@@ -111,7 +111,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
             call(*([*map(str, each)] if isinstance(each, list) else each for each in arguments))
         assert end.value.code == 2
         printed = capsys.readouterr()
-        lines = printed.err.splitlines()
+        lines = [line for line in printed.err.splitlines() if not line.startswith("runs Python ")]
         assert len(lines) == 1, printed.err
         assert lines[0].startswith("error: ")
         assert not printed.out

@@ -62,9 +62,10 @@ def test_a_run_an_evaluation_and_a_chat_end(encoding, console, tmp_path, new_plu
     options = ["--rounds", "1", "--out", str(run), "--rewards", rewards]
     firm.main(["align", "--config", str(smoke.SMOKE), *options])
     assert "mean " in shown()
-    firm.main(["evaluate", "--runs", f"[{run}]", "--out", str(tmp_path / "größer")])
+    allowed = ["--allow_code", "true"]
+    firm.main(["evaluate", "--runs", f"[{run}]", *allowed, "--out", str(tmp_path / "größer")])
     console(encoding, "Grüße 你好\n".encode() + b"\xff\xfe\n")
-    firm.main(["chat", "--run", str(run)])
+    firm.main(["chat", "--run", str(run), *allowed])
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -133,8 +133,8 @@ class AlignmentConfig:
     name: str = "firm_hh"
     """Opens the run directory's name."""
     plugins: tuple[str, ...] = ()
-    """Modules, or Python files, that register strategies and the like; imported before all other
-    keys are read."""
+    """Modules, or Python files, that register strategies and the like. They are run before all
+    other keys are read, but not by --help."""
     out: Path | None = None
     """Run directory; by default runs/NAME-TIME."""
     plan: bool = False

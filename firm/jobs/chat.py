@@ -10,7 +10,7 @@ from firm.alignment import Calibration, score
 from firm.alignment.prompts import ASSISTANT, HUMAN
 from firm.federation import RandomStream
 from firm.fields import configuration
-from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.run.shipped import with_shipped_paths
 
@@ -60,15 +60,16 @@ class Conversation:
     """
 
     def __init__(self, cfg: ChatConfig) -> None:
+        record = checked_record(cfg.run) if cfg.run else None
+        if record and cfg.show_rewards:
+            check_code(cfg.rewards, record, allow_code=cfg.allow_code)
         cfg = with_shipped_paths(cfg)
         self.folder = adapter_folder(cfg.adapter or cfg.run or Path())
         """The adapter that speaks."""
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
         self._speakers = Speakers(cfg, [self.folder], rewards, preference=cfg.preference)
-        self._calibrations = {}
-        if cfg.run:
-            self._calibrations = frozen_calibrations(rewards, checked_record(cfg.run))
+        self._calibrations = frozen_calibrations(rewards, record) if record else {}
         self.reset()
 
     def reset(self) -> None:

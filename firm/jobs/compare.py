@@ -22,7 +22,7 @@ from firm.federation import RandomStream
 from firm.federation.outside import printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.alignment_config import DEFAULT_SPLITS
-from firm.jobs.finished_runs import adapter_folder, checked_record, frozen_calibrations
+from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
 from firm.report.comparison import write_comparison
@@ -99,8 +99,10 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     out = cfg.out or dated_folder("evaluation")
     check_place(out)
 
-    cfg = with_shipped_paths(cfg)
     records = [checked_record(path) for path in cfg.runs]
+    if records:
+        check_code({**cfg.rewards, **cfg.metrics}, records[0], allow_code=cfg.allow_code)
+    cfg = with_shipped_paths(cfg)
     check_comparable(cfg.runs, records, calibrated=cfg.calibrated)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     calibrations = {}

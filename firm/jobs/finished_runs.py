@@ -88,6 +88,30 @@ def run_settings(record: Record) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+def check_code(
+    rewards: Mapping[str, RewardModelConfig], record: Record, *, allow_code: bool
+) -> None:
+    """Raises `UserError` where a Python file would run because a run's folder names it.
+
+    The folder may be a stranger's. Files that the command line names are its user's own.
+
+    Args:
+        rewards: The reward models that are about to be loaded.
+        record: The run that the settings come from.
+        allow_code: Whether its files may run.
+    """
+    settings = record.settings
+    sections = (settings.get("rewards"), (settings.get("evaluation") or {}).get("metrics"))
+    entries = [entry for each in sections if isinstance(each, Mapping) for entry in each.values()]
+    files = [entry.get("file") for entry in entries if isinstance(entry, Mapping)]
+    for name, reward in rewards.items():
+        if reward.file and reward.file in files and not allow_code:
+            raise UserError(
+                f"{record.path} names the Python file {reward.file} for {name!r}, which would run "
+                "here: read it, then give --allow_code true."
+            )
+
+
 def adapter_folder(path: Path) -> Path:
     """Returns the PEFT folder itself, or the one that a finished run has in it."""
     is_run = (path / "run.json").is_file() and not (path / "adapter_config.json").exists()

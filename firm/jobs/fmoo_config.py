@@ -116,8 +116,8 @@ class ClassicConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Weights & Biases, a run of its own for every algorithm and seed."""
     plugins: tuple[str, ...] = ()
-    """Modules, or Python files, that register strategies and the like; imported before all other
-    keys are read."""
+    """Modules, or Python files, that register strategies and the like. They are run before all
+    other keys are read, but not by --help."""
     out: Path | None = None
     """The study's directory; by default runs/fmoo-TIME."""
     resume: bool = False

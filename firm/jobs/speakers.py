@@ -36,6 +36,9 @@ class SpeakersConfig:
     the same model in another place; names and shapes of all tensors are compared anyway."""
     rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
     """What replies are scored by; there may be none."""
+    allow_code: bool = False
+    """Runs the Python files that a run's folder names for its rewards. Read them first if the
+    folder is somebody else's."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     seed: int = 0

@@ -43,7 +43,8 @@ def parse(
 
     `--config file.yaml` may be repeated; later files are laid over earlier ones. A top-level key
     that is a bool needs no value to be true: `--resume`. `--help` prints the keys that matter with
-    docstring, type and default, `--help all` every key, `--help KEY` those at and below one.
+    docstring, type and default, `--help all` every key, `--help KEY` those at and below one; it
+    imports no plugins.
 
     Args:
         config_class: A frozen dataclass.
@@ -62,7 +63,7 @@ def parse(
     files, overrides = _read_arguments(arguments, switches)
     if not files and default_file is not None:
         files = [str(default_file)]
-    tree = lay_out(config_class, files, overrides)
+    tree = lay_out(config_class, files, overrides, has_plugins=topic is None)
     if topic is None:
         return build(tree)
     description = description or (config_class.__doc__ or "").strip()

@@ -76,27 +76,41 @@ def lay_out(
     overrides: Sequence[tuple[str, Any]],
     *,
     source: str = "command line",
+    has_plugins: bool = True,
 ) -> "Section":
-    """Returns what `compose` builds, as a tree; required keys may be missing still."""
+    """Returns what `compose` builds, as a tree; required keys may be missing still.
+
+    With `has_plugins` false no plugin is imported, and forms that one would register are unknown.
+    """
     contents = []
     for file in map(str, files):
         with _named_in_errors(file):
             contents.append((file, translated_settings(_read_file(file))))
+    plugins: Sequence[str] = ()
     if "plugins" in get_type_hints(config_class):
         mappings = [content for _, content in contents if isinstance(content, Mapping)]
         given = [content["plugins"] for content in mappings if "plugins" in content]
         given += [value for key, value in overrides if key == "plugins"]
-        for name in _lay(tuple[str, ...], None, (), given[-1], "plugins") if given else ():
-            import_plugin(name)
+        plugins = _lay(tuple[str, ...], None, (), given[-1], "plugins") if given else ()
+    for name in plugins if has_plugins else ():
+        import_plugin(name)
     root = Section.of(config_class)
-    for file, content in contents:
-        with _named_in_errors(file):
-            _lay(config_class, root, (), content, "")
-    # A form's name decides which keys there are: it goes first, wherever it stands.
-    for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
-        given = _Unread(value) if isinstance(value, str) else value
-        with _named_in_errors(source):
-            _lay(config_class, root, key.split("."), given, "")
+    try:
+        for file, content in contents:
+            with _named_in_errors(file):
+                _lay(config_class, root, (), content, "")
+        # A form's name decides which keys there are: it goes first, wherever it stands.
+        for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
+            given = _Unread(value) if isinstance(value, str) else value
+            with _named_in_errors(source):
+                _lay(config_class, root, key.split("."), given, "")
+    except UserError as error:
+        if has_plugins or not plugins:
+            raise
+        raise UserError(
+            f"{error} --help imports no plugins, and does not know what {', '.join(plugins)} "
+            "may register."
+        ) from error
     return root
 
 

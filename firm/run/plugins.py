@@ -3,9 +3,11 @@
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
+from firm.federation.outside import printable
 from firm.federation.user_code import ENDS, described
 from firm.run.errors import UserError
 
@@ -19,7 +21,8 @@ def import_plugin(name: str) -> None:
     try:
         if name.endswith(".py"):
             import_file(Path(name))
-        else:
+        elif name not in sys.modules:
+            _announce("module", name)
             importlib.import_module(name)
     except ENDS:
         raise
@@ -29,7 +32,7 @@ def import_plugin(name: str) -> None:
 
 
 def import_file(file: Path) -> None:
-    """Runs a Python file as a module, once in this process; it may raise anything.
+    """Runs a Python file as a module, once in this process, and says so; it may raise anything.
 
     Raises:
         ImportError: There is no such file, or it is no Python file.
@@ -41,9 +44,16 @@ def import_file(file: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ImportError("there is no such Python file")
+    _announce("file", path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:  # whatever it was, the module is not imported
         del sys.modules[name]
         raise
+
+
+def _announce(kind: str, name: object) -> None:
+    """Says whose code runs, since a configuration may come from somebody else."""
+    if not int(os.environ.get("RANK", 0)):  # one of the launcher's processes speaks for all
+        sys.stderr.write(printable(f"runs Python {kind} {name}") + "\n")
