@@ -23,6 +23,7 @@ from reward_models.registry import (
     REWARD_MODELS,
     RewardModelConfig,
     load_reward_model,
+    load_reward_models,
     reward_model,
 )
 from reward_models.scripted import brevity, politeness, positivity
@@ -37,6 +38,7 @@ __all__ = [
     "brevity",
     "check_golden_scores",
     "load_reward_model",
+    "load_reward_models",
     "load_sequence_classifier",
     "miniature",
     "politeness",

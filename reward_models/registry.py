@@ -3,16 +3,16 @@
 import difflib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from firm.federation.user_code import ENDS, user_code
-from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, Paper, PositiveInt, configuration
 from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
 from reward_models.golden import GoldenScore, check_golden_scores
@@ -23,6 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ENTRY_POINT_GROUP = "firm.reward_models"
 """Installed packages offer reward functions in this group of entry points: the key is the reward's
 name, the value the function, or a module that registers it."""
+
+_OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""What every reward function is given, beside the data's columns and its options."""
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Kinds of parameters that take whatever is left."""
@@ -52,9 +55,10 @@ class RewardModelConfig:
     the Ray2333 models were trained; "question_answer": the last human turn and the reply as a pair
     without role tags, as OpenAssistant's DeBERTa models; "chat_template": the turns in the
     classifier's own chat template; "plain": both as one text; "response": the reply alone."""
-    output: NonNegativeInt | None = None
-    """Label of a classifier with several whose logit is the reward, counted from 0; by default the
-    classifier must have one."""
+    output: int | str | None = None
+    """One of several: the label of a classifier whose logit is the reward, counted from 0, or the
+    name of a list among those that a function returns. By default a classifier must have one label,
+    and a function that returns several lists has one of the objective's name."""
     append_eos: bool = False
     """Ends every text with EOS, as TRL trains its reward models. Leave it off for a checkpoint
     whose pad token is its EOS: there the score was read from the token before."""
@@ -92,14 +96,18 @@ class RewardModelConfig:
                 f"`options` are a function's arguments, got {', '.join(self.options)} for a "
                 "'sequence_classifier': remove them."
             )
-        if self.output is not None and not is_classifier:
+        if isinstance(self.output, int) and self.output < 0:
+            raise ValueError(f"output must be non-negative or null, got {self.output}.")
+        if self.output is not None and isinstance(self.output, str) == is_classifier:
             raise ValueError(
-                "output is a sequence classifier's label, counted from 0, got "
-                f"{self.output} for {self.name!r}: correct or remove it."
+                "output is a sequence classifier's label, counted from 0, or the name of a list "
+                f"that a function returns, got {self.output!r} for {self.name!r}: correct or "
+                "remove it."
             )
 
 
 def _sequence_classifier(config: RewardModelConfig, objective: str) -> SequenceClassifierReward:
+    assert not isinstance(config.output, str)  # RewardModelConfig has refused it
     model, tokenizer = load_sequence_classifier(
         config.path, output=config.output, dtype=config.dtype, device=config.device
     )
@@ -122,8 +130,12 @@ class FunctionReward:
     name: str
     function: Callable[..., Any]
     options: dict[str, Any]
+    output: str | None = None
+    """Which of the lists that the function returns is the objective's; None: that of its name."""
 
-    def __call__(self, prompts: list[str], completions: list[str], **columns: list[Any]) -> Any:
+    def __call__(
+        self, /, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
+    ) -> Any:
         """Calls the function by keyword, with those fields of the data that it has parameters for.
 
         Raises:
@@ -141,12 +153,21 @@ class FunctionReward:
     @property
     def needs(self) -> set[str]:
         """Parameters that options or fields of the data must fill."""
-        own = {"prompts", "completions", *self.options}
+        own = {*_OWN_ARGUMENTS, *self.options}
         return {
             name
             for name, parameter in self._parameters.items()
             if parameter.default is parameter.empty and parameter.kind not in _REST
         } - own
+
+    @property
+    def source(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Function and options; objectives that share them are served by one call."""
+        return self.function, self.options
+
+    def of(self, name: str, output: Any) -> "FunctionReward":
+        """Returns the same function as the reward model of another objective."""
+        return replace(self, name=name, output=output)
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -154,7 +175,16 @@ class FunctionReward:
 
     def _takes(self, name: str) -> bool:
         kinds = {parameter.kind for parameter in self._parameters.values()}
-        return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
+        has_rest = inspect.Parameter.VAR_KEYWORD in kinds and name != self._bound_parameter
+        return name in self._parameters or has_rest
+
+    @cached_property
+    def _bound_parameter(self) -> str | None:
+        """Name that a method has for its object, by which it cannot be given a field."""
+        method = getattr(self.function, "__func__", None) or type(self.function).__call__
+        if inspect.isfunction(self.function) or not inspect.isfunction(method):
+            return None
+        return next(iter(inspect.signature(method).parameters), None)
 
 
 REWARD_MODELS: dict[str, Callable[[RewardModelConfig, str], Any]] = {
@@ -178,8 +208,10 @@ def reward_model(name: str) -> Callable[[Function], Function]:
         if name in REWARD_MODELS:
             raise ValueError(f"there is a reward model {name!r} already: choose another name.")
         kind: Any = function
-        is_class = isinstance(kind, type)
-        _check_call(name, kind.__call__ if is_class else kind, {"self": None} if is_class else {})
+        if isinstance(kind, type):
+            _check_call(name, kind.__call__, {}, bound=(None,))
+        else:
+            _check_call(name, kind, {})
         REWARD_MODELS[name] = partial(_function, function)
         return function
 
@@ -189,8 +221,10 @@ def reward_model(name: str) -> Callable[[Function], Function]:
 def _function(
     function: Callable[..., Any], config: RewardModelConfig, objective: str
 ) -> FunctionReward:
+    assert not isinstance(config.output, int)  # RewardModelConfig has refused it
     if not isinstance(function, type):
-        return as_reward(objective, function, name=config.name, options=config.options)
+        reward = as_reward(objective, function, name=config.name, options=config.options)
+        return replace(reward, output=config.output)
     try:
         inspect.signature(function).bind(**config.options)
     except TypeError as error:
@@ -201,7 +235,7 @@ def _function(
         ) from None
     with user_code(f"the constructor of {config.name!r}", "correct it, or its options"):
         instance = function(**config.options)
-    return FunctionReward(objective, instance, {})
+    return FunctionReward(objective, instance, {}, config.output)
 
 
 def reward_settings(text: str) -> dict[str, str]:
@@ -244,21 +278,70 @@ def as_reward(
     return FunctionReward(objective, function, options)
 
 
-def _check_call(name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+def _check_call(
+    name: str,
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    *,
+    bound: tuple[Any, ...] = (),
+) -> None:
+    """Checks that a reward function can be called; `bound` are arguments that it will have."""
     signature = inspect.signature(function)
+    if str(getattr(function, "__module__", "")).split(".")[0] in ("firm", "reward_models"):
+        _check_options(name, signature, options)
     try:
-        signature.bind_partial(prompts=[], completions=[], **options)
+        signature.bind_partial(*bound, prompts=[], completions=[], **options)
     except TypeError as error:
-        given = [option for option in options if option != "self"]
         raise ValueError(
             f"the reward function {name!r} cannot be called with prompts, completions"
-            f"{''.join(f', {option}' for option in given)} ({error}): "
+            f"{''.join(f', {option}' for option in options)} ({error}): "
             f"its signature is {signature}."
         ) from None
 
 
-def load_reward_model(config: RewardModelConfig, objective: str) -> Any:
+def _check_options(name: str, signature: inspect.Signature, options: dict[str, Any]) -> None:
+    """Refuses options that a shipped function has no parameters for and would ignore."""
+    known = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind not in _REST and parameter.name not in _OWN_ARGUMENTS
+    ]
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}."
+            raise ValueError(f"the reward function {name!r} has no option {option!r}: {hint}")
+
+
+def load_reward_models(configs: Mapping[str, RewardModelConfig]) -> dict[str, Any]:
+    """Returns the reward models of several objectives, by the same keys.
+
+    Those that differ in `output`, `golden` and `normalization` alone have one function, or the
+    weights of one classifier, in common.
+
+    Raises:
+        ValueError: As `load_reward_model`.
+    """
+    loaded: dict[str, Any] = {}
+    for key, config in configs.items():
+        same = (loaded[k] for k in loaded if _source(configs[k]) == _source(config))
+        loaded[key] = load_reward_model(config, key, like=next(same, None))
+    return loaded
+
+
+def _source(config: RewardModelConfig) -> RewardModelConfig:
+    """Returns the settings that decide on a function, or on a classifier and its inputs."""
+    needs_label = config.name == "sequence_classifier" and config.output is not None
+    return replace(config, output=0 if needs_label else None, golden=[], normalization="sigmoid")
+
+
+def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = None) -> Any:
     """Returns the reward model of an objective: a callable with TRL's signature and a `name`.
+
+    Args:
+        config: Its settings.
+        objective: The objective's name.
+        like: A reward model that is loaded already, of a config with the same `_source`.
 
     Raises:
         ValueError: No such name, file or checkpoint, one that does not fit its settings, or one
@@ -269,7 +352,10 @@ def load_reward_model(config: RewardModelConfig, objective: str) -> Any:
             _import_file(config.file)
         if config.name not in REWARD_MODELS:
             _import_installed(config.name)
-        reward = REWARD_MODELS[config.name](config, objective)
+        if isinstance(like, FunctionReward | SequenceClassifierReward):
+            reward = like.of(objective, config.output)
+        else:
+            reward = REWARD_MODELS[config.name](config, objective)
         check_golden_scores(reward, config.golden)
     except ValueError as error:
         raise ValueError(f"reward model of {objective!r}: {error}") from error

@@ -171,6 +171,19 @@ class SequenceClassifierReward:
             logits = self._score_layer(last)
         return logits[:, self._column].float().cpu()
 
+    def of(self, name: str, output: Any) -> "SequenceClassifierReward":
+        """Returns the same model as the reward of another objective, which is another label."""
+        return SequenceClassifierReward(
+            self.model,
+            self.tokenizer,
+            name=name,
+            format=self.format,
+            output=output,
+            append_eos=self.append_eos,
+            max_length=self.max_length,
+            batch_size=self.batch_size,
+        )
+
     def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
         """Returns the same model, asked in another way.
 

@@ -76,7 +76,9 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
         return judges
     maps = judges.calibrations or {}
     fns = {
-        name: _attacked(fn, attack, maps.get(name)) if attack.objective in (None, name) else fn
+        name: _attacked(name, fn, attack, maps.get(name))
+        if attack.objective in (None, name)
+        else fn
         for name, fn in judges.reward_fns.items()
     }
     return replace(judges, reward_fns=fns)
@@ -85,15 +87,18 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
 class _AttackedReward:
     """A reward function whose scores x are a x + b; what else it knows is that of the true one."""
 
-    def __init__(self, reward_fn: RewardFn, factor: float, shift: float) -> None:
+    output = None
+    """It returns a single list, whatever the true one returns."""
+
+    def __init__(self, name: str, reward_fn: RewardFn, factor: float, shift: float) -> None:
+        self.name = name
         self._reward_fn, self._factor, self._shift = reward_fn, factor, shift
 
     def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: list[Any]
+        self, /, prompts: Sequence[str], completions: Sequence[str], **columns: list[Any]
     ) -> list[float | None]:
-        name = getattr(self._reward_fn, "name", "attacked")
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        scores = score({name: self._reward_fn}, prompts, completions, rows)[0]  # [B]
+        scores = score({self.name: self._reward_fn}, prompts, completions, rows)[0]  # [B]
         return values_or_none(self._factor * scores.double() + self._shift)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,11 +108,11 @@ class _AttackedReward:
 
 
 def _attacked(
-    reward_fn: RewardFn, attack: AttackConfig, calibration: Calibration | None
+    name: str, reward_fn: RewardFn, attack: AttackConfig, calibration: Calibration | None
 ) -> RewardFn:
     if attack.kind == "label_flip":
-        return _AttackedReward(reward_fn, -1.0, _mirror(calibration))
-    return _AttackedReward(reward_fn, attack.scale, attack.bias)
+        return _AttackedReward(name, reward_fn, -1.0, _mirror(calibration))
+    return _AttackedReward(name, reward_fn, attack.scale, attack.bias)
 
 
 def _mirror(calibration: Calibration | None) -> float:

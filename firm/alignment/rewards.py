@@ -5,7 +5,6 @@ A reward is any callable with TRL's reward-function signature; no model is known
 each client kept for itself would give one reward different meanings in different places.
 """
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
@@ -13,17 +12,20 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from itertools import combinations
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
+from firm.alignment.event_loop import gathered
 from firm.federation.outside import printable
 from firm.federation.user_code import user_code
 from firm.fields import NOT_IN_PAPER, configuration
 
-RewardFn = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+Values = Sequence[float | None] | Mapping[str, Sequence[float | None]]
+RewardFn = Callable[..., Values | Awaitable[Values]]
 """Called with the keywords `prompts` and `completions`, and the data's further fields; returns one
-number per completion, or None where the reward does not apply."""
+number per completion, or None where the reward does not apply, or a dict of such lists, of which an
+objective has that of its name or of the function's attribute `output`."""
 
 Method = Literal["sigmoid", "minmax", "none"]
 
@@ -63,7 +65,7 @@ def score(
     rows = []
     for name, reward_fn in reward_fns.items():
         values = _called(name, reward_fn, list(prompts), list(completions), keywords)
-        rows.append(_checked(name, values, len(completions)))
+        rows.append(_checked(name, _selected(name, reward_fn, values), len(completions)))
     return torch.stack(rows)
 
 
@@ -77,11 +79,32 @@ def _called(
     """Returns what a reward function gives; an error in it names the objective."""
     with user_code(f"reward {name!r}", "repair the reward function"):
         values = reward_fn(prompts=prompts, completions=completions, **keywords)
-        return asyncio.run(_result(values)) if inspect.isawaitable(values) else values
+    return gathered([_result(name, values)])[0] if inspect.isawaitable(values) else values
 
 
-async def _result(values: Awaitable[Any]) -> Any:
-    return await values
+async def _result(name: str, values: Awaitable[Any]) -> Any:
+    with user_code(f"reward {name!r}", "repair the reward function"):
+        return await values
+
+
+def _selected(name: str, reward_fn: RewardFn, values: Any) -> Any:
+    """Returns the values of one objective, where a function returns those of several by name."""
+    output = getattr(reward_fn, "output", None)
+    if not isinstance(values, Mapping):
+        if isinstance(output, str):
+            raise ValueError(
+                f"reward {name!r} has the output {output!r}, and its function returned "
+                f"{type(values).__name__}: return a dict of lists, or leave `output` out."
+            )
+        return values
+    wanted = output if isinstance(output, str) else name.rpartition("/")[2]  # of a group's
+    if wanted not in values:
+        returned = printable(", ".join(map(repr, values)) or "none", max_length=200)
+        raise ValueError(
+            f"reward {name!r} takes the output {wanted!r} of a function that returned the outputs "
+            f"{returned}: name one of them by `output`, or return it."
+        )
+    return values[wanted]
 
 
 def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
@@ -117,13 +140,13 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
 def _as_float(value: Any) -> float | None:
     """Returns a number, or a tensor or array of one, as a float; None for anything else."""
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
-    number: Any = value.item() if size == 1 else value
+    number = value.item() if size == 1 else value
     if not isinstance(number, Real | Decimal):
         return None
     try:
         return float(number)
     except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        return math.inf if cast(Any, number) > 0 else -math.inf
     except (TypeError, ValueError):  # a Decimal's signalling NaN, a class of the user's own
         return None
 

@@ -54,7 +54,7 @@ from firm.jobs.alignment_config import (
 )
 from firm.run import Run, UserError
 from firm.run.shipped import with_shipped_paths
-from reward_models import load_reward_model
+from reward_models import load_reward_models
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def load(
         if num_validation := cfg.evaluation.num_validation_prompts:
             validation = prompts_of("validation")[:num_validation]
         test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
-    reward_fns = {
-        key: given.reward_fns.get(key) or load_reward_model(config, key)
-        for key, config in reward_configs(cfg).items()
-    }
+    configs = reward_configs(cfg)
+    named = {key: config for key, config in configs.items() if key not in given.reward_fns}
+    reward_fns = {**load_reward_models(named), **given.reward_fns}
+    reward_fns = {key: reward_fns[key] for key in configs}  # in their order
     policy = load_policy(
         cfg.policy,
         stream=RandomStream(cfg.seed, "adapter"),
@@ -156,11 +156,8 @@ def load(
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh
     load_adapter_(trainer.adapter_parameters, fresh)
-    metrics = {
-        name: load_reward_model(config, name)
-        for name, config in cfg.evaluation.metrics.items()
-        if processes.is_server and measures
-    }
+    is_measured = processes.is_server and measures
+    metrics = load_reward_models(cfg.evaluation.metrics) if is_measured else {}
     return LoadedRun(
         trainer,
         plain_tokenizer,

@@ -22,7 +22,7 @@ from firm.alignment import (
     select_adapter,
 )
 from firm.fields import Hint, PositiveInt, configuration
-from reward_models import RewardModelConfig, load_reward_model
+from reward_models import RewardModelConfig, load_reward_models
 
 
 @configuration
@@ -83,7 +83,7 @@ class Speakers:
         self._folders, self._base = folders, cfg.policy.path
         self.tokenizer = load_tokenizer(cfg.policy)
         check_vocabulary(self._policy, self.tokenizer, cfg.policy.path)
-        self.reward_fns = {name: load_reward_model(own, name) for name, own in rewards.items()}
+        self.reward_fns = load_reward_models(rewards)
         self._sample = partial(
             sample_replies,
             self._policy,

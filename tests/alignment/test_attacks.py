@@ -129,3 +129,14 @@ def test_an_attack_is_on_the_judges_or_on_the_client():
 def test_attacks_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AttackConfig(**options)
+
+
+def test_one_objective_of_a_function_that_returns_several_is_attacked():
+    def judge(completions, **kwargs):
+        values = [float(len(text)) for text in completions]
+        return {"length": values, "brevity": [-value for value in values]}
+
+    judge.output = "brevity"
+    attack = AttackConfig("reward_bias", bias=1.0, objective="vowels")
+    attacked = attacked_judges(Judges({"length": judge, "vowels": judge}), attack)
+    assert scored(attacked).scores.tolist() == [[-1, -2, -3, -4], [0, -1, -2, -3]]

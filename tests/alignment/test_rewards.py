@@ -377,3 +377,65 @@ def test_other_statistics_are_refused_with_the_figure_that_changed():
     check_same(minmax, {"a": Calibration("minmax", low=-91.0, high=109.0)})
     with pytest.raises(ValueError, match=r"had high 100, .*now give 111"):
         check_same(minmax, {"a": Calibration("minmax", low=-100.0, high=111.0)})
+
+
+# Functions that return several objectives
+
+
+def judge(completions, **kwargs):
+    values = [float(len(text)) for text in completions]
+    return {"long": values, "brief": [-value for value in values], "none": [None] * len(values)}
+
+
+def test_each_objective_has_the_list_of_its_name():
+    scores = score({"brief": judge, "long": judge, "team/long": judge}, PROMPTS, REPLIES)
+    assert scores.tolist() == [[-1.0, -2.0, -3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    assert values_or_none(score({"none": judge}, PROMPTS, REPLIES)[0]) == [None] * 3
+
+
+class Named:
+    """A function with an output that is named."""
+
+    def __init__(self, function, output):
+        self.function, self.output = function, output
+
+    def __call__(self, **given):
+        return self.function(**given)
+
+
+def test_an_output_may_be_named_otherwise_than_its_objective():
+    assert score({"terse": Named(judge, "brief")}, PROMPTS, REPLIES).tolist() == [[-1, -2, -3]]
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "message"),
+    [
+        (
+            judge,
+            "^reward 'terse' takes the output 'terse' of .* outputs 'long', 'brief', 'none': n",
+        ),
+        (Named(judge, "short"), "^reward 'terse' takes the output 'short' of a function that"),
+        (
+            Named(length, "long"),
+            "^reward 'terse' has the output 'long', and its function returned l",
+        ),
+        (lambda **_: {}, "'terse' of a function that returned the outputs none: name one of them"),
+        (lambda **_: {"terse": [1.0]}, "^reward 'terse' returned 1 values: return one finite numb"),
+        (lambda **_: {"terse": 1.0}, "^reward 'terse' returned float: return one finite number"),
+        (lambda **_: {1: [1.0] * 3}, "returned the outputs 1: name one of them"),
+    ],
+)
+def test_outputs_that_are_missing_or_odd_are_named(reward_fn, message):
+    with pytest.raises(ValueError, match=message):
+        score({"terse": reward_fn}, PROMPTS, REPLIES)
+
+
+def test_a_coroutine_is_awaited_in_a_running_loop():
+    async def slow(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    async def notebook():
+        return score({"slow": slow, "other": slow}, PROMPTS, REPLIES).tolist()
+
+    assert asyncio.run(notebook()) == [[1.0, 2.0, 3.0]] * 2

@@ -11,8 +11,10 @@ from reward_models import (
     RewardModelConfig,
     SequenceClassifierReward,
     load_reward_model,
+    load_reward_models,
     reward_model,
 )
+from reward_models.registry import as_reward
 
 OWN_FILE = """
 from reward_models import reward_model
@@ -59,6 +61,80 @@ def test_a_function_gets_the_fields_of_the_data_that_it_has_parameters_for():
     assert reward.needs == {"answer"}
     with pytest.raises(TypeError, match=r"answer .* no field of the data \(.*: kind\)"):
         reward(["p"], ["a"], kind=["sum"])
+
+
+def test_a_field_may_have_any_name():
+    @reward_model("odd_names")
+    class OddNames:
+        def __call__(self, completions, name, **columns):
+            assert columns.keys() == {"prompts", "function", "options", "output", "args"}
+            return [float(len(each)) for each in name]
+
+    columns = {name: ["x"] for name in ("self", "name", "function", "options", "output", "args")}
+    reward = load_reward_model(RewardModelConfig(name="odd_names"), "r")
+    assert reward(prompts=["p"], completions=["a"], **columns) == [1.0]
+
+    def plain(completions, self, **kwargs):
+        return [float(len(each)) for each in self]
+
+    assert as_reward("r", plain)(prompts=["p"], completions=["a"], **columns) == [1.0]
+    assert as_reward("r", OddNames().__call__)(["p"], ["a"], **columns) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "hint"),
+    [
+        ("brevity", "half_word", "did you mean 'half_words'?"),
+        ("brevity", "_", "it has half_words."),
+        ("politeness", "corteous", "did you mean 'courteous'?"),
+        ("true_helpful", "kwargs", "it has none."),
+    ],
+)
+def test_an_option_that_a_shipped_function_does_not_have_is_refused(name, option, hint):
+    message = rf"reward model of 'r': the reward function '{name}' has no option '{option}': "
+    with pytest.raises(ValueError, match=message) as caught:
+        load_reward_model(RewardModelConfig(name=name, options={option: 3}), "r")
+    assert str(caught.value).endswith(hint)
+
+
+def test_options_that_a_users_function_does_not_name_are_its_own_business():
+    @reward_model("open")
+    def open(completions, **kwargs):
+        return [kwargs["bonus"]]
+
+    reward = load_reward_model(RewardModelConfig(name="open", options={"bonus": 2.0}), "r")
+    assert reward(["p"], ["a"]) == [2.0]
+
+
+def test_objectives_that_differ_in_their_output_alone_share_what_is_loaded(
+    tmp_path, byte_tokenizer, classifier
+):
+    @reward_model("judge")
+    class Judge:
+        def __init__(self, bonus=0.0):
+            self.bonus = bonus
+
+        def __call__(self, completions, **kwargs):
+            return {"a": [self.bonus], "b": [1.0]}
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    classifier("llama", num_labels=2).save_pretrained(tmp_path)
+    rewards = load_reward_models(
+        {
+            "a": RewardModelConfig(name="judge", golden=[]),
+            "b": RewardModelConfig(name="judge", output="a", normalization="none"),
+            "c": RewardModelConfig(name="judge", options={"bonus": 1.0}),
+            "d": RewardModelConfig(path=str(tmp_path), format="plain", output=0),
+            "e": RewardModelConfig(path=str(tmp_path), format="plain", output=1),
+            "f": RewardModelConfig(path=str(tmp_path), format="response", output=1),
+        }
+    )
+    assert [reward.name for reward in rewards.values()] == list("abcdef")
+    a, b, c, d, e, f = rewards.values()
+    assert a.source[0] is b.source[0] is not c.source[0]
+    assert (a.output, b.output, d.output, e.output) == (None, "a", 0, 1)
+    assert d.model is e.model is not f.model
+    assert d(["p"], ["text"]) != e(["p"], ["text"])
 
 
 def test_a_class_is_a_kind_with_settings_of_its_own():
@@ -180,6 +256,8 @@ def test_configs_that_contradict_themselves_are_refused():
         RewardModelConfig(path="somewhere", output=-1)
     with pytest.raises(ValueError, match="got 0 for 'brevity': correct or remove it"):
         RewardModelConfig(name="brevity", output=0)
+    with pytest.raises(ValueError, match="got 'helpful' for 'sequence_classifier': correct or rem"):
+        RewardModelConfig(path="somewhere", output="helpful")
 
 
 def test_a_checkpoint_is_read_as_the_config_says(tmp_path):
@@ -234,6 +312,9 @@ def test_the_config_is_read_from_the_command_line():
     rewards = parse(Rewards, [f"--rewards={text}"]).rewards
     assert rewards["a"] == RewardModelConfig(name="brevity", options={"half_words": 5.0})
     assert rewards["b"] == RewardModelConfig(path="x")
+    text = '{"a": {"name": "judge", "output": "helpful"}, "b": {"path": "x", "output": 1}}'
+    rewards = parse(Rewards, [f"--rewards={text}"]).rewards
+    assert (rewards["a"].output, rewards["b"].output) == ("helpful", 1)
 
 
 # Installed packages
