@@ -26,6 +26,7 @@ from firm.alignment.policy import (
     load_base_model,
     without_needless_warnings,
 )
+from firm.federation import Adapter
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONDITIONED = "conditioned.safetensors"
@@ -205,7 +206,7 @@ def fill_adapter_(
         adapter = fold(adapter, preference)
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     problem = f"the adapter in {folder} does not fit {base}"
-    adapter = narrowed(policy, adapter, problem)
+    adapter = narrowed(policy, _without_base(policy, adapter, problem), problem)
     check_fits(adapter, slot, problem=problem, remedy="use the base model that it was made for.")
     for key, values in slot.items():
         adapter[key] = adapter[key].to(values.dtype)
@@ -217,6 +218,26 @@ def fill_adapter_(
     # Slots that were made without memory take the tensors themselves.
     has_no_memory = any(values.is_meta for values in slot.values())
     set_peft_model_state_dict(policy, adapter, adapter_name=name, low_cpu_mem_usage=has_no_memory)
+
+
+def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
+    """Returns an adapter without weights of the base model, which PEFT saves beside a head's.
+
+    Raises:
+        ValueError: Such a weight is another than the base model has; the message opens with
+            `problem`.
+    """
+    own: Adapter = policy.state_dict()
+    copies = {name for name in adapter if ".base_layer." in name and name in own}
+    for name in copies:
+        if adapter[name].shape != own[name].shape or not torch.equal(
+            adapter[name].to(own[name]), own[name]
+        ):
+            raise ValueError(
+                f"{problem}: {name} is not the base model's: give an adapter that leaves the base "
+                "model as it is."
+            )
+    return {name: values for name, values in adapter.items() if name not in copies}
 
 
 def refold_adapter_(

@@ -445,11 +445,11 @@ def _checkpoint_activations_(model: Any) -> None:
 
     # the reentrant kind sees no gradient in frozen inputs
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    layer: Any
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            own = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = partial(checkpointed, layer, own)
+            settings: Any = layer
+            own = settings._gradient_checkpointing_func
+            settings._gradient_checkpointing_func = partial(checkpointed, layer, own)
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:

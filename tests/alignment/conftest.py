@@ -1,6 +1,6 @@
 """A tokenizer of letters and tiny random policies: everything small enough to check by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,14 +92,18 @@ def make_policy(make_model) -> Callable[..., PeftModel]:
     """
 
     def make(
-        *, dropout: float = 0.0, dtype: torch.dtype = torch.float32, fresh: bool = False
+        *,
+        dropout: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        fresh: bool = False,
+        target_modules: Sequence[str] = ("q_proj", "v_proj"),
     ) -> PeftModel:
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=4,
             lora_alpha=8,
             lora_dropout=dropout,
-            target_modules=["q_proj", "v_proj"],
+            target_modules=list(target_modules),
             init_lora_weights=False,
         )
         with without_needless_warnings():

@@ -21,11 +21,13 @@ WITHOUT_LOSSES = {
 
 
 @pytest.fixture
-def federation(make_trainer, letter_count):
+def federation(make_trainer, make_policy, letter_count):
     """State, engine and names of clients, each with prompts of its own."""
 
-    def make(engine, *, max_rows=None, judges=(), dropout=0.1, **options):
+    def make(engine, *, max_rows=None, judges=(), dropout=0.1, layers=None, **options):
         rewards = {letter: letter_count(letter) for letter in "ab"}
+        if layers:
+            options["policy"] = make_policy(dropout=dropout, target_modules=layers)
         trainer = make_trainer(rewards=rewards, dropout=dropout, **options)
         new_trainer = trainer.stacked() if engine == "stacked" else lambda: trainer
         names = ["client_0", "client_1", "client_2"]
@@ -110,6 +112,12 @@ def test_every_strategy_ends_as_with_clients_in_turn(both, name, estimator):
 def test_weights_per_batch_and_clients_with_fewer_objectives_end_as_in_turn(both, letter_count):
     judges = {"client_1": Judges({"b": letter_count("b")})}
     assert_same(both(firm_round, FirmConfig(solve_per="batch"), rounds=1, judges=judges))
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_an_adapted_head_ends_as_with_clients_in_turn(both, estimator):
+    options = {"layers": ["q_proj", "lm_head"], "estimator": estimator}
+    assert_same(both(firm_round, FirmConfig(num_local_steps=2), **options))
 
 
 def test_states_after_a_round_are_those_of_clients_in_turn(both):

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -18,8 +18,16 @@ from transformers import (
     Qwen2VLConfig,
 )
 
-from firm.alignment import LoraSettings, PolicyConfig, default_target_modules, save_adapter
-from firm.alignment.policy import adapter_parameters, add_adapter
+from firm.alignment import (
+    LoraSettings,
+    PolicyConfig,
+    default_target_modules,
+    fill_adapter_,
+    load_adapters,
+    load_base_model,
+    save_adapter,
+)
+from firm.alignment.policy import adapter_parameters, add_adapter, without_needless_warnings
 
 TOKEN_IDS = torch.tensor([[4, 9, 7, 14, 5]])
 
@@ -165,3 +173,46 @@ def test_only_the_language_model_of_a_multimodal_model_is_adapted(name, tmp_path
         ours, theirs = (model(input_ids=TOKEN_IDS).logits for model in (policy.eval(), by_peft))
     torch.testing.assert_close(ours, theirs)
     assert not torch.allclose(ours, make(MULTIMODAL[name])(input_ids=TOKEN_IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lora_xs"])
+def test_an_adapted_head_is_trained_saved_loaded_and_merged_alike(kind, tmp_path):
+    make(CONFIGS["llama"]).save_pretrained(tmp_path / "base")
+    lora = LoraSettings(r=2, target_modules=["q_proj", "lm_head"])
+    config = PolicyConfig(path=str(tmp_path / "base"), adapter=kind, lora=lora)
+    policy = add_adapter(load_base_model(config), config)
+    optimizer = torch.optim.SGD(adapter_parameters(policy).values(), lr=0.1)
+    for _ in range(3):
+        policy(input_ids=TOKEN_IDS, labels=TOKEN_IDS).loss.backward()
+        optimizer.step()
+    logits = policy(input_ids=TOKEN_IDS).logits
+    save_adapter(policy, tmp_path / "adapter")
+    again = add_adapter(load_base_model(config), config)
+    fill_adapter_(again, tmp_path / "adapter", config.path)
+    loaded = load_adapters(config, [tmp_path / "adapter"]).cpu()
+    by_peft = read_by_peft(load_base_model(config), tmp_path / "adapter")
+    for model in (again, loaded, by_peft, by_peft.merge_and_unload()):
+        torch.testing.assert_close(model(input_ids=TOKEN_IDS).logits, logits)
+    base = load_base_model(config)
+    assert not torch.allclose(base(input_ids=TOKEN_IDS).logits, logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("names", [["lm_head"], ["q_proj", "embed_tokens"]])
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True:UserWarning")
+def test_an_adapter_that_peft_made_of_a_tied_head_is_loaded(names, tmp_path):
+    make(LlamaConfig(**TEXT, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")
+    config = PolicyConfig(path=str(tmp_path / "base"))
+    settings = LoraConfig("CAUSAL_LM", r=2, target_modules=names, init_lora_weights=False)
+    with without_needless_warnings():
+        policy = get_peft_model(load_base_model(config), settings).eval()
+    policy.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    loaded = load_adapters(config, [tmp_path / "adapter"], check_base=False).cpu()
+    logits = policy(input_ids=TOKEN_IDS).logits
+    torch.testing.assert_close(loaded(input_ids=TOKEN_IDS).logits, logits)
+    other = load_base_model(config)
+    other.get_input_embeddings().weight.data += 1
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"base_layer.weight is not the base model's: give an ad"):
+        load_adapters(
+            PolicyConfig(path=str(tmp_path / "other")), [tmp_path / "adapter"], check_base=False
+        )

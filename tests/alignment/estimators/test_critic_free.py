@@ -18,7 +18,7 @@ from firm.alignment.estimators.critic_free import (
     group_advantages,
     reply_losses,
 )
-from firm.alignment.policy import without_needless_warnings
+from firm.alignment.policy import set_mode, without_needless_warnings
 from firm.alignment.sequences import INVALID_LOGPROB, Queries, token_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
@@ -202,7 +202,7 @@ def moved_experience(trainer):
 def looped_rows(trainer, minibatch) -> torch.Tensor:
     """The Jacobian by a loop of backward passes over the printed losses, [M, d]."""
     config, rollouts, policy = trainer.config, minibatch.rollouts, trainer._policy
-    policy.model.train()
+    set_mode(policy.model, is_training=True)
     logits = policy.logits(policy.forward(rollouts), rollouts)
     mask = rollouts.mask
     logprobs = token_logprobs(logits, rollouts.responses).masked_fill(~mask, INVALID_LOGPROB)
@@ -241,6 +241,14 @@ def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options,
         assert (row - looped).norm() <= 1e-5 * looped.norm()
     assert 0 <= gradients.aux.metrics["clip_fraction"] <= 1
     assert (gradients.aux.metrics["clip_fraction"] > 0) == (options["ratio"] != "none")
+
+
+def test_rows_of_an_adapted_head_are_the_loop_s_too(make, make_policy):
+    trainer = make(policy=make_policy(target_modules=["q_proj", "lm_head"]))
+    minibatch = moved_experience(trainer)
+    rows, expected = trainer.gradients(minibatch).jacobian, looped_rows(trainer, minibatch)
+    assert any("lm_head" in name for name in trainer.adapter_parameters)
+    assert (rows - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
