@@ -60,7 +60,7 @@ from firm.jobs.alignment_loading import (
 )
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, Round, Wing, train
-from firm.jobs.model_card import markdown_table, model_card
+from firm.jobs.model_card import markdown_table, model_card, model_name
 from firm.report import read_record, update_report
 from firm.report.run_front import front_of_run, split_at
 from firm.report.tables import Frame, Setting
@@ -215,7 +215,9 @@ def run_rounds(
         loaded.tokenizer.save_pretrained(str(run.path / "adapter"))
         shutil.rmtree(run.path / "front", ignore_errors=True)  # of an end with fewer rounds
         for preference in wing.preferences:
-            save_folded(policy, run.path / "front" / preference_folder(preference), preference)
+            folder = run.path / "front" / preference_folder(preference)
+            save_folded(policy, folder, preference)
+            loaded.tokenizer.save_pretrained(str(folder))
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
     with drawing("The front of the run"):
@@ -484,7 +486,10 @@ def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -
         "rounds": cfg.rounds,
         **work,
         "seed": cfg.seed,
-        "reward models": ", ".join(f"{n}: {c.path or c.name}" for n, c in cfg.rewards.items()),
+        "reward models": ", ".join(
+            f"{name}: {model_name(own.path) if own.path else own.name}"
+            for name, own in cfg.rewards.items()
+        ),
         "held-out prompts": final.num_prompts,
         "replies per prompt": final.num_samples,
         "commit": run.record()["commit"],

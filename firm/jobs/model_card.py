@@ -1,14 +1,20 @@
 """The card of an adapter: what it is, how it was made, and what it scored."""
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from firm.federation.outside import printable
 from firm.jobs.hub import is_hub_name
+from firm.run.shipped import path_in_package
 
 
-def model_card(base_model: str, aim: str, text: str, *tags: str) -> ModelCard:
+def model_card(
+    base_model: str, aim: str, text: str, *tags: str, has_tokenizer: bool = True
+) -> ModelCard:
     """Returns an adapter's card, which ends with how to use it.
 
     Args:
@@ -16,17 +22,24 @@ def model_card(base_model: str, aim: str, text: str, *tags: str) -> ModelCard:
         aim: What it was aligned to.
         text: What it is and what it scored, as Markdown.
         tags: Beside those that every adapter of FIRM's has.
+        has_tokenizer: Whether the adapter's folder has the tokenizer, too.
     """
     header = ModelCardData(
         base_model=base_model if is_hub_name(base_model) else None,  # the hub refuses a folder
         library_name="peft",
         tags=["firm", "ppo", "lora", "multi-objective", "federated", *tags],
     )
+    place, needed = json.dumps("path/of/the/base/model"), ""
+    if is_hub_name(base_model):
+        place = json.dumps(base_model)
+    elif (inside := path_in_package(base_model)) is not None:
+        place = f'files("firm") / {json.dumps(inside)}'
+        needed = "from importlib.resources import files\n\n"
     return ModelCard(f"""---
 {header.to_yaml()}
 ---
 
-# {base_model}, aligned to {aim}
+# {model_name(base_model)}, aligned to {aim}
 
 {text}
 
@@ -35,13 +48,29 @@ The learned rewards say what the reward models prefer, not what is true or safe.
 ## Use
 
 ```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+{needed}from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})
+base = AutoModelForCausalLM.from_pretrained({place})
 model = PeftModel.from_pretrained(base, "path/of/this/folder")
+tokenizer = AutoTokenizer.from_pretrained({'"path/of/this/folder"' if has_tokenizer else place})
 ```
 """)
+
+
+def model_name(path: str) -> str:
+    """Returns how a card names a model, as Markdown; of a folder of this machine only its name.
+
+    >>> model_name("Qwen/Qwen2.5-0.5B"), model_name("/home/me/models/*policy*")
+    ('Qwen/Qwen2.5-0.5B', '\\\\*policy\\\\*')
+    >>> model_name("firm/miniature/checkpoints/policy")
+    'miniature/checkpoints/policy of firm-align'
+    """
+    if is_hub_name(path):
+        return path
+    if (inside := path_in_package(path)) is not None:
+        return f"{inside} of firm-align"
+    return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", printable(Path(path).name, max_length=100))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

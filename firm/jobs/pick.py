@@ -30,6 +30,8 @@ from firm.run.files import whole_folder
 
 SETTINGS_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+"""Of the files of a tokenizer: vocabularies, settings and chat templates."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,8 @@ def write_merged(
             )
     merged = weighted_mean(adapters, shares)
     with whole_folder(out) as draft:
-        shutil.copyfile(folders[0] / SETTINGS_NAME, draft / SETTINGS_NAME)
+        for file in (folders[0] / SETTINGS_NAME, *_tokenizer_files(folders[0])):
+            shutil.copyfile(file, draft / file.name)
         save_file(merged, draft / WEIGHTS_NAME, metadata={"format": "pt"})
         card.save(draft / "README.md")
 
@@ -350,4 +353,18 @@ def merged_card(picked: PickedModel) -> ModelCard:
 {picked.evidence}
 
 {markdown_table(["reward in [0, 1]", "base", "expected"], picked.reward_rows)}"""
-    return model_card(base_model, picked.in_words(picked.want), text, "merge")
+    return model_card(
+        base_model,
+        picked.in_words(picked.want),
+        text,
+        "merge",
+        has_tokenizer=bool(_tokenizer_files(picked.folders[0])),
+    )
+
+
+def _tokenizer_files(adapter: Path) -> list[Path]:
+    """Returns the files of the tokenizer in an adapter's folder; none where it has no tokenizer."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return []
+    files = (file for file in adapter.iterdir() if file.is_file() and not file.is_symlink())
+    return [f for f in files if f.suffix in TOKENIZER_SUFFIXES and f.name != SETTINGS_NAME]

@@ -39,6 +39,17 @@ def find_config(name: str | Path) -> Path:
     raise UserError(f"no such file{hint}; check --config.")
 
 
+def path_in_package(path: str | Path) -> str | None:
+    """Returns where a path leads inside the package `firm`; None for a path that leads elsewhere.
+
+    >>> path_in_package("firm/miniature/checkpoints/policy")
+    'miniature/checkpoints/policy'
+    """
+    place, package = Path(with_shipped_paths(path)).resolve(), (_ROOT / "firm").resolve()
+    is_inside = place.is_relative_to(package) and place.exists()
+    return place.relative_to(package).as_posix() if is_inside else None
+
+
 def with_shipped_paths(value: Value) -> Value:
     """Returns a dataclass, or what one holds, with paths that work from any working directory.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from firm.alignment.conditioning import draw_preferences, fold
 from firm.cli.pick import main
@@ -73,6 +74,7 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
         assert title in page
     for point in front.points:
         assert f">{point.name}</" in page
+        assert AutoTokenizer.from_pretrained(trained / point.adapter)("A cat.")["input_ids"]
     # every fourth round and the last one are measured on the validation prompts
     rounds = [row["round"] for row in read_rows(trained, "evaluation", split="validation at 1, 0")]
     assert rounds == [2]

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, constants
@@ -18,7 +20,7 @@ from firm.cli.align import cli as align_cli
 from firm.cli.study import cli as study_cli
 from firm.jobs.hub import HubConfig, push
 from firm.jobs.model_card import model_card
-from tests.smoke import FRONT, SMOKE, run
+from tests.smoke import FRONT, ROOT, SMOKE, run
 
 TOKEN = "hf_stand_in"
 
@@ -184,3 +186,29 @@ def test_a_card_names_the_base_model_where_the_hub_knows_it(tmp_path):
     (tmp_path / "model").mkdir()
     assert base_of(str(tmp_path / "model")) is None
     assert base_of("firm/miniature/checkpoints/policy") is None
+
+
+def test_a_card_loads_what_ships_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shipped = "firm/miniature/checkpoints/policy"
+    cards = [
+        str(model_card(path, "brevity", "A text.", has_tokenizer=False))
+        for path in (shipped, str(ROOT / shipped))  # as configurations and adapters name it
+    ]
+    assert cards[0] == cards[1]
+    (code,) = re.findall(r"```python\n(.*?)```", cards[0], re.DOTALL)
+    assert str(ROOT) not in cards[0]
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, Any] = {}
+    exec("\n".join(line for line in code.splitlines() if "path/of/this/folder" not in line), made)
+    token_ids = made["tokenizer"]("A cat.", return_tensors="pt")["input_ids"]
+    assert made["base"](token_ids).logits.isfinite().all()
+
+
+def test_a_card_tells_no_path_of_this_machine_and_no_name_as_markup(tmp_path):
+    folder = tmp_path / "my [model](x) <b> | `a`\n# b"
+    folder.mkdir()
+    card = str(model_card(str(folder), "brevity", "A text."))
+    assert str(tmp_path) not in card
+    heading = next(line for line in card.splitlines() if line.startswith("# "))
+    assert heading == (r"# my \[model\](x) \<b\> \| \`a\`\\n\# b, aligned to brevity")

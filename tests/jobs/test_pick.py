@@ -21,6 +21,7 @@ from tests.smoke import POLICY
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = ("brevity", "positivity")
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 SHARES = {"low": (0.0, 1.0), "middle": (0.5, 0.5), "high": (1.0, 0.0)}
 
 
@@ -92,9 +93,11 @@ def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
 def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, tmp_path, capsys):
     out = tmp_path / "merged"
     assert pick(front, "brevity=0.7,positivity=0.3", "--merge", "--out", out) == out
-    assert {path.name for path in out.iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "README.md",
-    }  # fmt: skip
+    own = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert {path.name for path in out.iterdir()} == own | TOKENIZER
+    assert {path.name for path in (run / "adapter").iterdir()} >= TOKENIZER
+    for name in TOKENIZER:
+        assert (out / name).read_bytes() == (run / "adapter" / name).read_bytes()
     once = read_adapter(run)
     for name, tensor in load_file(out / "adapter_model.safetensors").items():
         torch.testing.assert_close(tensor, (0.6 * 2 + 0.4 * 3) * once[name])

@@ -79,9 +79,7 @@ def test_a_kit_that_would_speak_in_plain_text_is_refused(made, party, tmp_path):
 
 @pytest.mark.parametrize("name", ["a#b", "why?", "a\tb", "a\nb"])
 def test_a_folder_that_flare_takes_for_another_address_is_refused(tmp_path, name):
-    with pytest.raises(
-        ValueError, match=r"in a folder without .* in its path, since FLARE"
-    ):
+    with pytest.raises(ValueError, match=r"in a folder without .* in its path, since FLARE"):
         kits.prepare_site(tmp_path / name, site="bank")
 
 
