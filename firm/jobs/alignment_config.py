@@ -55,6 +55,10 @@ DEFAULT_SPLITS = {"train": "train", "validation": "test[:50%]", "test": "test[50
 """Splits of datasets where `split` is null, by what the prompts are for."""
 
 
+GIVEN = "given to firm.align"
+"""Source of prompts that a Python program gave as objects."""
+
+
 @configuration
 class PartitionConfig:
     """How the training prompts are divided among the clients."""

@@ -46,6 +46,7 @@ from firm.federation.aggregation import weighted_mean
 from firm.federation.engines import ENGINES
 from firm.jobs.alignment_config import (
     DEFAULT_SPLITS,
+    GIVEN,
     AlignmentConfig,
     GroupConfig,
     PartitionConfig,
@@ -122,6 +123,11 @@ def load(
 
     def prompts_of(use: str) -> list[Prompt]:
         config, own = getattr(cfg.data, use), given.prompts.get(use)
+        if own is None and config.source == GIVEN:
+            raise UserError(
+                f"data.{use}.source: the prompts were given to firm.align as objects; call it "
+                f"again with them and resume=True, or give --data.{use}.source."
+            )
         return load_prompts(config, tokenizer, given=own, default_split=DEFAULT_SPLITS[use])
 
     prompts = prompts_of("train")

@@ -21,7 +21,7 @@ from firm.alignment import (
 from firm.federation import RandomStream
 from firm.federation.outside import printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
-from firm.jobs.alignment_config import DEFAULT_SPLITS
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
@@ -99,6 +99,12 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     out = cfg.out or dated_folder("evaluation")
     check_place(out)
 
+    if cfg.prompts.source == GIVEN:
+        raise UserError(
+            "prompts.source: the run's test prompts were given to firm.align as objects and not "
+            "kept, which takes evaluation.num_shown_samples above 0 and fields that JSON has; give "
+            "--prompts.source FILE."
+        )
     records = [checked_record(path) for path in cfg.runs]
     if records:
         check_code({**cfg.rewards, **cfg.metrics}, records[0], allow_code=cfg.allow_code)

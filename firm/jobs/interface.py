@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firm.alignment import Prompt, borrowed, read_prompts, read_tokenizer
 from firm.jobs.alignment import SPLITS, Result, run_folder
 from firm.jobs.alignment import align as run_alignment
-from firm.jobs.alignment_config import DEFAULT_SPLITS, AlignmentConfig
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
 from firm.jobs.alignment_loading import Given
+from firm.jobs.finished_runs import keep_test_prompts
 from firm.run import UserError, compose, to_dict
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig
@@ -24,8 +25,6 @@ Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
 """Texts or rows, a dataset, or the place of one (a file, a folder or a name on the hub)."""
 
-GIVEN = "given to firm.align"
-"""What a run's configuration names as the source of its prompts."""
 HELD_OUT = 10
 """One in so many prompts is held out to validate on, and as many to test on."""
 
@@ -103,6 +102,11 @@ def align(
         "rewards": configs,
         **(settings or {}),
         **{f"data.{split}.source": GIVEN for split in SPLITS},
+        **{
+            f"data.{split}.source": str(own)
+            for split, own in (("validation", validation_prompts), ("test", test_prompts))
+            if isinstance(own, str | Path)
+        },
         "resume": resume,
         **({"out": str(out)} if out else {}),
     }
@@ -124,6 +128,8 @@ def align(
     if is_object and not path and result:
         model.save_pretrained(result.path / "base")
         tokenizer.save_pretrained(result.path / "base")
+    if result and cfg.data.test.source == GIVEN and cfg.evaluation.num_shown_samples:
+        keep_test_prompts(result.path, given.prompts["test"])
     return result
 
 

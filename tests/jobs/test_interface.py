@@ -1,5 +1,6 @@
 """The interface for Python: objects and paths give the same runs, and objects come back whole."""
 
+import csv
 import html
 import json
 import math
@@ -13,9 +14,12 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import firm
+from firm.cli import evaluate
+from firm.cli.align import cli as align_cli
 from firm.jobs.interface import GIVEN
-from firm.run import UserError
+from firm.run import Run, UserError
 from reward_models import RewardModelConfig
+from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
 from tests.smoke import POLICY, ROOT
 
@@ -117,6 +121,65 @@ def test_objects_and_paths_give_the_same_adapter(result, model, tokenizer, tmp_p
     for run in (objects, paths):
         adapter = read_adapter(run.path)
         assert all(torch.equal(values, adapter[name]) for name, values in expected.items())
+
+
+def evaluated(run, out, *arguments):
+    """The rows of `firm evaluate`'s figures on a run, by model and figure."""
+    evaluate.cli(["--runs", f"[{run.path}]", "--out", str(out), *map(str, arguments)])
+    with (out / "figures.csv").open() as file:
+        return {(row["model"], row["figure"]): row for row in csv.DictReader(file)}
+
+
+def test_a_run_of_objects_is_evaluated_on_its_own_prompts_by_the_rewards_that_have_names(
+    model, tmp_path, capsys, monkeypatch
+):
+    rows = [{"prompt": prompt, "answer": len(prompt)} for prompt in PROMPTS]
+    rewards = {"brief": brief, "short": "brevity"}
+    run = firm.align(model, rewards, rows, settings=SETTINGS, out=tmp_path / "run")
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    figures = evaluated(run, tmp_path / "first")
+    printed = capsys.readouterr()
+    assert printed.err.startswith("note: brief: given to firm.align as functions, which a command")
+    assert printed.err.count("\n") == 1
+    for column, name in (("mean", "final"), ("se", "final_se"), ("change", "change")):
+        own = float(figures["run", "short in [0, 1]"][column])
+        assert own == pytest.approx(run.rewards.loc["short", name], abs=1e-6)
+    assert not [figure for _, figure in figures if figure.startswith("brief")]
+    file = tmp_path / "again.py"
+    file.write_text(
+        "from reward_models import reward_model\n"
+        "@reward_model('again')\n"
+        "def again(completions, answer, **_):\n"
+        "    return [float(number) for number in answer]\n"
+    )
+    with plugins_forgotten():
+        given = ("--rewards.brief.name", "again", "--rewards.brief.file", file)
+        figures = evaluated(run, tmp_path / "second", *given)
+    assert "note" not in capsys.readouterr().err
+    assert 24 <= float(figures["run", "brief"]["mean"]) <= 25
+
+
+def test_a_run_that_keeps_no_texts_keeps_no_prompts_and_says_so(model, tmp_path, refusal):
+    settings = {**SETTINGS, "evaluation.num_shown_samples": 0}
+    run = firm.align(model, {"short": "brevity"}, PROMPTS, settings=settings, out=tmp_path / "run")
+    assert not list(run.path.glob("*prompts*"))
+    line = refusal(evaluate.cli, ["--runs", f"[{run.path}]", "--out", tmp_path / "out"])
+    assert "the run's test prompts were given to firm.align as objects and not kept" in line
+    line = refusal(align_cli, ["--config", run.path / "config.yaml", "--out", tmp_path / "other"])
+    assert "data.train.source: the prompts were given to firm.align as objects; call it" in line
+
+
+def test_prompts_that_are_given_by_name_are_named(model, tmp_path):
+    file = tmp_path / "tests.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS[:8]))
+    given = {"test_prompts": str(file), "settings": SETTINGS, "out": tmp_path / "run"}
+    run = firm.align(model, {"short": "brevity"}, PROMPTS[8:], **given)
+    assert Run(run.path).settings()["data"]["test"]["source"] == str(file)
+    assert not list(run.path.glob("*prompts*"))
+    figures = evaluated(run, tmp_path / "out")
+    own = run.rewards.loc["short", "final"]
+    assert float(figures["run", "short in [0, 1]"]["mean"]) == pytest.approx(own, abs=1e-6)
 
 
 @PEFT_WARNS
