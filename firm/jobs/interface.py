@@ -3,13 +3,14 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firm.alignment import Prompt, borrowed, read_prompts, read_tokenizer
+from firm.alignment import Prompt, borrowed, loose_text, read_prompts, read_tokenizer
 from firm.jobs.alignment import SPLITS, Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
@@ -153,8 +154,14 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
 def _splits(
     train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts by split; those that are not given are held out from the first."""
-    prompts = list({p.text: p for p in _rows(train, "train", "prompts", cfg)}.values())
+    """Returns the prompts by split; those that are not given are held out from the first.
+
+    Rows that share a prompt, white space aside, are held out together.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in _rows(train, "train", "prompts", cfg):
+        groups.setdefault(loose_text(prompt.text), []).append(prompt)
+    prompts = list(groups.values())
     asked = {"validation": validation, "test": test}
     missing = [split for split, given in asked.items() if given is None]
     size = max(2, len(prompts) // HELD_OUT)
@@ -165,11 +172,11 @@ def _splits(
         )
     if missing:
         random.Random(cfg.seed).shuffle(prompts)
-    splits = {split: [prompts.pop() for _ in range(size)] for split in missing}
+    splits = {split: list(chain(*(prompts.pop() for _ in range(size)))) for split in missing}
     for split, given in asked.items():
         if given is not None:
             splits[split] = _rows(given, split, f"{split}_prompts", cfg)
-    return {"train": prompts, **splits}
+    return {"train": list(chain(*prompts)), **splits}
 
 
 def _rows(given: Prompts, use: str, argument: str, cfg: AlignmentConfig) -> list[Prompt]:

@@ -23,6 +23,24 @@ def test_it_is_the_interval_of_resampled_means_by_hand(num_objectives):
     assert found == pytest.approx(tuple(np.quantile(figures, [0.1, 0.9])), 1e-12)
 
 
+def test_rows_of_one_prompt_are_drawn_together():
+    points = _generator().uniform(size=(4, 9, 2))
+    groups = np.array([0, 1, 1, 2, 3, 3, 3, 4, 0])
+    counts = np.random.default_rng(7).multinomial(5, [1 / 5] * 5, size=50)
+    figures = []
+    for row in counts:
+        drawn = [np.flatnonzero(groups == group) for group in np.repeat(np.arange(5), row)]
+        figures.append(hypervolume(points[:, np.concatenate(drawn)].mean(axis=1), [0.0, 0.0]))
+    found = bootstrap_hypervolume(
+        *(points, [0.0, 0.0]),
+        generator=np.random.default_rng(7),
+        groups=groups,
+        num_resamples=50,
+        level=0.8,
+    )
+    assert found == pytest.approx(tuple(np.quantile(figures, [0.1, 0.9])), 1e-12)
+
+
 def test_a_prompt_without_a_reward_is_left_out_of_its_mean():
     points = _generator().uniform(size=(2, 20, 2))
     points[:, 3:, 1] = np.nan
@@ -87,11 +105,11 @@ def test_equal_generators_give_equal_intervals():
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([np.ones((5, 2)), np.ones((4, 2))], r"same prompts and objectives, got shapes"),
-        (np.ones((5, 2)), r"shape \[N, P, M\]"),
-        (np.ones((3, 1, 2)), "at least 2 prompts"),
+        ([np.ones((5, 2)), np.ones((4, 2))], r"same rows and objectives, got shapes"),
+        (np.ones((5, 2)), r"shape \[N, R, M\]"),
+        (np.ones((3, 1, 2)), "at least 2 rows"),
         (np.full((3, 4, 2), np.inf), "must be finite, got inf"),
-        (np.full((3, 4, 2), np.nan), "of each objective on at least 2 prompts, got 0"),
+        (np.full((3, 4, 2), np.nan), "of each objective on at least 2 rows, got 0"),
     ],
 )
 def test_points_that_do_not_fit_are_refused(points, message):

@@ -209,7 +209,7 @@ def test_a_bare_adapter_needs_no_run_and_has_raw_scores_only(run, tmp_path):
     )  # fmt: skip
     assert list(figures(out)) == ["base", "aligned"]
     assert "short" in figures(out)["aligned"]
-    assert "3 of " in (out / "evaluation.html").read_text()  # as many as there are
+    assert "3 prompts of " in (out / "evaluation.html").read_text()  # as many as there are
     assert not [name for name in figures(out)["aligned"] if "[0, 1]" in name]
 
 

@@ -4,7 +4,7 @@ import csv
 import html
 import json
 import math
-from itertools import chain
+from itertools import chain, combinations
 
 import datasets
 import pytest
@@ -77,6 +77,7 @@ def test_a_run_returns_rewards_adapter_table_and_page(result):
             assert table.loc[name, column] == pytest.approx(reward["mean"])
             assert table.loc[name, f"{column}_se"] == pytest.approx(reward["se"])
     assert list(table.index) == list(REWARDS)
+    assert list(table["num_prompts"]) == [6, 6]
     assert table.loc["brief", "change"] == pytest.approx(
         table.loc["brief", "final"] - table.loc["brief", "base"], abs=1e-6
     )
@@ -229,6 +230,43 @@ def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
     trained = set(chain(*seen[3:5], seen[0]))
     assert not trained & (validation | set(seen[1]))
     assert {prompt.split(":")[1].split("\n")[0].strip() for prompt in seen[1]} == set(tests)
+
+
+def test_rows_that_share_a_prompt_stay_rows_on_one_side(model, tmp_path):
+    seen = []
+
+    def noting(prompts, completions, answer):
+        seen.append(list(zip((" ".join(p.split()[1:-1]) for p in prompts), answer, strict=True)))
+        return [float(len(text)) for text in completions]
+
+    # every prompt has two rows, in which white space differs, and the last one has a third
+    rows = [{"prompt": f"Say  it {n}.", "answer": f"{n} a"} for n in range(20)]
+    rows += [{"prompt": f"Say it {n}.", "answer": f"{n} b"} for n in range(20)]
+    rows += [{"prompt": "Say it 19.", "answer": "19 c"}]
+    given = {"settings": {**SETTINGS, "evaluation.num_calibration_prompts": 60}}
+    run = firm.align(model, {"long": noting}, rows, out=tmp_path / "run", **given)
+    calibration, test, validation, *_ = seen
+    assert sorted([*calibration, *test, *validation]) == sorted(
+        (" ".join(row["prompt"].split()), row["answer"]) for row in rows
+    )
+    for one, other in combinations((calibration, test, validation), 2):
+        assert not {prompt for prompt, _ in one} & {prompt for prompt, _ in other}
+    assert len({prompt for prompt, _ in test}) == 2
+    (logged,) = read_rows(run.path, "evaluation", split="test", round=0)
+    assert (logged["num_prompts"], logged["num_rows"]) == (2, 4)
+    assert list(run.rewards["num_prompts"]) == [2]
+    assert "2 test prompts in 4 rows" in run.page.read_text()
+
+
+def test_prompts_that_are_trained_and_measured_on_are_told_everywhere(model, tmp_path, capsys):
+    given = {"settings": SETTINGS, "out": tmp_path / "run"}
+    tests = ["Is this a test?", PROMPTS[3], f" {PROMPTS[5]}  ", PROMPTS[7].replace(" ", "  ")]
+    run = firm.align(model, REWARDS, PROMPTS, test_prompts=tests, **given)
+    note = "3 of 4 test prompts are also in the training data (1 of them but for white space)"
+    (header,) = read_rows(run.path, "run")
+    assert [alarm for alarm in header["alarms"] if alarm.startswith(note)]
+    assert note in " ".join(html.unescape(run.page.read_text()).split())
+    assert note in " ".join(capsys.readouterr().out.split())
 
 
 def test_splits_of_the_settings_hold_for_objects(model, tmp_path):

@@ -53,7 +53,7 @@ def test_a_log_has_numbers_where_there_are_scores_and_null_elsewhere(run):
         for figures in ("scores", "rewards", *(["change"] if "change" in row else [])):
             assert all(math.isfinite(value) for value in row[figures]["terse"].values())
             assert 2 <= row[figures]["terse"]["num_prompts"] < row["num_prompts"]
-            assert "num_prompts" not in row[figures]["positivity"]
+            assert row[figures]["positivity"]["num_prompts"] == row["num_prompts"] == 8
     count = read_rows(run, "evaluation", split="test")[-1]["change"]["terse"]["num_prompts"]
     page = (run / "report.html").read_text()
     assert f"terse, {count} prompts" in page

@@ -12,13 +12,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from firm.cli.sweep import main
 from firm.fronts import Front, grid
-from firm.jobs.sweep import MethodConfig, SweepConfig, prompt_rewards
+from firm.jobs.sweep import MethodConfig, SweepConfig, row_rewards
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.nursery import forked_workers
@@ -69,9 +70,10 @@ def test_the_front_tells_what_the_runs_measured_prompt_by_prompt(swept):
     front = Front.load(swept / "firm.front.json")
     assert front.objectives == ("brevity", "positivity")
     assert front.reference == (0.0, 0.0)
-    rewards = prompt_rewards(Sweep(swept), front)  # [N, P, M]
+    rewards, prompts = row_rewards(Sweep(swept), front)  # [N, R, M], [R]
     assert rewards.shape == (3, 8, 2)
-    assert torch.allclose(rewards.mean(1), torch.tensor(front.rewards()).float())
+    assert np.allclose(rewards.mean(1), front.rewards(), atol=1e-6)
+    assert prompts.tolist() == list(range(8))
     for point in front.points:
         assert (swept / point.adapter / "adapter_model.safetensors").exists()
 

@@ -11,8 +11,9 @@ def test_the_test_split_is_preferred_once_the_aligned_model_was_tested(make_run)
     running = best_comparison(read_record(make_run("running", num_done=4, is_over=False)))
     assert over is not None
     assert running is not None
-    assert (over.split, over.round, over.num_prompts) == ("test", 4, 256)
-    assert (running.split, running.round, running.num_prompts) == ("validation", 4, 128)
+    assert (over.split, over.round, over.prompts) == ("test", 4, "256 test prompts")
+    assert (running.split, running.round) == ("validation", 4)
+    assert running.prompts == "128 validation prompts"
 
 
 def test_there_is_no_comparison_before_both_models_were_evaluated(make_run):
@@ -32,8 +33,8 @@ def test_the_change_is_the_paired_one_of_the_evaluation(make_run):
     for name in ("helpful", "harmless", "true_helpful", "true_harmless", "parse"):
         line = comparison.line(name)
         assert line is not None
-        assert line.change == Measure(**row["change"][name])
-        assert line.aligned == Measure(**row["scores"][name])
+        assert line.change == Measure(**row["change"][name], num_prompts=256)
+        assert line.aligned == Measure(**row["scores"][name], num_prompts=256)
 
 
 def test_a_side_figure_changes_by_the_difference_and_has_no_standard_error(make_run):

@@ -80,14 +80,14 @@ def make_sweep(make_run):
                 method,
                 num_prompts,
             )
-            rewards[method] = np.array(tables)
+            rewards[method] = np.array(tables), None
         return fronts, runs, rewards
 
     return make
 
 
 def study(fronts, runs, rewards):
-    return front_page(fronts, runs=runs, prompt_rewards=rewards, config="", title="A sweep")
+    return front_page(fronts, runs=runs, row_rewards=rewards, config="", title="A sweep")
 
 
 def table_of(study, title):
@@ -112,7 +112,7 @@ def traces(figure):
 def test_the_plane_in_the_page_holds_every_model_mean_base_and_reference(make_sweep, tmp_path):
     fronts, runs, rewards = make_sweep()
     path = write_front_page(
-        tmp_path / "report.html", fronts, runs=runs, prompt_rewards=rewards, config="name: x"
+        tmp_path / "report.html", fronts, runs=runs, row_rewards=rewards, config="name: x"
     )
     shown = traces(figures_in(path)["front-helpful-harmless"])
     for method, front in fronts.items():
@@ -166,7 +166,7 @@ def test_the_plane_is_as_wide_as_what_is_drawn(make_sweep):
 def test_with_three_objectives_there_are_three_planes_without_lines(make_sweep, tmp_path):
     fronts, runs, rewards = make_sweep(num_objectives=3, seeds=(0,))
     path = write_front_page(
-        tmp_path / "report.html", fronts, runs=runs, prompt_rewards=rewards, config=""
+        tmp_path / "report.html", fronts, runs=runs, row_rewards=rewards, config=""
     )
     planes = {name: f for name, f in figures_in(path).items() if name.startswith("front-")}
     assert list(planes) == [
@@ -231,7 +231,7 @@ def test_the_hypervolumes_are_those_of_the_fronts(make_sweep):
     rows = table_of(study(fronts, runs, rewards), "Hypervolume")
     for method, front in fronts.items():
         low, high = bootstrap_hypervolume(
-            rewards[method], front.reference, generator=np.random.default_rng(BOOTSTRAP_SEED)
+            rewards[method][0], front.reference, generator=np.random.default_rng(BOOTSTRAP_SEED)
         )
         seeds = seed_hypervolumes(front)
         assert rows[method] == {
@@ -331,9 +331,7 @@ def test_fronts_that_are_not_comparable_write_nothing(make_sweep, tmp_path):
     place = tmp_path / "page"
     place.mkdir()
     with pytest.raises(UserError, match=r"FIRM and Soups: .* reference point"):
-        write_front_page(
-            place / "report.html", fronts, runs=runs, prompt_rewards=rewards, config=""
-        )
+        write_front_page(place / "report.html", fronts, runs=runs, row_rewards=rewards, config="")
     with pytest.raises(UserError, match="got none of any"):
         write_front_page(place / "report.html", {}, runs={}, config="")
     assert list(place.iterdir()) == []
@@ -361,7 +359,7 @@ def test_a_browser_draws_the_page_and_its_points_where_the_fronts_are(
 ):
     fronts, runs, rewards = make_sweep()
     path = write_front_page(
-        tmp_path / "report.html", fronts, runs=runs, prompt_rewards=rewards, config=""
+        tmp_path / "report.html", fronts, runs=runs, row_rewards=rewards, config=""
     )
     page.open(path, width=width)
     assert page.complaints == []

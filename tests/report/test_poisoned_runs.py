@@ -375,7 +375,7 @@ def test_a_ruined_run_hides_no_other_of_a_sweep(make_run, tmp_path, name):
         tmp_path / "page.html",
         {"FIRM": front},
         runs={"FIRM": {"p0": records[0], "p1": records[1]}},
-        prompt_rewards={"FIRM": np.full((2, 40, 2), 0.5)},
+        row_rewards={"FIRM": (np.full((2, 40, 2), 0.5), None)},
     ).read_text()
     drawn = figures_in(html)
     names = [trace["name"] for trace in drawn["weights-helpful"]["figure"]["data"] if trace["x"]]

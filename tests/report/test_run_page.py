@@ -322,7 +322,8 @@ def test_what_the_run_warned_of_stands_above_the_figures(make_run):
 
 def test_true_scores_and_the_parse_rate_are_explained_where_they_stand_with_their_keys(make_run):
     page = run_page(read_record(make_run(is_over=True)))
-    assert "true score" in page.headlines[0].notes[1]
+    assert page.headlines[0].notes[1] == "on 256 prompts"
+    assert "true score" in page.headlines[0].notes[2]
     for text in (page.words, page.block("truth").text):
         assert "evaluation.metrics.true_helpful" in text
         assert "evaluation.metrics.parse" in text
