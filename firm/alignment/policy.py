@@ -32,6 +32,7 @@ from firm.alignment.prompts import PromptFormat
 from firm.alignment.target_modules import (
     ATTENTION,
     adapted_layers,
+    check_layers,
     excluded_modules,
     usual_names,
 )
@@ -301,18 +302,24 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
     with without_needless_warnings():
         if config.gradient_checkpointing:
             _checkpoint_activations_(model)
-        policy = get_peft_model(
-            model,
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=lora.r,
-                lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works
-                lora_dropout=lora.dropout,
-                target_modules=names,
-                exclude_modules=excluded_modules(model, names),
-                fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in layers.values()),
-            ),
+        settings = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.r,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works
+            lora_dropout=lora.dropout,
+            target_modules=names,
+            exclude_modules=excluded_modules(model, names),
+            fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in layers.values()),
         )
+        try:
+            policy = get_peft_model(model, settings)
+            check_layers(settings)
+        except ValueError as error:
+            raise ValueError(
+                f"policy.lora.target_modules: {sorted(names)} cannot get an adapter in "
+                f"{config.path} ({first_line(error).rstrip('.')}): name layers of attention, or "
+                "give null."
+            ) from error
     base = Path(config.path)  # absolute, as an adapter may be read from any directory
     name = str(base.resolve()) if base.is_dir() else config.path
     policy.peft_config["default"].base_model_name_or_path = name

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -21,7 +22,8 @@ def default_target_modules(config: PretrainedConfig) -> list[str]:
     """Returns the names of the layers that get an adapter where `target_modules` is null.
 
     They are the four projections of attention where the model has all of them, or PEFT's own choice
-    for the model type, or, for a type that PEFT does not know, every linear layer but the head.
+    for the model type, or, for a type that PEFT does not know, every linear layer but the head and
+    those that share a name with stacked experts.
 
     Args:
         config: A model's configuration; no weights are made.
@@ -42,7 +44,31 @@ def usual_names(model: Any) -> list[str]:
             return list(by_peft)
     if any(_last(name) == "conv1d" for name in layers):
         names -= _READ_BY_KERNELS
-    return sorted(names)
+    return sorted(names - _names_of_experts(model))
+
+
+def _names_of_experts(model: Any) -> set[str]:
+    """Returns the names of layers that stacked experts had before their weights were joined.
+
+    PEFT takes such a name for the joined weight, which is a parameter and no layer. A weight
+    `gate_up_proj` [E, in, out] stands for `gate_proj` and `up_proj`.
+    """
+    stacked = {_last(name) for name, weight in model.named_parameters() if weight.ndim == 3}
+    parts = (name.removesuffix("_proj").split("_") for name in stacked if name.endswith("_proj"))
+    return stacked | {f"{part}_proj" for each in parts for part in each}
+
+
+def check_layers(settings: LoraConfig) -> None:
+    """Checks that PEFT has put an adapter with these settings on layers alone.
+
+    Raises:
+        ValueError: A target module was the name of stacked experts.
+    """
+    if settings.target_parameters:
+        raise ValueError(
+            f"the weights of the experts, {', '.join(sorted(settings.target_parameters))}, are no "
+            "layers"
+        )
 
 
 def text_layers(model: Any) -> dict[str, torch.nn.Module]:

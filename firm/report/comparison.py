@@ -7,7 +7,7 @@ from pathlib import Path
 from firm.report import formats
 from firm.report.page import Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
 from firm.report.record import Record
-from firm.run.comparison import Line, compare, prompts_text, score_notes
+from firm.run.comparison import Line, compare, score_notes
 
 TITLE = "Base against aligned model"
 
@@ -18,8 +18,7 @@ class Comparison:
 
     split: str
     round: int
-    prompts: str
-    """How many prompts of the split it is over, in how many rows."""
+    num_prompts: int
     lines: tuple[Line, ...]
 
     def line(self, name: str) -> Line | None:
@@ -38,8 +37,7 @@ def comparison_of(record: Record, split: str) -> Comparison | None:
         compare(base, aligned),
         key=lambda line: order.index(line.name) if line.is_score else len(order),
     )
-    prompts = prompts_text(aligned.get("num_prompts") or 0, aligned.get("num_rows"), split)
-    return Comparison(split, aligned["round"], prompts, tuple(lines))
+    return Comparison(split, aligned["round"], aligned.get("num_prompts") or 0, tuple(lines))
 
 
 def best_comparison(record: Record) -> Comparison | None:
@@ -61,7 +59,7 @@ def comparison_table(
     return Table(
         TITLE if len(lines) == 1 else f"{TITLE}s",
         f"{text} Mean ± standard error over prompts. Below it the change against the base model, "
-        "paired by row, and z, the change in standard errors: beyond ±2, set in bold, chance is "
+        "paired by prompt, and z, the change in standard errors: beyond ±2, set in bold, chance is "
         "an unlikely cause of a single figure. The more figures one looks at, the likelier one of "
         "them is bold by chance.",
         ["Figure", "base", *lines],

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BloomConfig,
+    DeepseekV3Config,
     Gemma3Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -152,6 +153,41 @@ def test_a_tied_head_is_refused_in_one_line(name):
 def test_what_is_not_linear_is_refused(name, kind):
     with pytest.raises(ValueError, match=rf"'{name}' must name linear .* is of type {kind}: leave"):
         adapted(make(CONFIGS["llama"]), [name])
+
+
+DEEPSEEK = DeepseekV3Config(
+    **{**TEXT, "num_key_value_heads": 2},
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    moe_intermediate_size=8,
+    first_k_dense_replace=1,
+)
+"""PEFT takes the projections of its experts, which are stacked in one parameter, for that."""
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # PEFT's own
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_stacked_experts_get_no_adapter(dropout):
+    def adapted(names):
+        lora = LoraSettings(r=2, dropout=dropout, target_modules=names)
+        return add_adapter(
+            AutoModelForCausalLM.from_config(DEEPSEEK), PolicyConfig("it", lora=lora)
+        )
+
+    assert "gate_proj" not in default_target_modules(DEEPSEEK)
+    assert not adapted(None).peft_config["default"].target_parameters
+    with pytest.raises(
+        ValueError, match=r"^policy.lora.target_modules: .* in it \(.*\): name"
+    ) as end:
+        adapted(["gate_proj", "up_proj", "down_proj"])
+    assert "\n" not in str(end.value)
 
 
 def test_the_end_of_a_dotted_name_is_enough():
