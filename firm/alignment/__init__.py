@@ -39,7 +39,13 @@ from firm.alignment.policy import (
     read_tokenizer,
     take_device,
 )
-from firm.alignment.prompt_data import PromptsConfig, load_prompts, read_prompts
+from firm.alignment.prompt_data import (
+    PromptsConfig,
+    load_prompts,
+    loose_text,
+    overlap_notes,
+    read_prompts,
+)
 from firm.alignment.prompts import Prompt, PromptFormat, as_prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
@@ -84,7 +90,9 @@ __all__ = [
     "load_prompts",
     "load_tokenizer",
     "logprobs_from",
+    "loose_text",
     "mismatch_alarm",
+    "overlap_notes",
     "read_prompts",
     "read_tokenizer",
     "refold_adapter_",

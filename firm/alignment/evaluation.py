@@ -1,8 +1,9 @@
 """What a policy is worth on held-out prompts: scores with standard errors, change, KL, length.
 
-Replies to one prompt are not independent, so they are averaged first and every standard error is
-one over prompts. Two policies are compared prompt by prompt. Where a reward does not apply, the
-reply has no part in its figures.
+Figures are means over the rows of the data. The replies to one prompt are not independent, be they
+samples for one row or replies to rows that share the prompt, so every standard error is one over
+prompts: the samples of a row are averaged, and the rows of a prompt are a cluster. Two policies are
+compared row by row. Where a reward does not apply, the reply has no part in its figures.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from firm.alignment.adapters import Reference
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
+from firm.alignment.prompt_data import loose_text
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
 from firm.alignment.rollout import Sampler, encode_dialogues, rollout
@@ -68,42 +70,54 @@ def sample_replies(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of one policy on P prompts."""
+    """Figures of one policy on R rows of data, each with a prompt that others may share."""
 
     scores: dict[str, torch.Tensor]
-    """Score of every objective and further metric, by prompt, [P]; NaN where none of the prompt's
+    """Score of every objective and further metric, by row, [R]; NaN where none of the row's
     replies has one."""
     rewards: dict[str, torch.Tensor]
-    """Reward in [0, 1] of every objective, by prompt, [P]; NaN likewise."""
+    """Reward in [0, 1] of every objective, by row, [R]; NaN likewise."""
     kl: torch.Tensor
-    """KL from the base model per reply, [P]."""
+    """KL from the base model per reply, [R]."""
     length: torch.Tensor
-    """Tokens per reply, [P]."""
+    """Tokens per reply, [R]."""
     ended: torch.Tensor
-    """Share of the replies that ended by themselves, [P]."""
+    """Share of the replies that ended by themselves, [R]."""
     distinct_1: float
     """Distinct words as a share of all words of all replies."""
     distinct_2: float
     """The same for pairs of neighbouring words."""
     num_samples: int
-    """Replies per prompt."""
+    """Replies per row."""
     samples: list[dict[str, Any]]
-    """The first reply to each prompt: `prompt`, `completion` and `scores`, None for one that it
+    """The first reply to each row: `prompt`, `completion` and `scores`, None for one that it
     does not have."""
 
     @property
-    def num_prompts(self) -> int:
-        """P."""
+    def num_rows(self) -> int:
+        """R."""
         return len(self.samples)
 
-    def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
-        """Returns scores minus another policy's, by name and prompt, [P].
+    @property
+    def num_prompts(self) -> int:
+        """How many different prompts the rows have, white space aside."""
+        return len(self.prompt_of_row.unique())
 
-        They are NaN for prompts on which one of the two has no score.
+    @property
+    def prompt_of_row(self) -> torch.Tensor:
+        """Which prompt each row has, numbered by their first rows, [R]."""
+        numbers: dict[str, int] = {}
+        texts = [loose_text(row["prompt"]) for row in self.samples]
+        return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
+
+    def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
+        """Returns scores minus another policy's, by name and row, [R].
+
+        They are NaN for rows on which one of the two has no score.
 
         Raises:
-            ValueError: The other policy was evaluated on other prompts or scores, or fewer than
-                two prompts have a score of both.
+            ValueError: The other policy was evaluated on other rows or scores, or fewer than two
+                prompts have a score of both.
         """
         prompts, base_prompts = ([row["prompt"] for row in e.samples] for e in (self, base))
         if prompts != base_prompts or self.scores.keys() != base.scores.keys():
@@ -113,7 +127,7 @@ class Evaluation:
                 "policies on the same prompts with the same scores."
             )
         change = {name: values - base.scores[name] for name, values in self.scores.items()}
-        _check_scored(change, "of both policies")
+        _check_scored(change, self.prompt_of_row, "of both policies")
         return change
 
     def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
@@ -121,16 +135,18 @@ class Evaluation:
 
         The round is the one after which the policy was evaluated, 0 for the base model.
         """
-        kl, kl_error = mean_and_error(self.kl)
+        groups = self.prompt_of_row
+        kl, kl_error = mean_and_error(self.kl, groups)
         return {
             "kind": "evaluation",
             "round": round,
             "split": split,
             "num_prompts": self.num_prompts,
+            "num_rows": self.num_rows,
             "num_samples": self.num_samples,
-            "scores": _summaries(self.scores),
-            "rewards": _summaries(self.rewards),
-            **({} if base is None else {"change": _summaries(self.change(base))}),
+            "scores": _summaries(self.scores, groups),
+            "rewards": _summaries(self.rewards, groups),
+            **({} if base is None else {"change": _summaries(self.change(base), groups)}),
             "kl": kl,
             "kl_se": kl_error,
             "length": self.length.mean().item(),
@@ -140,32 +156,33 @@ class Evaluation:
             **self.sameness(),
         }
 
-    def by_prompt(self) -> dict[str, torch.Tensor]:
-        """Returns figures by prompt, each [P]: "rewards/NAME", "scores/NAME" and "kl".
+    def by_row(self) -> dict[str, torch.Tensor]:
+        """Returns figures by row, each [R]: "rewards/NAME", "scores/NAME", "kl" and "prompt".
 
-        Rewards and scores are NaN for prompts without one.
+        Rewards and scores are NaN for rows without one; the prompt is a number that rows share.
         """
         return {
+            "prompt": self.prompt_of_row,
             **{f"rewards/{name}": values for name, values in self.rewards.items()},
             **{f"scores/{name}": values for name, values in self.scores.items()},
             "kl": self.kl,
         }
 
     def sameness(self) -> dict[str, float]:
-        """Returns how alike the first replies to the prompts are.
+        """Returns how alike the first replies to the rows are.
 
-        "commonest_share" is the share of the prompts whose reply is the one that is given most
+        "commonest_share" is the share of the rows whose reply is the one that is given most
         often, "empty_share" that of those whose reply is blank, which count for no other.
         """
         counts = Counter(row["completion"].strip() for row in self.samples)
         num_empty = counts.pop("", 0)
         return {
-            "commonest_share": max(counts.values(), default=0) / self.num_prompts,
-            "empty_share": num_empty / self.num_prompts,
+            "commonest_share": max(counts.values(), default=0) / self.num_rows,
+            "empty_share": num_empty / self.num_rows,
         }
 
     def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
-        """Returns rows of `samples.jsonl`: the first reply to each of the first `limit` prompts."""
+        """Returns rows of `samples.jsonl`: the first reply to each of the first `limit` rows."""
         return [{"round": round, **sample} for sample in self.samples[:limit]]
 
 
@@ -184,18 +201,19 @@ def evaluate(
 
     Args:
         generate: Samples one reply to each dialogue that it is given.
-        prompts: At least two different ones.
+        prompts: One for each row of the data, at least two of them different. Rows that are equal
+            count like others: they weigh more in the means and add nothing to their certainty.
         reward_fns: The objectives; there may be none.
         calibrations: Their maps to [0, 1].
         stream: Sampling noise. Evaluations that are to be compared get streams of equal state.
         extra_fns: Further metrics with a reward function's signature, such as a true score.
-        num_samples: Replies per prompt.
+        num_samples: Replies per row.
         batch_size: Replies that are sampled at once.
 
     Raises:
-        ValueError: There are too few prompts for a standard error, a prompt comes twice, two scores
-            share a name, an objective has no calibration, or a score is not finite; or fewer than
-            two prompts have one.
+        ValueError: There are too few prompts for a standard error, two scores share a name, an
+            objective has no calibration, or a score is not finite; or fewer than two prompts have
+            one.
     """
     extra_fns = extra_fns or {}
     if num_samples < 1 or batch_size < 1:
@@ -203,7 +221,7 @@ def evaluate(
             f"num_samples and batch_size must be positive, got {num_samples} and {batch_size}."
         )
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
-    asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one prompt abut
+    asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one row abut
     texts = [prompt.text for prompt in asked]
     with stream:
         starts = range(0, len(texts), batch_size)
@@ -211,21 +229,19 @@ def evaluate(
     completions = [text for replies in chunks for text in replies.completions]
     fns = {**reward_fns, **extra_fns}
     columns = [prompt.columns for prompt in asked]
-    rows = score(fns, texts, completions, columns) if fns else ()  # [M + extras, P * S]
+    rows = score(fns, texts, completions, columns) if fns else ()  # [M + extras, R * S]
     scores = dict(zip(fns, rows, strict=True))
 
-    def by_prompt(values: torch.Tensor) -> torch.Tensor:
-        return values.float().cpu().reshape(len(prompts), num_samples).nanmean(1)  # [P * S] to [P]
+    def by_row(values: torch.Tensor) -> torch.Tensor:
+        return values.float().cpu().reshape(len(prompts), num_samples).nanmean(1)  # [R * S] to [R]
 
-    mean_scores = {name: by_prompt(row) for name, row in scores.items()}
-    _check_scored(mean_scores)
     sample_scores = {name: values_or_none(row) for name, row in scores.items()}
-    return Evaluation(
-        scores=mean_scores,
-        rewards={name: by_prompt(calibrations[name](scores[name])) for name in reward_fns},
-        kl=by_prompt(torch.cat([replies.kl for replies in chunks])),
-        length=by_prompt(torch.cat([replies.num_tokens for replies in chunks])),
-        ended=by_prompt(torch.cat([replies.ended for replies in chunks])),
+    evaluation = Evaluation(
+        scores={name: by_row(row) for name, row in scores.items()},
+        rewards={name: by_row(calibrations[name](scores[name])) for name in reward_fns},
+        kl=by_row(torch.cat([replies.kl for replies in chunks])),
+        length=by_row(torch.cat([replies.num_tokens for replies in chunks])),
+        ended=by_row(torch.cat([replies.ended for replies in chunks])),
         distinct_1=distinct(completions, 1),
         distinct_2=distinct(completions, 2),
         num_samples=num_samples,
@@ -238,6 +254,8 @@ def evaluate(
             for prompt, at in zip(prompts, range(0, len(asked), num_samples), strict=True)
         ],
     )
+    _check_scored(evaluation.scores, evaluation.prompt_of_row)
+    return evaluation
 
 
 def _check_measurable(
@@ -247,13 +265,10 @@ def _check_measurable(
     calibrations: Mapping[str, Calibration],
 ) -> None:
     """Checks that prompts allow standard errors, and that each objective has its calibration."""
-    if len(prompts) < 2:
-        raise ValueError(f"an evaluation needs 2 prompts for a standard error, got {len(prompts)}.")
-    num_distinct = len({prompt.text for prompt in prompts})
-    if num_distinct != len(prompts):
+    num_distinct = len({loose_text(prompt.text) for prompt in prompts})
+    if num_distinct < 2:
         raise ValueError(
-            f"{len(prompts) - num_distinct} of {len(prompts)} evaluation prompts are repeats, "
-            "which would shrink the standard errors: give every prompt once and raise num_samples."
+            f"an evaluation needs 2 different prompts for a standard error, got {num_distinct}."
         )
     if shared := sorted(reward_fns.keys() & extra_fns.keys()):
         raise ValueError(f"{shared[0]!r} is both an objective and an extra score: rename one.")
@@ -261,12 +276,14 @@ def _check_measurable(
         raise ValueError(f"{missing[0]!r} has no calibration: calibrate every objective first.")
 
 
-def _check_scored(scores: Mapping[str, torch.Tensor], whose: str = "") -> None:
+def _check_scored(
+    scores: Mapping[str, torch.Tensor], groups: torch.Tensor, whose: str = ""
+) -> None:
     """Checks that two prompts or more have a score under each name."""
     for name, values in scores.items():
-        if (count := int((~values.isnan()).sum())) < 2:
+        if (count := _num_scored(values, groups)) < 2:
             raise ValueError(
-                f"{count} of {len(values)} evaluation prompts have a score of {name!r}"
+                f"{count} of {len(groups.unique())} evaluation prompts have a score of {name!r}"
                 f"{whose and f' {whose}'}, and a standard error needs 2: evaluate on more prompts "
                 "to which it applies, or leave it out."
             )
@@ -285,35 +302,49 @@ def distinct(texts: Sequence[str], length: int) -> float:
     return len(set(runs)) / len(runs) if runs else 0.0
 
 
-def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
-    """Returns the mean of independent values [P] and its standard error, of P - 1 degrees.
+def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> tuple[float, float]:
+    """Returns the mean of rows' values [R] and its standard error, clustered by group.
 
-    NaN, which stands for prompts without a score, are left out.
+    Rows of one group may depend on each other in any way. With G groups the squared error is
+    G / (G - 1) times the sum of the groups' squared sums of residuals, over R squared (Liang and
+    Zeger, 1986); of groups of one row each it is the variance, of G - 1 degrees, over G. NaN, which
+    stands for rows without a score, are left out.
+
+    Args:
+        values: Values, [R].
+        groups: The number of each row's group, here its prompt, [R]; by default every row has one
+            for itself.
     """
-    values = values[~values.isnan()].double()
-    return values.mean().item(), (values.std() / len(values) ** 0.5).item()
+    groups = torch.arange(len(values)) if groups is None else groups
+    is_known = ~values.isnan()
+    values, groups = values[is_known].double(), groups[is_known]
+    mean, num_groups = values.mean(), len(groups.unique())
+    sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add(
+        0, groups, values - mean
+    )
+    variance = num_groups / (num_groups - 1) * sums.square().sum()
+    return mean.item(), (variance.sqrt() / len(values)).item()
 
 
-def _summaries(values: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
-    """Returns means and standard errors; and of how many prompts, where others have no score."""
+def _summaries(
+    values: Mapping[str, torch.Tensor], groups: torch.Tensor
+) -> dict[str, dict[str, float]]:
+    """Returns means, standard errors, and of how many prompts they are."""
     summaries = {}
     for name, row in values.items():
-        mean, error = mean_and_error(row)
-        summaries[name] = {"mean": mean, "se": error}
-        if (count := _count_scored(row)) is not None:
-            summaries[name]["num_prompts"] = count
+        mean, error = mean_and_error(row, groups)
+        summaries[name] = {"mean": mean, "se": error, "num_prompts": _num_scored(row, groups)}
     return summaries
 
 
-def _count_scored(values: torch.Tensor) -> int | None:
-    """Returns how many prompts have a score, None where all have."""
-    count = int((~values.isnan()).sum())
-    return None if count == len(values) else count
+def _num_scored(values: torch.Tensor, groups: torch.Tensor) -> int:
+    """Returns how many prompts have a score."""
+    return len(groups[~values.isnan()].unique())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of two policies on the same prompts; what is not per prompt has no error."""
+    """One figure of two policies on the same prompts; what is not per row has no error."""
 
     name: str
     base: float
@@ -322,9 +353,11 @@ class Comparison:
     final_se: float | None
     change: float
     change_se: float | None
-    """Paired by prompt."""
-    num_prompts: int | None = None
-    """Prompts that the change is of, where others have no score; None where all have."""
+    """Paired by row."""
+    num_prompts: int
+    """Prompts that the change is of."""
+    is_partial: bool = False
+    """Whether others of the evaluation have no score."""
 
     @property
     def z(self) -> float | None:
@@ -335,7 +368,7 @@ class Comparison:
         """Returns name, base, final, change and z as texts for a table."""
         z = "" if self.z is None else f"{self.z:+.1f}"
         base, final = _figure(self.base, self.base_se), _figure(self.final, self.final_se)
-        name = self.name if self.num_prompts is None else f"{self.name}, {self.num_prompts} prompts"
+        name = f"{self.name}, {self.num_prompts} prompts" if self.is_partial else self.name
         return [name, base, final, _figure(self.change, self.change_se, sign="+"), z]
 
 
@@ -357,17 +390,21 @@ def comparison_table(
         figures[f"{name} in [0, 1]"] = base.rewards[name], after
     figures["kl"], figures["length"] = (base.kl, final.kl), (base.length, final.length)
     figures["end_share"] = base.ended, final.ended
-    rows = [
-        Comparison(
-            name,
-            *mean_and_error(before),
-            *mean_and_error(after),
-            *mean_and_error(after - before),
-            _count_scored(after - before),
+    groups, rows = final.prompt_of_row, []
+    for name, (before, after) in figures.items():
+        count = _num_scored(after - before, groups)
+        rows.append(
+            Comparison(
+                name,
+                *mean_and_error(before, groups),
+                *mean_and_error(after, groups),
+                *mean_and_error(after - before, groups),
+                count,
+                is_partial=count < final.num_prompts,
+            )
         )
-        for name, (before, after) in figures.items()
-    ]
     for name in ("distinct_1", "distinct_2"):
         before, after = getattr(base, name), getattr(final, name)
-        rows.append(Comparison(name, before, None, after, None, after - before, None))
+        change = after - before
+        rows.append(Comparison(name, before, None, after, None, change, None, final.num_prompts))
     return rows

@@ -36,6 +36,10 @@ class PromptsConfig:
     """Longer dialogues are left out, in tokens of the policy; by default they stay and are cut to
     fit."""
 
+    drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
+    """Whether rows that equal an earlier one, in the prompt and in all further fields, are left
+    out. Rows that only share the prompt stay."""
+
     def __post_init__(self) -> None:
         if self.split is not None:
             _summands(self.split)
@@ -52,15 +56,16 @@ def load_prompts(
     *,
     given: Iterable[Prompt] | None = None,
     default_split: str = "train",
+    on_note: Callable[[str], None] | None = None,
 ) -> list[Prompt]:
-    r"""Returns the distinct prompts of one or more sources, in their order; or of those given.
+    r"""Returns one prompt for each row of one or more sources, in their order; or those given.
 
     A row gives its field `prompt`, a text or chat turns with `role` and `content`; or where it has
     none, its `messages` up to the user's last one; or `chosen`, as turns likewise, or as a text up
     to and including its last `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes. `kind` is
     optional; reward functions get further fields by keyword. Limits on tokens need the policy's
     tokenizer. Where the configuration's split is null, `default_split` is that of datasets whose
-    splits have names.
+    splits have names. `on_note` gets a sentence on rows that are left out.
 
     Raises:
         ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
@@ -70,8 +75,10 @@ def load_prompts(
     split = config.split
     rows = (p for each in sources for p in read_prompts(each, split, default_split=default_split))
     rows = rows if given is None else given
-    prompts = list({prompt.text: prompt for prompt in rows}.values())
-    num_distinct, longest = len(prompts), config.max_tokens
+    prompts = list(rows)
+    if config.drop_duplicates:
+        prompts = _without_duplicates(prompts, on_note)
+    num_rows, longest = len(prompts), config.max_tokens
     if config.min_tokens or longest is not None:
         if tokenizer is None:
             raise ValueError(
@@ -82,17 +89,63 @@ def load_prompts(
         token_ids = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
         lengths = zip(prompts, map(len, token_ids), strict=True)
         prompts = [prompt for prompt, num in lengths if config.min_tokens <= num <= longest]
-    if not num_distinct:
+        if on_note and len(prompts) < num_rows:
+            limits = f"min_tokens {config.min_tokens}, max_tokens {config.max_tokens}"
+            on_note(f"{num_rows - len(prompts)} of {num_rows} rows are left out ({limits}).")
+    if not num_rows:
         raise ValueError(
             f"there is no prompt in {', '.join(sources)}, got an empty file or split: "
             "give a source that has some."
         )
     if not prompts:
         raise ValueError(
-            f"no prompt is left of {num_distinct} in {', '.join(sources)}: "
+            f"no prompt is left of {num_rows} in {', '.join(sources)}: "
             "give a source that has some, or widen min_tokens and max_tokens."
         )
     return prompts
+
+
+def _without_duplicates(
+    prompts: Sequence[Prompt], on_note: Callable[[str], None] | None
+) -> list[Prompt]:
+    distinct: dict[str, Prompt] = {}
+    for prompt in prompts:
+        content = [prompt.text, prompt.kind, prompt.columns]
+        distinct.setdefault(json.dumps(content, sort_keys=True, default=repr), prompt)
+    if on_note and (num_repeats := len(prompts) - len(distinct)):
+        on_note(f"{num_repeats} of {len(prompts)} rows repeat another one exactly and are dropped.")
+    return list(distinct.values())
+
+
+def overlap_notes(
+    training: Iterable[Prompt], held_out: Mapping[str, Sequence[Prompt]]
+) -> list[str]:
+    """Returns a warning for every set of held-out prompts that clients train on in part.
+
+    Args:
+        training: What clients train on.
+        held_out: What is measured on, by its name in messages and below the key `data`.
+    """
+    known = {prompt.text for prompt in training}
+    known_words = {loose_text(text) for text in known}
+    notes = []
+    for use, prompts in held_out.items():
+        texts = {prompt.text for prompt in prompts}
+        num_same = len(texts & known)
+        num_alike = sum(loose_text(text) in known_words for text in texts) - num_same
+        if num_same + num_alike:
+            alike = f" ({num_alike} of them but for white space)" if num_alike else ""
+            notes.append(
+                f"{num_same + num_alike} of {len(texts)} {use} prompts are also in the training "
+                f"data{alike}, so that figures on them may be better than on new prompts: take "
+                f"them out of data.train or data.{use}."
+            )
+    return notes
+
+
+def loose_text(text: str) -> str:
+    """Returns a text that others share which differ in white space alone."""
+    return " ".join(text.split())
 
 
 def read_prompts(

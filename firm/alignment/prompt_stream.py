@@ -12,7 +12,7 @@ from firm.federation.randomness import RandomStream
 class PromptStream:
     """Endless shuffled passes over one client's prompts.
 
-    Every pass uses each prompt once. A batch that bridges two passes has no prompt twice either:
+    Every pass uses each prompt once. A batch that bridges two passes has none twice either:
     the new pass gives first what the old one did not.
 
     Args:

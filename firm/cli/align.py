@@ -12,6 +12,7 @@ from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
 from firm.report import alarms
 from firm.run import print_table, run_cli
+from firm.run.comparison import prompts_text
 from firm.run.shipped import with_shipped_paths
 
 KEYS = {
@@ -47,9 +48,10 @@ def main(cfg: AlignmentConfig) -> Path | None:
     result = align(cfg)
     if result is None:  # another process prints
         return None
+    final = result.final
     print_table(
-        f"{result.final.num_prompts} held-out prompts, {cfg.evaluation.num_samples} replies each, "
-        "mean ± standard error",
+        f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
+        f"{cfg.evaluation.num_samples} replies each, mean ± standard error",
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in result.comparison],
     )

@@ -16,8 +16,7 @@ def main(cfg: CompareConfig) -> Path:
     result = compare(cfg)
     for name, table in result.tables.items():
         print_table(
-            f"\n{name} on {result.num_prompts} prompts, {cfg.num_samples} replies each, "
-            "mean ± standard error",
+            f"\n{name} on {result.prompts}, {cfg.num_samples} replies each, mean ± standard error",
             ["", BASE, name, "change", "z"],
             [row.cells() for row in table],
         )

@@ -12,6 +12,7 @@ def bootstrap_hypervolume(
     reference: ArrayLike,
     *,
     generator: np.random.Generator,
+    groups: ArrayLike | None = None,
     num_resamples: int = 1000,
     level: float = 0.95,
 ) -> tuple[float, float]:
@@ -23,11 +24,13 @@ def bootstrap_hypervolume(
     means, which are a little too good, in the figure and in its resamples alike.
 
     Args:
-        points: Reward of each of N points on each of P ≥ 2 prompts, shape [N, P, M]; NaN for a
-            prompt without one, which a mean leaves out. Resamples without any prompt of a mean
-            are left out as well.
+        points: Reward of each of N points on each of R ≥ 2 rows of data, shape [N, R, M]; NaN for
+            a row without one, which a mean leaves out. Resamples without any row of a mean are
+            left out as well.
         reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
         generator: Draws the prompts.
+        groups: The number of each row's prompt, from 0 to P - 1, shape [R], where rows share
+            prompts: the rows of a prompt are drawn together. By default every row has its own.
         num_resamples: How often.
         level: Share of the resamples that lie inside, in (0, 1).
     """
@@ -35,40 +38,42 @@ def bootstrap_hypervolume(
         raise ValueError(
             f"num_resamples must be positive and level in (0, 1), got {num_resamples} and {level}."
         )
-    points = _as_points_by_prompt(points)
-    num_points, num_prompts, num_objectives = points.shape
+    points = _as_points_by_row(points)
+    num_points, num_rows, num_objectives = points.shape
+    groups = np.arange(num_rows) if groups is None else np.asarray(groups)
+    num_prompts = int(groups.max()) + 1
     corner = as_reference(reference, num_objectives)
     counts = generator.multinomial(
         num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
-    )  # [R, P]
-    by_prompt = points.swapaxes(0, 1).reshape(num_prompts, -1)  # [P, N M]
-    num_rewards = counts @ ~np.isnan(by_prompt)  # [R, N M]
+    )[:, groups]  # [resamples, R]
+    by_row = points.swapaxes(0, 1).reshape(num_rows, -1)  # [R, N M]
+    num_rewards = counts @ ~np.isnan(by_row)  # [resamples, N M]
     has_all = num_rewards.all(axis=1)
-    means = (counts[has_all] @ np.nan_to_num(by_prompt)) / num_rewards[has_all]
+    means = (counts[has_all] @ np.nan_to_num(by_row)) / num_rewards[has_all]
     means = means.reshape(-1, num_points, num_objectives)
     tail = (1 - level) / 2
     low, high = np.quantile(volumes(means - corner), [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _as_points_by_prompt(points: ArrayLike) -> np.ndarray:
+def _as_points_by_row(points: ArrayLike) -> np.ndarray:
     try:
         points = np.asarray(points, dtype=np.float64)
     except ValueError:
         shapes = sorted({np.shape(rows) for rows in points})  # pyright: ignore
         raise ValueError(
-            f"every point needs values on the same prompts and objectives, got shapes {shapes}."
+            f"every point needs values on the same rows and objectives, got shapes {shapes}."
         ) from None
     if points.ndim != 3 or points.size == 0 or points.shape[1] < 2:
         raise ValueError(
-            "points must have shape [N, P, M] with at least 2 prompts, got "
-            f"{list(points.shape)}: give one row per point and prompt."
+            "points must have shape [N, R, M] with at least 2 rows, got "
+            f"{list(points.shape)}: give one value per point, row and objective."
         )
     is_missing = np.isnan(points)
     check_finite(np.where(is_missing, 0.0, points), name="points")
     if (num_rewards := (~is_missing).sum(axis=1).min()) < 2:
         raise ValueError(
-            "points must have rewards of each objective on at least 2 prompts, got "
+            "points must have rewards of each objective on at least 2 rows, got "
             f"{num_rewards}: evaluate on more prompts to which every reward applies."
         )
     return points

@@ -65,12 +65,13 @@ from firm.report import read_record, update_report
 from firm.report.run_front import front_of_run, split_at
 from firm.report.tables import Frame, Setting
 from firm.run import Progress, Run, Tracker, UserError, dated_folder, to_dict
+from firm.run.comparison import prompts_text
 from firm.run.earlier import translated_figures
 from firm.run.guard import drawing, drawn
 from firm.run.rows import Row
 
 SCORES_NAME = "test_scores.safetensors"
-"""Scores and rewards of the final model by test prompt, in the run's directory."""
+"""Scores and rewards of the final model by row of the test data, in the run's directory."""
 FRONT_NAME = "front.json"
 """The front of a conditioned run, in its directory."""
 SPLITS = ("train", "validation", "test")
@@ -115,13 +116,14 @@ class Result:
         """Returns rewards in [0, 1] on the held-out prompts: a pandas.DataFrame by objective.
 
         Its columns are those of `Comparison`: base, base_se, final, final_se, change and change_se,
-        means and their standard errors, the change paired by prompt; and z.
+        means and their standard errors, the change paired by row; num_prompts, the prompts that
+        they are of; and z.
         """
         table = comparison_table(self.base, self.final, has_rewards=True)
         by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
         rows = {name: by_name[f"{name} in [0, 1]"] for name in self.final.rewards}
         frame = pd.DataFrame.from_dict(rows, orient="index")
-        return frame.drop(columns=["name", "num_prompts"])
+        return frame.drop(columns=["name", "is_partial"])
 
     def to_pandas(self) -> Frame:
         """Returns every logged number, one in each row of a pandas.DataFrame.
@@ -205,7 +207,7 @@ def run_rounds(
         progress,
         closing(engine),
     ):
-        progress.event("started", alarms=alarms_at_start(cfg))
+        progress.event("started", alarms=[*alarms_at_start(cfg), *loaded.notes])
         wing = _LanguageWing(Logbook(run, tracker), loaded, cfg, calibrations, progress)
         keep_last = cfg.checkpoints.keep_last
         state = train(wing, engine, client_names(cfg), cfg.strategy, keep_last=keep_last)
@@ -347,7 +349,7 @@ class _LanguageWing(Wing):
         for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(final, state)
-        save_file(final.by_prompt(), self.book.run.path / SCORES_NAME)
+        save_file(final.by_row(), self.book.run.path / SCORES_NAME)
         return base, final
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
@@ -416,7 +418,7 @@ def _run_row(
         "objectives": list(cfg.rewards),
         "clients": names,
         "rounds": cfg.rounds,
-        "alarms": alarms_at_start(cfg),
+        "alarms": [*alarms_at_start(cfg), *loaded.notes],
         "calibration": as_figures(calibrations),
         "num_trainable": sum(p.numel() for p in parameters),
         "processes": [processes.hosted(names, rank) for rank in range(processes.size)],
@@ -490,7 +492,7 @@ def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -
             f"{name}: {model_name(own.path) if own.path else own.name}"
             for name, own in cfg.rewards.items()
         ),
-        "held-out prompts": final.num_prompts,
+        "held-out prompts": prompts_text(final.num_prompts, final.num_rows),
         "replies per prompt": final.num_samples,
         "commit": run.record()["commit"],
     }
@@ -500,7 +502,7 @@ objective, a regularised MGDA problem inside every client, and FedAvg of the ada
 
 ## Figures on held-out prompts
 
-Mean ± standard error over prompts; the change is paired by prompt. Scores are raw.
+Mean ± standard error over prompts; the change is paired by row. Scores are raw.
 
 {markdown_table(["", "base", "aligned", "change", "z"], rows)}
 

@@ -55,6 +55,10 @@ DEFAULT_SPLITS = {"train": "train", "validation": "test[:50%]", "test": "test[50
 """Splits of datasets where `split` is null, by what the prompts are for."""
 
 
+GIVEN = "given to firm.align"
+"""Source of prompts that a Python program gave as objects."""
+
+
 @configuration
 class PartitionConfig:
     """How the training prompts are divided among the clients."""
@@ -96,11 +100,11 @@ class EvaluationConfig:
     """Maps that were fixed beforehand, by objective, such as {helpful: {method: sigmoid, mean: 0.4,
     scale: 1.1}}, as the first row of a run's metrics.jsonl has them; the others are measured."""
     num_validation_prompts: NonNegativeInt = 64
-    """Prompts per round; 0 leaves the rounds unmeasured."""
+    """Rows of prompts per round; 0 leaves the rounds unmeasured."""
     num_test_prompts: Annotated[int, Ge(2)] = 256
-    """Held-out prompts at the start and the end."""
+    """Rows of held-out prompts at the start and the end."""
     num_samples: PositiveInt = 2
-    """Replies per held-out prompt."""
+    """Replies per held-out row."""
     num_shown_samples: NonNegativeInt = 12
     """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from firm.alignment import (
     load_policy,
     load_prompts,
     load_tokenizer,
+    overlap_notes,
     read_tokenizer,
     score,
     take_device,
@@ -46,6 +47,7 @@ from firm.federation.aggregation import weighted_mean
 from firm.federation.engines import ENGINES
 from firm.jobs.alignment_config import (
     DEFAULT_SPLITS,
+    GIVEN,
     AlignmentConfig,
     GroupConfig,
     PartitionConfig,
@@ -81,6 +83,8 @@ class LoadedRun:
     """The adapter that training starts from."""
     processes: Processes
     """Those that work together here."""
+    notes: list[str]
+    """What the user should know of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,22 @@ def load(
     )
     plain_tokenizer = given.tokenizer or read_tokenizer(cfg.policy.path)
     tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
+    notes: list[str] = []
 
     def prompts_of(use: str) -> list[Prompt]:
         config, own = getattr(cfg.data, use), given.prompts.get(use)
-        return load_prompts(config, tokenizer, given=own, default_split=DEFAULT_SPLITS[use])
+        if own is None and config.source == GIVEN:
+            raise UserError(
+                f"data.{use}.source: the prompts were given to firm.align as objects; call it "
+                f"again with them and resume=True, or give --data.{use}.source."
+            )
+        return load_prompts(
+            config,
+            tokenizer,
+            given=own,
+            default_split=DEFAULT_SPLITS[use],
+            on_note=lambda text: notes.append(f"data.{use}: {text}"),
+        )
 
     prompts = prompts_of("train")
     validation, test = [], []
@@ -130,6 +146,7 @@ def load(
         if num_validation := cfg.evaluation.num_validation_prompts:
             validation = prompts_of("validation")[:num_validation]
         test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
+        notes += overlap_notes(prompts, {"validation": validation, "test": test})
     configs = reward_configs(cfg)
     named = {key: config for key, config in configs.items() if key not in given.reward_fns}
     reward_fns = {**load_reward_models(named), **given.reward_fns}
@@ -169,6 +186,7 @@ def load(
         fresh,
         start,
         processes,
+        notes,
     )
 
 

@@ -21,14 +21,14 @@ from firm.alignment import (
 from firm.federation import RandomStream
 from firm.federation.outside import printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
-from firm.jobs.alignment_config import DEFAULT_SPLITS
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
 from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, dialogue
 from firm.run import UserError, dated_folder, leaves, to_yaml
-from firm.run.comparison import Line, Measure
+from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.files import whole_folder, write_csv
 from firm.run.guard import drawing
 from firm.run.shipped import with_shipped_paths
@@ -55,9 +55,9 @@ class CompareConfig(SpeakersConfig):
     """Held-out prompts; split null: a file whole, of a dataset the second half of its split
     "test"."""
     num_prompts: Annotated[int, Ge(2), Hint("a standard error needs two")] = 256
-    """The first so many prompts."""
+    """The first so many rows of them."""
     num_samples: PositiveInt = 2
-    """Replies per prompt."""
+    """Replies per row."""
     num_shown_samples: NonNegativeInt = 12
     """Prompts whose replies are written out; 0 keeps all texts out of terminal and files."""
     out: Path | None = None
@@ -84,8 +84,8 @@ class ComparisonResult:
     """Every adapter beside the base model, by its name."""
     samples: list[tuple[str, dict[str, Reply]]]
     """Prompts, each with the reply of every model."""
-    num_prompts: int
-    """Prompts that were replied to."""
+    prompts: str
+    """How many prompts were replied to, in how many rows."""
 
 
 def compare(cfg: CompareConfig) -> ComparisonResult:
@@ -99,6 +99,12 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     out = cfg.out or dated_folder("evaluation")
     check_place(out)
 
+    if cfg.prompts.source == GIVEN:
+        raise UserError(
+            "prompts.source: the run's test prompts were given to firm.align as objects and not "
+            "kept, which takes evaluation.num_shown_samples above 0 and fields that JSON has; give "
+            "--prompts.source FILE."
+        )
     records = [checked_record(path) for path in cfg.runs]
     if records:
         check_code({**cfg.rewards, **cfg.metrics}, records[0], allow_code=cfg.allow_code)
@@ -115,7 +121,8 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
         for name, evaluation in evaluations.items()
     }
     samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
-    result = ComparisonResult(out, tables, samples, base.num_prompts)
+    count = prompts_text(base.num_prompts, base.num_rows)
+    result = ComparisonResult(out, tables, samples, count)
     write_results(cfg, result, folder_by_name)
     return result
 
@@ -129,7 +136,12 @@ def _evaluations(
     # load: whatever does not fit is found before the first reply is sampled
     rewards = {**cfg.rewards, **cfg.metrics}
     speakers = Speakers(cfg, list(folder_by_name.values()), rewards)
-    prompts = load_prompts(cfg.prompts, speakers.tokenizer, default_split=DEFAULT_SPLITS["test"])
+    prompts = load_prompts(
+        cfg.prompts,
+        speakers.tokenizer,
+        default_split=DEFAULT_SPLITS["test"],
+        on_note=lambda text: print(f"note: {printable(text)}"),
+    )
     prompts = prompts[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 
@@ -147,7 +159,8 @@ def _evaluations(
                 num_samples=cfg.num_samples,
             )
         seconds = time.perf_counter() - start
-        print(printable(f"{name}: {len(prompts)} prompts, {seconds:.1f} s"), flush=True)
+        count = prompts_text(evaluations[name].num_prompts, evaluations[name].num_rows)
+        print(printable(f"{name}: {count}, {seconds:.1f} s"), flush=True)
     return evaluations
 
 
@@ -256,7 +269,7 @@ def write_results(
                 ],
                 facts={
                     "Base model": cfg.policy.path,
-                    "Prompts": f"{result.num_prompts} of "
+                    "Prompts": f"{result.prompts} of "
                     f"{sources if isinstance(sources, str) else ', '.join(sources)}",
                     "Replies per prompt": str(cfg.num_samples),
                     "Temperature": str(cfg.rollout.temperature),
@@ -271,12 +284,13 @@ def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, A
     first = next(iter(tables.values()))
     rows: list[dict[str, Any]] = [
         {"model": BASE, "figure": row.name, "mean": row.base, "se": row.base_se,
-         "change": None, "change_se": None, "z": None}
+         "change": None, "change_se": None, "z": None, "num_prompts": row.num_prompts}
         for row in first
     ]  # fmt: skip
     rows += [
         {"model": name, "figure": row.name, "mean": row.final, "se": row.final_se,
-         "change": row.change, "change_se": row.change_se, "z": row.z}
+         "change": row.change, "change_se": row.change_se, "z": row.z,
+         "num_prompts": row.num_prompts}
         for name, table in tables.items()
         for row in table
     ]  # fmt: skip
@@ -292,7 +306,7 @@ def _lines(
                 row.name,
                 Measure(row.base, row.base_se),
                 Measure(row.final, row.final_se),
-                Measure(row.change, row.change_se, row.num_prompts),
+                Measure(row.change, row.change_se, row.num_prompts, row.is_partial),
                 is_score=row.name in scores,
             )
             for row in table

@@ -1,18 +1,23 @@
 """Reads finished runs: their settings, adapters and frozen calibrations."""
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firm.alignment import Calibration
+from firm.alignment import Calibration, Prompt
+from firm.jobs.alignment_config import GIVEN
 from firm.report import Record, read_record
 from firm.run import Run, UserError, parse, read_yaml, to_dict, to_yaml
 from reward_models import RewardModelConfig
 
+TEST_PROMPTS_NAME = "test_prompts.jsonl"
+"""Held-out prompts that were given as objects, in the run's directory."""
 SPEED_KEYS = ("batch_size", "device", "dtype")
 """Settings of a reward model that leave the meaning of its score alone."""
 
@@ -44,12 +49,21 @@ def parse_over_run(
     if not runs or runs[0] is None:  # or malformed, which `parse` says better
         return parse(config_class, arguments, description=description)
     run = str(runs[0])
-    settings = run_settings(checked_record(Path(run)))
+    record = checked_record(Path(run))
+    settings, functions = run_settings(record), given_functions(record)
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"settings of {Path(run).name}.yaml"
         file.write_text(to_yaml({k: v for k, v in settings.items() if k in names}))
-        return parse(config_class, ["--config", str(file), *arguments], description=description)
+        cfg = parse(config_class, ["--config", str(file), *arguments], description=description)
+    if missing := [name for name in functions if name not in cfg.rewards]:  # type: ignore[attr-defined]
+        print(
+            f"note: {', '.join(missing)}: given to firm.align as functions, which a command cannot "
+            "call, so replies are not scored by them. A file that registers them by @reward_model "
+            f"can give them again: --rewards '{{{missing[0]}: {{name: NAME, file: FILE.py}}}}'.",
+            file=sys.stderr,
+        )
+    return cfg
 
 
 def checked_record(path: Path) -> Record:
@@ -76,16 +90,48 @@ def run_settings(record: Record) -> dict[str, Any]:
     """Returns what a run's configuration says of the model and of how it is measured."""
     settings = record.settings
     evaluation = settings.get("evaluation") or {}
+    prompts, functions = (settings.get("data") or {}).get("test"), given_functions(record)
+    rewards = {n: own for n, own in (settings.get("rewards") or {}).items() if n not in functions}
+    if isinstance(prompts, Mapping) and prompts.get("source") == GIVEN:
+        kept = record.path / TEST_PROMPTS_NAME
+        prompts = {**prompts, "source": str(kept), "split": None} if kept.is_file() else prompts
     given = {
-        **{key: settings.get(key) for key in ("policy", "rewards", "rollout", "seed")},
-        "num_threads": settings.get("num_threads"),
-        "prompts": (settings.get("data") or {}).get("test"),
+        **{key: settings.get(key) for key in ("policy", "rollout", "seed", "num_threads")},
+        "rewards": rewards,
+        "prompts": prompts,
         "num_prompts": evaluation.get("num_test_prompts"),
         "num_samples": evaluation.get("num_samples"),
         "num_shown_samples": evaluation.get("num_shown_samples"),
         "metrics": evaluation.get("metrics"),
     }
     return {key: value for key, value in given.items() if value is not None}
+
+
+def given_functions(record: Record) -> list[str]:
+    """Returns the objectives whose rewards were functions that a Python program gave."""
+    settings = record.settings
+    train = (settings.get("data") or {}).get("train")
+    if not (isinstance(train, Mapping) and train.get("source") == GIVEN):
+        return []
+    rewards = settings.get("rewards") or {}
+    return [name for name, own in rewards.items() if is_function(own)]
+
+
+def is_function(reward: Any) -> bool:
+    """Returns whether the settings of a reward are those of a function given to `firm.align`."""
+    name = reward.get("name") if isinstance(reward, Mapping) else None
+    return isinstance(name, str) and "." in name and not reward.get("file")
+
+
+def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
+    """Keeps held-out prompts that were given as objects in a run's directory.
+
+    Nothing is written where a field of theirs is none that JSON has.
+    """
+    rows = [{**prompt.columns, "prompt": prompt.text, "kind": prompt.kind} for prompt in prompts]
+    with suppress(TypeError, ValueError):
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (run / TEST_PROMPTS_NAME).write_text(text, encoding="utf-8")
 
 
 def check_code(

@@ -3,17 +3,19 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firm.alignment import Prompt, borrowed, read_prompts, read_tokenizer
+from firm.alignment import Prompt, borrowed, loose_text, read_prompts, read_tokenizer
 from firm.jobs.alignment import SPLITS, Result, run_folder
 from firm.jobs.alignment import align as run_alignment
-from firm.jobs.alignment_config import DEFAULT_SPLITS, AlignmentConfig
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
 from firm.jobs.alignment_loading import Given
+from firm.jobs.finished_runs import keep_test_prompts
 from firm.run import UserError, compose, to_dict
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig
@@ -24,8 +26,6 @@ Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
 """Texts or rows, a dataset, or the place of one (a file, a folder or a name on the hub)."""
 
-GIVEN = "given to firm.align"
-"""What a run's configuration names as the source of its prompts."""
 HELD_OUT = 10
 """One in so many prompts is held out to validate on, and as many to test on."""
 
@@ -103,6 +103,11 @@ def align(
         "rewards": configs,
         **(settings or {}),
         **{f"data.{split}.source": GIVEN for split in SPLITS},
+        **{
+            f"data.{split}.source": str(own)
+            for split, own in (("validation", validation_prompts), ("test", test_prompts))
+            if isinstance(own, str | Path)
+        },
         "resume": resume,
         **({"out": str(out)} if out else {}),
     }
@@ -124,6 +129,8 @@ def align(
     if is_object and not path and result:
         model.save_pretrained(result.path / "base")
         tokenizer.save_pretrained(result.path / "base")
+    if result and cfg.data.test.source == GIVEN and cfg.evaluation.num_shown_samples:
+        keep_test_prompts(result.path, given.prompts["test"])
     return result
 
 
@@ -147,8 +154,14 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
 def _splits(
     train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts by split; those that are not given are held out from the first."""
-    prompts = list({p.text: p for p in _rows(train, "train", "prompts", cfg)}.values())
+    """Returns the prompts by split; those that are not given are held out from the first.
+
+    Rows that share a prompt, white space aside, are held out together.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in _rows(train, "train", "prompts", cfg):
+        groups.setdefault(loose_text(prompt.text), []).append(prompt)
+    prompts = list(groups.values())
     asked = {"validation": validation, "test": test}
     missing = [split for split, given in asked.items() if given is None]
     size = max(2, len(prompts) // HELD_OUT)
@@ -159,11 +172,11 @@ def _splits(
         )
     if missing:
         random.Random(cfg.seed).shuffle(prompts)
-    splits = {split: [prompts.pop() for _ in range(size)] for split in missing}
+    splits = {split: list(chain(*(prompts.pop() for _ in range(size)))) for split in missing}
     for split, given in asked.items():
         if given is not None:
             splits[split] = _rows(given, split, f"{split}_prompts", cfg)
-    return {"train": prompts, **splits}
+    return {"train": list(chain(*prompts)), **splits}
 
 
 def _rows(given: Prompts, use: str, argument: str, cfg: AlignmentConfig) -> list[Prompt]:

@@ -9,9 +9,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
+import numpy as np
 from annotated_types import Interval
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from firm.federation.strategies import StrategyConfig
 from firm.fields import Hint, configuration
@@ -150,7 +150,7 @@ def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front])
             method: {p.name: read_record(folder.run_path(p.name)) for p in front.points}
             for method, front in fronts.items()
         },
-        prompt_rewards={m: prompt_rewards(folder, front).numpy() for m, front in fronts.items()},
+        row_rewards={method: row_rewards(folder, front) for method, front in fronts.items()},
         config=to_yaml(cfg),
         title=cfg.name,
     )
@@ -210,13 +210,16 @@ def front_of(
     )
 
 
-def prompt_rewards(sweep: Sweep, front: Front) -> torch.Tensor:
-    """Returns the rewards of a front's points by test prompt, shape [N, P, M]; NaN without one."""
+def row_rewards(sweep: Sweep, front: Front) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the rewards of a front's points by row of the test data, and the rows' prompts.
+
+    The rewards have the shape [N, R, M], NaN for a row without one; the prompts are numbers, [R],
+    None in runs of earlier versions, whose rows have a prompt each.
+    """
     files = [sweep.run_path(point.name) / SCORES_NAME for point in front.points]
-    tensors = [translated_figures(load_file(file)) for file in files]
-    return torch.stack(
-        [torch.stack([t[f"rewards/{n}"] for n in front.objectives], dim=1) for t in tensors]
-    )
+    tables = [translated_figures(load_file(file)) for file in files]
+    rewards = [np.stack([t[f"rewards/{n}"] for n in front.objectives], axis=1) for t in tables]
+    return np.stack(rewards), tables[0].get("prompt")
 
 
 def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:

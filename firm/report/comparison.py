@@ -7,7 +7,7 @@ from pathlib import Path
 from firm.report import formats
 from firm.report.page import Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
 from firm.report.record import Record
-from firm.run.comparison import Line, compare, score_notes
+from firm.run.comparison import Line, compare, prompts_text, score_notes
 
 TITLE = "Base against aligned model"
 
@@ -18,7 +18,8 @@ class Comparison:
 
     split: str
     round: int
-    num_prompts: int
+    prompts: str
+    """How many prompts of the split it is over, in how many rows."""
     lines: tuple[Line, ...]
 
     def line(self, name: str) -> Line | None:
@@ -37,7 +38,8 @@ def comparison_of(record: Record, split: str) -> Comparison | None:
         compare(base, aligned),
         key=lambda line: order.index(line.name) if line.is_score else len(order),
     )
-    return Comparison(split, aligned["round"], aligned.get("num_prompts") or 0, tuple(lines))
+    prompts = prompts_text(aligned.get("num_prompts") or 0, aligned.get("num_rows"), split)
+    return Comparison(split, aligned["round"], prompts, tuple(lines))
 
 
 def best_comparison(record: Record) -> Comparison | None:
@@ -59,7 +61,7 @@ def comparison_table(
     return Table(
         TITLE if len(lines) == 1 else f"{TITLE}s",
         f"{text} Mean ± standard error over prompts. Below it the change against the base model, "
-        "paired by prompt, and z, the change in standard errors: beyond ±2, set in bold, chance is "
+        "paired by row, and z, the change in standard errors: beyond ±2, set in bold, chance is "
         "an unlikely cause of a single figure. The more figures one looks at, the likelier one of "
         "them is bold by chance.",
         ["Figure", "base", *lines],

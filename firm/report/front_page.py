@@ -76,7 +76,7 @@ def front_page(
     fronts: Mapping[str, Front],
     *,
     runs: Runs,
-    prompt_rewards: Mapping[str, ArrayLike] | None = None,
+    row_rewards: Mapping[str, tuple[ArrayLike, ArrayLike | None]] | None = None,
     config: str = "",
     title: str = "A sweep over preferences",
 ) -> Page:
@@ -85,8 +85,9 @@ def front_page(
     Args:
         fronts: The front of each method, by its name.
         runs: The runs behind the points.
-        prompt_rewards: Rewards of each method's points by test prompt, shape [N, P, M], for the
-            hypervolume's interval; without them there is none.
+        row_rewards: Rewards of each method's points by row of the test data, shape [N, R, M], and
+            the number of each row's prompt, [R], or None where each has its own; for the
+            hypervolume's interval, without which there is none.
         config: The sweep's configuration as YAML.
         title: Heading.
     """
@@ -94,7 +95,7 @@ def front_page(
     notices: list[str] = []
     notes: list[str] = []
     part = partial(drawn_part, notices)
-    rewards = prompt_rewards or {}
+    rewards = row_rewards or {}
     settings = part("The trainings", lambda: _settings(fronts, runs), [])
     draws: dict[str, Callable[[], Block]] = {
         "trade-off": lambda: plane_section(fronts),

@@ -40,7 +40,9 @@ def beaten_by(fronts: Mapping[str, Front]) -> dict[tuple[str, str], list[str]]:
 
 
 def hypervolumes(
-    fronts: Mapping[str, Front], prompt_rewards: Mapping[str, ArrayLike], notes: list[str]
+    fronts: Mapping[str, Front],
+    row_rewards: Mapping[str, tuple[ArrayLike, ArrayLike | None]],
+    notes: list[str],
 ) -> Table:
     """Returns the table of the hypervolumes; why one is missing is put into the notes."""
     rows = []
@@ -50,8 +52,8 @@ def hypervolumes(
             for text in (lambda front: f"{front.hypervolume:.4f}", _seed_volumes)
         )
         interval = formats.MISSING
-        if volume != formats.MISSING and method in prompt_rewards:
-            interval = _interval(front, prompt_rewards[method])
+        if volume != formats.MISSING and method in row_rewards:
+            interval = _interval(front, *row_rewards[method])
         num_seeds = len({point.seed for point in front.points})
         kept = f"{int(non_dominated(front.rewards()).sum())} of {len(front.points)}"
         rows.append([method, volume, interval, by_seed, str(num_seeds), kept])
@@ -84,10 +86,14 @@ def _seed_volumes(front: Front) -> str:
     return formats.measure(Measure(seeds.mean, seeds.sd))
 
 
-def _interval(front: Front, rewards: ArrayLike) -> str:
+def _interval(front: Front, rewards: ArrayLike, groups: ArrayLike | None) -> str:
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     low, high = bootstrap_hypervolume(
-        rewards, front.reference, generator=generator, num_resamples=NUM_RESAMPLES
+        rewards,
+        front.reference,
+        generator=generator,
+        groups=groups,
+        num_resamples=NUM_RESAMPLES,
     )
     return f"{low:.4f} to {high:.4f}"
 

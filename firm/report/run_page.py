@@ -170,8 +170,7 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
     return (
         f"After {formats.count(comparison.round, 'round')} on "
         f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the mean "
-        f"score against the base model, ± standard error, on {comparison.num_prompts} "
-        f"{comparison.split} prompts."
+        f"score against the base model, ± standard error, on {comparison.prompts}."
     )
 
 
@@ -182,7 +181,7 @@ def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
             ends = [formats.number(m.mean if m else None) for m in (line.base, line.aligned)]
             notes = [" → ".join(ends)]
             if line.change and line.change.num_prompts is not None:
-                notes.append(f"on {line.change.num_prompts} prompts")
+                notes.append(f"on {formats.count(line.change.num_prompts, 'prompt')}")
             if truth := comparison.line(f"true_{line.name}"):
                 notes.append(f"true score {formats.measure(truth.change, is_signed=True)}")
             value = formats.measure(line.change, is_signed=True)
@@ -273,7 +272,7 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
 def _evaluation(record: Record, comparison: Comparison) -> Table:
     return comparison_table(
         {"aligned": comparison.lines},
-        f"{comparison.num_prompts} {comparison.split} prompts, the same for both; aligned is the "
+        f"{comparison.prompts}, the same for both; aligned is the "
         f"global model after round {comparison.round}.",
         chips={name: figures.objective_color(record, name) for name in record.objectives},
     )

@@ -17,7 +17,9 @@ class Measure:
     mean: float
     se: float | None = None
     num_prompts: int | None = None
-    """Prompts that it is of, where others have no score; None where all have."""
+    """Prompts that it is of; None where a log does not say."""
+    is_partial: bool = False
+    """Whether other prompts of the evaluation have no score."""
 
     @property
     def z(self) -> float | None:
@@ -48,9 +50,20 @@ class Line:
         if side and not self.is_score:
             return f"{side.title} ({side.unit})"
         measure = self.change or self.aligned
-        if measure is None or measure.num_prompts is None:
+        if measure is None or not measure.is_partial:
             return score_label(self.name)
         return f"{score_label(self.name)}, {measure.num_prompts} prompts"
+
+
+def prompts_text(num_prompts: int, num_rows: int | None, what: str = "") -> str:
+    """Returns how many prompts there are, and rows of data where rows share prompts.
+
+    >>> prompts_text(8, 8, "test"), prompts_text(8, 12), prompts_text(1, None)
+    ('8 test prompts', '8 prompts in 12 rows', '1 prompt')
+    """
+    noun = "prompt" if num_prompts == 1 else "prompts"
+    text = f"{num_prompts} {what} {noun}" if what else f"{num_prompts} {noun}"
+    return text if num_rows in (None, num_prompts) else f"{text} in {num_rows} rows"
 
 
 def score_label(name: str) -> str:
@@ -85,15 +98,15 @@ def score_notes(names: Iterable[str]) -> str:
 def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     """Returns base against aligned model, all scores first, from their rows of one split.
 
-    The change of a score is paired by prompt, so that its standard error is smaller than that of
+    The change of a score is paired by row, so that its standard error is smaller than that of
     two independent means.
     """
     lines = [
         Line(
             name,
-            _measure(base.get("scores"), name),
-            _measure(aligned.get("scores"), name),
-            _measure(aligned.get("change"), name),
+            _measure(base, "scores", name),
+            _measure(aligned, "scores", name),
+            _measure(aligned, "change", name),
         )
         for name in aligned.get("scores") or {}
     ]
@@ -108,8 +121,10 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
-def _measure(scores: Mapping[str, Any] | None, name: str) -> Measure | None:
-    entry = (scores or {}).get(name) or {}
+def _measure(row: Mapping[str, Any], figures: str, name: str) -> Measure | None:
+    entry = (row.get(figures) or {}).get(name) or {}
     if entry.get("mean") is None:
         return None
-    return Measure(entry["mean"], entry.get("se"), entry.get("num_prompts"))
+    of_all = row.get("num_prompts")
+    count = entry.get("num_prompts", of_all)  # earlier logs have it where others have no score
+    return Measure(entry["mean"], entry.get("se"), count, is_partial=count != of_all)

@@ -142,6 +142,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "split": Text(),
         "preference": Several(Number(0, may_lack=False), "objectives"),
         "num_prompts": COUNT,
+        "num_rows": COUNT,
         "num_samples": COUNT,
         "scores": ByName(MEASURE),
         "rewards": ByName(MEASURE),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -97,9 +99,12 @@ def test_figures_equal_a_hand_computation():
         "round": 0,
         "split": "test",
         "num_prompts": 2,
+        "num_rows": 2,
         "num_samples": 2,
-        "scores": {"words": {"mean": 3.0, "se": pytest.approx(1.0)}},
-        "rewards": {"words": {"mean": pytest.approx(0.3), "se": pytest.approx(0.1)}},
+        "scores": {"words": {"mean": 3.0, "se": pytest.approx(1.0), "num_prompts": 2}},
+        "rewards": {
+            "words": {"mean": pytest.approx(0.3), "se": pytest.approx(0.1), "num_prompts": 2}
+        },
         "kl": 1.5,
         "kl_se": pytest.approx(0.5),
         "length": 3.0,
@@ -132,11 +137,12 @@ def test_equal_streams_give_equal_evaluations_and_the_outer_generator_is_left_al
     assert first.samples != run(policy(), stream=RandomStream(1, "evaluation")).samples
 
 
-def test_the_change_is_paired_by_prompt():
+def test_the_change_is_paired_by_row():
     base, final = run(policy()), run(policy(extra_words=2))
     change = final.row(base, round=3, split="validation")["change"]
-    assert change["words"] == {"mean": pytest.approx(2.0), "se": pytest.approx(0.0, abs=1e-6)}
-    assert change["match"] == {"mean": 0.0, "se": 0.0}
+    assert change["words"]["mean"] == pytest.approx(2.0)
+    assert change["words"]["se"] == pytest.approx(0.0, abs=1e-6)
+    assert change["match"] == {"mean": 0.0, "se": 0.0, "num_prompts": 6}
     unpaired = mean_and_error(base.scores["words"])[1]
     assert unpaired > 0.1
 
@@ -238,6 +244,59 @@ def test_a_score_that_fewer_than_two_prompts_have_is_refused(count):
             run(policy(), calibrations=calibrations, **{option: {"maths": of_few}})
 
 
+def test_rows_that_share_a_prompt_are_rows_and_one_cluster():
+    shared = [replace(PROMPTS[0], columns={"answer": index}) for index in range(3)]
+    rows = [*shared, *PROMPTS[1:3]]
+
+    def right(prompts, completions, answer):
+        return [{None: 9.0, 0: 1.0, 1: 2.0, 2: 6.0}[each] for each in answer]
+
+    evaluation = evaluate(
+        policy(),
+        rows,
+        {"right": right},
+        calibrations={"right": Calibration("none")},
+        stream=RandomStream(0),
+        num_samples=2,
+    )
+    assert (evaluation.num_rows, evaluation.num_prompts) == (5, 3)
+    assert evaluation.scores["right"].tolist() == [1, 2, 6, 9, 9]
+    assert evaluation.prompt_of_row.tolist() == [0, 0, 0, 1, 2]
+    row = evaluation.row(round=0, split="test")
+    assert (row["num_prompts"], row["num_rows"]) == (3, 5)
+    # mean 27 / 5 = 5.4; residuals by prompt 9 - 16.2, 3.6, 3.6: sqrt(3 / 2 * 77.76) / 5
+    expected = {"mean": pytest.approx(5.4), "se": pytest.approx(116.64**0.5 / 5), "num_prompts": 3}
+    assert row["scores"]["right"] == expected
+    table = {line.name: line for line in comparison_table(evaluation, evaluation)}
+    assert table["right"].final_se == pytest.approx(116.64**0.5 / 5)
+    assert (table["right"].num_prompts, table["distinct_1"].num_prompts) == (3, 3)
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9), times=st.integers(2, 5))
+def test_rows_that_are_repeated_add_no_certainty(values, times):
+    once = torch.tensor(values, dtype=torch.float64)
+    expected = mean_and_error(once)
+    assert expected[1] == pytest.approx(once.std().item() / len(values) ** 0.5, rel=1e-9, abs=1e-9)
+    groups = torch.arange(len(values)).repeat(times)
+    repeated = mean_and_error(once.repeat(times), groups)
+    assert repeated == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_standard_errors_of_dependent_rows_cover_as_often_as_they_say():
+    torch.manual_seed(0)
+    groups = torch.arange(60).repeat_interleave(4)
+    hits = {"clustered": 0, "naive": 0}
+    for _ in range(400):
+        values = torch.randn(60).repeat_interleave(4) + 0.5 * torch.randn(240)
+        for name, (mean, error) in {
+            "clustered": mean_and_error(values, groups),
+            "naive": mean_and_error(values),
+        }.items():
+            hits[name] += abs(mean) <= 2 * error
+    assert hits["clustered"] / 400 == pytest.approx(0.95, abs=0.033)  # 3 standard errors
+    assert hits["naive"] / 400 < 0.8
+
+
 def test_rows_can_be_written_to_disk():
     base = run(policy())
     rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
@@ -255,10 +314,9 @@ def test_no_text_means_no_distinct_words():
 def test_evaluations_that_cannot_be_trusted_are_refused():
     options = {"calibrations": CALIBRATIONS, "stream": RandomStream(0)}
     fns = {"words": num_words}
-    with pytest.raises(ValueError, match="needs 2 prompts"):
-        evaluate(policy(), PROMPTS[:1], fns, **options)
-    with pytest.raises(ValueError, match="1 of 7 evaluation prompts are repeats"):
-        evaluate(policy(), [*PROMPTS, PROMPTS[0]], fns, **options)
+    for prompts in (PROMPTS[:1], [PROMPTS[0]] * 3):
+        with pytest.raises(ValueError, match=r"needs 2 different prompts for a standard .* got 1"):
+            evaluate(policy(), prompts, fns, **options)
     with pytest.raises(ValueError, match="'words' is both"):
         evaluate(policy(), PROMPTS, fns, extra_fns={"words": num_words}, **options)
     with pytest.raises(ValueError, match="num_samples and batch_size must be positive, got 0"):

@@ -4,7 +4,7 @@ import json
 import datasets
 import pytest
 
-from firm.alignment.prompt_data import PromptsConfig, load_prompts, read_prompts
+from firm.alignment.prompt_data import PromptsConfig, load_prompts, overlap_notes, read_prompts
 from firm.alignment.prompts import ASSISTANT, HUMAN, Prompt
 from tests.tokens import byte_tokenizer
 
@@ -20,18 +20,14 @@ def num_tokens(text):
     return len(TOKENIZER(text)["input_ids"])
 
 
-def load(source, tokenizer=None, **options):
+def load(source, tokenizer=None, *, on_note=None, **options):
     sources = [str(each) for each in source] if isinstance(source, list) else str(source)
-    return load_prompts(PromptsConfig(sources, **options), tokenizer)
+    return load_prompts(PromptsConfig(sources, **options), tokenizer, on_note=on_note)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path, name):
-    rows = [
-        {"prompt": f"{HUMAN} One{ASSISTANT}", "kind": "helpful"},
-        {"prompt": "Two"},
-        {"prompt": f"{HUMAN} One{ASSISTANT}", "kind": "helpful"},
-    ]
+    rows = [{"prompt": f"{HUMAN} One{ASSISTANT}", "kind": "helpful"}, {"prompt": "Two"}]
     text = json.dumps(rows) if ".jsonl" not in name else "\n\n".join(map(json.dumps, rows))
     data = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
@@ -175,12 +171,46 @@ def test_a_folder_of_a_dataset_names_the_kind(folder):
     assert prompts == [Prompt(f"{HUMAN} a{ASSISTANT}", "digits")]
 
 
-def test_sources_are_joined_in_order_without_repetition(tmp_path):
+def test_rows_of_all_sources_are_rows_whatever_they_share(tmp_path):
     for name, questions in {"a": ["One", "Two"], "b": ["Two", "Three"]}.items():
-        rows = [json.dumps({"prompt": question, "kind": name}) for question in questions]
+        rows = [json.dumps({"prompt": question, "answer": name}) for question in questions]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     prompts = load([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    assert [prompt.text.split()[1] for prompt in prompts] == ["One", "Two", "Three"]
+    found = [(prompt.text.split()[1], prompt.columns["answer"]) for prompt in prompts]
+    assert found == [("One", "a"), ("Two", "a"), ("Two", "b"), ("Three", "b")]
+
+
+def test_exact_duplicates_are_dropped_where_that_is_asked_for(tmp_path):
+    file, notes = tmp_path / "a.jsonl", []
+    same = {"prompt": "One", "answer": [1, {"a": 2, "b": 3}]}
+    rows = [same, {"prompt": "One", "answer": [1]}, {"prompt": "Two"}, same, {"prompt": "One"}]
+    rows.append({"answer": [1, {"b": 3, "a": 2}], "prompt": "One"})
+    rows.append({"prompt": "Two", "kind": "odd"})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert len(load(file, on_note=notes.append)) == 7
+    assert notes == []
+    kept = load(file, drop_duplicates=True, on_note=notes.append)
+    assert [(p.text.split()[1], p.columns.get("answer"), p.kind) for p in kept] == [
+        ("One", same["answer"], ""),
+        ("One", [1], ""),
+        ("Two", None, ""),
+        ("One", None, ""),
+        ("Two", None, "odd"),
+    ]
+    assert notes == ["2 of 7 rows repeat another one exactly and are dropped."]
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted():
+    def prompts(*texts):
+        return [Prompt(text, columns={"answer": index}) for index, text in enumerate(texts)]
+
+    training = prompts("a", "b c", "d", "d")
+    held_out = {"validation": prompts("x", "y"), "test": prompts("a", "a", "b  c", "b\nc", "x")}
+    (note,) = overlap_notes(training, held_out)
+    assert note.startswith("3 of 4 test prompts are also in the training data (2 of them but for")
+    assert note.endswith("take them out of data.train or data.test.")
+    (note,) = overlap_notes(training, {"validation": prompts("d", "x")})
+    assert note.startswith("1 of 2 validation prompts are also in the training data, so that")
 
 
 def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
@@ -188,8 +218,11 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
     questions = ["x" * length for length in (1, 5, 9)]
     file.write_text("\n".join(json.dumps({"prompt": q}) for q in questions))
     around = num_tokens(f"{HUMAN} {ASSISTANT}")
-    kept = load(file, min_tokens=around + 2, max_tokens=around + 5, tokenizer=TOKENIZER)
+    limits, notes = {"min_tokens": around + 2, "max_tokens": around + 5}, []
+    kept = load(file, tokenizer=TOKENIZER, on_note=notes.append, **limits)
     assert [prompt.text for prompt in kept] == [f"{HUMAN} xxxxx{ASSISTANT}"]
+    named = ", ".join(f"{name} {limit}" for name, limit in limits.items())
+    assert notes == [f"2 of 3 rows are left out ({named})."]
     with pytest.raises(ValueError, match="no prompt is left of 3"):
         load(file, min_tokens=10_000, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match="need a tokenizer"):
@@ -265,8 +298,8 @@ def test_every_prompt_of_hh_rlhf_is_read_as_it_stands(firm_data):
     for name, num_distinct in {"helpful": 2339, "harmless": 2301}.items():
         file = firm_data / "hh_rlhf" / f"{name}.jsonl.gz"
         with gzip.open(file, "rt", encoding="utf-8") as lines:
-            texts = {json.loads(line)["prompt"] for line in lines}
+            texts = [json.loads(line)["prompt"] for line in lines]
         prompts = load(file)
-        assert len(prompts) == num_distinct
-        assert {prompt.text for prompt in prompts} == texts
+        assert [prompt.text for prompt in prompts] == texts
+        assert len(set(texts)) == num_distinct
         assert {prompt.kind for prompt in prompts} == {name}
