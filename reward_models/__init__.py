@@ -26,7 +26,7 @@ from reward_models.registry import (
     load_reward_models,
     reward_model,
 )
-from reward_models.scripted import brevity, politeness, positivity
+from reward_models.scripted import as_texts, brevity, politeness, positivity
 from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "GoldenScore",
     "RewardModelConfig",
     "SequenceClassifierReward",
+    "as_texts",
     "brevity",
     "check_golden_scores",
     "load_reward_model",

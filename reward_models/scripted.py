@@ -1,9 +1,11 @@
 """Rewards that are a few lines of Python: quick to run, and plain about what they measure.
 
-They need no model, so they suit a first run on any policy. All look at the surface of a text.
+They need no model, so they suit a first run on any policy. All look at the surface of a text. The
+replies may be texts, or messages as those to chats.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_models.registry import reward_model
@@ -28,8 +30,30 @@ RUDE_PHRASES = (
 )
 
 
+Given = str | Sequence[Mapping[str, Any]]
+"""A prompt or a reply: a text, or a list of messages."""
+
+
+def as_texts(given: Sequence[Given]) -> list[str]:
+    """Returns prompts or replies as texts, whether they are that already or messages.
+
+    Of messages it is their contents; pictures and tool calls are left out.
+
+    >>> as_texts(["Yes.", [{"role": "assistant", "content": "No."}]])
+    ['Yes.', 'No.']
+    """
+    return [each if isinstance(each, str) else "\n\n".join(map(_content, each)) for each in given]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
 @reward_model("brevity")
-def brevity(completions: list[str], *, half_words: float = 20.0, **_: Any) -> list[float]:
+def brevity(completions: Sequence[Given], *, half_words: float = 20.0, **_: Any) -> list[float]:
     """Returns how short each reply is: 1 for an empty one, 1/2 at `half_words` words.
 
     >>> brevity(["", "one two"], half_words=2)
@@ -37,11 +61,13 @@ def brevity(completions: list[str], *, half_words: float = 20.0, **_: Any) -> li
     """
     if half_words <= 0:
         raise ValueError(f"brevity's half_words must be positive, got {half_words}.")
-    return [half_words / (half_words + len(text.split())) for text in completions]
+    return [half_words / (half_words + len(text.split())) for text in as_texts(completions)]
 
 
 @reward_model("positivity")
-def positivity(completions: list[str], *, words: str = POSITIVE_WORDS, **_: Any) -> list[float]:
+def positivity(
+    completions: Sequence[Given], *, words: str = POSITIVE_WORDS, **_: Any
+) -> list[float]:
     """Returns how many positive words each reply has, a count that pulls against brevity.
 
     The share of positive words would not: short replies have a higher one. White space separates
@@ -53,13 +79,13 @@ def positivity(completions: list[str], *, words: str = POSITIVE_WORDS, **_: Any)
     positive = set(words.lower().split())
     return [
         float(sum(word in positive for word in re.findall(r"[\w']+", text.lower())))
-        for text in completions
+        for text in as_texts(completions)
     ]
 
 
 @reward_model("politeness")
 def politeness(
-    completions: list[str],
+    completions: Sequence[Given],
     *,
     courteous: str = COURTEOUS_PHRASES,
     rude: str = RUDE_PHRASES,
@@ -75,7 +101,7 @@ def politeness(
     [3.0, -1.0, 0.0]
     """
     for_it, against_it = _any_of(courteous), _any_of(rude)
-    texts = [_words(text) for text in completions]
+    texts = [_words(text) for text in as_texts(completions)]
     return [float(len(for_it.findall(text)) - len(against_it.findall(text))) for text in texts]
 
 

@@ -220,7 +220,7 @@ def _checked_column(output: int | None, num_labels: int | None) -> int:
 def _checked_max_length(
     max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None) or UNKNOWN_LENGTH
+    positions = _num_positions(model)
     if max_length is None:
         positions = min(positions, tokenizer.model_max_length)
         if positions >= UNKNOWN_LENGTH:
@@ -231,6 +231,18 @@ def _checked_max_length(
             f"max_length {max_length} exceeds the classifier's {positions} positions: lower it."
         )
     return max_length
+
+
+def _num_positions(model: PreTrainedModel) -> int:
+    """Returns how many tokens a model has positions for, `UNKNOWN_LENGTH` if it does not say."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or UNKNOWN_LENGTH
+    for name, module in model.named_modules():
+        if not (isinstance(module, torch.nn.Embedding) and name.endswith("position_embeddings")):
+            continue
+        if module.padding_idx is not None:  # RoBERTa and its kin count from there
+            positions = min(positions, module.num_embeddings - module.padding_idx - 1)
+    return positions
 
 
 def load_sequence_classifier(

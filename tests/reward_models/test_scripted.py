@@ -2,8 +2,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_models import brevity, politeness, positivity
+from firm.miniature import World
+from reward_models import (
+    RewardModelConfig,
+    brevity,
+    load_reward_model,
+    politeness,
+    positivity,
+)
 from reward_models.scripted import COURTEOUS_PHRASES, RUDE_PHRASES
+
+TEXTS = ["Thanks, love!", "", "Please shut up and go away now."]
+CHATS = [[{"role": "assistant", "content": text}] for text in TEXTS]
+PARTS = [
+    [{"role": "assistant", "content": [{"type": "text", "text": text}, {"type": "image"}]}]
+    for text in TEXTS
+]
+CALL = [{"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}]
+
+
+@pytest.mark.parametrize("reward", [brevity, positivity, politeness])
+def test_replies_to_chats_are_scored_as_their_texts(reward):
+    assert reward(CHATS) == reward(PARTS) == reward(TEXTS)
+    assert len({*reward(TEXTS)}) == 3
+    assert reward([CALL]) == reward([""])
+
+
+def test_the_true_scores_of_the_miniature_take_chats():
+    rows = World.conflict().sft_texts(8, seed=0)
+    prompts, replies = [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    questions = [
+        text.removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:") for text in prompts
+    ]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    messages = [[{"role": "assistant", "content": reply}] for reply in replies]
+    for name in ("true_helpful", "true_harmless", "parse"):
+        true = load_reward_model(RewardModelConfig(name=name), name)
+        assert true(chats, messages) == true(prompts, replies)
+
 
 texts = st.lists(st.sampled_from(["happy", "Love", "rain", "glad!", "x"]), max_size=30)
 

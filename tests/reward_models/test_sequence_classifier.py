@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from reward_models import SequenceClassifierReward, load_sequence_classifier
+from tests import tokens
 
 PROMPT = "\n\nHuman: Hello there{}\n\nAssistant:"
 REPLIES = [" Yes.", " Certainly, that is a much longer reply.", "", " No, not at all.", " Why?"]
@@ -232,6 +239,61 @@ def test_segments_are_cut_with_their_tokens(byte_tokenizer, classifier):
     )
     (row,) = reward._encode(["a long question"], ["reply"])
     assert row["token_type_ids"] == [0] * 6 + [1] * 6
+
+
+def test_positions_that_are_counted_from_the_pad_token_are_fewer(byte_tokenizer):
+    sizes = RobertaConfig(
+        vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=66, num_labels=1, pad_token_id=1,
+    )  # fmt: skip
+    model, tokenizer = RobertaForSequenceClassification(sizes), byte_tokenizer(opening=True)
+    reward = SequenceClassifierReward(model, tokenizer, name="r", format="response")
+    assert reward.max_length == 64
+    assert len(reward(["p"], ["a" * 100])) == 1
+    with pytest.raises(ValueError, match="max_length 66 exceeds the classifier's 64 positions"):
+        SequenceClassifierReward(model, tokenizer, name="r", max_length=66)
+
+
+def test_a_classifier_within_a_multimodal_model_reads_its_text_part(byte_tokenizer):
+    text = {
+        "vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 32,
+        "max_position_embeddings": 64, "sliding_window": 16,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForSequenceClassification(
+        Gemma3Config(
+            text_config=text, vision_config=vision, num_labels=1, mm_tokens_per_image=4,
+            image_token_index=258, boi_token_index=257, eoi_token_index=256,
+        )
+    ).eval()  # fmt: skip
+    tokenizer = byte_tokenizer(pad="</s>")
+    reward = SequenceClassifierReward(model, tokenizer, name="r", format="plain")
+    assert reward.max_length == 64
+    texts = ["Yes.", "No, not at all."]
+    expected = [alone(model, tokenizer("p" + text)["input_ids"]) for text in texts]
+    assert reward(["p", "p"], texts) == pytest.approx(expected, abs=1e-4)
+    assert len(reward(["p"], ["a" * 100])) == 1
+
+
+@pytest.mark.parametrize("append_eos", [False, True])
+@pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
+def test_an_eos_that_the_tokenizer_appends_is_read_once(pad, append_eos, classifier):
+    tokenizer = tokens.byte_tokenizer(
+        frame={"single": "$A </s>", "pair": "$A </s> $B </s>"}, pad_token=pad
+    )
+    model = classifier("llama")
+    reward = SequenceClassifierReward(
+        model, tokenizer, name="r", format="response", append_eos=append_eos
+    )
+    ids = [tokenizer(reply)["input_ids"] for reply in REPLIES]
+    assert all(row[-1] == tokenizer.eos_token_id for row in ids)
+    expected = [alone(model, row) for row in ids]
+    assert reward(PROMPTS, REPLIES) == pytest.approx(expected, abs=1e-5)
 
 
 def test_max_length_must_be_known_and_within_the_model(byte_tokenizer, classifier):
