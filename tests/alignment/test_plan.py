@@ -31,9 +31,10 @@ from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.plan import make_plan, plan_tables
+from firm.jobs.plan import make_plan, plan_tables, planning
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.jobs.plan.passes import preferences_of_minibatch
+from firm.jobs.plan.record import RewardFigures
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
@@ -485,6 +486,23 @@ def test_every_process_has_its_clients_and_a_reward_its_own_device(shallow):
     apart = plan.memory_by_device()
     assert apart["cuda:1"] == alone.get("cuda:1", 0) + 2 * num_bytes
     assert apart[own] == alone[own] - 2 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "rewards", "expected"),
+    [
+        ("auto", ("auto", "cuda", "cpu"), ("cuda:0", "cuda:0", "cuda:0", "cpu")),
+        ("cuda:1", ("auto", "cuda", "cuda:0"), ("cuda:1", "cuda:1", "cuda:1", "cuda:0")),
+        ("cpu", ("auto", "cuda", "cpu"), ("cpu", "cuda:0", "cuda:0", "cpu")),
+    ],
+)
+def test_models_are_planned_where_they_are_loaded(policy, rewards, expected, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    figures = {str(i): RewardFigures("", None, 0, device) for i, device in enumerate(rewards)}
+    place = planning._place(0, ["client_0"], Processes(), figures, policy)
+    assert (place.policy, *place.rewards.values()) == expected
 
 
 def test_an_accelerator_named_by_its_type_is_one_device_with_its_index(shallow):

@@ -185,17 +185,18 @@ def _place(
     device: str,
 ) -> Place:
     """Returns where a process has its models, if all processes are on this machine."""
-    accelerator, own = torch.accelerator.current_accelerator(), device
-    is_here = accelerator is not None and torch.accelerator.is_available()
-    if device == "auto":
-        own = accelerator.type if accelerator is not None and is_here else "cpu"
+    accelerator, here = torch.accelerator.current_accelerator(), "cpu"
+    if accelerator is not None and torch.accelerator.is_available():
+        here = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
+    own = here if device in ("auto", here.partition(":")[0]) else device
     if own != "cpu" and ":" not in own:
-        own += f":{rank % torch.accelerator.device_count() if is_here else 0}"
+        own += ":0"  # of a machine that has what this one has not
+    current = here if own == "cpu" else own  # what "cuda" without an index stands for
     return Place(
         clients=processes.hosted(clients, rank),
         policy=own,
         rewards={
-            name: own if reward.device in ("auto", own.partition(":")[0]) else reward.device
+            name: current if reward.device in ("auto", current.partition(":")[0]) else reward.device
             for name, reward in rewards.items()
             if reward.device
         },
