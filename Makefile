@@ -56,12 +56,12 @@ gpu: install ## Run all that needs a GPU, within ten minutes, and write docs/gpu
 	$(OFFLINE) $(BIN)/python benchmarks/gpu.py --out docs/gpu.md
 
 figures: install ## Replay the paper's figures into docs/figures: hours, and it may be stopped and called again.
-	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume
+	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume auto
 	$(OFFLINE) $(BIN)/python recipes/figures.py --study runs/figures --out docs/figures
 
 pictures: install ## Take the guide's pictures of pages, with Chromium.
-	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume
-	$(OFFLINE) $(BIN)/firm align --config miniature_front --out runs/pictures/front --resume
+	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume auto
+	$(OFFLINE) $(BIN)/firm align --config miniature_front --out runs/pictures/front --resume auto
 	rm -rf runs/pictures/theory # it is not resumed
 	$(OFFLINE) $(BIN)/firm theory --out runs/pictures/theory
 	$(OFFLINE) $(BIN)/python -m tests.docs.pictures --demo runs/pictures/demo --explore runs/pictures/front --theory runs/pictures/theory

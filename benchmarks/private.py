@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     seeds = set.intersection(*(set(runs) for runs in by_seed.values())) if by_seed else set()
     if not seeds:
-        parser.error("no seed is finished by every setting; go on with firm study --resume true.")
+        parser.error("no seed is finished by every setting; continue with firm study --resume.")
     adapters = by_adapter(
         {setting: [runs[seed] for seed in sorted(seeds)] for setting, runs in by_seed.items()}
     )

@@ -4,7 +4,7 @@
     python recipes/firm_hh.py --config configs/hh_tinyllama.yaml # the paper's run
     python recipes/firm_hh.py --strategy.beta 0.5 --rounds 10    # any key, overridden
     python recipes/firm_hh.py --plan                             # what would run
-    python recipes/firm_hh.py --out runs/mine --resume           # go on after a stop
+    python recipes/firm_hh.py --resume runs/mine                 # continue after a stop
     torchrun --nproc_per_node 4 recipes/firm_hh.py               # clients on 4 GPUs
 
 A run is a directory: configuration, metrics, checkpoints, the adapter, and `report.html`.

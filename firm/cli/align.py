@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from firm.federation import Processes
 from firm.federation.outside import printable
-from firm.jobs.alignment import alarms_at_start, align
+from firm.jobs.alignment import alarms_at_start, align, run_folder
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
 from firm.report import alarms
-from firm.run import print_table, run_cli
+from firm.run import continued_by, print_table, run_cli, run_to_resume
 from firm.run.comparison import prompts_text
 from firm.run.shipped import with_shipped_paths
 
@@ -45,7 +46,9 @@ def main(cfg: AlignmentConfig) -> Path | None:
     """Runs what `cfg` asks for; returns the run's directory, None after a plan."""
     if cfg.plan:
         return print_plan(cfg)
-    result = align(cfg)
+    out = run_folder(cfg)
+    with continued_by("align", out):
+        result = align(replace(cfg, out=out))
     if result is None:  # another process prints
         return None
     final = result.final
@@ -80,4 +83,11 @@ def print_plans(runs: Mapping[str, AlignmentConfig], what: str) -> None:
     print_plan(max(runs.values(), key=lambda run: run.rounds > 0))
 
 
-cli = partial(run_cli, main, AlignmentConfig, default_file="configs/miniature.yaml", keys=KEYS)
+cli = partial(
+    run_cli,
+    main,
+    AlignmentConfig,
+    default_file="configs/miniature.yaml",
+    keys=KEYS,
+    resumed=run_to_resume,
+)

@@ -8,7 +8,7 @@ from firm.federation.outside import printable
 from firm.jobs import fmoo_page
 from firm.jobs.fmoo import run_classic
 from firm.jobs.fmoo_config import ClassicConfig
-from firm.run import print_table, run_cli
+from firm.run import print_table, run_cli, study_to_resume
 from firm.run.guard import drawing
 
 
@@ -26,4 +26,10 @@ def main(cfg: ClassicConfig) -> Path:
     return result.path
 
 
-cli = partial(run_cli, main, ClassicConfig, default_file="configs/fmoo/two_digits.yaml")
+cli = partial(
+    run_cli,
+    main,
+    ClassicConfig,
+    default_file="configs/fmoo/two_digits.yaml",
+    resumed=study_to_resume,
+)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from firm.cli import align
 from firm.jobs.study import StudyConfig, study, study_configs
-from firm.run import print_table, run_cli
+from firm.run import print_table, run_cli, study_to_resume
 
 
 def main(cfg: StudyConfig) -> Path | None:
@@ -27,4 +27,4 @@ def main(cfg: StudyConfig) -> Path | None:
     return result.path
 
 
-cli = partial(run_cli, main, StudyConfig)
+cli = partial(run_cli, main, StudyConfig, resumed=study_to_resume)

@@ -6,7 +6,7 @@ from pathlib import Path
 from firm.cli import align
 from firm.fronts import Front
 from firm.jobs.sweep import SweepConfig, sweep, sweep_configs
-from firm.run import print_table, run_cli
+from firm.run import print_table, run_cli, study_to_resume
 
 
 def main(cfg: SweepConfig) -> Path | None:
@@ -38,4 +38,4 @@ def _print_front(method: str, front: Front) -> None:
     print_table(f"{method}: rewards in [0, 1] on {front.num_prompts} prompts", header, rows)
 
 
-cli = partial(run_cli, main, SweepConfig)
+cli = partial(run_cli, main, SweepConfig, resumed=study_to_resume)

@@ -33,7 +33,8 @@ from firm.fields import (
 )
 from firm.fronts import grid
 from firm.jobs.hub import HubConfig
-from firm.run import CheckpointConfig, TrackingConfig
+from firm.run import CheckpointConfig, Resume, TrackingConfig
+from firm.run.resuming import check_out
 from reward_models import RewardModelConfig
 
 
@@ -144,8 +145,10 @@ class AlignmentConfig:
     plan: bool = False
     """Print what would run (sizes, bytes, memory, steps, what is not in the paper) and stop; no
     weight and no data are read."""
-    resume: bool = False
-    """Continue the run in `out` from its last checkpoint, if there is one."""
+    resume: Resume = False
+    """Continue from the last checkpoint: `--resume RUN` the run in that folder, by its own
+    configuration; `--out RUN --resume` by the one that is given; auto begins the run where there is
+    none yet."""
     seed: int = 0
     """Everything random comes from it."""
     num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
@@ -197,6 +200,7 @@ class AlignmentConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
+        check_out(self.resume, self.out)
         if self.rounds == 0 and not self.start:
             raise ValueError("rounds must be at least 1, got 0; 0 rounds need a start.")
         if self.start and sum(self.start.values()) == 0:

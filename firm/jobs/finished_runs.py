@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from firm.alignment import Calibration, Prompt
 from firm.jobs.alignment_config import GIVEN
 from firm.report import Record, read_record
-from firm.run import Run, UserError, parse, read_yaml, to_dict, to_yaml
+from firm.run import Run, UserError, parse, read_yaml, to_dict
 from reward_models import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
@@ -52,10 +51,8 @@ def parse_over_run(
     record = checked_record(Path(run))
     settings, functions = run_settings(record), given_functions(record)
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"settings of {Path(run).name}.yaml"
-        file.write_text(to_yaml({k: v for k, v in settings.items() if k in names}))
-        cfg = parse(config_class, ["--config", str(file), *arguments], description=description)
+    base = {f"the run {run}": {k: v for k, v in settings.items() if k in names}}
+    cfg = parse(config_class, arguments, description=description, base=base)
     if missing := [name for name in functions if name not in cfg.rewards]:  # type: ignore[attr-defined]
         print(
             f"note: {', '.join(missing)}: given to firm.align as functions, which a command cannot "

@@ -24,7 +24,8 @@ from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
 from firm.report.tables import Frame, Setting
 from firm.run import Run, Tracker, UserError, dated_folder, make_private_folder, to_dict, to_yaml
-from firm.run.files import file_errors
+from firm.run.files import file_errors, replace_text
+from firm.run.resuming import STUDY_NAME, continued_by, is_resumed
 from firm.run.rows import Row
 
 
@@ -91,24 +92,26 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
 
     Raises:
         UserError: The data do not fit the configuration, the study's directory is taken, or a run
-            in it has done more rounds than are asked for.
+            in it has done more rounds than are asked for, or there is none to continue.
     """
     accept_any_text()  # names of algorithms and objectives are printed
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
+    is_resumed(out, cfg.resume, "*/seed_*/run.json")  # else raises before the data are loaded
     splits = load_data(cfg.data)
     if not len(getattr(splits, cfg.split)):
         raise ValueError(
             f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."
         )
     runs = []
-    for color, name in enumerate(cfg.algorithms):
-        seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
-        logs = [Run(out / name / f"seed_{s}") for s in cfg.seeds]
-        left_out = [text for log in logs for text in log.checked_rows()[1]]
-        runs.append(Setting(name, color, seeds, left_out))
-        write_comparison(cfg, runs, splits, out)
+    with continued_by("fmoo", out):
+        for color, name in enumerate(cfg.algorithms):
+            seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
+            logs = [Run(out / name / f"seed_{s}") for s in cfg.seeds]
+            left_out = [text for log in logs for text in log.checked_rows()[1]]
+            runs.append(Setting(name, color, seeds, left_out))
+            write_comparison(cfg, runs, splits, out)
 
     def new_model(seed: int) -> nn.Module:
         return build_model(cfg.model, splits.train, seed=seed)
@@ -124,7 +127,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         replace(cfg, algorithms={name: algorithm}, seeds=(seed,), progress_from=source)
     )
     rounds = algorithm.rounds or cfg.rounds
-    if is_there := cfg.resume and (path / "run.json").exists():
+    if is_there := bool(cfg.resume) and (path / "run.json").exists():
         measured = last_evaluation(rows := Run(path).rows())
         if is_done(measured, rounds, cfg.target_loss):
             return rows
@@ -151,6 +154,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         ) as tracker,
         closing(with_own_key(federation.engine, federation.cfg.secure)) as engine,
     ):
+        replace_text(study / STUDY_NAME, to_yaml(cfg))
         how = "of all clients in one pass" if federation.has_joint_passes else "client by client"
         print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {how}"), flush=True)
         wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)

@@ -10,7 +10,8 @@ from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
 from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
 from firm.fmoo import AttackConfig, DataConfig, LocalConfig, ModelConfig
-from firm.run import TrackingConfig, check_folder_name
+from firm.run import Resume, TrackingConfig, check_folder_name
+from firm.run.resuming import check_out
 
 FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""
@@ -120,10 +121,12 @@ class ClassicConfig:
     other keys are read, but not by --help."""
     out: Path | None = None
     """The study's directory; by default runs/fmoo-TIME."""
-    resume: bool = False
-    """Whether a study in `out` goes on: finished runs are kept, others continue."""
+    resume: Resume = False
+    """Continue a study, whose finished runs are kept: `--resume FOLDER` by its own configuration;
+    `--out FOLDER --resume` by the one that is given; auto begins it where there is none yet."""
 
     def __post_init__(self) -> None:
+        check_out(self.resume, self.out)
         if self.engine is not None:
             check_engine(self.engine)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):

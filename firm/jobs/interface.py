@@ -16,7 +16,7 @@ from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
 from firm.jobs.alignment_loading import Given
 from firm.jobs.finished_runs import keep_test_prompts
-from firm.run import UserError, compose, to_dict
+from firm.run import Resume, UserError, compose, to_dict
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig
 from reward_models.registry import as_reward, reward_settings
@@ -41,7 +41,7 @@ def align(
     config: str | Path | Sequence[str | Path] = (),
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
 ) -> Result | None:
     """Aligns a language model to several rewards, across clients, and measures what came of it.
 
@@ -80,7 +80,8 @@ def align(
         settings: Values by their dotted keys, as `firm align --help` lists them; they override
             `config`.
         out: The run's directory; by default runs/NAME-TIME.
-        resume: Goes on from the last checkpoint in `out`.
+        resume: Continues from the last checkpoint in `out`; "auto" begins a run where there is none
+            yet.
 
     Returns:
         The result; None in the processes of a launcher that only serve the first one.

@@ -93,9 +93,9 @@ class Federation(SitesController):
         federation = federation_of(kit)
         own = compose(ServerConfig, [kit / "server.yaml"], [])
         out = kit / "runs" / self._name
-        cfg = replace(kit_config(kit, own.overrides), out=out, resume=True)
+        cfg = replace(kit_config(kit, own.overrides), out=out, resume="auto")
         _wait_until_free(out)
-        Run.check(out, to_dict(cfg), resume=True, ignore=FREE_KEYS)
+        Run.check(out, to_dict(cfg), resume="auto", ignore=FREE_KEYS)
         loaded = load(cfg, Processes())
         calibrations = common_calibrations(loaded, cfg, out)
         shown = Console(file=channel.transcript, highlight=False)

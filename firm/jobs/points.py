@@ -9,7 +9,9 @@ from firm.federation.outside import check_name, printable
 from firm.fields import PositiveInt, configuration
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.run import Outcome, Sweep, UserError, compose, summarise, to_dict
+from firm.run import Outcome, Resume, Sweep, UserError, compose, summarise, to_dict, to_yaml
+from firm.run.files import replace_text
+from firm.run.resuming import STUDY_NAME, check_out, continued_by
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
 """What may differ from the folder's own configuration when it is resumed."""
@@ -23,8 +25,9 @@ class PointsConfig:
     """Opens the folder's name."""
     out: Path | None = None
     """The folder; by default runs/NAME-TIME."""
-    resume: bool = False
-    """Continue what is in `out`, if there is something."""
+    resume: Resume = False
+    """Continue what is not finished: `--resume FOLDER` by that folder's own configuration;
+    `--out FOLDER --resume` by the one that is given; auto begins where there is nothing yet."""
     plan: bool = False
     """Print the runs and what the first of them would do, and stop."""
     base: Path = Path("configs/miniature.yaml")
@@ -39,6 +42,7 @@ class PointsConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
+        check_out(self.resume, self.out)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
 
@@ -81,6 +85,7 @@ def run_points(
     points: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, AlignmentConfig],
     *,
+    command: str,
     free_keys: Collection[str] = (),
 ) -> Sweep | None:
     """Runs what is not done yet, and prints how each run ends.
@@ -90,6 +95,7 @@ def run_points(
         out: The folder.
         points: What tells each point from the others, by its name; kept in the manifest, too.
         runs: The points' runs. Those that start from adapters of other points come last.
+        command: The word after `firm` that continues the folder.
         free_keys: Keys beside `FREE_KEYS` that may differ when the folder is taken up.
 
     Returns:
@@ -101,6 +107,8 @@ def run_points(
     free = {*FREE_KEYS, *free_keys}
     settings = {key: value for key, value in to_dict(cfg).items() if key not in free}
     sweep = Sweep.open(out, settings, points, resume=cfg.resume)
+    if not (out / STUDY_NAME).exists():
+        replace_text(out / STUDY_NAME, to_yaml(cfg))  # the manifest lacks the free keys
     waves: tuple[dict, dict] = {}, {}
     for name, run in runs.items():
         is_last = any(Path(folder).is_relative_to(out / "points") for folder in run.start)
@@ -112,10 +120,11 @@ def run_points(
         f"{out}: {len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time", flush=True
     )
     for wave in waves:
-        for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
-            outcomes.append(outcome)
-            state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
-            print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+        with continued_by(command, out):
+            for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
+                outcomes.append(outcome)
+                state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
+                print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
         summarise(outcomes)
     if left := sweep.pending():
         print(f"{len(left)} runs are with other processes; call again with --resume when they end")
@@ -130,5 +139,5 @@ def tracking_group(cfg: PointsConfig, sweep: Sweep) -> str:
 
 def _run_point(place: str, settings: dict[str, Any]) -> None:
     """Runs one point in this process, or takes it up."""
-    overrides = [*settings.items(), ("out", place), ("resume", True)]
+    overrides = [*settings.items(), ("out", place), ("resume", "auto")]
     align(compose(AlignmentConfig, [], overrides, source="the manifest"))

@@ -93,7 +93,8 @@ def study(cfg: StudyConfig) -> StudyResult | None:
         UserError: A key is wrong, the folder is taken, or some runs failed.
     """
     out = cfg.out or dated_folder(cfg.name)
-    sweep = run_points(cfg, out, _points(cfg), study_configs(cfg), free_keys=FREE_KEYS)
+    points, runs = _points(cfg), study_configs(cfg)
+    sweep = run_points(cfg, out, points, runs, command="study", free_keys=FREE_KEYS)
     if sweep is None:
         return None
     by_setting = study_records(sweep)

@@ -119,7 +119,8 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
     out, base = cfg.out or dated_folder(cfg.name), _base(cfg)
     objectives = tuple(base.rewards)
     points = {name: vars(point) for name, point in _points(cfg, objectives).items()}
-    folder = run_points(cfg, out, points, sweep_configs(cfg, out), free_keys=["reference"])
+    runs = sweep_configs(cfg, out)
+    folder = run_points(cfg, out, points, runs, command="sweep", free_keys=["reference"])
     if folder is None:
         return None
     fronts = {
@@ -310,7 +311,7 @@ def _check_reference(fronts: Mapping[str, Front]) -> None:
         except ValueError as error:
             raise UserError(
                 f"{method}: {error} The runs are kept: repair that (--reference may be lowered) "
-                "and call again with --resume true."
+                "and call again with --resume."
             ) from error
 
 

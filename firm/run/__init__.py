@@ -10,12 +10,13 @@ from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.command_line import parse, run_cli
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import leaves
-from firm.run.directory import CheckpointConfig, Run
+from firm.run.directory import CheckpointConfig, Run, run_to_resume
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.files import make_private_folder
 from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
 from firm.run.progress import Progress, print_table
 from firm.run.quantities import Quantity, register
+from firm.run.resuming import Resume, continued_by, study_to_resume
 from firm.run.sweep import Outcome, Sweep, summarise
 from firm.run.tracking import Tracker, TrackingConfig
 from firm.run.yaml_text import read_yaml
@@ -26,6 +27,7 @@ __all__ = [
     "Outcome",
     "Progress",
     "Quantity",
+    "Resume",
     "Run",
     "Sweep",
     "Tracker",
@@ -34,6 +36,7 @@ __all__ = [
     "check_folder_name",
     "check_slugs",
     "compose",
+    "continued_by",
     "dated_folder",
     "exit_on_user_error",
     "leaves",
@@ -44,8 +47,10 @@ __all__ = [
     "read_yaml",
     "register",
     "run_cli",
+    "run_to_resume",
     "save_state",
     "slug",
+    "study_to_resume",
     "summarise",
     "to_dict",
     "to_yaml",

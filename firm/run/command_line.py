@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from firm.run.config import build, lay_out
+from firm.run.config import build, lay_out, members_of
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page
+from firm.run.yaml_text import read_yaml
 
 Config = TypeVar("Config")
 
@@ -20,6 +22,7 @@ def run_cli(
     description: str = "",
     default_file: str | Path | None = None,
     keys: Mapping[str, Sequence[str]] | None = None,
+    resumed: Callable[[Path], Any] | None = None,
 ) -> None:
     """Calls `main` with the configuration of the command line; bad input ends in one line.
 
@@ -27,7 +30,14 @@ def run_cli(
     """
     with exit_on_user_error():
         main(
-            parse(config_class, argv, description=description, default_file=default_file, keys=keys)
+            parse(
+                config_class,
+                argv,
+                description=description,
+                default_file=default_file,
+                keys=keys,
+                resumed=resumed,
+            )
         )
 
 
@@ -38,13 +48,16 @@ def parse(
     description: str = "",
     default_file: str | Path | None = None,
     keys: Mapping[str, Sequence[str]] | None = None,
+    resumed: Callable[[Path], Any] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> Config:
     """Returns the configuration of the defaults, then YAML files, then overrides.
 
     `--config file.yaml` may be repeated; later files are laid over earlier ones. A top-level key
     that is a bool needs no value to be true: `--resume`. `--help` prints the keys that matter with
     docstring, type and default, `--help all` every key, `--help KEY` those at and below one; it
-    imports no plugins.
+    imports no plugins. `--resume FOLDER` begins with the configuration of the run in a folder, and
+    continues that run.
 
     Args:
         config_class: A frozen dataclass.
@@ -52,6 +65,9 @@ def parse(
         description: Opens the help page; the docstring of `config_class` when empty.
         default_file: YAML file that is read when the command line names none.
         keys: The keys that matter, by heading; by default the ones that are in no section.
+        resumed: Returns the configuration of the run in a folder, as plain data; without it
+            `--resume` takes no folder.
+        base: Settings that all others are laid over, by what messages call their place.
 
     Raises:
         UserError: An unknown key, a value of the wrong type or one that a `__post_init__` refuses,
@@ -59,15 +75,19 @@ def parse(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     topic = _take_help(arguments)
-    switches = {name for name, kind in get_type_hints(config_class).items() if kind is bool}
+    hints = get_type_hints(config_class)
+    switches = {name for name, kind in hints.items() if bool in members_of(kind)}
     files, overrides = _read_arguments(arguments, switches)
-    if not files and default_file is not None:
+    base = dict(base or {})
+    if resumed is not None and (folder := _take_folder(overrides)):
+        base[f"the run {folder}"] = resumed(Path(folder))
+    if not files and not base and default_file is not None:
         files = [str(default_file)]
-    tree = lay_out(config_class, files, overrides, has_plugins=topic is None)
+    tree = lay_out(config_class, files, overrides, base=base, has_plugins=topic is None)
     if topic is None:
         return build(tree)
     description = description or (config_class.__doc__ or "").strip()
-    sys.stdout.write(f"{description}\n\n{help_page(tree, topic, keys=keys, files=files)}")
+    sys.stdout.write(f"{description}\n\n{help_page(tree, topic, keys=keys, files=[*base, *files])}")
     raise SystemExit(0)
 
 
@@ -80,6 +100,26 @@ def _take_help(arguments: list[str]) -> str | None:
     has_topic = bool(rest) and not rest[0].startswith("-")
     del arguments[place : place + 1 + has_topic]
     return rest[0] if has_topic else ""
+
+
+def _take_folder(overrides: list[tuple[str, str]]) -> str:
+    """Returns the folder that `resume` names, and makes it `out`; empty where it names none.
+
+    Raises:
+        UserError: `out` is given, too.
+    """
+    value = dict(overrides).get("resume", "")
+    with suppress(UserError):
+        if value in ("", "auto") or isinstance(read_yaml(value), bool):
+            return ""
+    if out := dict(overrides).get("out"):
+        raise UserError(
+            f"command line: --resume {value} names the run's folder, so that --out must be left "
+            f"out, got {out}."
+        )
+    overrides[:] = [(key, text) for key, text in overrides if key != "resume"]
+    overrides += [("out", value), ("resume", "true")]
+    return value
 
 
 def _read_arguments(

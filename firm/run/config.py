@@ -76,13 +76,15 @@ def lay_out(
     overrides: Sequence[tuple[str, Any]],
     *,
     source: str = "command line",
+    base: Mapping[str, Any] | None = None,
     has_plugins: bool = True,
 ) -> "Section":
     """Returns what `compose` builds, as a tree; required keys may be missing still.
 
-    With `has_plugins` false no plugin is imported, and forms that one would register are unknown.
+    Settings in `base`, plain data by what messages call their place, come before the files. With
+    `has_plugins` false no plugin is imported, and forms that one would register are unknown.
     """
-    contents = []
+    contents = [(place, translated_settings(settings)) for place, settings in (base or {}).items()]
     for file in map(str, files):
         with _named_in_errors(file):
             contents.append((file, translated_settings(_read_file(file))))

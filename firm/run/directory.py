@@ -44,6 +44,7 @@ from firm.run.files import (
     sync,
 )
 from firm.run.lock import LOCK_NAME, check_not_held, hold
+from firm.run.resuming import Resume, is_resumed
 from firm.run.rows import Row, valid_rows
 from firm.run.session import now, session
 from firm.run.yaml_text import read_yaml
@@ -75,8 +76,18 @@ def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
         is_resumable = "resume" in config and (path / _CONFIG).exists()
         raise UserError(
             f"the run directory {path} exists and is not empty; "
-            f"{'continue it with --resume true or ' if is_resumable else ''}choose another path."
+            f"{f'continue it with --resume {path} or ' if is_resumable else ''}choose another path."
         )
+
+
+def run_to_resume(path: Path) -> Any:
+    """Returns the configuration of the run in a folder, as plain data.
+
+    Raises:
+        UserError: There is no run at `path`.
+    """
+    is_resumed(path, True, _CONFIG)
+    return Run(path).settings()
 
 
 class Run:
@@ -97,13 +108,13 @@ class Run:
         path: str | Path,
         config: Mapping[str, Any],
         *,
-        resume: bool,
+        resume: Resume,
         ignore: Collection[str] = (),
     ) -> None:
         """Raises the `UserError` that `open` would raise; changes nothing."""
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
-            if resume and (run.path / _CONFIG).exists():
+            if is_resumed(run.path, resume, _CONFIG):
                 run._check_resumable(config, ignore)
                 place = run.path
             else:
@@ -161,8 +172,7 @@ class Run:
                 shorter than the checkpoint says, or it cannot be written to.
         """
         run = cls(path)
-        if not (run.path / _CONFIG).exists():
-            raise UserError(f"there is no run to resume at {path}; start it without --resume true.")
+        is_resumed(run.path, True, _CONFIG)
         with file_errors(f"the run directory {run.path}"):
             run._check_resumable(config, [*ignore, *renew])
             run._lock = hold(run.path)
@@ -213,12 +223,16 @@ class Run:
         path: str | Path,
         config: Mapping[str, Any],
         *,
-        resume: bool,
+        resume: Resume,
         ignore: Collection[str] = (),
         renew: Collection[str] = (),
     ) -> Self:
-        """Creates a run or, with `resume`, takes up the one that is there, if any."""
-        if resume and (Path(path) / _CONFIG).exists():
+        """Creates a run or, with `resume`, takes up the one that is there.
+
+        Raises:
+            UserError: As `create` or `resume`.
+        """
+        if is_resumed(Path(path), resume, _CONFIG):
             return cls.resume(path, config, ignore=ignore, renew=renew)
         return cls.create(path, config)
 

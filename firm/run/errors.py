@@ -60,7 +60,8 @@ def exit_on_user_error() -> Iterator[None]:
     Bad values, files and rewards raise ValueError or OSError, or make every client fail. A defect
     may do so too, so whatever is not a plain `UserError` says how to see its traceback. So does a
     SystemExit from code of a user, which would end the program without a word. All other exceptions
-    keep theirs. Ctrl-C ends the program with 130, SIGTERM with 143.
+    keep theirs. Ctrl-C ends the program with 130, SIGTERM with 143, as shells count, and with the
+    notes that were added to the interrupt on its way.
     """
     try:
         with interrupted_by_sigterm():
@@ -82,9 +83,9 @@ def exit_on_user_error() -> Iterator[None]:
             raise RuntimeError(line) from error
         sys.stderr.write(f"error: {line} (FIRM_TRACEBACK=1 shows where)\n")
         raise SystemExit(2) from None
-    except Terminated:
-        sys.stderr.write("terminated\n")
-        raise SystemExit(143) from None  # 128 + SIGTERM
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        raise SystemExit(130) from None  # 128 + SIGINT, as shells count
+    except KeyboardInterrupt as interrupt:
+        is_sigterm = isinstance(interrupt, Terminated)
+        notes = getattr(interrupt, "__notes__", ())
+        words = "; ".join(["terminated" if is_sigterm else "interrupted", *notes])
+        sys.stderr.write(f"{printable(words, max_length=_MAX_LINE)}\n")
+        raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None

@@ -114,7 +114,7 @@ def file_errors(what: str, comfort: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         remedy = (
-            "make room, then continue with --resume true."
+            "make room, then continue with --resume."
             if error.errno in _NO_ROOM
             else "correct its permissions, or choose another path."
         )

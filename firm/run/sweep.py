@@ -30,6 +30,7 @@ from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
 from firm.run.files import file_errors, make_private_folder, parse_object, read_text
 from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
+from firm.run.resuming import Resume, is_resumed
 
 SWEEP_NAME = "sweep.json"
 START_METHOD = "spawn"
@@ -60,15 +61,15 @@ class Sweep:
         config: Mapping[str, Any],
         points: Mapping[str, Mapping[str, Any]],
         *,
-        resume: bool,
+        resume: Resume,
     ) -> Self:
         """Returns a new sweep, or with `resume` the one that is there for this configuration.
 
         Configuration and points, by name what distinguishes each, are plain data.
 
         Raises:
-            UserError: There is something else at `path`, or a sweep of another configuration or
-                other points; nothing is changed then.
+            UserError: There is something else at `path`, a sweep of another configuration or other
+                points, or none where one is to continue; nothing is changed then.
         """
         path = Path(path)
         asked = {"config": dict(config), "points": {n: dict(p) for n, p in points.items()}}
@@ -76,7 +77,7 @@ class Sweep:
             manifest = _read(path)
             if not resume:
                 raise UserError(
-                    f"there is a sweep at {path} already; continue it with --resume true or "
+                    f"there is a sweep at {path} already; continue it with --resume {path} or "
                     "choose another path."
                 )
             if changed := differences({k: manifest[k] for k in asked}, asked):
@@ -86,6 +87,7 @@ class Sweep:
                     "use its configuration or choose another path."
                 )
             return cls(path)
+        is_resumed(path, resume, SWEEP_NAME)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} exists, is not empty and holds no sweep; choose another path.")
         with file_errors(f"the sweep {path}"):
@@ -179,7 +181,7 @@ def summarise(outcomes: Sequence[Outcome]) -> None:
         reasons = "\n".join(f"  {cause}" for cause in causes)
         raise UserError(
             f"{len(failed)} of {len(outcomes)} points did not finish; the others are kept. Repair "
-            f"the cause and call again with --resume true:\n{reasons}"
+            f"the cause and call again with --resume:\n{reasons}"
         )
 
 

@@ -217,9 +217,10 @@ class Runner:
 
     def is_needed(self, arguments: list[str]) -> bool:
         """Returns whether another command of the page reads the run's folder."""
-        if "--out" not in arguments:
+        places = [i for i, word in enumerate(arguments) if word in ("--out", "--resume")]
+        if not places:
             return False
-        folder = arguments[arguments.index("--out") + 1]
+        folder = arguments[places[0] + 1]
         return len(re.findall(rf"{re.escape(folder)}\b", self.page)) > 1
 
 

@@ -419,12 +419,12 @@ RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] =
     "it is there already": (
         nothing,
         [],
-        ["the run directory RUN exists and is not empty; continue it with --resume true or choose"],
+        ["the run directory RUN exists and is not empty; continue it with --resume RUN or choose"],
     ),
     "it is no run": (
         no_run,
         ["--resume", "true"],
-        ["the run directory RUN exists and is not empty; choose another path"],
+        ["there is no run to resume at RUN; name the folder of a run"],
     ),
     "another process writes to it": (
         another_process,

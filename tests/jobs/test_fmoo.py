@@ -78,11 +78,12 @@ def test_the_seeds_of_an_algorithm_are_one_job_type_in_wandb(tmp_path):
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkeypatch):
     out, strategy = tmp_path / "study", STRATEGIES["firm"]
     monkeypatch.setitem(STRATEGIES, "firm", _stops_in_round_3(strategy))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         main(_config(out))
+    assert interrupt.value.__notes__ == [f"continue with: firm fmoo --resume {out}"]
     assert len(read_rows(out / "firm/seed_0", "evaluation")) == 2  # rounds 0 and 2
     monkeypatch.setitem(STRATEGIES, "firm", strategy)
-    main(_config(out, "--resume", "true"))
+    cli(["--resume", str(out)])
     for name in SMALL:
         for seed in (0, 1):
             path = f"{name}/seed_{seed}"

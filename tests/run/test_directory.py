@@ -33,7 +33,7 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     path.mkdir()
     Run.create(path, CONFIG).close()
     before = contents(path)
-    with pytest.raises(UserError, match=r"exists and is not empty; continue it with --resume true"):
+    with pytest.raises(UserError, match=r"exists and is not empty; continue it with --resume /"):
         Run.create(path, {**CONFIG, "resume": False})
     with pytest.raises(UserError, match=r"exists and is not empty; choose another path\.$"):
         Run.create(path, CONFIG)
@@ -288,10 +288,10 @@ def test_resuming_cuts_off_what_was_logged_after_the_checkpoint(tmp_path: Path) 
 
 
 def test_without_a_checkpoint_a_resumed_run_starts_over(tmp_path: Path) -> None:
-    run = Run.open(tmp_path / "a", CONFIG, resume=True)  # nothing there: a new run
+    run = Run.open(tmp_path / "a", CONFIG, resume="auto")  # nothing there: a new run
     run.log({"kind": "run"})
     run.close()
-    resumed = Run.open(tmp_path / "a", CONFIG, resume=True)
+    resumed = Run.open(tmp_path / "a", CONFIG, resume="auto")
     assert resumed.rows() == []
     assert resumed.latest_checkpoint() is None
     resumed.close()
@@ -355,7 +355,7 @@ def test_how_a_run_ended_is_noted(tmp_path: Path) -> None:
 
 
 ROUND = """
-run = Run.open(argument, {"seed": 1}, resume=True)
+run = Run.open(argument, {"seed": 1}, resume="auto")
 number, state = run.latest_checkpoint() or (0, {"sum": 0})
 number += 1
 state = {"sum": state["sum"] + number, "tensor": torch.full((2_000,), number)}
@@ -371,7 +371,7 @@ def opened(path: Path) -> Run:
     deadline = time.monotonic() + 20
     while True:
         try:
-            return Run.open(path, {"seed": 1}, resume=True)
+            return Run.open(path, {"seed": 1}, resume="auto")
         except UserError as error:
             if "is in use by process" not in str(error) or time.monotonic() > deadline:
                 raise
@@ -415,7 +415,7 @@ def test_a_run_killed_at_random_times_is_resumed_as_if_it_had_not_been(
 
 def test_a_run_is_checked_without_a_trace_before_it_is_opened(tmp_path: Path) -> None:
     Run.check(tmp_path / "new/a", CONFIG, resume=False)
-    Run.check(tmp_path / "new/a", CONFIG, resume=True)
+    Run.check(tmp_path / "new/a", CONFIG, resume="auto")
     assert os.listdir(tmp_path) == []
     run = Run.create(tmp_path / "a", CONFIG)
     run.save_checkpoint(1, {})
@@ -451,7 +451,7 @@ def test_a_place_that_cannot_be_written_to_is_named(
 
 FULL_DISK = """
 import resource
-run = Run.open(argument, {"seed": 1}, resume=True)
+run = Run.open(argument, {"seed": 1}, resume="auto")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 sys.stderr = open(argument + ".log", "w")
 from firm.run import exit_on_user_error
@@ -474,9 +474,9 @@ except SystemExit as end:
     ("num_lines", "message"),
     [
         (1, "error: the checkpoint of round 2 in {path}/checkpoints cannot be written (File too "
-            "large); older ones are whole: make room, then continue with --resume true."),
+            "large); older ones are whole: make room, then continue with --resume."),
         (99, "error: {path}/metrics.jsonl cannot be written (File too large); "
-             "make room, then continue with --resume true."),
+             "make room, then continue with --resume."),
     ],
 )  # fmt: skip
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes(

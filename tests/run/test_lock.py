@@ -11,7 +11,7 @@ from firm.run import Run, UserError
 from firm.run.lock import check_not_held, hold
 
 HOLD = """
-run = Run.open(argument + "/run", {"seed": 1}, resume=True)
+run = Run.open(argument + "/run", {"seed": 1}, resume="auto")
 import time
 from pathlib import Path
 Path(argument, "pid.draft").write_text(str(os.getpid()))

@@ -22,7 +22,7 @@ from firm.run import Run
 
 def work(place, settings):
     print("working on", settings["n"])
-    with Run.open(place, settings, resume=True) as run:
+    with Run.open(place, settings, resume="auto") as run:
         if settings["n"] < 0:
             raise ValueError(f"n must not be negative, got {settings['n']}.")
         run.log({"kind": "result", "n": settings["n"], "pid": os.getpid()})
@@ -38,7 +38,7 @@ from firm.run import Sweep
 
 if __name__ == "__main__":
     points = {"first": {"n": 1}, "second": {"n": 99}, "third": {"n": 3}}
-    sweep = Sweep.open(sys.argv[1], {}, points, resume=True)
+    sweep = Sweep.open(sys.argv[1], {}, points, resume="auto")
     for outcome in sweep.work(sweep_work.work, points, num_workers=2):
         print(outcome.name, flush=True)
 """
@@ -194,7 +194,7 @@ def test_a_sweep_is_not_mixed_with_another(tmp_path, config, points, resume, mes
 
 def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    for resume in (False, True):
+    for resume in (False, "auto"):
         with pytest.raises(UserError, match="holds no sweep"):
             Sweep.open(tmp_path, {}, POINTS, resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
@@ -248,7 +248,7 @@ def test_nobody_else_can_enter_a_new_sweep(tmp_path):
 
 
 def test_two_who_begin_the_same_sweep_share_it(tmp_path):
-    one = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=True)
-    other = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume=True)
+    one = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume="auto")
+    other = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume="auto")
     assert one.id == other.id
     assert sorted(path.name for path in one.path.iterdir()) == ["sweep.json"]

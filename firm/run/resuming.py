@@ -1,0 +1,84 @@
+"""Folders whose run continues: which one `--resume` names, and the line that Ctrl-C leaves."""
+
+import difflib
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from firm.run.errors import UserError
+from firm.run.files import read_text
+from firm.run.yaml_text import read_yaml
+
+Resume = bool | Literal["auto"]
+"""Whether the run in a folder continues: true requires one, "auto" begins it where there is none,
+and false refuses a folder that is taken."""
+
+STUDY_NAME = "study.yaml"
+"""The configuration of a study or sweep, in its folder."""
+
+
+def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
+    """Returns whether the run in a folder continues, rather than a new one beginning there.
+
+    Args:
+        path: The folder.
+        resume: What is asked for.
+        marker: A file that a run has in its folder, or a pattern of such files.
+
+    Raises:
+        UserError: A run is to continue, and there is none; names the nearest that is beside it.
+    """
+    if not resume:
+        return False
+    if any(path.glob(marker)):
+        return True
+    if resume == "auto":
+        return False
+    beside = path.parent.glob("*") if path.parent.is_dir() else ()
+    runs = {folder.name: folder for folder in beside if any(folder.glob(marker))}
+    near = difflib.get_close_matches(path.name, runs, n=1)
+    remedy = f"did you mean {runs[near[0]]}?" if near else "name the folder of a run"
+    raise UserError(
+        f"there is no run to resume at {path}; {remedy}{'' if near else ','} or leave --resume out "
+        "to begin one."
+    )
+
+
+def check_out(resume: Resume, out: Path | None) -> None:
+    """Raises ``ValueError`` where a run is to continue whose folder is not named."""
+    if resume and out is None:
+        raise ValueError(
+            f"resume must come with the run's folder, got {resume} without `out`; give --resume "
+            "FOLDER."
+        )
+
+
+def study_to_resume(path: Path) -> Any:
+    """Returns the configuration of the study in a folder, as plain data.
+
+    Raises:
+        UserError: There is no study at `path`.
+    """
+    is_resumed(path, True, STUDY_NAME)
+    remedy = "restore it, or give the study's own --config with --out and --resume."
+    file = path / STUDY_NAME
+    return read_yaml(read_text(file, remedy=remedy), str(file))
+
+
+@contextmanager
+def continued_by(command: str, path: Path) -> Iterator[None]:
+    """Notes on a `KeyboardInterrupt` the command line that continues what is in a folder, if any.
+
+    Args:
+        command: The word after `firm`.
+        path: The folder of its run or study.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if any((path / name).exists() for name in ("config.yaml", STUDY_NAME)):
+            line = shlex.join(["firm", command, "--resume", str(path)])
+            interrupt.add_note(f"continue with: {line}")
+        raise

@@ -1,0 +1,80 @@
+"""A run that was interrupted continues by the line that it left, and by no other."""
+
+import json
+import shlex
+
+import pytest
+
+from firm.cli.main import main
+from firm.federation.strategies import STRATEGIES
+from firm.run import Run
+from tests.runs import read_rows
+from tests.smoke import ROOT, SMOKE
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch, capsys):
+    """A run of two rounds that Ctrl-C ends in its second, and the words that it leaves."""
+    strategy = STRATEGIES["firm"]
+
+    def stops(state, *arguments):
+        if state.round == 1:
+            raise KeyboardInterrupt
+        return strategy(state, *arguments)
+
+    path = tmp_path / "run"
+    monkeypatch.setitem(STRATEGIES, "firm", stops)
+    with pytest.raises(SystemExit) as end:
+        main(["align", "--config", str(SMOKE), "--seed", "3", "--out", str(path)])
+    assert end.value.code == 130
+    monkeypatch.setitem(STRATEGIES, "firm", strategy)
+    return path, capsys.readouterr().err
+
+
+def test_ctrl_c_prints_the_line_that_continues_the_run(interrupted):
+    path, words = interrupted
+    line = words.removeprefix("interrupted; continue with: ")
+    assert line == f"firm align --resume {path}\n"
+    main(shlex.split(line)[1:])
+    assert json.loads((path / "run.json").read_text())["status"] == "finished"
+    assert [row["round"] for row in read_rows(path, "round")] == [1, 2]
+    assert Run(path).settings()["seed"] == 3  # its own, no default
+
+
+def test_keys_are_laid_over_the_runs_own_configuration(interrupted, refusal):
+    path, _ = interrupted
+    line = refusal(main, ["align", "--resume", path, "--seed", "4"])
+    assert f"the run at {path} has another configuration: seed was 3, is 4" in line
+    main(["align", "--resume", str(path), "--rounds", "1"])
+    assert [row["round"] for row in read_rows(path, "round")] == [1]
+
+
+def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is(interrupted, tmp_path, refusal):
+    path, _ = interrupted
+    (tmp_path / "rum").mkdir()
+    given = ["--config", SMOKE]
+    for arguments, message in {
+        ("--resume", tmp_path / "rum"): f"no run to resume at {tmp_path}/rum; did you mean {path}?",
+        ("--resume", tmp_path / "nowhere"): f"there is no run to resume at {tmp_path}/nowhere",
+        ("--resume", SMOKE): f"there is no run to resume at {SMOKE}",
+        (*given, "--out", tmp_path / "rum", "--resume"): f"did you mean {path}?",
+        (*given, "--resume"): "resume must come with the run's folder, got True without `out`",
+        (*given, "--resume", path, "--out", path): "--out must be left out",
+    }.items():
+        assert message in refusal(main, ["align", *arguments])
+    assert list((tmp_path / "rum").iterdir()) == []
+    for command in ("study", "sweep", "fmoo"):
+        line = refusal(main, [command, "--resume", path])
+        assert f"there is no run to resume at {path}" in line
+
+
+def test_auto_begins_a_run_and_continues_it(tmp_path, capsys):
+    arguments = ["align", "--config", str(SMOKE), "--out", str(tmp_path / "run")]
+    main([*arguments, "--resume", "auto", "--rounds", "1"])
+    main([*arguments, "--resume", "auto"])
+    assert [row["round"] for row in read_rows(tmp_path / "run", "round")] == [1, 2]
