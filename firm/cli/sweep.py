@@ -35,7 +35,7 @@ def _print_front(method: str, front: Front) -> None:
         for point in front.points
     ]
     header = ["preference", "seed", *front.objectives, *front.points[0].scores, "KL", "collapsed"]
-    print_table(f"{method}: rewards in [0, 1] on {front.num_prompts} prompts", header, rows)
+    print_table(f"{method}: rewards in [0, 1] on {front.prompts()}", header, rows)
 
 
 cli = partial(run_cli, main, SweepConfig, resumed=study_to_resume)

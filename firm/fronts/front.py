@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -69,6 +69,8 @@ class Front:
     is_conditioned: bool = False
     """Whether the points of a seed are one conditioned adapter at several preferences, so that the
     mean of two of them is that adapter at the preference in between."""
+    num_scored: dict[str, int] = field(default_factory=dict)
+    """Test prompts behind the rewards of an objective that does not apply to all of them."""
 
     def __post_init__(self) -> None:
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
@@ -130,6 +132,11 @@ class Front:
         name = f"the preference of {point.name!r}"
         return as_shares(point.preference or (), len(self.objectives), name=name)
 
+    def prompts(self, noun: str = "prompts") -> str:
+        """Returns how many prompts the rewards are of, in words."""
+        partial = ", ".join(f"{name} on {count}" for name, count in self.num_scored.items())
+        return f"{self.num_prompts} {noun}{partial and f' ({partial})'}"
+
     def rewards(self) -> np.ndarray:
         """Returns the rewards of all points, shape [N, M]."""
         rows = [[point.rewards[name] for name in self.objectives] for point in self.points]
@@ -185,7 +192,9 @@ class Front:
         Raises:
             ValueError: The file holds no front; the message says where.
         """
-        return read_record(path, cls, version=_FORMAT, added={"is_conditioned": False})
+        return read_record(
+            path, cls, version=_FORMAT, added={"is_conditioned": False, "num_scored": {}}
+        )
 
 
 def _check_shown(what: str, text: str) -> None:

@@ -100,7 +100,7 @@ class PickedModel:
     @property
     def evidence(self) -> str:
         """Returns where the expected rewards come from, in a sentence or two."""
-        prompts = f"{self.front.num_prompts} held-out prompts"
+        prompts = self.front.prompts("held-out prompts")
         if len(self.parts) > 1:
             return (
                 f"Interpolated between figures on {prompts}, not measured: a merged model need not "

@@ -22,7 +22,7 @@ from firm.jobs.points import PointsConfig, point_config, run_points, tracking_gr
 from firm.report import read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
-from firm.report.run_front import point_of
+from firm.report.run_front import num_scored, point_of
 from firm.report.static import save_figure
 from firm.run import Sweep, Tracker, UserError, check_slugs, compose, dated_folder, slug, to_yaml
 from firm.run.earlier import translated_figures
@@ -208,6 +208,7 @@ def front_of(
         base={name: first[0]["rewards"][name]["mean"] for name in objectives},
         strategy=method,
         num_prompts=first[0]["num_prompts"],
+        num_scored=num_scored(first[0], objectives),
     )
 
 

@@ -140,7 +140,7 @@ def _page_facts(fronts: Mapping[str, Front]) -> dict[str, str]:
         "Objectives": ", ".join(first.objectives),
         "Models": str(len(points)),
         "Seeds": ", ".join(map(str, sorted({point.seed for point in points}))),
-        "Test prompts": str(first.num_prompts),
+        "Test prompts": first.prompts(),
         "Reference point": formats.vector(first.reference),
         "Base model": formats.vector([first.base[name] for name in first.objectives]),
     }

@@ -287,7 +287,9 @@ def learned_and_true(run: Setting) -> list[Panel]:
 def _effect_line(run: Setting, name: str, key: Key) -> Trace:
     """Returns the paired change since the base model over the SD of its score per prompt."""
     base_se = run.errors("validation/scores", name).get(0)
-    num_prompts = run.lines("validation/num_prompts").get("", {}).get(0)
+    base = next(iter(run.records[0].evaluations.get("validation", [])), {})
+    entry = base.get("scores", {}).get(name, {})
+    num_prompts = entry.get("num_prompts", base.get("num_prompts"))
     changes = run.lines("validation/change", name).get("", {})
     changes = {at: change for at, change in changes.items() if at > 0}
     if not base_se or not num_prompts or not changes:

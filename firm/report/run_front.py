@@ -58,6 +58,12 @@ def point_of(
     )
 
 
+def num_scored(base: Row, objectives: Sequence[str]) -> dict[str, int]:
+    """Returns how many prompts have the reward of each objective that not all of them have."""
+    counts = {name: base["rewards"][name].get("num_prompts") for name in objectives}
+    return {n: count for n, count in counts.items() if count not in (None, base["num_prompts"])}
+
+
 def front_of_run(record: Record) -> Front | None:
     """Returns the front on the test prompts after the last round; None without one."""
     rows = _rows(record, "test").get(record.num_rounds, [])
@@ -84,6 +90,7 @@ def front_of_run(record: Record) -> Front | None:
         strategy=record.name,
         num_prompts=base["num_prompts"],
         is_conditioned=True,
+        num_scored=num_scored(base, record.objectives),
     )
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -47,6 +48,17 @@ def test_a_point_below_the_reference_is_named(build_point, build_front):
     points = [build_point((0.5, 0.5)), build_point((0.5, 0.1), name="late")]
     with pytest.raises(ValueError, match=r"point 'late' has 0\.1 in objective 'b'"):
         build_front(points, reference=(0.2, 0.2)).hypervolume  # noqa: B018
+
+
+def test_a_front_says_how_many_prompts_its_rewards_are_of(build_front, build_point, tmp_path):
+    front = build_front([build_point((0.1, 0.2))], num_scored={"b": 31})
+    assert front.prompts() == "100 prompts (b on 31)"
+    front.save(tmp_path / "front.json")
+    assert Front.load(tmp_path / "front.json") == front
+    content = json.loads((tmp_path / "front.json").read_text())
+    del content["num_scored"]  # as earlier versions wrote it
+    (tmp_path / "front.json").write_text(json.dumps(content))
+    assert Front.load(tmp_path / "front.json").prompts("test prompts") == "100 test prompts"
 
 
 def test_a_file_gives_back_what_was_saved(grid_front, build_point, tmp_path):

@@ -88,6 +88,7 @@ def test_a_conditioned_policy_is_solved_for_what_each_preference_has_scores_of(r
         *(*SHORT, "--rounds", 1, *smoke.FRONT, "--strategy.name", "firm"),
         *("--rewards", rewards, "--out", tmp_path / "run"),
     )
+    assert json.loads((out / "front.json").read_text())["num_scored"].keys() == {"terse"}
     sums = [sum(w) for row in read_rows(out, "client") for w in row["weights"]]
     assert all(0 <= total <= 1 + 1e-9 for total in sums)
     front = json.loads((out / "front.json").read_text())

@@ -241,7 +241,8 @@ def test_true_and_learned_scores_are_in_standard_deviations_of_the_base_model(ma
         if row["kind"] == "evaluation" and row["split"] == "validation":
             row["num_prompts"] = 100
             row["scores"]["helpful"] = {"mean": 1.0, "se": 0.2}  # SD 2
-            row["scores"]["true_helpful"] = {"mean": 1.0, "se": 0.05}  # SD 0.5
+            few = {"mean": 1.0, "se": 0.1, "num_prompts": 25}  # SD 0.5
+            row["scores"]["true_helpful"] = few
             row["change"] = {
                 "helpful": {"mean": 1.0, "se": 0.4},
                 "true_helpful": {"mean": -0.25, "se": 0.1},
