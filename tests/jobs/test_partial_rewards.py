@@ -98,13 +98,22 @@ def test_a_conditioned_policy_is_solved_for_what_each_preference_has_scores_of(r
 
 
 def test_an_evaluation_and_a_chat_say_what_has_no_score(run, tmp_path):
-    arguments = ["--runs", f"[{run}]", "--num_prompts", "8", "--out", str(tmp_path / "out")]
+    allowed = ["--allow_code", "true"]
+    arguments = [
+        "--runs",
+        f"[{run}]",
+        "--num_prompts",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+        *allowed,
+    ]
     out = evaluate(parse_over_run(CompareConfig, arguments, key="runs", description=""))
     with (out / "samples.csv").open(newline="") as file:
         cells = [row["terse"] for row in csv.DictReader(file)]
     assert 0 < cells.count("") < len(cells)
     assert all(math.isfinite(float(cell)) for cell in cells if cell)
-    cfg = parse_over_run(ChatConfig, ["--run", str(run)], key="run", description="")
+    cfg = parse_over_run(ChatConfig, ["--run", str(run), *allowed], key="run", description="")
     answers = Conversation(cfg).answer("Hello.", 0)
     assert [answer.scores[1] for answer in answers.values()] == ["terse does not apply"] * 2
 
