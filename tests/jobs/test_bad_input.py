@@ -346,7 +346,7 @@ CASES = {
     ),
     "a reward that raises": (
         ["--rewards.brevity.name", "raises", "--rewards.brevity.file", "FILES/rewards.py"],
-        ["reward 'brevity' raised LookupError: no such word; repair the reward function"],
+        ["reward 'brevity' raised LookupError: no such word (FILES/rewards.py:14); repair"],
     ),
     "a reward of the wrong length": (
         ["--rewards.brevity.name", "one_too_few", "--rewards.brevity.file", "FILES/rewards.py"],
