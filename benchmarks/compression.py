@@ -51,9 +51,9 @@ from firm.alignment import (
     load_tokenizer,
 )
 from firm.alignment.policy import adapter_parameters
-from firm.alignment.prompts import encode_prompts
-from firm.alignment.rollout import Sampler, rollout
-from firm.alignment.sequences import Queries, response_logprobs
+from firm.alignment.prompts import PromptFormat
+from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.sequences import response_logprobs
 from firm.federation import RandomStream
 from firm.federation.partition import dirichlet_partition
 from firm.gradients import gram_matrix, jacobian
@@ -294,18 +294,19 @@ def lora_jacobians(seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
         )
         for name in ("helpful", "harmless")
     ]
-    pad_id: Any = tokenizer.pad_token_id
     parameters = list(adapter_parameters(policy).values())
 
     def losses(rows: Sequence[int]) -> torch.Tensor:
-        texts = [prompts[row].text for row in rows]
-        token_ids = encode_prompts(texts, tokenizer, max_prompt_tokens=64)
+        asked = [prompts[row] for row in rows]
+        queries = encode_prompts(
+            asked, tokenizer, prompt_format=PromptFormat(), max_prompt_tokens=64
+        )
         sampler = Sampler(policy, tokenizer, sampling, policy.disable_adapter)
-        replies = rollout(sampler, Queries(texts, token_ids))
-        scores = torch.tensor([r(prompts=texts, completions=replies.completions) for r in rewards])
+        replies = rollout(sampler, queries)
+        scores = torch.tensor([r(prompts=asked, completions=replies.completions) for r in rewards])
         centred = scores - scores.mean(dim=1, keepdim=True)
         advantages = centred / (scores.std(dim=1, keepdim=True) + 1e-8)  # [M, B]
-        logprobs = response_logprobs(policy, replies, pad_id, sampling.temperature)  # [B, T]
+        logprobs = response_logprobs(policy, replies, sampling.temperature)  # [B, T]
         return -(advantages * (logprobs * replies.mask).sum(dim=1)).mean(dim=1)  # [M]
 
     kinds = [prompt.kind for prompt in prompts]

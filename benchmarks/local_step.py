@@ -89,7 +89,7 @@ def main() -> None:
         for count in OBJECTIVES
     }
     if has_trl_ppo():
-        steps = {"TRL, M = 1": trl_step([prompt.text for prompt in prompts]), **steps}
+        steps = {"TRL, M = 1": trl_step([prompt.transcript for prompt in prompts]), **steps}
     taken: dict[str, list[Stages]] = {name: [] for name in steps}
     for repeat in range(REPEATS + 1):
         for name, step in steps.items():

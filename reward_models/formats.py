@@ -4,12 +4,9 @@ The wrong spelling raises no error and costs accuracy in silence. A config can h
 known examples against that; see `reward_models.golden`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-
-from firm.federation.outside import first_line
 
 CallFormat = Literal["hh_pair", "question_answer", "chat_template", "plain", "response"]
 
@@ -17,48 +14,45 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def present(
-    format: CallFormat, prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase
+    format: CallFormat, prompt: Any, completion: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...]:
     r"""Returns the one text, or the pair of texts, that the tokenizer gets.
 
     Args:
         format: See `RewardModelConfig.format`.
-        prompt: A dialogue in the form of HH-RLHF. "question_answer" and "chat_template" take it
-            apart, and take a text without role tags for one human turn.
+        prompt: A `Prompt`, or a text or messages that `prompt_of` reads.
         completion: The reply.
         tokenizer: The reward model's, which has the chat template.
 
     Raises:
-        ValueError: The dialogue cannot be taken apart, or the chat template refuses it.
+        ValueError: The format has no form of the conversation, or the chat template refuses it.
 
     >>> present("hh_pair", "\n\nHuman: Hi\n\nAssistant:", " Hello!", tokenizer=None)
     ('\n\nHuman: Hi \n\nAssistant:', 'Hello!')
     """
-    if format == "hh_pair":
-        return _hh_question(prompt), completion.lstrip(" ")
-    if format == "plain":
-        return (_joined(prompt, completion),)
     if format == "response":
         return (completion,)
     # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
-    from firm.alignment.prompts import PromptFormat, as_dialogue, parse_dialogue
+    from firm.alignment.prompts import PromptFormat, apply_template, as_hh, prompt_of
 
-    messages = parse_dialogue(as_dialogue(prompt))
+    prompt = prompt_of(prompt)
+    if format == "hh_pair":
+        return _hh_question(as_hh(prompt)), completion.lstrip(" ")
+    if format == "plain":
+        return (_joined(as_hh(prompt), completion),)
     if format == "question_answer":
-        questions = [turn["content"] for turn in messages if turn["role"] == "user"]
-        return (questions or [""])[-1], completion.strip()
-    messages.append({"role": "assistant", "content": completion.strip()})
+        asked = [turn.get("content") or "" for turn in prompt.messages if turn["role"] == "user"]
+        return (asked or [""])[-1], completion.strip()
+    reply = {"role": "assistant", "content": completion.strip()}
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, date_string=PromptFormat.date_string
+        text = apply_template(
+            tokenizer,
+            [*prompt.messages, reply],
+            tools=prompt.tools,
+            date_string=PromptFormat.date_string,
         )
-    except (TemplateError, TypeError, ValueError) as error:
-        reason = first_line(error)
-        raise ValueError(
-            "the classifier's chat template refuses a dialogue of "
-            f"{', '.join(turn['role'] for turn in messages)} ({reason}): choose another `format`."
-        ) from error
-    assert isinstance(text, str)
+    except ValueError as error:
+        raise ValueError(f"the classifier: {error}; or choose another `format`.") from error
     return (text,)
 
 

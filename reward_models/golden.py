@@ -62,9 +62,11 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
 def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
     """Returns what a reward model gives instead of the golden scores that it misses, by place."""
     # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
+    from firm.alignment.prompts import prompt_of
     from firm.alignment.rewards import score
 
-    prompts, completions = zip(*((g.prompt, g.completion) for g in golden.values()), strict=True)
+    prompts = [prompt_of(example.prompt) for example in golden.values()]
+    completions = [example.completion for example in golden.values()]
     (row,) = score({reward.name: reward}, prompts, completions).tolist()
     return {
         place: got

@@ -104,8 +104,13 @@ class SequenceClassifierReward:
         self._pad_id: Any = 0 if is_causal or not others else others[0]
         self._end_id: Any = tokenizer.eos_token_id or 0
 
-    def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        """Returns the raw score of each completion, unbounded."""
+    reads_prompts = True
+    """Has `firm.alignment.score` hand over prompts with their messages, and replies as texts."""
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], **kwargs: Any
+    ) -> list[float]:
+        """Returns the raw score of each completion, unbounded; prompts as `present` takes them."""
         rows = self._encode(prompts, completions)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
         scores = torch.empty(len(rows))
@@ -114,7 +119,7 @@ class SequenceClassifierReward:
             scores[batch] = self._score([rows[index] for index in batch])
         return scores.tolist()
 
-    def _encode(self, prompts: Sequence[str], completions: Sequence[str]) -> list[Features]:
+    def _encode(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[Features]:
         self.truncated = []
         both = list(zip(prompts, completions, strict=True))
         if not both:

@@ -2,7 +2,7 @@
 
 import torch
 
-from firm.alignment import Prompt
+from firm.alignment.prompts import prompt_of
 
-PROMPTS = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in "fghij"]
+PROMPTS = [prompt_of(f"\n\nHuman: {a}{b} cab\n\nAssistant:") for a in "abcde" for b in "fghij"]
 TOKENS = torch.tensor([[0, 4, 9, 7, 5], [4, 8, 6, 10, 4], [0, 0, 5, 5, 9]])

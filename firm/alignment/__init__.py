@@ -46,7 +46,15 @@ from firm.alignment.prompt_data import (
     overlap_notes,
     read_prompts,
 )
-from firm.alignment.prompts import Prompt, PromptFormat, as_prompt
+from firm.alignment.prompts import (
+    Message,
+    Prompt,
+    PromptFormat,
+    as_prompt,
+    check_prompts,
+    prompt_of,
+    reader_of,
+)
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.target_modules import default_target_modules
@@ -61,6 +69,7 @@ __all__ = [
     "Judges",
     "KLConfig",
     "LoraSettings",
+    "Message",
     "MultiObjectiveTrainer",
     "PPOConfig",
     "PolicyConfig",
@@ -75,6 +84,7 @@ __all__ = [
     "build_trainer",
     "calibrate",
     "check_context",
+    "check_prompts",
     "check_same",
     "check_vocabulary",
     "comparison_table",
@@ -93,8 +103,10 @@ __all__ = [
     "loose_text",
     "mismatch_alarm",
     "overlap_notes",
+    "prompt_of",
     "read_prompts",
     "read_tokenizer",
+    "reader_of",
     "refold_adapter_",
     "sample_replies",
     "save_adapter",

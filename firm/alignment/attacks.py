@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
+from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, score, values_or_none
 from firm.federation import Client
 from firm.federation.attackers import Attacker, UpdateAttack
@@ -87,6 +88,7 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
 class _AttackedReward:
     """A reward function whose scores x are a x + b; what else it knows is that of the true one."""
 
+    reads_prompts = True
     output = None
     """It returns a single list, whatever the true one returns."""
 
@@ -95,10 +97,14 @@ class _AttackedReward:
         self._reward_fn, self._factor, self._shift = reward_fn, factor, shift
 
     def __call__(
-        self, /, prompts: Sequence[str], completions: Sequence[str], **columns: list[Any]
+        self,
+        /,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        **columns: list[Any],
     ) -> list[float | None]:
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        scores = score({self.name: self._reward_fn}, prompts, completions, rows)[0]  # [B]
+        scores = score({self.name: self._reward_fn}, prompts, completions, completion_ids)[0]  # [B]
         return values_or_none(self._factor * scores.double() + self._shift)
 
     def __getattr__(self, name: str) -> Any:

@@ -32,6 +32,7 @@ register_metrics(
     score_length_correlation=_BY_OBJECTIVE,
     score_correlation=ByObjective(Optional(Number(-1.001, 1.001)), pairs=True),
     truncated_share=Named(Number(0, 1)),
+    cut_prompt_share=Number(0, 1),
     policy_loss=_BY_OBJECTIVE,
     response_length=Number(0),
     end_share=Number(0, 1),
@@ -207,8 +208,7 @@ class AlignmentClient(Client):
         """Returns responses of the policy as it is to fresh prompts, and their minibatches."""
         trainer = self._trainer
         prompts = self._prompts.draw(trainer.config.num_prompts)
-        queries = trainer.encode([prompt.text for prompt in prompts])
-        queries = replace(queries, columns=[prompt.columns for prompt in prompts])
+        queries = trainer.encode(prompts)
         if trainer.conditioning.kind == "preference":
             with self._preferences:
                 drawn = draw_preferences(trainer.conditioning, len(prompts), self._corners)
@@ -367,6 +367,7 @@ def _batch_metrics(experience: Experience) -> dict[str, Any]:
         "rewards": rewards.nanmean(1).tolist(),
         "response_length": rollouts.num_tokens.float().mean().item(),
         "end_share": rollouts.ended.float().mean().item(),
+        "cut_prompt_share": float(np.mean(rollouts.queries.is_cut or [False])),
         **_mismatch(rollouts),
     }
 

@@ -20,7 +20,7 @@ from firm.alignment.kl import kl_penalty
 from firm.alignment.prompt_data import loose_text
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
-from firm.alignment.rollout import Sampler, encode_dialogues, rollout
+from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.federation.randomness import RandomStream
 
 
@@ -36,15 +36,17 @@ class Replies:
     """Length in tokens, [N]."""
     ended: torch.Tensor
     """Whether the reply came to an end by itself, bool [N]."""
+    completion_ids: list[list[int]]
+    """Token ids of the replies, end tokens included."""
 
 
-Generate = Callable[[list[str]], Replies]
-"""Samples one reply to each of N dialogues, from the global generators."""
+Generate = Callable[[list[Prompt]], Replies]
+"""Samples one reply to each of N prompts, from the global generators."""
 
 
 def sample_replies(
     model: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: PromptFormat,
@@ -52,12 +54,12 @@ def sample_replies(
     reference: Reference,
     preference: Sequence[float] | None = None,
 ) -> Replies:
-    """Returns one sampled reply to each of N dialogues, with its KL from the base model.
+    """Returns one sampled reply to each of N prompts, with its KL from the base model.
 
     The model is in evaluation mode, and the base model inside the context `reference`. A policy
     that is conditioned answers at the preference, by default at equal shares.
     """
-    queries = encode_dialogues(
+    queries = encode_prompts(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
     ).to(model.device)
     if preference is not None:
@@ -65,7 +67,9 @@ def sample_replies(
         queries = replace(queries, preferences=shares.expand(len(prompts), -1))
     rollouts = rollout(Sampler(model, tokenizer, config, reference), queries)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
-    return Replies(rollouts.completions, kl, rollouts.num_tokens, rollouts.ended)
+    return Replies(
+        rollouts.completions, kl, rollouts.num_tokens, rollouts.ended, rollouts.completion_ids
+    )
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ class Evaluation:
     num_samples: int
     """Replies per row."""
     samples: list[dict[str, Any]]
-    """The first reply to each row: `prompt`, `completion` and `scores`, None for one that it
-    does not have."""
+    """The first reply to each row: `prompt` as a text, its `messages`, `completion` and `scores`,
+    None for one that it does not have."""
 
     @property
     def num_rows(self) -> int:
@@ -222,14 +226,13 @@ def evaluate(
         )
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
     asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one row abut
-    texts = [prompt.text for prompt in asked]
     with stream:
-        starts = range(0, len(texts), batch_size)
-        chunks = [generate(texts[start : start + batch_size]) for start in starts]
+        starts = range(0, len(asked), batch_size)
+        chunks = [generate(asked[start : start + batch_size]) for start in starts]
     completions = [text for replies in chunks for text in replies.completions]
+    ids = [row for replies in chunks for row in replies.completion_ids]
     fns = {**reward_fns, **extra_fns}
-    columns = [prompt.columns for prompt in asked]
-    rows = score(fns, texts, completions, columns) if fns else ()  # [M + extras, R * S]
+    rows = score(fns, asked, completions, ids) if fns else ()  # [M + extras, R * S]
     scores = dict(zip(fns, rows, strict=True))
 
     def by_row(values: torch.Tensor) -> torch.Tensor:
@@ -247,7 +250,8 @@ def evaluate(
         num_samples=num_samples,
         samples=[
             {
-                "prompt": prompt.text,
+                "prompt": prompt.transcript,
+                "messages": prompt.turns,
                 "completion": completions[at],
                 "scores": {name: row[at] for name, row in sample_scores.items()},
             }
@@ -265,7 +269,7 @@ def _check_measurable(
     calibrations: Mapping[str, Calibration],
 ) -> None:
     """Checks that prompts allow standard errors, and that each objective has its calibration."""
-    num_distinct = len({loose_text(prompt.text) for prompt in prompts})
+    num_distinct = len({loose_text(prompt.transcript) for prompt in prompts})
     if num_distinct < 2:
         raise ValueError(
             f"an evaluation needs 2 different prompts for a standard error, got {num_distinct}."

@@ -32,12 +32,13 @@ class RolloutConfig:
     ] = 0.7
     """Sampling temperature."""
     max_prompt_tokens: Annotated[PositiveInt, NOT_IN_PAPER] = 256
-    """Longest prompt in tokens; longer ones lose their beginning."""
+    """Longest prompt in tokens; longer ones lose their oldest turns, but no system message."""
     stop_strings: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=lambda: ["\n\nHuman:"])
     """A response ends before any of these texts: a policy that writes the next human turn would
     otherwise be scored for it."""
     end_tokens: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=list)
-    """Tokens that end a response beside EOS, as the tokenizer spells them."""
+    """Tokens that end a response beside the tokenizer's EOS and the ends in the model's
+    generation_config.json, as the tokenizer spells them."""
     forward_batch_size: PositiveInt = 64
     """Responses that are generated and scored by the models at once; bounds memory."""
     cache: Annotated[Literal["dynamic", "static"], NOT_IN_PAPER] = "dynamic"
@@ -58,14 +59,23 @@ class RolloutConfig:
             )
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> list[int]:
-    """Returns the ids of the tokens that end a response, EOS first.
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, generation_config: Any = None
+) -> list[int]:
+    """Returns the ids of the tokens that end a response, the tokenizer's EOS first.
+
+    Args:
+        tokenizer: The policy's.
+        config: Names further ends.
+        generation_config: The model's, whose `eos_token_id` is one id or a list: chat models end a
+            turn by other tokens than a document.
 
     Raises:
         ValueError: An end token is not one token of the vocabulary.
     """
-    eos: Any = tokenizer.eos_token_id
-    ids = [] if eos is None else [int(eos)]
+    own = getattr(generation_config, "eos_token_id", None)
+    of_model = own if isinstance(own, list | tuple) else [own]
+    ids: list[Any] = [tokenizer.eos_token_id, *of_model]
     vocabulary = tokenizer.get_vocab()
     for token in config.end_tokens:
         if token not in vocabulary:
@@ -74,7 +84,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> 
                 "give it as the tokenizer spells it (a newline may be '<0x0A>' or 'Ċ')."
             )
         ids.append(vocabulary[token])
-    return ids
+    return list(dict.fromkeys(int(each) for each in ids if each is not None))
 
 
 @torch.no_grad()
@@ -126,9 +136,7 @@ def _generate(
     if not len(query_ids):  # a batch smaller than the team
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
-    attention_mask = query_ids != pad_id
-    num_embedded = model.get_input_embeddings().weight.size(0)
-    is_embedded = pad_id < num_embedded or not end_ids  # rows that end go on with it
+    attention_mask = queries.mask
     set_preferences(model, queries.preferences)
     with _without_sampling_defaults(model):
         output = model.generate(
@@ -142,16 +150,15 @@ def _generate(
                 top_k=0 if draws is None else None,
                 top_p=1.0 if draws is None else None,
                 eos_token_id=list(end_ids) or None,
-                pad_token_id=pad_id if is_embedded else end_ids[0],
+                pad_token_id=end_ids[0] if end_ids else 0,  # embedded, whatever padding is
                 cache_implementation="static" if config.cache == "static" else None,
                 output_scores=True,
                 return_dict_in_generate=True,
             ),
         )
     responses = output.sequences[:, query_ids.size(1) :]
-    if not is_embedded:
-        is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
-        responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
+    is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
+    responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
     scores = torch.stack(output.scores if draws is None else draws.logits, dim=1)  # [B, T, V]
     return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
 
@@ -205,31 +212,27 @@ def find_ends(
     config: RolloutConfig,
     end_ids: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Returns where each of the raw responses [B, T] ends, whether by itself, and its text.
+    """Returns the length of each of the raw responses [B, T], whether it ended, and its text.
 
     Returns:
-        Index of the last token [B] (the end token, or the one that completes a stop string), bool
-        [B], and the texts without special tokens and stop strings. A pad token that the policy
-        sampled cuts a response short, as in TRL.
+        Number of tokens [B] (up to the end token, or the one that completes a stop string), bool
+        [B], and the texts without special tokens and stop strings.
     """
-    num_tokens = responses.size(1)
-    last, ended, texts = [], [], []
+    lengths, ended, texts = [], [], []
     for row in responses.tolist():
         end = next((i for i, token in enumerate(row) if token in end_ids), None)
-        kept = row[: num_tokens if end is None else end + 1]
-        if tokenizer.pad_token_id in kept:
-            kept = kept[: kept.index(tokenizer.pad_token_id)]
+        kept = row if end is None else row[: end + 1]
         text: Any = tokenizer.decode(kept, skip_special_tokens=True)
         has_stop = any(stop in text for stop in config.stop_strings)
         if has_stop:
             kept = _until_stop(kept, tokenizer, config.stop_strings)
             text = tokenizer.decode(kept, skip_special_tokens=True)
             text = text[: min(i for stop in config.stop_strings if (i := text.find(stop)) >= 0)]
-        last.append(len(kept) - 1)
+        lengths.append(len(kept))
         ended.append(end is not None or has_stop)
         texts.append(text)
     device = responses.device
-    return torch.tensor(last, device=device), torch.tensor(ended, device=device), texts
+    return torch.tensor(lengths, device=device), torch.tensor(ended, device=device), texts
 
 
 def _until_stop(

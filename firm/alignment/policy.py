@@ -92,9 +92,6 @@ class PolicyConfig:
     gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
     """Whether activations are computed again in each backward pass instead of kept: less memory,
     more time, the same gradients."""
-    pad_token: str | None = None
-    """Padding token; by default the checkpoint's, or its unknown token where that is missing or
-    equal to EOS, or else one that is added for training alone: no model reads or writes it."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
     """How a dialogue becomes the policy's input."""
     adapter: Annotated[Literal["lora", "lora_xs"], NOT_IN_PAPER] = "lora"
@@ -146,39 +143,21 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_tokenizer(
     config: PolicyConfig, given: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedTokenizerBase:
-    """Returns the policy's tokenizer, padding on the left, with a pad token unlike EOS.
+    """Returns the policy's tokenizer, padding on the left.
 
-    A pad token that equals EOS would drop the end of every response from TRL's padding masks. One
-    that is given is copied, and otherwise the one at the policy's path is read.
+    One that is given is copied, and otherwise the one at the policy's path is read. Where it lacks
+    a pad token, one that it has serves: masks come from lengths, so that any will do, whereas a new
+    one would have no embedding where a text spells it out.
 
     Raises:
-        ValueError: There is no tokenizer at the policy's path, or the pad token that the
-            configuration names is not in it, or is EOS.
+        ValueError: There is no tokenizer at the policy's path.
     """
     tokenizer = copy.deepcopy(given) or read_tokenizer(config.path)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
-    if config.pad_token is not None:
-        if config.pad_token not in tokenizer.get_vocab():
-            raise ValueError(
-                f"policy.pad_token: {config.pad_token!r} is not in the vocabulary of "
-                f"{config.path}: name a token that is."
-            )
-        tokenizer.pad_token = config.pad_token
-        if tokenizer.pad_token_id == tokenizer.eos_token_id:
-            raise ValueError(
-                f"policy.pad_token: {config.pad_token!r} is the end token of {config.path}: name "
-                "another one, or none."
-            )
-        return tokenizer
-    if _has_no_padding(tokenizer):
-        tokenizer.pad_token = tokenizer.unk_token
-    if _has_no_padding(tokenizer):
-        tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+    if tokenizer.pad_token_id is None:
+        others = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.convert_ids_to_tokens(0))
+        tokenizer.pad_token = next(token for token in others if token is not None)
     return tokenizer
-
-
-def _has_no_padding(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id
 
 
 def check_context(

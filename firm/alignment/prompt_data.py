@@ -6,14 +6,22 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import datasets
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment.prompts import Prompt, as_prompt
+from firm.alignment.prompts import (
+    AUTO,
+    Prompt,
+    PromptFormat,
+    as_prompt,
+    reader_of,
+    token_ids,
+)
 from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 
@@ -31,10 +39,14 @@ class PromptsConfig:
     file and a single saved dataset have one split, "train"; a slice alone is taken of that. null
     takes them whole, and the usual split of other datasets: train, or half of test."""
     min_tokens: Annotated[NonNegativeInt, NOT_IN_PAPER] = 0
-    """Shorter dialogues are left out, in tokens of the policy."""
+    """Shorter prompts are left out, in tokens as the policy reads them."""
     max_tokens: Annotated[NonNegativeInt | None, NOT_IN_PAPER] = None
-    """Longer dialogues are left out, in tokens of the policy; by default they stay and are cut to
-    fit."""
+    """Longer prompts are left out, in tokens as the policy reads them; by default they stay and are
+    cut to fit."""
+    reader: Literal["auto", "text", "hh"] = "auto"
+    """How texts are read: "text" takes them as they are; "hh" takes the form of HH-RLHF apart into
+    messages; "auto" takes hh where most texts of a source have that form. Chats stay as they
+    are."""
 
     drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
     """Whether rows that equal an earlier one, in the prompt and in all further fields, are left
@@ -55,25 +67,28 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     given: Iterable[Prompt] | None = None,
+    prompt_format: PromptFormat = AUTO,
     default_split: str = "train",
     on_note: Callable[[str], None] | None = None,
 ) -> list[Prompt]:
     r"""Returns one prompt for each row of one or more sources, in their order; or those given.
 
-    A row gives its field `prompt`, a text or chat turns with `role` and `content`; or where it has
-    none, its `messages` up to the user's last one; or `chosen`, as turns likewise, or as a text up
-    to and including its last `"\n\nAssistant:"`, which is how Anthropic/hh-rlhf comes. `kind` is
-    optional; reward functions get further fields by keyword. Limits on tokens need the policy's
-    tokenizer. Where the configuration's split is null, `default_split` is that of datasets whose
-    splits have names. `on_note` gets a sentence on rows that are left out.
+    A row gives its field `prompt`, a text or chat messages with `role` and `content`; or where it
+    has none, its `messages` without the assistant's last ones; or `chosen`, as messages likewise,
+    or as a text: up to and including its last `"\n\nAssistant:"` in HH-RLHF's form, which is how
+    Anthropic/hh-rlhf comes, else its common beginning with `rejected`. `tools` and
+    `chat_template_kwargs` go to the chat template. `kind` is optional; reward functions get further
+    fields by keyword. Limits on tokens need the policy's tokenizer. Where the configuration's split
+    is null, `default_split` is that of datasets whose splits have names. `on_note` gets a sentence
+    on rows that are left out.
 
     Raises:
         ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
             message names source and row, and never repeats the text.
     """
     sources = [config.source] if isinstance(config.source, str) else config.source
-    split = config.split
-    rows = (p for each in sources for p in read_prompts(each, split, default_split=default_split))
+    read = partial(read_prompts, reader=config.reader, default_split=default_split)
+    rows = (prompt for each in sources for prompt in read(each, config.split))
     rows = rows if given is None else given
     prompts = list(rows)
     if config.drop_duplicates:
@@ -86,8 +101,8 @@ def load_prompts(
                 "counts: pass the policy's."
             )
         longest = float("inf") if longest is None else longest
-        token_ids = tokenizer([prompt.text for prompt in prompts], verbose=False)["input_ids"]
-        lengths = zip(prompts, map(len, token_ids), strict=True)
+        rows_of_ids = token_ids(prompts, tokenizer, prompt_format)
+        lengths = zip(prompts, map(len, rows_of_ids), strict=True)
         prompts = [prompt for prompt, num in lengths if config.min_tokens <= num <= longest]
         if on_note and len(prompts) < num_rows:
             limits = f"min_tokens {config.min_tokens}, max_tokens {config.max_tokens}"
@@ -110,7 +125,7 @@ def _without_duplicates(
 ) -> list[Prompt]:
     distinct: dict[str, Prompt] = {}
     for prompt in prompts:
-        content = [prompt.text, prompt.kind, prompt.columns]
+        content = [prompt.given, prompt.kind, prompt.columns]
         distinct.setdefault(json.dumps(content, sort_keys=True, default=repr), prompt)
     if on_note and (num_repeats := len(prompts) - len(distinct)):
         on_note(f"{num_repeats} of {len(prompts)} rows repeat another one exactly and are dropped.")
@@ -126,11 +141,11 @@ def overlap_notes(
         training: What clients train on.
         held_out: What is measured on, by its name in messages and below the key `data`.
     """
-    known = {prompt.text for prompt in training}
+    known = {prompt.transcript for prompt in training}
     known_words = {loose_text(text) for text in known}
     notes = []
     for use, prompts in held_out.items():
-        texts = {prompt.text for prompt in prompts}
+        texts = {prompt.transcript for prompt in prompts}
         num_same = len(texts & known)
         num_alike = sum(loose_text(text) in known_words for text in texts) - num_same
         if num_same + num_alike:
@@ -152,6 +167,7 @@ def read_prompts(
     source: str | Path | Iterable[Any],
     split: str | None = "train",
     *,
+    reader: Literal["auto", "text", "hh"] = "auto",
     default_split: str = "train",
     name: str = "the prompts",
 ) -> list[Prompt]:
@@ -161,6 +177,7 @@ def read_prompts(
         source: A file, a folder or a name on the hub, as in `PromptsConfig`, or rows in memory: a
             `datasets.Dataset`, a `datasets.DatasetDict`, or texts and mappings.
         split: Split as in `PromptsConfig`.
+        reader: How texts are read, as in `PromptsConfig`.
         default_split: The split where `split` is None and the splits of the source have names.
         name: What error messages call rows in memory.
 
@@ -177,11 +194,13 @@ def read_prompts(
         tables = _in_memory(source, name)
     if isinstance(tables, _Table):
         tables, default_split = {"train": tables}, "train"
-    return [
-        as_prompt(row, place=place, kind=kind)
-        for key, rows in _ranges(default_split if split is None else split, tables, name)
-        for place, row in tables[key].part(rows)
+    rows = [
+        placed
+        for key, indices in _ranges(default_split if split is None else split, tables, name)
+        for placed in tables[key].part(indices)
     ]
+    how = reader_of(row for _, row in rows) if reader == "auto" else reader
+    return [as_prompt(row, place=place, kind=kind, reader=how) for place, row in rows]
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,100 @@
-r"""Stage 1 of a round: prompts in the words that a policy reads.
+r"""Stage 1 of a round: prompts, as the data have them, and the tokens that a policy reads.
 
-A prompt is a dialogue in the form of Anthropic's HH-RLHF, `"\n\nHuman: ...\n\nAssistant:"`; reward
-models see it like that. The policy sees what `PromptFormat` makes of it: the dialogue as it is,
-the messages of its tokenizer's chat template, or the bare question inside a text of the user's.
+A prompt is a conversation of messages, which goes to the tokenizer's chat template as it is, or a
+text that nobody parses. The text form of Anthropic's HH-RLHF, `"\n\nHuman: ...\n\nAssistant:"`, is
+read into messages only where a whole source has it (`PromptsConfig.reader`), so that no text can
+forge a turn.
 """
 
-import logging
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, takewhile
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, configuration
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TAGS = {"user": HUMAN, "assistant": ASSISTANT}
+_SYSTEM = ("system", "developer")
+"""Roles whose messages a truncated conversation keeps, and that open a human turn in HH's form."""
 _SOURCES = ("prompt", "messages", "chosen")
 """Fields that a prompt is read from, the first that a row has."""
-_ARGUMENTS = ("prompts", "completions")
+_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Keywords of a reward function that no field of the data may take."""
 
-logger = logging.getLogger(__name__)
+Message = Mapping[str, Any]
+"""One turn: `role`, `content`, and further fields of a chat template such as `tool_calls`."""
+Reader = Literal["text", "hh"]
+"""How a text becomes a prompt: as it is, or taken apart into the turns of HH-RLHF's form."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One dialogue that waits for a reply."""
+    """One conversation that waits for a reply, with its row's further fields."""
 
-    text: str
-    r"""Turns that open with `"\n\nHuman:"` and `"\n\nAssistant:"`; the last one is an empty turn of
-    the assistant."""
+    text: str | None = None
+    """The prompt of data that hold texts, as the data have it; None for a chat."""
     kind: str = ""
     """The group that it comes from, such as "helpful"; empty when the data do not say."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The row's further fields, such as an `answer`, which reward functions get by keyword."""
+    messages: tuple[Message, ...] = field(default=(), hash=False)
+    """The conversation. Of a text, by default, one user message with the whole of it."""
+    tools: Sequence[Any] | None = field(default=None, compare=False)
+    """Tools that the chat template describes to the model."""
+    template_options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Further variables of the chat template, over those of `PromptFormat`."""
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            one_turn = ({"role": "user", "content": self.text or ""},)
+            object.__setattr__(self, "messages", one_turn)
+
+    @property
+    def given(self) -> str | list[Message]:
+        """The text or the messages: what reward functions get."""
+        return list(self.messages) if self.text is None else self.text
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The messages as roles and texts alone, in which tool calls are JSON, for people."""
+        return [{"role": m["role"], "content": _shown(m)} for m in self.messages]
+
+    @property
+    def transcript(self) -> str:
+        """The text, or the messages below their roles, for logs, tables and terminals."""
+        if self.text is not None:
+            return self.text
+        return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.turns)
+
+
+def _shown(message: Message) -> str:
+    calls = message.get("tool_calls")
+    parts = [_content(message), json.dumps(calls, ensure_ascii=False, default=str) if calls else ""]
+    return "\n".join(filter(None, parts))
 
 
 @configuration(source=NOT_IN_PAPER)
 class PromptFormat:
-    """How a dialogue becomes the text that the policy continues."""
+    """How a prompt becomes the text that the policy continues."""
 
     name: Literal["auto", "hh", "chat", "plain"] = "auto"
-    """"hh": the dialogue as it is; "chat": its turns in the tokenizer's chat template; "plain": the
-    last human turn alone, without role tags; "auto": chat where the tokenizer has a template, else
-    hh."""
+    """"chat": the messages in the tokenizer's chat template; "hh": the messages in the form of
+    HH-RLHF; "plain": the last user message alone, without role tags; "auto": chat where the
+    tokenizer has a template, else hh. A text is one user message."""
     template: str = "{prompt}"
-    """The text around the last human turn under "plain"; {prompt} is where the turn goes."""
+    """The text around the last user message under "plain"; {prompt} is where the message goes."""
     system_prompt: str = ""
-    """Opening system message under "chat"; none when empty."""
+    """System message of conversations that bring none, under "chat"; none when empty."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, such as {enable_thinking: false}. A row's field
+    `chat_template_kwargs` goes before them."""
     date_string: str = "26 Jul 2024"
     """The date that a chat template may print (Llama 3.2 does). Left to the template it would be
     today's, and prompts would change from day to day."""
@@ -63,128 +106,236 @@ class PromptFormat:
                 f"{self.template!r}: put {{prompt}} into it."
             )
 
+    def kind_for(self, tokenizer: PreTrainedTokenizerBase) -> Literal["hh", "chat", "plain"]:
+        """Returns the format that a tokenizer's prompts get.
+
+        Raises:
+            ValueError: The format is "chat" and the tokenizer has no chat template.
+        """
+        if self.name == "auto":
+            return "chat" if tokenizer.chat_template else "hh"
+        if self.name == "chat" and not tokenizer.chat_template:
+            raise ValueError(
+                "the prompt format 'chat' needs a chat template, and the policy's tokenizer has "
+                "none: choose 'hh' or 'plain'."
+            )
+        return self.name
+
 
 AUTO = PromptFormat()
 
 
-def as_dialogue(text: str) -> str:
-    r"""Returns the text as a dialogue that waits for a reply.
+# --- Rows of data ---------------------------------------------------------------------------------
 
-    White space around it is dropped; a text without role tags counts as one human turn.
 
-    Raises:
-        ValueError: The text has role tags, but does not begin with the human's or does not end with
-            the assistant's.
+def reader_of(rows: Iterable[Any]) -> Reader:
+    """Returns "hh" if most texts among the rows' prompts have HH-RLHF's form, else "text".
 
-    >>> as_dialogue("How are you?")
-    '\n\nHuman: How are you?\n\nAssistant:'
+    The source decides, not a row, so that a row cannot have its own text taken apart.
+    """
+    texts = [text for row in rows if isinstance(text := _source_of(row)[1], str)]
+    return "hh" if 2 * sum(map(is_hh, texts)) > len(texts) else "text"
+
+
+def is_hh(text: str) -> bool:
+    r"""Returns whether a text opens with the tag of HH-RLHF's human and has the assistant's later.
+
+    >>> is_hh("\n\nHuman: How are you?\n\nAssistant:"), is_hh("How are you?")
+    (True, False)
     """
     dialogue = "\n\n" + text.strip()
-    if HUMAN not in dialogue and ASSISTANT not in dialogue:
-        return f"{HUMAN} {text.strip()}{ASSISTANT}"
-    if not (dialogue.startswith(HUMAN) and dialogue.endswith(ASSISTANT)):
-        raise ValueError(
-            f"a dialogue must begin with {HUMAN!r} and end with {ASSISTANT!r}: "
-            "add the missing tag, or remove all tags to make it one human turn."
-        )
-    return dialogue
+    return dialogue.startswith(HUMAN) and ASSISTANT in dialogue
 
 
-def as_prompt(row: Any, *, place: str, kind: str = "") -> Prompt:
+def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") -> Prompt:
     """Returns the prompt of one row of data, as `load_prompts` describes it.
+
+    Args:
+        row: The row, by field.
+        place: What messages call it.
+        kind: The prompt's kind where the row has none.
+        reader: How a text is read.
 
     Raises:
         ValueError: The row is malformed; the message names the `place` and repeats no text.
     """
     expected = (
-        "give an object with a text or chat turns as `prompt`, with `messages`, or with `chosen` "
-        f"that has {ASSISTANT!r} inside."
+        "give an object with a text or chat messages as `prompt`, with `messages`, or with "
+        "`chosen` and `rejected`."
     )
     if not isinstance(row, Mapping):
         raise ValueError(f"{place}: got a JSON {type(row).__name__}: {expected}")
-    source = next((name for name in _SOURCES if row.get(name) is not None), "")
-    text = row.get(source)
-    if isinstance(text, list):
-        try:
-            text = dialogue_of_turns(text, drops_answer=source != "prompt")
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-    elif source == "chosen" and isinstance(text, str):
-        before, tag, _ = text.rpartition(ASSISTANT)
-        text = before + tag
-    if not isinstance(text, str) or not text.strip():
-        got = "an empty text" if isinstance(text, str) else f"fields {', '.join(map(str, row))}"
-        raise ValueError(f"{place}: no prompt in {got}: {expected}")
+    source, value = _source_of(row)
     kind = row.get("kind") or kind
     if not isinstance(kind, str):
         raise ValueError(f"{place}: `kind` must be a text, got {type(kind).__name__}.")
-    for name, value in (("the prompt", text), ("`kind`", kind)):
-        if half := re.search("[\ud800-\udfff]", value):
-            raise ValueError(
-                f"{place}: {name} has half a surrogate pair at character {half.start() + 1}, "
-                "which no tokenizer reads: remove it."
-            )
+    _check_readable({"the prompt": value, "`kind`": kind}, place)
+    columns = {str(name): value for name, value in row.items() if name not in (source, *_ARGUMENTS)}
     try:
-        dialogue = as_dialogue(text)
+        if isinstance(value, str):
+            text, messages = _read_text(value, row.get("rejected"), source, reader)
+        else:
+            text, messages = None, _read_messages(value, drops_answer=source != "prompt")
+        tools, options = _template_fields(row)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    columns = {str(name): value for name, value in row.items() if name not in (source, *_ARGUMENTS)}
-    return Prompt(dialogue, kind, columns)
+    if not (messages if text is None else text.strip()):
+        got = "an empty text" if value is not None else f"fields {', '.join(map(str, row))}"
+        raise ValueError(f"{place}: no prompt in {got}: {expected}")
+    return Prompt(text, kind, columns, messages, tools, options)
 
 
-def dialogue_of_turns(turns: Sequence[Any], *, drops_answer: bool = False) -> str:
-    r"""Returns chat messages with `role` and `content` as a dialogue that waits for a reply.
+def _source_of(row: Any) -> tuple[str, Any]:
+    """Returns the field that a row's prompt is read from, and its value; None without any."""
+    row = row if isinstance(row, Mapping) else {}
+    source = next((name for name in _SOURCES if row.get(name) is not None), "")
+    return source, row.get(source)
 
-    What the system says opens the first human turn: a dialogue has no third speaker.
+
+def _read_text(
+    text: str, rejected: Any, source: str, reader: Reader
+) -> tuple[str, tuple[Message, ...]]:
+    """Returns a prompt's text, and its messages where the reader takes it apart."""
+    if reader == "hh":
+        if source == "chosen":
+            before, tag, _ = text.rpartition(ASSISTANT)
+            text = before + tag
+        text = _hh_dialogue(text)
+        return text, _turns(text)
+    if source == "chosen":  # the prompt is what both replies begin with
+        text = _common_beginning(text, rejected)
+    return text, ()
+
+
+def _hh_dialogue(text: str) -> str:
+    """Returns a text in HH-RLHF's form without white space around it.
+
+    A text without any tag is one human turn.
+    """
+    dialogue = "\n\n" + text.strip()
+    if text.strip() and HUMAN not in dialogue and ASSISTANT not in dialogue:
+        return f"{HUMAN} {text.strip()}{ASSISTANT}"
+    if not (dialogue.startswith(HUMAN) and dialogue.endswith(ASSISTANT)):
+        raise ValueError(
+            f"a text in HH-RLHF's form must begin with {HUMAN!r} and end with {ASSISTANT!r}: "
+            "add the missing tag, or set `reader: text` to take texts as they are."
+        )
+    return dialogue
+
+
+def _common_beginning(chosen: str, rejected: Any) -> str:
+    if not isinstance(rejected, str):
+        raise ValueError(
+            "a row with a text as `chosen` needs the text `rejected`, whose common beginning is "
+            f"the prompt, or HH-RLHF's form with {ASSISTANT!r} inside: add one of them."
+        )
+    # the space before a word belongs to the reply's first token
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    return "".join(character for character, _ in shared).removesuffix(" ")
+
+
+def _read_messages(value: Any, *, drops_answer: bool) -> tuple[Message, ...]:
+    """Returns chat messages, checked.
 
     Args:
-        turns: Messages of "user", "assistant" and, in front, "system".
-        drops_answer: Whether messages after the last one of the user are left out.
+        value: The field's value.
+        drops_answer: Whether messages of the assistant at the end, which are replies, are left out.
 
     Raises:
-        ValueError: A message has no such role, or no text, or the last one is not the user's.
-
-    >>> dialogue_of_turns([{"role": "user", "content": "Hi"}])
-    '\n\nHuman: Hi\n\nAssistant:'
+        ValueError: A message has no role or no content, or the last one is the assistant's.
     """
-    spoken = [_spoken(turn, number) for number, turn in enumerate(turns, start=1)]
-    while drops_answer and spoken and spoken[-1][0] == "assistant":
-        spoken.pop()
-    roles = [role for role, _ in spoken]
-    if not roles or roles[-1] != "user" or "system" in roles[1:]:
-        got = ", ".join(roles) or "none"
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence):
+        raise ValueError(f"chat messages must be a list, got a JSON {type(value).__name__}.")
+    messages = [_checked_message(turn, number) for number, turn in enumerate(value, start=1)]
+    while drops_answer and messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    roles = [message["role"] for message in messages]
+    if not roles or roles[-1] in ("assistant", *_SYSTEM):
         raise ValueError(
-            f"chat turns must end with the user's, the system's first, got {got}: add or remove "
-            "turns."
+            "chat messages must end with one that the assistant replies to, the user's or a "
+            f"tool's, got {', '.join(roles) or 'none'}: add or remove messages."
         )
-    if roles[0] == "system":
-        (_, system), (role, first), *later = spoken
-        spoken = [(role, f"{system}\n\n{first}"), *later]
-    return "".join(f"{_TAGS[role]} {text}" for role, text in spoken) + ASSISTANT
+    return tuple(messages)
 
 
-def _spoken(turn: Any, number: int) -> tuple[str, str]:
-    """Returns the role and the text of one chat message."""
-    turn = turn if isinstance(turn, Mapping) else {}
+def _checked_message(turn: Any, number: int) -> Message:
+    """Returns one chat message, its text parts joined, without fields that are None."""
+    turn = _without_none(turn) if isinstance(turn, Mapping) else {}
     role, content = turn.get("role"), turn.get("content")
     if isinstance(content, list):  # parts, as models that see pictures have them
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
-    if role not in ("system", *_TAGS) or not isinstance(content, str):
+        turn = {**turn, "content": content}
+    has_content = isinstance(content, str) or (content is None and bool(turn.get("tool_calls")))
+    if not isinstance(role, str) or not role or not has_content:
         raise ValueError(
-            f"chat turn {number} must have a `role`, which is user, assistant or system, and a "
-            "text as `content`: correct it."
+            f"chat message {number} must have a `role`, such as user, assistant, system or tool, "
+            "and a text as `content`: correct it."
         )
-    return role, content.strip()
+    return turn
 
 
-def parse_dialogue(text: str) -> list[dict[str, str]]:
-    r"""Returns the turns as chat messages with `role` ("user" or "assistant") and `content`.
+def _without_none(value: Any) -> Any:
+    """Returns nested data without fields that are None, with which data sets fill their tables."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(own) for name, own in value.items() if own is not None}
+    return [_without_none(own) for own in value] if isinstance(value, list) else value
 
-    Neighbouring turns of one speaker become one message, because chat templates expect speakers to
-    alternate; empty turns vanish.
 
-    >>> parse_dialogue("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye\n\nAssistant:")[1]
+def _template_fields(row: Mapping[str, Any]) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
+    """Returns the tools and the template options of a row, under TRL's names for them."""
+    tools = _from_json(row.get("tools"))
+    options = _from_json(row.get("chat_template_kwargs"))
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"`tools` must be a list, got {type(tools).__name__}: correct it.")
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(
+            f"`chat_template_kwargs` must be an object, got {type(options).__name__}: correct it."
+        )
+    return _without_none(tools) or None, _without_none(options or {})
+
+
+def _from_json(value: Any) -> Any:
+    """Returns what a text of JSON stands for, in which tables keep values of several types."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _check_readable(values: Mapping[str, Any], place: str) -> None:
+    """Raises ``ValueError`` where a text has half a surrogate pair, which no tokenizer reads."""
+    for name, value in values.items():
+        for text in _texts_in(value):
+            if half := re.search("[\ud800-\udfff]", text):
+                raise ValueError(
+                    f"{place}: {name} has half a surrogate pair at character {half.start() + 1}, "
+                    "which no tokenizer reads: remove it."
+                )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for own in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(own)
+
+
+# --- HH-RLHF's text form --------------------------------------------------------------------------
+
+
+def parse_hh(text: str) -> list[dict[str, str]]:
+    r"""Returns the turns of a text in HH-RLHF's form as messages of "user" and "assistant".
+
+    White space around a turn goes, neighbouring turns of one speaker become one message, because
+    chat templates expect speakers to alternate, and empty turns vanish.
+
+    >>> parse_hh("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye\n\nAssistant:")[1]
     {'role': 'assistant', 'content': 'Hello!'}
     """
     _, *parts = re.split(r"\n\n(Human|Assistant):", text)
@@ -199,111 +350,274 @@ def parse_dialogue(text: str) -> list[dict[str, str]]:
     ]
 
 
-def format_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = AUTO
-) -> str:
-    """Returns the text that the policy continues, for a dialogue of any length.
+def _turns(text: str) -> tuple[Message, ...]:
+    """Returns the turns of a text in HH-RLHF's form; an empty one where all are empty."""
+    return tuple(parse_hh(text)) or ({"role": "user", "content": ""},)
+
+
+def hh_text(messages: Sequence[Message]) -> str:
+    r"""Returns messages in HH-RLHF's form.
+
+    It has two speakers, so system messages open the next human turn.
 
     Raises:
-        ValueError: The format is "chat" and the tokenizer has no chat template.
+        ValueError: A message is neither the user's, the assistant's nor the system's.
+
+    >>> hh_text([{"role": "user", "content": "Hi"}])
+    '\n\nHuman: Hi\n\nAssistant:'
     """
-    name = prompt_format.name
-    if name == "auto":
-        name = "chat" if tokenizer.chat_template else "hh"
+    parts, system = [], ""
+    for message in messages:
+        role, content = message["role"], _content(message)
+        if role in _SYSTEM:
+            system += f"{content}\n\n"
+            continue
+        if role not in _TAGS:
+            raise ValueError(
+                f"HH-RLHF's form has no turn for the role {role!r}: take a policy with a chat "
+                "template, or leave such conversations out."
+            )
+        if system and role != "user":
+            parts.append(f"{HUMAN} {system.rstrip()}")
+            system = ""
+        parts.append(f"{_TAGS[role]} {system}{content}")
+        system = ""
+    return "".join(parts) + ASSISTANT
+
+
+def as_hh(prompt: Prompt) -> str:
+    """Returns a prompt in HH-RLHF's form; a text that was read from it stays as it is.
+
+    Raises:
+        ValueError: As `hh_text`.
+    """
+    is_one_turn = prompt.messages == ({"role": "user", "content": prompt.text},)
+    return hh_text(prompt.messages) if prompt.text is None or is_one_turn else prompt.text
+
+
+def prompt_of(value: Prompt | str | Sequence[Message]) -> Prompt:
+    """Returns the prompt of one text, taken apart if it has HH-RLHF's form, or of messages."""
+    if isinstance(value, Prompt):
+        return value
+    if not isinstance(value, str):
+        return Prompt(messages=tuple(value))
+    has_tags = is_hh(value) and value.rstrip().endswith(ASSISTANT)
+    return Prompt(value, messages=_turns(value) if has_tags else ())
+
+
+def _content(message: Message) -> str:
+    return message.get("content") or ""
+
+
+# --- Texts and tokens of the policy ---------------------------------------------------------------
+
+
+def format_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = AUTO
+) -> str:
+    """Returns the text that the policy continues, for a prompt of any length.
+
+    Raises:
+        ValueError: The format is "chat" and the tokenizer has no chat template, or the template
+            refuses the conversation.
+    """
+    name = prompt_format.kind_for(tokenizer)
     if name == "hh":
-        return text
+        return as_hh(prompt)
     if name == "plain":
-        question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).strip()
-        return prompt_format.template.replace("{prompt}", question)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "the prompt format 'chat' needs a chat template, and the policy's tokenizer has none: "
-            "choose 'hh' or 'plain'."
-        )
-    messages = parse_dialogue(text)
-    if prompt_format.system_prompt:
+        asked = [_content(m) for m in prompt.messages if m["role"] == "user"]
+        return prompt_format.template.replace("{prompt}", asked[-1] if asked else "")
+    messages = list(prompt.messages)
+    if prompt_format.system_prompt and messages[0]["role"] not in _SYSTEM:
         messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
-    formatted = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False, date_string=prompt_format.date_string
+    options = {
+        "date_string": prompt_format.date_string,
+        **prompt_format.template_options,
+        **prompt.template_options,
+    }
+    return apply_template(
+        tokenizer, messages, tools=prompt.tools, add_generation_prompt=True, **options
     )
-    assert isinstance(formatted, str)
-    return formatted
 
 
-def truncate_by_turns(
-    text: str,
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any
+) -> str:
+    """Returns messages in a tokenizer's chat template, special tokens included.
+
+    Raises:
+        ValueError: The template refuses them. It is somebody's program, and may fail in any way.
+    """
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)  # type: ignore[arg-type]
+    except Exception as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ValueError(
+            f"the chat template refuses a conversation of {roles} ({first_line(error)}): change "
+            "the conversation, or take a tokenizer with another template."
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def check_prompts(
+    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat
+) -> None:
+    """Checks that the policy's format takes one prompt of each sequence of roles.
+
+    Raises:
+        ValueError: It refuses one, or its chat template drops the messages' texts.
+    """
+    seen = set()
+    for prompt in prompts:
+        shape = (*(m["role"] for m in prompt.messages), prompt.tools is None)
+        if shape in seen:
+            continue
+        seen.add(shape)
+        text = format_prompt(prompt, tokenizer, prompt_format)
+        last = _content(prompt.messages[-1]).strip()
+        if (
+            prompt_format.kind_for(tokenizer) == "chat"
+            and last.split()[:1]
+            and (last.split()[0] not in text)
+        ):
+            raise ValueError(
+                "the policy's chat template leaves out the text of the last message: take a "
+                "tokenizer whose template writes messages with a text as `content`."
+            )
+
+
+def token_ids(
+    prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
+    prompt_format: PromptFormat = AUTO,
+) -> list[list[int]]:
+    """Returns the token ids of prompts of any length, as the policy reads them.
+
+    A chat template has written its special tokens. Other prompts get those that the tokenizer
+    opens a text with, such as BOS, but none that it ends one with: the policy goes on from there.
+    """
+    texts = [format_prompt(prompt, tokenizer, prompt_format) for prompt in prompts]
+    if not texts:
+        return []
+    rows: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    opening = _opening_ids(tokenizer, prompt_format)
+    return [opening + ids for ids in rows]
+
+
+def _opening_ids(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> list[int]:
+    """Returns the special tokens that a prompt opens with beside its own text's."""
+    if prompt_format.kind_for(tokenizer) == "chat":
+        return []
+    ids: Any = tokenizer("a")["input_ids"]
+    bare: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
+    starts = range(len(ids) - len(bare) + 1)
+    return ids[: next((at for at in starts if ids[at : at + len(bare)] == bare), 0)]
+
+
+def fitting_token_ids(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_format: PromptFormat = AUTO,
-) -> str:
-    """Returns the longest end of a dialogue that fits, with its last human turn and the tag.
+    max_tokens: int,
+) -> tuple[list[list[int]], list[bool]]:
+    """Returns the token ids of prompts, cut to a length, and which were cut.
 
-    What is measured is the formatted prompt, special tokens included. The oldest turns go first,
-    the human's with the reply to it. If the last human turn alone is too long, it loses its
-    beginning.
-
-    Raises:
-        ValueError: Not even an empty human turn fits.
-    """
-    text = as_dialogue(text)
-
-    def fits(dialogue: str) -> bool:
-        formatted = format_prompt(dialogue, tokenizer, prompt_format)
-        return len(_token_ids([formatted], tokenizer)[0]) <= max_tokens
-
-    for turn in re.finditer(HUMAN, text):
-        if fits(text[turn.start() :]):
-            return text[turn.start() :]
-    question = text.rpartition(HUMAN)[2].removesuffix(ASSISTANT).lstrip()
-    if not fits(f"{HUMAN} {ASSISTANT}"):
-        raise ValueError(
-            f"no prompt fits into {max_tokens} tokens, because what the prompt format "
-            f"{prompt_format.name!r} adds is longer: raise the limit or shorten the template."
-        )
-    too_early, fitting = 0, len(question)
-    while fitting - too_early > 1:
-        middle = (too_early + fitting) // 2
-        if fits(f"{HUMAN} {question[middle:]}{ASSISTANT}"):
-            fitting = middle
-        else:
-            too_early = middle
-    return f"{HUMAN} {question[fitting:]}{ASSISTANT}"
-
-
-def encode_prompts(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int
-) -> torch.Tensor:
-    """Returns the token ids of formatted prompts, [B, T], padded on the left.
-
-    A prompt over the limit keeps its end, and its BOS when the tokenizer gives one; how many were
-    cut is logged. `truncate_by_turns` cuts where a reader would, so call it before.
+    The oldest turns go first, a user's with the replies to it. System messages and the last turn
+    stay; where those alone are too long, the last turn loses its beginning, or the system messages
+    theirs if they fill the limit alone. Where the template itself does, the last tokens stay.
 
     Raises:
-        ValueError: A text has no token, there is no pad token, or the limit leaves no room.
+        ValueError: A prompt has no token, or the limit leaves no room for one.
     """
-    if tokenizer.pad_token_id is None:
-        raise ValueError("prompts of several lengths need a pad token: set tokenizer.pad_token.")
-    if max_prompt_tokens < 2:
-        raise ValueError(f"max_prompt_tokens must be at least 2, got {max_prompt_tokens}.")
-    rows, num_cut = [], 0
-    for index, ids in enumerate(_token_ids(texts, tokenizer)):
+    if max_tokens < 2:
+        raise ValueError(f"max_prompt_tokens must be at least 2, got {max_tokens}.")
+    rows = token_ids(prompts, tokenizer, prompt_format)
+    is_cut = [len(ids) > max_tokens for ids in rows]
+    for index, (prompt, ids) in enumerate(zip(prompts, rows, strict=True)):
         if not ids:
-            raise ValueError(f"prompt {index} of {len(texts)} has no token: give it some text.")
-        if len(ids) > max_prompt_tokens:
-            start = [ids[0]] if ids[0] == tokenizer.bos_token_id else []
-            ids = start + ids[len(ids) - max_prompt_tokens + len(start) :]
-            num_cut += 1
-        rows.append(ids)
-    if num_cut:
-        logger.info("%d of %d prompts cut to %d tokens", num_cut, len(rows), max_prompt_tokens)
-    length = max(map(len, rows), default=0)
-    padded = [[tokenizer.pad_token_id] * (length - len(ids)) + ids for ids in rows]
-    return torch.tensor(padded, dtype=torch.long)
+            raise ValueError(f"prompt {index} of {len(rows)} has no token: give it some text.")
+        if is_cut[index]:
+            rows[index] = _cut(prompt, tokenizer, prompt_format, max_tokens)
+    return rows, is_cut
 
 
-def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Returns the token ids of each text; a BOS that the chat template spelt out stands once."""
-    rows = tokenizer(list(texts), verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in rows]
+def _cut(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat,
+    max_tokens: int,
+) -> list[int]:
+    """Returns at most `max_tokens` token ids of a prompt that has more."""
+
+    def ids_of(candidate: Prompt) -> list[int] | None:
+        try:
+            (ids,) = token_ids([candidate], tokenizer, prompt_format)
+        except ValueError:  # the template takes the whole conversation, but not this part of it
+            return None
+        return ids
+
+    def fitting(candidate: Prompt) -> list[int] | None:
+        ids = ids_of(candidate)
+        return ids if ids is not None and len(ids) <= max_tokens else None
+
+    def shortened(messages: Sequence[Message], places: Sequence[int]) -> list[int] | None:
+        """Returns the conversation once some messages have lost enough of their beginnings."""
+        for place in places:
+            content = _content(messages[place])
+
+            def from_character(
+                start: int, place: int = place, content: str = content, base: tuple = (*messages,)
+            ) -> Prompt:
+                shorter = {**base[place], "content": content[start:]}
+                turns = (*base[:place], shorter, *base[place + 1 :])
+                return replace(prompt, text=None, messages=turns)
+
+            emptied = from_character(len(content))
+            if fits := fitting(emptied):
+                starts = range(len(content))
+                start = bisect_left(starts, True, key=lambda at: bool(fitting(from_character(at))))
+                return fitting(from_character(start)) or fits
+            messages = emptied.messages
+        return None
+
+    shortest = prompt
+    for shortest in _without_oldest(prompt):
+        if ids := fitting(shortest):
+            return ids
+    messages = shortest.messages
+    system = [at for at, message in enumerate(messages) if message["role"] in _SYSTEM]
+    others = [at for at in range(len(messages)) if at not in system]
+    bare = [{**m, "content": ""} if m["role"] in _SYSTEM else m for m in messages]
+    for base, places in ((messages, others), (messages, system), (bare, others)):
+        if ids := shortened(base, places):
+            return ids
+    whole = ids_of(shortest) or token_ids([prompt], tokenizer, prompt_format)[0]
+    return _last_ids(whole, tokenizer, prompt_format, max_tokens)
+
+
+def _without_oldest(prompt: Prompt) -> Iterator[Prompt]:
+    """Yields a conversation from its first user message on, from its second, and so on.
+
+    System messages stay in front.
+    """
+    system = [message for message in prompt.messages if message["role"] in _SYSTEM]
+    others = [message for message in prompt.messages if message["role"] not in _SYSTEM]
+    starts = [at for at, message in enumerate(others) if message["role"] == "user"]
+    for start in starts or [len(others) - 1]:
+        yield replace(prompt, text=None, messages=(*system, *others[start:]))
+
+
+def _last_ids(
+    ids: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat,
+    max_tokens: int,
+) -> list[int]:
+    """Returns the last token ids of a prompt, behind the special tokens that it opens with."""
+    opening = _opening_ids(tokenizer, prompt_format)
+    if not opening and ids[:1] == [tokenizer.bos_token_id]:
+        opening = ids[:1]  # the template's
+    opening = opening[: max_tokens - 1]
+    return opening + ids[len(ids) - max_tokens + len(opening) :]

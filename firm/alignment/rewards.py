@@ -17,15 +17,16 @@ from typing import Any, Literal, cast
 import torch
 
 from firm.alignment.event_loop import gathered
+from firm.alignment.prompts import Message, Prompt, prompt_of
 from firm.federation.outside import printable
 from firm.federation.user_code import user_code
 from firm.fields import NOT_IN_PAPER, configuration
 
 Values = Sequence[float | None] | Mapping[str, Sequence[float | None]]
 RewardFn = Callable[..., Values | Awaitable[Values]]
-"""Called with the keywords `prompts` and `completions`, and the data's further fields; returns one
-number per completion, or None where the reward does not apply, or a dict of such lists, of which an
-objective has that of its name or of the function's attribute `output`."""
+"""Called with the keywords `prompts`, `completions` and `completion_ids`, and the data's further
+fields; returns one number per completion, or None where the reward does not apply, or a dict of
+such lists, of which an objective has that of its name or of the function's attribute `output`."""
 
 Method = Literal["sigmoid", "minmax", "none"]
 
@@ -34,21 +35,24 @@ LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
 
 def score(
     reward_fns: Mapping[str, RewardFn],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt | str | Sequence[Message]],
     completions: Sequence[str],
-    columns: Sequence[Mapping[str, Any]] | None = None,
+    completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
-    They are NaN where a reward returned None, because it does not apply.
+    They are NaN where a reward returned None, because it does not apply. A function gets texts and
+    their replies as strings, and chats and their replies as lists of messages, as from TRL; a batch
+    of both kinds makes two calls. The columns of a prompt come by their names, as lists with None
+    where a row lacks them. A function whose attribute `reads_prompts` is true gets the prompts
+    themselves, and replies as strings.
 
     Args:
         reward_fns: Reward function by objective, in the order of the rows; coroutine functions are
             awaited.
-        prompts: B dialogues, as the data have them.
+        prompts: B prompts; or texts or messages, which `prompt_of` reads.
         completions: B replies, cut at their stop.
-        columns: Further fields of the data for each of the B; a function gets those of a name as a
-            list of B, with None where a row lacks it.
+        completion_ids: Token ids of the B replies.
 
     Raises:
         ValueError: A reward raised an error, or did not return one finite number, or None, per
@@ -60,25 +64,47 @@ def score(
             f"every completion needs its prompt, got {len(prompts)} prompts and "
             f"{len(completions)} completions."
         )
-    names = dict.fromkeys(name for row in columns or () for name in row)
-    keywords = {name: [row.get(name) for row in columns or ()] for name in names}
-    rows = []
-    for name, reward_fn in reward_fns.items():
-        values = _called(name, reward_fn, list(prompts), list(completions), keywords)
-        rows.append(_checked(name, _selected(name, reward_fn, values), len(completions)))
-    return torch.stack(rows)
+    batch = [prompt_of(prompt) for prompt in prompts], completions, completion_ids
+    return torch.stack([_row(name, reward_fn, *batch)[0] for name, reward_fn in reward_fns.items()])
 
 
-def _called(
+def _row(
     name: str,
     reward_fn: RewardFn,
-    prompts: list[str],
-    completions: list[str],
-    keywords: Mapping[str, list[Any]],
-) -> Any:
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]] | None,
+) -> tuple[torch.Tensor, list[bool] | None]:
+    """Returns the scores [B] of one reward function, and which of its inputs it has cut."""
+    reads_prompts = getattr(reward_fn, "reads_prompts", False)
+    is_text = [reads_prompts or prompt.text is not None for prompt in prompts]
+    row, is_truncated = torch.empty(len(prompts)), [False] * len(prompts)
+    truncated = None
+    for form in set(is_text) or {True}:
+        places = [at for at, own in enumerate(is_text) if own == form]
+        asked, replies = [prompts[at] for at in places], [completions[at] for at in places]
+        arguments: dict[str, Any] = {
+            "prompts": asked if reads_prompts else [prompt.given for prompt in asked],
+            "completions": replies
+            if form
+            else [[{"role": "assistant", "content": reply}] for reply in replies],
+        }
+        if completion_ids is not None:
+            arguments["completion_ids"] = [list(completion_ids[at]) for at in places]
+        names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+        columns = {column: [p.columns.get(column) for p in asked] for column in names}
+        values = _called(name, reward_fn, {**columns, **arguments})
+        row[places] = _checked(name, _selected(name, reward_fn, values), len(places))
+        truncated = _truncated(name, reward_fn, len(places))
+        for at, cut in zip(places, truncated or (), strict=False):
+            is_truncated[at] = cut
+    return row, None if truncated is None else is_truncated
+
+
+def _called(name: str, reward_fn: RewardFn, arguments: Mapping[str, Any]) -> Any:
     """Returns what a reward function gives; an error in it names the objective."""
     with user_code(f"reward {name!r}", "repair the reward function"):
-        values = reward_fn(prompts=prompts, completions=completions, **keywords)
+        values = reward_fn(**arguments)
     return gathered([_result(name, values)])[0] if inspect.isawaitable(values) else values
 
 
@@ -341,9 +367,9 @@ class Asked:
 
     judges: Judges
     objectives: Sequence[str]
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     completions: Sequence[str]
-    columns: Sequence[Mapping[str, Any]] | None = None
+    completion_ids: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -383,9 +409,8 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
         batches = [asked[at] for at, _ in askers[key]]
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         completions = [completion for batch in batches for completion in batch.completions]
-        columns = [row for b in batches for row in b.columns or [{}] * len(b.completions)]
-        (scores,) = score({askers[key][0][1]: fn}, prompts, completions, columns)
-        truncated = _truncated(askers[key][0][1], fn, len(completions))
+        ids = [row for batch in batches for row in batch.completion_ids]
+        scores, truncated = _row(askers[key][0][1], fn, prompts, completions, ids)
         start = 0
         for at, name in askers[key]:
             own = slice(start, start := start + len(asked[at].completions))

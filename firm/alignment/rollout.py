@@ -1,8 +1,8 @@
 """Stage 2 of a round: prompts become responses with log-probabilities, by policy and reference.
 
 Prompts are left-padded so that every response starts in the same column. A response ends at the
-first end token (EOS or a configured one) or where a stop string is complete; what the model wrote
-after that is masked out everywhere, and the text is cut before the stop string.
+first end token (see `end_token_ids`) or where a stop string is complete; tokens after that are
+masked out everywhere, and the text is cut before the stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,39 +15,35 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate, pad_right
-from firm.alignment.prompts import PromptFormat, encode_prompts, format_prompt, truncate_by_turns
+from firm.alignment.prompts import Prompt, PromptFormat, fitting_token_ids
 from firm.alignment.rows import ALONE, by_chunks
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Queries,
     Rollouts,
     Sequences,
+    left_padded,
     response_logprobs,
 )
 from firm.federation import Team
 
 
-def encode_dialogues(
-    dialogues: Sequence[str],
+def encode_prompts(
+    prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
 ) -> Queries:
-    """Returns dialogues as the policy reads them, left-padded to Q tokens.
+    """Returns prompts as the policy reads them, left-padded to Q tokens.
 
-    One that is longer than `max_prompt_tokens` loses its oldest turns.
+    One that is longer than `max_prompt_tokens` is cut; see `fitting_token_ids`.
     """
-    texts = [
-        format_prompt(
-            truncate_by_turns(dialogue, tokenizer, max_prompt_tokens, prompt_format=prompt_format),
-            tokenizer,
-            prompt_format,
-        )
-        for dialogue in dialogues
-    ]
-    token_ids = encode_prompts(texts, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    return Queries(list(dialogues), token_ids)
+    rows, is_cut = fitting_token_ids(
+        prompts, tokenizer, prompt_format=prompt_format, max_tokens=max_prompt_tokens
+    )
+    token_ids, lengths = left_padded(rows, fill=int(tokenizer.pad_token_id))  # type: ignore[arg-type]
+    return Queries(list(prompts), token_ids, lengths, is_cut=is_cut)
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,13 @@ class Sampler:
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's."""
+        """What fills rows up; masks come from lengths, so that it may be any token."""
         return int(self.tokenizer.pad_token_id)  # type: ignore[arg-type]
 
     @cached_property
     def end_ids(self) -> list[int]:
         """Ids of the tokens that end a response."""
-        return end_token_ids(self.tokenizer, self.config)
+        return end_token_ids(self.tokenizer, self.config, self.model.generation_config)
 
     def generate(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns samples [B, Q + T] and their log-probabilities [B, T]; see `generate`."""
@@ -90,7 +86,7 @@ class Sampler:
         """Returns the responses' log-probabilities in forward passes, [B, T]."""
 
         def logprobs_of(rows: Sequences) -> torch.Tensor:
-            return response_logprobs(self.model, rows, self.pad_token_id, self.config.temperature)
+            return response_logprobs(self.model, rows, self.config.temperature)
 
         with self.reference() if of_reference else nullcontext():
             size = self.config.forward_batch_size
@@ -108,12 +104,15 @@ def rollout(sampler: Sampler, queries: Queries, *, measures_mismatch: bool = Fal
             taken, by another forward pass.
     """
     config = sampler.config
-    sequences, at_generation = _sampled(sampler, queries)
-    last_index, ended, completions = find_ends(
-        sequences.responses, tokenizer=sampler.tokenizer, config=config, end_ids=sampler.end_ids
+    query_responses, at_generation = _sampled(sampler, queries)
+    num_tokens, ended, completions = find_ends(
+        query_responses[:, queries.token_ids.size(1) :],
+        tokenizer=sampler.tokenizer,
+        config=config,
+        end_ids=sampler.end_ids,
     )
-    positions = torch.arange(at_generation.size(1), device=at_generation.device)
-    padding = positions > last_index.unsqueeze(1)  # [B, T]
+    sequences = Sequences(queries, query_responses, num_tokens)
+    padding = ~sequences.mask  # [B, T]
 
     def in_forward_passes(*, of_reference: bool) -> torch.Tensor:
         logprobs = sampler.logprobs(sequences, of_reference=of_reference)
@@ -127,26 +126,26 @@ def rollout(sampler: Sampler, queries: Queries, *, measures_mismatch: bool = Fal
         mismatch = logprobs - passed
         logprobs = passed if is_forward else logprobs
     return Rollouts(
-        sequences.queries,
-        sequences.query_responses,
+        queries,
+        query_responses,
+        num_tokens,
         completions=completions,
         logprobs=logprobs,
         reference_logprobs=in_forward_passes(of_reference=True),
-        last_index=last_index,
         ended=ended,
         mismatch=mismatch,
     )
 
 
-def _sampled(sampler: Sampler, queries: Queries) -> tuple[Sequences, torch.Tensor]:
-    """Returns responses of one length, and their log-probabilities at generation, [B, T]."""
+def _sampled(sampler: Sampler, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns samples [B, Q + T], and their log-probabilities at generation, [B, T]."""
     chunks = [sampler.generate(chunk) for chunk in queries.split(sampler.config.forward_batch_size)]
     length = max(ids.size(1) for ids, _ in chunks)
     num_tokens = length - queries.token_ids.size(1)
     pad_id = sampler.pad_token_id
     query_responses = torch.cat([pad_right(ids, length, pad_id) for ids, _ in chunks])
     logprobs = torch.cat([pad_right(part, num_tokens, INVALID_LOGPROB) for _, part in chunks])
-    return Sequences(queries, query_responses), logprobs
+    return query_responses, logprobs
 
 
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:

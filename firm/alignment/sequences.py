@@ -1,12 +1,13 @@
 """Prompts and responses as rows of tokens, and forward passes over them."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from firm.alignment.conditioning import set_preferences
+from firm.alignment.prompts import Prompt
 from firm.alignment.rows import Rows
 
 INVALID_LOGPROB = 1.0
@@ -20,19 +21,33 @@ TEMPERATURE_GUARD = 1e-7
 class Queries(Rows):
     """B prompts that wait for a response."""
 
-    prompts: list[str]
-    """Dialogues, as the reward models read them."""
+    prompts: list[Prompt]
+    """The prompts, as the data have them."""
     token_ids: torch.Tensor
-    """The same as the policy reads them, left-padded, [B, Q]."""
+    """Their token ids as the policy reads them, left-padded, [B, Q]."""
+    lengths: torch.Tensor
+    """Tokens of each prompt, [B]; the ids before them are padding, whatever they are."""
     preferences: torch.Tensor | None = None
     """Shares of the objectives that a conditioned policy is to answer by, [B, M]; None: equal."""
-    columns: list[Mapping[str, Any]] | None = None
-    """The further fields of each row of the data, for the reward models."""
+    is_cut: list[bool] | None = None
+    """Which prompts were longer than the limit and lost their beginning."""
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens of the prompts, bool [B, Q]."""
+        num_tokens = self.token_ids.size(1)
+        positions = torch.arange(num_tokens, device=self.token_ids.device)
+        return positions >= num_tokens - self.lengths.unsqueeze(1)
 
     def to(self, device: Any) -> "Queries":
         """Returns the prompts with their tokens and preferences on a device."""
         preferences = None if self.preferences is None else self.preferences.to(device)
-        return replace(self, token_ids=self.token_ids.to(device), preferences=preferences)
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            lengths=self.lengths.to(device),
+            preferences=preferences,
+        )
 
     def repeated(self, count: int) -> "Queries":
         """Returns every prompt so many times in a row, B * count of them."""
@@ -46,7 +61,19 @@ class Sequences(Rows):
     queries: Queries
     """The prompts, of Q tokens."""
     query_responses: torch.Tensor
-    """Prompt and raw response token ids, [B, Q + T]."""
+    """Prompt and response token ids, [B, Q + T]."""
+    num_tokens: torch.Tensor
+    """Tokens of each response, its end token included, [B]; those after them count for nothing."""
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens of the response, its end token included, bool [B, T]."""
+        return self._positions < self.num_tokens.unsqueeze(1)
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """Tokens of prompts and responses, bool [B, Q + T]."""
+        return torch.cat((self.queries.mask, self.mask), dim=1)
 
     @property
     def context_length(self) -> int:
@@ -55,8 +82,13 @@ class Sequences(Rows):
 
     @property
     def responses(self) -> torch.Tensor:
-        """Raw response token ids, [B, T]."""
+        """Response token ids, [B, T]."""
         return self.query_responses[:, self.context_length :]
+
+    @property
+    def _positions(self) -> torch.Tensor:
+        num_positions = self.query_responses.size(1) - self.context_length
+        return torch.arange(num_positions, device=self.query_responses.device).unsqueeze(0)
 
 
 @dataclass(frozen=True)
@@ -70,8 +102,6 @@ class Rollouts(Sequences):
     `RolloutConfig.logprobs` says."""
     reference_logprobs: torch.Tensor
     """The same under the reference (the policy without its adapter), [B, T]."""
-    last_index: torch.Tensor
-    """Index of the last token of each response, [B]."""
     ended: torch.Tensor
     """Whether the response came to an end by itself, bool [B]."""
     mismatch: torch.Tensor | None = None
@@ -79,29 +109,28 @@ class Rollouts(Sequences):
     alone. None where there was no forward pass."""
 
     @property
-    def mask(self) -> torch.Tensor:
-        """Tokens of the response, its end token included, bool [B, T]."""
-        return self._positions <= self.last_index.unsqueeze(1)
+    def completion_ids(self) -> list[list[int]]:
+        """Token ids of each response, its end token included."""
+        rows = zip(self.responses.tolist(), self.num_tokens.tolist(), strict=True)
+        return [ids[:length] for ids, length in rows]
 
     @property
     def value_mask(self) -> torch.Tensor:
         """Positions that have a value: the response and one after it, bool [B, T]."""
-        return self._positions <= self.last_index.unsqueeze(1) + 1
+        return self._positions <= self.num_tokens.unsqueeze(1)
 
     @property
     def reward_index(self) -> torch.Tensor:
         """Where the score is paid: after the last token, or on it when there is no room, [B]."""
-        after = self.last_index + 1
-        return torch.where(after < self.logprobs.size(1), after, self.last_index)
+        return self.num_tokens.clamp(max=self.logprobs.size(1) - 1)
 
-    @property
-    def num_tokens(self) -> torch.Tensor:
-        """Length of each response in tokens, [B]."""
-        return self.last_index + 1
 
-    @property
-    def _positions(self) -> torch.Tensor:
-        return torch.arange(self.logprobs.size(1), device=self.logprobs.device).unsqueeze(0)
+def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids [B, Q], padded on the left, and how many each row has, [B]."""
+    lengths = [len(ids) for ids in rows]
+    length = max(lengths, default=0)
+    padded = [[fill] * (length - len(ids)) + list(ids) for ids in rows]
+    return torch.tensor(padded, dtype=torch.long), torch.tensor(lengths, dtype=torch.long)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -122,12 +151,11 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
 
 
-def forward(model: Any, token_ids: torch.Tensor, pad_token_id: int) -> Any:
+def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
     """Returns the output of a language model on padded ids [B, L], hidden states included.
 
-    Positions count the real tokens only, so that padding does not move a text.
+    Positions count the tokens of the mask [B, L] only, so that padding does not move a text.
     """
-    attention_mask = token_ids != pad_token_id
     return model(
         input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
         attention_mask=attention_mask,
@@ -147,12 +175,10 @@ def response_logits(logits: torch.Tensor, context_length: int, temperature: floa
     return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
 
 
-def response_logprobs(
-    model: Any, sequences: Sequences, pad_token_id: int, temperature: float
-) -> torch.Tensor:
+def response_logprobs(model: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
     """Returns the responses' log-probabilities in a forward pass, shape [B, T]."""
     set_preferences(model, sequences.queries.preferences)
-    logits = forward(model, sequences.query_responses, pad_token_id).logits
+    logits = forward(model, sequences.query_responses, sequences.attention_mask).logits
     logits = response_logits(logits, sequences.context_length, temperature)
     return token_logprobs(logits, sequences.responses)
 

@@ -32,9 +32,9 @@ from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.prompts import PromptFormat
+from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Asked, Calibration, Judges, RewardFn, filled, scores_together
-from firm.alignment.rollout import Sampler, encode_dialogues, rollout
+from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import Queries, Rollouts
 from firm.alignment.stacked import StackedModel, StackedPolicy, StackedSampler
@@ -111,7 +111,6 @@ class MultiObjectiveTrainer:
         fields: dict[str, Any] = {
             "model": policy,
             "parameters": list(self.adapter_parameters.values()),
-            "pad_token_id": int(tokenizer.pad_token_id),  # type: ignore[arg-type]
             "config": rollout_config,
             "team": team,
             "timed": self._timed,
@@ -149,7 +148,7 @@ class MultiObjectiveTrainer:
             value_model=self._critic,
             conditioning=self.conditioning,
             use_cpu=self._use_cpu,
-            stack=StackedModel(self.policy_model, pad_token_id=self._policy.pad_token_id),
+            stack=StackedModel(self.policy_model),
         )
 
     def new_learner(self, judges: Judges | None = None) -> Learner:
@@ -174,9 +173,9 @@ class MultiObjectiveTrainer:
         """Who scores the replies of the learner in charge."""
         return self.learner.judges or Judges(self.reward_fns, self.calibrations)
 
-    def encode(self, prompts: Sequence[str]) -> Queries:
-        """Stage 1: returns dialogues as the policy reads them, left-padded."""
-        return encode_dialogues(
+    def encode(self, prompts: Sequence[Prompt]) -> Queries:
+        """Stage 1: returns prompts as the policy reads them, left-padded."""
+        return encode_prompts(
             prompts,
             self.tokenizer,
             prompt_format=self.prompt_format,
@@ -193,9 +192,9 @@ class MultiObjectiveTrainer:
             return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
 
     def replies(
-        self, prompts: Sequence[str], *, preference: Sequence[float] | None = None
+        self, prompts: Sequence[Prompt], *, preference: Sequence[float] | None = None
     ) -> Replies:
-        """Returns one sampled reply to each dialogue, by this process alone; for evaluation.
+        """Returns one sampled reply to each prompt, by this process alone; for evaluation.
 
         A conditioned policy answers at the preference, by default at equal shares.
         """
@@ -318,7 +317,7 @@ class MultiObjectiveTrainer:
         own = rollouts.rows(self.team.share(rollouts.num_rows))
         queries = own.queries
         asked = Asked(
-            self.judges, self.objectives, queries.prompts, own.completions, queries.columns
+            self.judges, self.objectives, queries.prompts, own.completions, own.completion_ids
         )
         scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows))
         for name, is_truncated in scored.truncated.items():

@@ -31,6 +31,7 @@ from trl.experimental.ppo import PPOTrainer
 from firm.alignment.estimators import Experience, PPOConfig
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import without_needless_warnings
+from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.gradients import gram_matrix
@@ -115,9 +116,11 @@ class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
         state.max_steps, state.num_train_epochs = args.num_total_batches, args.num_train_epochs
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
         batches = itertools.chain.from_iterable(itertools.repeat(self.dataloader))
-        for query_ids in (batch["input_ids"] for batch in batches):
-            prompts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
-            experience = self.experience(self.sample(Queries(prompts, query_ids)))
+        for batch in batches:
+            query_ids, lengths = batch["input_ids"], batch["attention_mask"].sum(1)
+            texts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
+            queries = Queries([Prompt(text) for text in texts], query_ids, lengths)
+            experience = self.experience(self.sample(queries))
             self.set_learning_rates(state.global_step)
             minibatches = []
             for index in self.minibatch_indices():

@@ -18,6 +18,7 @@ from firm.alignment import (
     build_trainer,
     calibrate,
     check_context,
+    check_prompts,
     check_same,
     check_vocabulary,
     copy_adapter,
@@ -136,6 +137,7 @@ def load(
             config,
             tokenizer,
             given=own,
+            prompt_format=cfg.policy.prompt,
             default_split=DEFAULT_SPLITS[use],
             on_note=lambda text: notes.append(f"data.{use}: {text}"),
         )
@@ -147,6 +149,7 @@ def load(
             validation = prompts_of("validation")[:num_validation]
         test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
         notes += overlap_notes(prompts, {"validation": validation, "test": test})
+    check_prompts([*prompts, *validation, *test], tokenizer, cfg.policy.prompt)
     configs = reward_configs(cfg)
     named = {key: config for key, config in configs.items() if key not in given.reward_fns}
     reward_fns = {**load_reward_models(named), **given.reward_fns}
@@ -318,10 +321,9 @@ def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration
     """Returns the maps from scores to rewards: fixed beforehand, or from base-model replies."""
     seed = cfg.evaluation.calibration_seed
     prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
-    texts, columns = [p.text for p in prompts], [p.columns for p in prompts]
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
-        replies = loaded.trainer.replies(texts)
-    scores = score(loaded.reward_fns, texts, replies.completions, columns)
+        replies = loaded.trainer.replies(prompts)
+    scores = score(loaded.reward_fns, prompts, replies.completions, replies.completion_ids)
     return {
         key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)
         for (key, config), row in zip(reward_configs(cfg).items(), scores, strict=True)

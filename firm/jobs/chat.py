@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from firm.alignment import Calibration, score
-from firm.alignment.prompts import ASSISTANT, HUMAN
+from firm.alignment.prompts import Message, Prompt, hh_text
 from firm.federation import RandomStream
 from firm.fields import configuration
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.run import Run
 from firm.run.shipped import with_shipped_paths
 
 SIDES = {"base": None, "aligned": 0}
@@ -69,12 +70,13 @@ class Conversation:
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
         self._speakers = Speakers(cfg, [self.folder], rewards, preference=cfg.preference)
+        self._scores_texts = _has_texts(cfg.run) if cfg.run else True
         self._calibrations = frozen_calibrations(rewards, record) if record else {}
         self.reset()
 
     def reset(self) -> None:
         """Begins both dialogues anew."""
-        self._dialogues: dict[str, str] = {}
+        self._dialogues: dict[str, list[Message]] = {}
 
     def answer(self, line: str, turn: int) -> dict[str, Answer]:
         """Returns each side's reply to a line, and goes on from it.
@@ -87,8 +89,8 @@ class Conversation:
         return answers
 
     def continued(
-        self, dialogues: Mapping[str, str], line: str, turn: int
-    ) -> tuple[dict[str, Answer], dict[str, str]]:
+        self, dialogues: Mapping[str, list[Message]], line: str, turn: int
+    ) -> tuple[dict[str, Answer], dict[str, list[Message]]]:
         """Returns each side's reply to a line, and the dialogues with it.
 
         Args:
@@ -98,24 +100,35 @@ class Conversation:
         """
         answers, longer = {}, {}
         for side in SIDES:
-            longer[side] = f"{dialogues.get(side, '')}{HUMAN} {line}{ASSISTANT}"
-            answers[side] = self._reply(side, longer[side], turn)
-            longer[side] += f" {answers[side].text}"
+            asked = [*dialogues.get(side, ()), {"role": "user", "content": line}]
+            answers[side] = self._reply(side, asked, turn)
+            longer[side] = [*asked, {"role": "assistant", "content": answers[side].text}]
         return answers, longer
 
     def turn_to(self, preference: Sequence[float]) -> None:
         """Has the aligned side, whose adapter is conditioned, answer at another preference."""
         self._speakers.refold(0, preference)
 
-    def _reply(self, side: str, dialogue: str, turn: int) -> Answer:
+    def _reply(self, side: str, messages: Sequence[Message], turn: int) -> Answer:
+        # reward functions get what they got in training, texts or messages
+        text = hh_text(messages) if self._scores_texts else None
+        prompts = [Prompt(text, messages=tuple(messages))]
         stream = RandomStream(self._seed, "chat", turn)  # the same for both sides
         with self._speakers.speaking(SIDES[side]) as sample, stream:
-            replies = sample([dialogue])
+            replies = sample(prompts)
         judges = self._speakers.reward_fns.items()
         reward_fns = {name: fn for name, fn in judges if not getattr(fn, "needs", ())}
-        rows = score(reward_fns, [dialogue], replies.completions) if reward_fns else ()
+        batch = prompts, replies.completions, replies.completion_ids
+        rows = score(reward_fns, *batch) if reward_fns else ()
         scores = {name: row[0] for name, row in zip(reward_fns, rows, strict=True)}
         return Answer(replies.completions[0].strip(), in_words(scores, self._calibrations))
+
+
+def _has_texts(run: Path) -> bool:
+    """Returns whether a run's prompts were texts, rather than chats; by its samples."""
+    rows = [row for row in Run(run).samples() if {"prompt", "messages"} <= row.keys()]
+    chats = [Prompt(messages=tuple(row["messages"])).transcript == row["prompt"] for row in rows]
+    return not any(chats)
 
 
 def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibration]) -> list[str]:

@@ -26,7 +26,7 @@ from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, 
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
 from firm.report.comparison import write_comparison
-from firm.report.samples import Reply, Sample, dialogue
+from firm.report.samples import Reply, Sample, Turn, turns_of
 from firm.run import UserError, dated_folder, leaves, to_yaml
 from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.files import whole_folder, write_csv
@@ -86,6 +86,8 @@ class ComparisonResult:
     """Prompts, each with the reply of every model."""
     prompts: str
     """How many prompts were replied to, in how many rows."""
+    turns: list[tuple[Turn, ...]]
+    """Turns of the prompts in `samples`."""
 
 
 def compare(cfg: CompareConfig) -> ComparisonResult:
@@ -122,7 +124,8 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     }
     samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
     count = prompts_text(base.num_prompts, base.num_rows)
-    result = ComparisonResult(out, tables, samples, count)
+    turns = [turns_of(row) for row in base.samples[: cfg.num_shown_samples]]
+    result = ComparisonResult(out, tables, samples, count, turns)
     write_results(cfg, result, folder_by_name)
     return result
 
@@ -139,6 +142,7 @@ def _evaluations(
     prompts = load_prompts(
         cfg.prompts,
         speakers.tokenizer,
+        prompt_format=cfg.policy.prompt,
         default_split=DEFAULT_SPLITS["test"],
         on_note=lambda text: print(f"note: {printable(text)}"),
     )
@@ -262,10 +266,10 @@ def write_results(
                 lines=_lines(result.tables, scores=[*cfg.rewards, *cfg.metrics]),
                 samples=[
                     Sample(
-                        dialogue(prompt),
+                        turns,
                         [Reply(reply.text.strip(), reply.scores) for reply in replies.values()],
                     )
-                    for prompt, replies in result.samples
+                    for turns, (_, replies) in zip(result.turns, result.samples, strict=True)
                 ],
                 facts={
                     "Base model": cfg.policy.path,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
+from firm.alignment import Message
 from firm.fields import Hint, configuration
 from firm.fronts import Expectation, expected_rewards, mean_preference, reaching
 from firm.jobs.alignment import FRONT_NAME
@@ -103,8 +104,8 @@ class Explorer:
         return figures
 
     def answer(
-        self, place: Place, dialogues: Mapping[str, str], line: str, turn: int
-    ) -> tuple[dict[str, Answer], dict[str, str]]:
+        self, place: Place, dialogues: Mapping[str, list[Message]], line: str, turn: int
+    ) -> tuple[dict[str, Answer], dict[str, list[Message]]]:
         """Returns the base model's reply and that at a place, and the dialogues with them."""
         self._conversation.turn_to(place.preference)
         return self._conversation.continued(dialogues, line, turn)

@@ -125,7 +125,7 @@ def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
 
     Nothing is written where a field of theirs is none that JSON has.
     """
-    rows = [{**prompt.columns, "prompt": prompt.text, "kind": prompt.kind} for prompt in prompts]
+    rows = [{**prompt.columns, "prompt": prompt.given, "kind": prompt.kind} for prompt in prompts]
     with suppress(TypeError, ValueError):
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         (run / TEST_PROMPTS_NAME).write_text(text, encoding="utf-8")

@@ -161,7 +161,7 @@ def _splits(
     """
     groups: dict[str, list[Prompt]] = {}
     for prompt in _rows(train, "train", "prompts", cfg):
-        groups.setdefault(loose_text(prompt.text), []).append(prompt)
+        groups.setdefault(loose_text(prompt.transcript), []).append(prompt)
     prompts = list(groups.values())
     asked = {"validation": validation, "test": test}
     missing = [split for split, given in asked.items() if given is None]
@@ -182,5 +182,11 @@ def _splits(
 
 def _rows(given: Prompts, use: str, argument: str, cfg: AlignmentConfig) -> list[Prompt]:
     source = with_shipped_paths(given) if isinstance(given, str | Path) else given
-    split = getattr(cfg.data, use).split
-    return read_prompts(source, split, default_split=DEFAULT_SPLITS[use], name=argument)
+    config = getattr(cfg.data, use)
+    return read_prompts(
+        source,
+        config.split,
+        reader=config.reader,
+        default_split=DEFAULT_SPLITS[use],
+        name=argument,
+    )

@@ -53,8 +53,16 @@ def samples_of(record: Record) -> list[Sample]:
     for row in bases:
         matching = replies.get(row["prompt"])
         aligned = [_reply(matching.pop(0))] if matching else []
-        samples.append(Sample(dialogue(row["prompt"]), [_reply(row), *aligned]))
+        samples.append(Sample(turns_of(row), [_reply(row), *aligned]))
     return samples
+
+
+def turns_of(row: Row) -> tuple[Turn, ...]:
+    """Returns the turns of a sample's prompt; of logs without messages, those of HH-RLHF's form."""
+    messages = row.get("messages")
+    if messages is None:
+        return dialogue(row["prompt"])
+    return tuple(Turn(m["role"], m["content"]) for m in messages)
 
 
 def dialogue(prompt: str) -> tuple[Turn, ...]:

@@ -190,6 +190,14 @@ for _quantity in (
         shape=ByName(CORRELATION),
     ),
     _diagnostic(
+        "cut_prompt_share",
+        "Prompts cut to max_prompt_tokens",
+        "share",
+        "A prompt that was cut has lost its oldest turns.",
+        axis=PERCENT,
+        shape=SHARE,
+    ),
+    _diagnostic(
         "truncated_share",
         "Texts cut short",
         "share",

@@ -153,7 +153,12 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "users": ByName(SHARE),
         "progress": ByName(ByName(NUMBER)),
     },
-    "sample": {"prompt": Text(), "completion": Text(), "scores": ByName(NUMBER)},
+    "sample": {
+        "prompt": Text(),
+        "messages": Items(Fields({"role": Text(), "content": Text()}, ("role", "content"))),
+        "completion": Text(),
+        "scores": ByName(NUMBER),
+    },
 }
 """Shapes of the fields by the kind of their row; `firm.run.quantities` adds what pages draw."""
 NOISY: dict[str, Shape] = {

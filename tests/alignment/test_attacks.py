@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
+from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Asked, Calibration, Judges, scores_together
 from firm.federation.attackers import Attacker
 
 OBJECTIVES = ("length", "vowels")
-PROMPTS, REPLIES = ["x"] * 4, ["a", "bb", "ccc", "eeee"]
+PROMPTS, REPLIES = [Prompt("x")] * 4, ["a", "bb", "ccc", "eeee"]
 MAPS = {
     "length": Calibration("sigmoid", mean=2.0, scale=0.7),
     "vowels": Calibration("minmax", low=0.0, high=4.0),
@@ -32,7 +33,7 @@ def judges(calibrations=MAPS):
 
 
 def scored(judges, objectives=OBJECTIVES):
-    (result,) = scores_together([Asked(judges, objectives, PROMPTS, REPLIES)])
+    (result,) = scores_together([Asked(judges, objectives, PROMPTS, REPLIES, [[1]] * 4)])
     return result
 
 

@@ -14,6 +14,7 @@ from firm.alignment import (
     copy_adapter,
     load_adapter_,
 )
+from firm.alignment.prompts import prompt_of
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
@@ -588,7 +589,7 @@ def test_advantages_of_a_batch_are_scaled_as_the_configuration_says(
 
 def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
     """The reward function raises on one prompt of the second round, whatever is drawn with it."""
-    prompts = [Prompt(f"\n\nHuman: {a}{b} cab\n\nAssistant:", "") for a in "abcde" for b in LETTERS]
+    prompts = [prompt_of(f"\n\nHuman: {a}{b} cab\n\nAssistant:") for a in "abcde" for b in LETTERS]
     client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
     drawn, score = [], trainer.experience
 
@@ -599,7 +600,7 @@ def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
         return score(rollouts)
 
     trainer.experience = fussy
-    others = [Prompt(prompt.text.replace("cab", "bac"), "") for prompt in PROMPTS]
+    others = [prompt_of(prompt.text.replace("cab", "bac")) for prompt in PROMPTS]
     other = AlignmentClient("other", others, trainer, seed=SEED)
     engine, names = LocalEngine([client, other]), ["client_0"]
     state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=("a", "b"), seed=SEED)

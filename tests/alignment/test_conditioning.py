@@ -19,7 +19,7 @@ from firm.alignment.conditioning import (
 from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
-from firm.alignment.sequences import Queries, Sequences, forward, response_logprobs
+from firm.alignment.sequences import Sequences, forward, response_logprobs
 from firm.federation import LocalEngine, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
@@ -28,6 +28,7 @@ from firm.federation.training import LocalTraining, local_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 from tests.cabs import PROMPTS, TOKENS
+from tests.tokens import queries
 
 PREFERENCE = ConditioningConfig(kind="preference")
 
@@ -72,9 +73,10 @@ def test_each_row_gets_the_ordinary_adapter_that_its_preference_folds_into(
     preferences[1] = torch.eye(num_objectives)[0]
     set_preferences(policy, preferences)
     with torch.no_grad():
-        logits = forward(policy, TOKENS, 0).logits
+        logits = forward(policy, TOKENS, TOKENS != 0).logits
         for row, preference in enumerate(preferences):
-            alone = forward(folded(policy, preference.tolist()), TOKENS[row : row + 1], 0).logits
+            own = TOKENS[row : row + 1]
+            alone = forward(folded(policy, preference.tolist()), own, own != 0).logits
             torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-4, atol=1e-4)
     assert (logits[0] - logits[2]).abs().max() > 0.1  # the rows' own tokens aside, they differ
 
@@ -84,16 +86,18 @@ def test_without_preferences_and_at_equal_shares_it_is_the_ungated_adapter(
 ):
     policy = make_conditioned(3)
     with torch.no_grad():
-        without = forward(policy, TOKENS, 0).logits
+        without = forward(policy, TOKENS, TOKENS != 0).logits
         set_preferences(policy, torch.full((3, 3), 1 / 3))
-        torch.testing.assert_close(forward(policy, TOKENS, 0).logits, without)
-        plain = forward(folded(policy, [1, 1, 1]), TOKENS, 0).logits
+        torch.testing.assert_close(forward(policy, TOKENS, TOKENS != 0).logits, without)
+        plain = forward(folded(policy, [1, 1, 1]), TOKENS, TOKENS != 0).logits
         torch.testing.assert_close(plain, without, rtol=1e-4, atol=1e-4)
         set_preferences(policy, torch.tensor([[1.0, 0, 0]]).repeat(3, 1))
         with policy.disable_adapter():  # the reference has no preference
-            base = forward(policy, TOKENS, 0).logits
+            base = forward(policy, TOKENS, TOKENS != 0).logits
         assert (base - without).abs().max() > 0.1
-        torch.testing.assert_close(base, forward(_without_adapter(policy), TOKENS, 0).logits)
+        torch.testing.assert_close(
+            base, forward(_without_adapter(policy), TOKENS, TOKENS != 0).logits
+        )
 
 
 def _without_adapter(policy):
@@ -110,22 +114,20 @@ def test_replies_and_their_log_probabilities_are_those_of_the_folds(
 ):
     policy, config = make_conditioned(), RolloutConfig(max_new_tokens=8, stop_strings=[])
     preferences = torch.tensor([[1.0, 0.0], [0.2, 0.8], [0.5, 0.5]])
-    queries = Queries(["x"] * 3, TOKENS, preferences)
+    asked = queries(TOKENS, preferences=preferences)
     torch.manual_seed(0)
-    ids, logprobs = generate(policy, queries, tokenizer=tokenizer, config=config, end_ids=[])
-    sequences = Sequences(queries, ids)
+    ids, logprobs = generate(policy, asked, tokenizer=tokenizer, config=config, end_ids=[])
+    sequences = Sequences(asked, ids, torch.full((3,), 8))
     with torch.no_grad():
-        passed = response_logprobs(policy, sequences, 0, config.temperature)
-        is_text = (sequences.responses != 0).cumprod(1).bool()  # a forward pass skips padding
-        assert is_text.sum() > 12
-        torch.testing.assert_close(logprobs[is_text], passed[is_text], rtol=1e-4, atol=1e-4)
+        passed = response_logprobs(policy, sequences, config.temperature)
+        torch.testing.assert_close(logprobs, passed, rtol=1e-4, atol=1e-4)
         reordered = sequences.rows(torch.tensor([2, 0, 1]))  # preferences go with their rows
-        again = response_logprobs(policy, reordered, 0, config.temperature)
+        again = response_logprobs(policy, reordered, config.temperature)
         torch.testing.assert_close(again, passed[[2, 0, 1]], rtol=1e-4, atol=1e-4)
         for row, preference in enumerate(preferences.tolist()):
             alone = sequences.rows(slice(row, row + 1))
             plain = folded(policy, preference)
-            own = response_logprobs(plain, alone, 0, config.temperature)
+            own = response_logprobs(plain, alone, config.temperature)
             torch.testing.assert_close(passed[row : row + 1], own, rtol=1e-4, atol=1e-4)
 
 
@@ -197,7 +199,7 @@ def drawn_rows(make_client, make_conditioned):
     (batch,) = client.batches(1)
     rows = batch.whole
     set_preferences(trainer.policy_model, rows.rollouts.queries.preferences)
-    logprobs = response_logprobs(trainer.policy_model, rows.rollouts, 0, 0.8)
+    logprobs = response_logprobs(trainer.policy_model, rows.rollouts, 0.8)
     mask = rows.rollouts.mask
     per_reply = (logprobs * mask).sum(1) / mask.sum()
 

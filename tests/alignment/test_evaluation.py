@@ -25,11 +25,11 @@ from firm.alignment.evaluation import (
 )
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
-from firm.alignment.prompts import Prompt, PromptFormat
+from firm.alignment.prompts import Prompt, PromptFormat, prompt_of
 from firm.alignment.rewards import Calibration
 from firm.federation.randomness import RandomStream
 
-PROMPTS = [Prompt(f"\n\nHuman: Question {index}\n\nAssistant:") for index in range(6)]
+PROMPTS = [prompt_of(f"\n\nHuman: Question {index}\n\nAssistant:") for index in range(6)]
 CALIBRATIONS = {"words": Calibration("minmax", low=0.0, high=10.0)}
 
 
@@ -45,7 +45,8 @@ def matches(prompts, completions, **kwargs):
 def policy(extra_words=0):
     """A policy whose replies name their prompt and then talk for a random while."""
 
-    def generate(prompts):
+    def generate(asked):
+        prompts = [prompt.text for prompt in asked]
         words = [random.randint(0, 3) + extra_words for _ in prompts]
         return Replies(
             completions=[
@@ -55,6 +56,7 @@ def policy(extra_words=0):
             kl=torch.tensor(words) / 10,
             num_tokens=torch.tensor(words) + 1,
             ended=torch.tensor(words) < 3,
+            completion_ids=[[1]] * len(prompts),
         )
 
     return generate
@@ -74,13 +76,15 @@ def run(generate, **options):
 def test_figures_equal_a_hand_computation():
     counts = iter([1, 3, 2, 6])  # two prompts with two replies each
 
-    def generate(prompts):
+    def generate(asked):
+        prompts = [prompt.text for prompt in asked]
         words = [next(counts) for _ in prompts]
         return Replies(
             [" ".join("ab"[i % 2] for i in range(n)) for n in words],
             kl=torch.tensor(words) * 0.5,
             num_tokens=torch.tensor(words),
             ended=torch.tensor([n < 6 for n in words]),
+            completion_ids=[[1]] * len(prompts),
         )
 
     evaluation = evaluate(
@@ -190,9 +194,11 @@ def test_a_policy_can_be_measured_without_any_score():
 def test_figures_are_of_the_replies_that_have_a_score():
     counts = iter([1, 3, 2, 6, 4, 4, 8, 2])  # four prompts with two replies each
 
-    def generate(prompts):
+    def generate(asked):
+        prompts = [prompt.text for prompt in asked]
         words = torch.tensor([next(counts) for _ in prompts])
-        return Replies(["w " * n for n in words], kl=words / 2, num_tokens=words, ended=words < 3)
+        texts = ["w " * n for n in words]
+        return Replies(texts, words / 2, words, words < 3, [[1]] * len(words))
 
     def few(completions, **kwargs):
         return [n if n < 4 else None for n in num_words(completions)]
@@ -248,7 +254,7 @@ def test_rows_that_share_a_prompt_are_rows_and_one_cluster():
     shared = [replace(PROMPTS[0], columns={"answer": index}) for index in range(3)]
     rows = [*shared, *PROMPTS[1:3]]
 
-    def right(prompts, completions, answer):
+    def right(prompts, completions, answer, **kwargs):
         return [{None: 9.0, 0: 1.0, 1: 2.0, 2: 6.0}[each] for each in answer]
 
     evaluation = evaluate(
@@ -302,7 +308,8 @@ def test_rows_can_be_written_to_disk():
     rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert [row["prompt"] for row in rows[1:]] == [prompt.text for prompt in PROMPTS[:2]]
-    assert rows[1].keys() == {"round", "prompt", "completion", "scores"}
+    assert rows[1].keys() == {"round", "prompt", "messages", "completion", "scores"}
+    assert rows[1]["messages"] == [{"role": "user", "content": "Question 0"}]
     assert rows[1]["scores"].keys() == {"words", "match"}
 
 
@@ -325,7 +332,7 @@ def test_evaluations_that_cannot_be_trusted_are_refused():
         evaluate(policy(), PROMPTS, fns, **{**options, "calibrations": {}})
 
 
-LETTER_PROMPTS = ["abc", "jihgfe", "d", "cafe bad"]
+LETTER_PROMPTS = [Prompt(text) for text in ("abc", "jihgfe", "d", "cafe bad")]
 TOKEN_IDS = torch.tensor([[4, 9, 7, 14, 5], [8, 8, 4, 6, 10]])
 ROLLOUT = RolloutConfig(max_new_tokens=10, temperature=0.8, stop_strings=[])
 

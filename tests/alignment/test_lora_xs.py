@@ -57,7 +57,7 @@ def make_small(checkpoint):
 
 def _logits(model):
     with torch.no_grad():
-        return forward(model, TOKENS, 0).logits
+        return forward(model, TOKENS, TOKENS != 0).logits
 
 
 def _layers(policy):
@@ -168,7 +168,7 @@ def test_the_gradient_is_that_of_autograd(make_client, make_small):
     (batch,) = client.batches(1)
     rows = batch.whole
     gradients = client.gradients(rows)
-    logprobs = response_logprobs(policy, rows.rollouts, 0, 0.8)
+    logprobs = response_logprobs(policy, rows.rollouts, 0.8)
     mask = rows.rollouts.mask
     per_reply = (logprobs * mask).sum(1) / mask.sum()
     for row, advantages in zip(gradients.jacobian, rows.advantages, strict=True):

@@ -18,14 +18,13 @@ from firm.alignment import (
     AlignmentClient,
     LoraSettings,
     PolicyConfig,
-    Prompt,
     evaluate,
     load_policy,
 )
 from firm.alignment.conditioning import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters
-from firm.alignment.sequences import Queries
+from firm.alignment.prompts import prompt_of
 from firm.cli.align import main
 from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
@@ -38,6 +37,7 @@ from firm.jobs.plan.record import RewardFigures
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
+from tests.tokens import queries
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +222,7 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
+    experience = trainer.experience(trainer.sample(queries(query_ids, prompts)))
     minibatch = experience.rows(np.arange(8))
     with LiveBytes(trainer.policy_model) as live:
         gradients = trainer.gradients(minibatch)
@@ -257,7 +257,9 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     prompts = trainer.tokenizer.batch_decode(query_ids)
     preferences = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [1.0, 0.0]])
-    experience = trainer.experience(trainer.sample(Queries(prompts, query_ids, preferences)))
+    experience = trainer.experience(
+        trainer.sample(queries(query_ids, prompts, preferences=preferences))
+    )
     minibatch = experience.rows(np.array([0, 1, 4, 5, 8, 9, 12, 13]))  # two replies to each prompt
     with LiveBytes(trainer.policy_model) as live:
         gradients = trainer.gradients(minibatch, by_preference=True)
@@ -288,9 +290,9 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     new_trainer = trainer.stacked()
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
-    queries = Queries(trainer.tokenizer.batch_decode(query_ids), query_ids)
+    asked = queries(query_ids, trainer.tokenizer.batch_decode(query_ids))
     trainers = [new_trainer() for _ in range(3)]
-    minibatches = [t.experience(t.sample(queries)).rows(np.arange(8)) for t in trainers]
+    minibatches = [t.experience(t.sample(asked)).rows(np.arange(8)) for t in trainers]
     with LiveBytes(trainer.policy_model) as live:
         pairs = zip(trainers, minibatches, strict=True)
         found = lockstep([partial(t.gradients, minibatch) for t, minibatch in pairs])
@@ -381,7 +383,7 @@ def test_a_clients_learners_are_as_large_as_its_state(
         actor_optimizer=optimizer,
         policy=load_policy(policy, stream=RandomStream(0, "adapter")),
     )
-    prompts = [Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefgh" * 2]
+    prompts = [prompt_of(f"\n\nHuman: {letter}\n\nAssistant:") for letter in "abcdefgh" * 2]
     client = AlignmentClient("client_0", prompts, trainer, seed=0)
     start = client.state()
     for objective in "abc" if strategy == "fsmgda" else ["all"]:

@@ -1,11 +1,12 @@
 import gzip
 import json
+from dataclasses import replace
 
 import datasets
 import pytest
 
 from firm.alignment.prompt_data import PromptsConfig, load_prompts, overlap_notes, read_prompts
-from firm.alignment.prompts import ASSISTANT, HUMAN, Prompt
+from firm.alignment.prompts import ASSISTANT, HUMAN, Prompt, prompt_of
 from tests.tokens import byte_tokenizer
 
 WITH_BOS = {"frame": {"single": "<s> $A"}, "pad_token": "<pad>"}
@@ -27,20 +28,23 @@ def load(source, tokenizer=None, *, on_note=None, **options):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path, name):
-    rows = [{"prompt": f"{HUMAN} One{ASSISTANT}", "kind": "helpful"}, {"prompt": "Two"}]
+    rows = [
+        {"prompt": f"{HUMAN} One{ASSISTANT}", "kind": "helpful"},
+        {"prompt": f"{HUMAN} Two{ASSISTANT}"},
+    ]
     text = json.dumps(rows) if ".jsonl" not in name else "\n\n".join(map(json.dumps, rows))
     data = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     assert load(tmp_path / name) == [
-        Prompt(f"{HUMAN} One{ASSISTANT}", "helpful"),
-        Prompt(f"{HUMAN} Two{ASSISTANT}", ""),
+        replace(prompt_of(f"{HUMAN} One{ASSISTANT}"), kind="helpful"),
+        prompt_of(f"{HUMAN} Two{ASSISTANT}"),
     ]
 
 
 def test_a_pair_gives_the_dialogue_up_to_the_last_assistant_tag(tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps({"chosen": THREE_TURNS + " Yes.", "rejected": THREE_TURNS + " No."}))
-    assert load(file) == [Prompt(THREE_TURNS, "")]
+    assert load(file) == [prompt_of(THREE_TURNS)]
 
 
 def test_further_fields_are_kept_for_the_reward_functions(tmp_path):
@@ -90,7 +94,7 @@ def source_named(name, folder):
 
 
 def letters(prompts):
-    return "".join(prompt.text.split()[1] for prompt in prompts)
+    return "".join(prompt.text for prompt in prompts)
 
 
 SINGLE = ("file.jsonl", "file.json", "single", "a list", "rows", "a Dataset")
@@ -168,7 +172,7 @@ def test_a_bad_row_is_named_by_its_place_in_its_split(folder):
 
 def test_a_folder_of_a_dataset_names_the_kind(folder):
     prompts = load(f"{folder / 'parts'}:digits", split="test[:1]")
-    assert prompts == [Prompt(f"{HUMAN} a{ASSISTANT}", "digits")]
+    assert prompts == [Prompt("a", "digits")]
 
 
 def test_rows_of_all_sources_are_rows_whatever_they_share(tmp_path):
@@ -176,7 +180,7 @@ def test_rows_of_all_sources_are_rows_whatever_they_share(tmp_path):
         rows = [json.dumps({"prompt": question, "answer": name}) for question in questions]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     prompts = load([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    found = [(prompt.text.split()[1], prompt.columns["answer"]) for prompt in prompts]
+    found = [(prompt.text, prompt.columns["answer"]) for prompt in prompts]
     assert found == [("One", "a"), ("Two", "a"), ("Two", "b"), ("Three", "b")]
 
 
@@ -190,7 +194,7 @@ def test_exact_duplicates_are_dropped_where_that_is_asked_for(tmp_path):
     assert len(load(file, on_note=notes.append)) == 7
     assert notes == []
     kept = load(file, drop_duplicates=True, on_note=notes.append)
-    assert [(p.text.split()[1], p.columns.get("answer"), p.kind) for p in kept] == [
+    assert [(p.text, p.columns.get("answer"), p.kind) for p in kept] == [
         ("One", same["answer"], ""),
         ("One", [1], ""),
         ("Two", None, ""),
@@ -220,7 +224,7 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
     around = num_tokens(f"{HUMAN} {ASSISTANT}")
     limits, notes = {"min_tokens": around + 2, "max_tokens": around + 5}, []
     kept = load(file, tokenizer=TOKENIZER, on_note=notes.append, **limits)
-    assert [prompt.text for prompt in kept] == [f"{HUMAN} xxxxx{ASSISTANT}"]
+    assert [prompt.text for prompt in kept] == ["xxxxx"]
     named = ", ".join(f"{name} {limit}" for name, limit in limits.items())
     assert notes == [f"2 of 3 rows are left out ({named})."]
     with pytest.raises(ValueError, match="no prompt is left of 3"):
@@ -236,22 +240,23 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
         ('["secret"]', r"line 2: got a JSON list"),
         ('{"text": "secret"}', r"line 2: no prompt in fields text"),
         ('{"prompt": " "}', r"line 2: no prompt in an empty text"),
-        ('{"prompt": 3}', r"line 2: no prompt in fields prompt"),
-        ('{"prompt": ["secret"]}', r"line 2: chat turn 1 must have a `role`"),
-        ('{"prompt": []}', r"line 2: chat turns must end with the user's, .* got none"),
-        ('{"prompt": [{"role": "secret", "content": "x"}]}', r"line 2: chat turn 1 must have a"),
-        ('{"messages": [{"role": "user", "content": 3}]}', r"line 2: chat turn 1 must have a"),
+        ('{"prompt": 3}', r"line 2: chat messages must be a list, got a JSON int"),
+        ('{"prompt": ["secret"]}', r"line 2: chat message 1 must have a `role`"),
+        ('{"prompt": []}', r"line 2: chat messages must end with one .* got none"),
+        ('{"prompt": [{"role": "", "content": "x"}]}', r"line 2: chat message 1 must have a"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r"line 2: chat message 1 must have a"),
         (
             '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
-            r"line 2: chat turns must end with the user's, .* got user, assistant: add or remove",
+            r"line 2: chat messages must end with one .* got user, assistant: add or remove",
         ),
-        ('{"chosen": "secret"}', r"line 2: no prompt in an empty text"),
+        (
+            '{"chosen": "secret"}',
+            r"line 2: a row with a text as `chosen` needs the text `rejected`",
+        ),
         ('{"prompt": "secret", "kind": 3}', r"line 2: `kind` must be a text, got int"),
         (r'{"prompt": "secret \ud83d"}', r"line 2: the prompt has half a surrogate .* character 8"),
         (r'{"prompt": "secret", "kind": "\udc00"}', r"line 2: `kind` has half a surrogate pair"),
         ("[" * 100_000, r"line 2: JSON that is nested too deeply"),
-        (json.dumps({"prompt": f"{HUMAN} secret"}), r"line 2: a dialogue must begin"),
-        (json.dumps({"prompt": f"secret{HUMAN} Hi{ASSISTANT}"}), r"line 2: a dialogue must begin"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_never_quoted(tmp_path, line, message):
@@ -261,6 +266,17 @@ def test_a_bad_line_is_named_by_its_number_and_never_quoted(tmp_path, line, mess
         load(file)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [f"{HUMAN} secret", f"secret{HUMAN} Hi{ASSISTANT}"])
+def test_a_text_among_those_of_hh_rlhf_that_has_another_form_is_refused(tmp_path, text):
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": THREE_TURNS}, {"prompt": THREE_TURNS}, {"prompt": text}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="line 3: a text in HH-RLHF's form must begin") as caught:
+        load(file)
+    assert "secret" not in str(caught.value)
+    assert [prompt.text for prompt in load(file, reader="text")] == [THREE_TURNS, text]
 
 
 def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):

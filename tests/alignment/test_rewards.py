@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firm.alignment.prompts import Prompt, prompt_of
 from firm.alignment.rewards import (
     Asked,
     Calibration,
@@ -45,8 +46,8 @@ def test_further_fields_of_the_data_are_keywords():
     def right(completions, answer, **kwargs):
         return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
-    rows = [{"answer": "a"}, {}, {"answer": "x"}]
-    assert score({"right": right}, PROMPTS, REPLIES, rows).tolist() == [[1.0, 0.0, 0.0]]
+    rows = [Prompt("?", columns=row) for row in ({"answer": "a"}, {}, {"answer": "x"})]
+    assert score({"right": right}, rows, REPLIES).tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_batches_that_are_scored_together_keep_their_own_fields():
@@ -55,12 +56,64 @@ def test_batches_that_are_scored_together_keep_their_own_fields():
 
     judges = Judges({"right": right})
     batches = [
-        Asked(judges, ["right"], PROMPTS[:2], ["a", "b"], [{"answer": "a"}, {"answer": "a"}]),
-        Asked(judges, ["right"], PROMPTS[:1], ["b"]),
-        Asked(judges, ["right"], PROMPTS[:1], ["b"], [{"answer": "b"}]),
+        Asked(
+            judges, ["right"], [Prompt("?", columns={"answer": "a"})] * 2, ["a", "b"], [[1], [2]]
+        ),
+        Asked(judges, ["right"], [Prompt("?")], ["b"], [[2]]),
+        Asked(judges, ["right"], [Prompt("?", columns={"answer": "b"})], ["b"], [[2]]),
     ]
     scores = [scored.scores.tolist() for scored in scores_together(batches)]
     assert scores == [[[1.0, 0.0]], [[0.0]], [[1.0]]]
+
+
+CHAT = Prompt(messages=({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))
+
+
+def test_texts_come_as_strings_and_chats_as_messages_as_from_trl():
+    calls = []
+
+    def seen(prompts, completions, completion_ids, answer, **kwargs):
+        calls.append((prompts, completions, completion_ids, answer))
+        return [float(ids[0]) for ids in completion_ids]
+
+    prompts = [Prompt("t", columns={"answer": 1}), CHAT, prompt_of("\n\nHuman: x\n\nAssistant:")]
+    ids = [[7], [8, 9], [5]]
+    scores = score({"seen": seen}, prompts, REPLIES, ids)
+    assert scores.tolist() == [[7.0, 8.0, 5.0]]  # in the order of the batch
+    first, second, third = REPLIES
+    reply = [{"role": "assistant", "content": second}]
+    assert sorted(calls, key=lambda call: len(call[0])) == [
+        ([list(CHAT.messages)], [reply], [[8, 9]], [None]),
+        (["t", "\n\nHuman: x\n\nAssistant:"], [first, third], [[7], [5]], [1, None]),
+    ]
+
+
+def test_a_reward_that_reads_prompts_gets_them_in_one_call():
+    class Reader:
+        reads_prompts = True
+
+        def __call__(self, prompts, completions, **kwargs):
+            assert completions == REPLIES
+            self.truncated = [prompt.text is None for prompt in prompts]
+            return [float(len(prompt.messages)) for prompt in prompts]
+
+    asked = Asked(Judges({"r": Reader()}), ["r"], [Prompt("t"), CHAT, CHAT], REPLIES, [[1]] * 3)
+    (scored,) = scores_together([asked])
+    assert scored.scores.tolist() == [[1.0, 2.0, 2.0]]
+    assert scored.truncated == {"r": [False, True, True]}
+
+
+def test_what_was_cut_stays_with_its_row_in_a_batch_of_texts_and_chats():
+    class Cutter:
+        def __call__(self, prompts, completions, **kwargs):
+            self.truncated = [isinstance(prompt, list) for prompt in prompts]
+            return [0.0] * len(prompts)
+
+    asked = Asked(
+        Judges({"r": Cutter()}), ["r"], [Prompt("t"), CHAT, Prompt("u")], REPLIES, [[1]] * 3
+    )
+    (scored,) = scores_together([asked])
+    assert scored.truncated == {"r": [False, True, False]}
 
 
 def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
@@ -159,7 +212,7 @@ def test_a_reward_that_says_of_too_few_inputs_which_it_cut_is_named():
         def __call__(self, prompts, completions, **kwargs):
             return [0.0] * len(completions)
 
-    asked = Asked(Judges({"short": Forgetful()}), ["short"], PROMPTS, REPLIES)
+    asked = Asked(Judges({"short": Forgetful()}), ["short"], [Prompt("x")] * 3, REPLIES, [[1]] * 3)
     (error,) = scores_together([asked])
     assert isinstance(error, ValueError)
     assert "reward 'short' has 1 entries in `truncated` for 3 completions" in str(error)

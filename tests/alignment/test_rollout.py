@@ -6,20 +6,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate
 from firm.alignment.kl import kl_penalty
-from firm.alignment.prompts import PromptFormat
-from firm.alignment.rollout import Sampler, encode_dialogues, rollout
+from firm.alignment.prompts import Prompt, PromptFormat
+from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Queries,
     Rollouts,
     forward,
+    left_padded,
     response_logits,
     token_logprobs,
 )
 from firm.federation import RandomStream, Team
+from tests.tokens import queries
 
 PAD, BOS, EOS = 0, 1, 2
 QUERIES = ["abc", "jihgfe", "d", "cafe bad"]
@@ -49,10 +52,6 @@ def query_ids(tokenizer) -> torch.Tensor:
 
 def settings_of(**changes) -> RolloutConfig:
     return RolloutConfig(**{"max_new_tokens": 10, "stop_strings": [], **changes})
-
-
-def queries(token_ids: torch.Tensor) -> Queries:
-    return Queries([""] * len(token_ids), token_ids)
 
 
 def real_tokens(row: torch.Tensor) -> torch.Tensor:
@@ -89,7 +88,8 @@ def test_token_logprobs_have_the_gradient_of_log_softmax():
 
 def test_padding_does_not_move_a_text(model, query_ids):
     response = torch.tensor([[5, 6, PAD, PAD], [7, 8, 9, 10], [4, 4, 4, PAD], [14, 9, PAD, PAD]])
-    padded = forward(model, torch.cat([query_ids, response], dim=1), PAD)
+    ids = torch.cat([query_ids, response], dim=1)
+    padded = forward(model, ids, ids != PAD)
     for i, (query, tail) in enumerate(zip(query_ids, response, strict=True)):
         text = torch.cat([real_tokens(query), real_tokens(tail)])
         alone = model(input_ids=text.unsqueeze(0), output_hidden_states=True)
@@ -120,9 +120,9 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     assert torch.equal(ids[:, : query_ids.size(1)], query_ids)
     responses = ids[:, query_ids.size(1) :]
     assert logprobs.shape == responses.shape
-    last, _, _ = find_ends(responses, tokenizer=tokenizer, config=config, end_ids=[EOS])
-    assert (last > 3).sum() > 3  # there is something to compare
-    for query, response, ours, end in zip(query_ids, responses, logprobs, last + 1, strict=True):
+    ends, _, _ = find_ends(responses, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    assert (ends > 4).sum() > 3  # there is something to compare
+    for query, response, ours, end in zip(query_ids, responses, logprobs, ends, strict=True):
         expected = logprobs_without_padding(model, query, response[:end], temperature)
         torch.testing.assert_close(ours[:end], expected, rtol=0, atol=1e-4)
 
@@ -236,28 +236,28 @@ def ends(tokenizer, texts, *, end_ids=(EOS,), **changes):
         [names[t] if t in names else tokenizer.convert_tokens_to_ids(t) for t in text]
         for text in texts
     ]
-    last, ended, completions = find_ends(
+    lengths, ended, completions = find_ends(
         torch.tensor(rows), tokenizer=tokenizer, config=settings_of(**changes), end_ids=end_ids
     )
-    return last.tolist(), ended.tolist(), completions
+    return lengths.tolist(), ended.tolist(), completions
 
 
 def test_a_response_ends_at_its_first_eos_which_belongs_to_it_but_not_to_the_text(tokenizer):
     assert ends(tokenizer, ["ab$__", "a$bc$", "$____", "abcd$"]) == (
-        [2, 1, 0, 4],
+        [3, 2, 1, 5],
         [True, True, True, True],
         ["ab", "a", "", "abcd"],
     )
 
 
 def test_a_response_that_nothing_ends_is_whole_and_did_not_end(tokenizer):
-    assert ends(tokenizer, ["abcde"], stop_strings=["aa"]) == ([4], [False], ["abcde"])
+    assert ends(tokenizer, ["abcde"], stop_strings=["aa"]) == ([5], [False], ["abcde"])
 
 
 def test_an_end_token_that_is_not_special_ends_a_response_and_stays_in_its_text(tokenizer):
     newline = tokenizer.convert_tokens_to_ids("j")
     assert ends(tokenizer, ["abjcd", "ab$jc", "abcde"], end_ids=(EOS, newline)) == (
-        [2, 2, 4],
+        [3, 3, 5],
         [True, True, False],
         ["abj", "ab", "abcde"],
     )
@@ -265,7 +265,7 @@ def test_an_end_token_that_is_not_special_ends_a_response_and_stays_in_its_text(
 
 def test_a_response_ends_where_a_stop_string_is_complete_and_its_text_before_it(tokenizer):
     assert ends(tokenizer, ["abcde", "cabab", "aaaab", "ab$__"], stop_strings=["ab"]) == (
-        [1, 2, 4, 1],
+        [2, 3, 5, 2],
         [True, True, True, True],
         ["", "c", "aaa", ""],
     )
@@ -274,18 +274,14 @@ def test_a_response_ends_where_a_stop_string_is_complete_and_its_text_before_it(
 def test_the_first_of_several_stop_strings_counts(tokenizer):
     stop_strings = ["fg", "cd", "a"]
     assert ends(tokenizer, ["bcdfg", "bfgcd", "bbbba"], stop_strings=stop_strings) == (
-        [2, 2, 4],
+        [3, 3, 5],
         [True, True, True],
         ["b", "b", "bbbb"],
     )
 
 
 def test_a_stop_string_after_the_end_does_not_count(tokenizer):
-    assert ends(tokenizer, ["c$ab_", "c_ab_"], stop_strings=["ab"]) == (
-        [1, 0],
-        [True, False],
-        ["c", "c"],
-    )
+    assert ends(tokenizer, ["c$ab_"], stop_strings=["ab"]) == ([2], [True], ["c"])
 
 
 def test_a_stop_string_may_be_complete_inside_a_token(make_tokenizer):
@@ -293,28 +289,29 @@ def test_a_stop_string_may_be_complete_inside_a_token(make_tokenizer):
     tokenizer.add_tokens(["bcd"])
     rows = torch.tensor([tokenizer.convert_tokens_to_ids(["e", "a", "bcd", "e"])])
     config = settings_of(stop_strings=["ab"])
-    last, ended, texts = find_ends(rows, tokenizer=tokenizer, config=config, end_ids=[EOS])
-    assert (last.tolist(), ended.tolist(), texts) == ([2], [True], ["e"])
+    lengths, ended, texts = find_ends(rows, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    assert (lengths.tolist(), ended.tolist(), texts) == ([3], [True], ["e"])
 
 
 def test_the_default_stop_string_is_the_next_human_turn(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["\n\n", "Human", ":"])
     rows = torch.tensor([tokenizer.convert_tokens_to_ids(["a", "\n\n", "Human", ":", "b"])])
-    last, ended, texts = find_ends(rows, tokenizer=tokenizer, config=RolloutConfig(), end_ids=[EOS])
-    assert (last.tolist(), ended.tolist(), texts) == ([3], [True], ["a"])
+    config = RolloutConfig()
+    lengths, ended, texts = find_ends(rows, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    assert (lengths.tolist(), ended.tolist(), texts) == ([4], [True], ["a"])
 
 
-def test_a_sampled_pad_token_cuts_a_response_short(tokenizer):
+def test_a_sampled_pad_token_is_a_token_as_any_other(tokenizer):
     assert ends(tokenizer, ["ab_cd", "_abcd", "ab_c$"]) == (
-        [1, -1, 1],
+        [5, 5, 5],
         [False, False, True],
-        ["ab", "", "ab"],
+        ["abcd", "abcd", "abc"],
     )
 
 
 def test_other_special_tokens_are_kept_as_tokens_but_not_as_text(tokenizer):
-    assert ends(tokenizer, ["a^b$_"]) == ([3], [True], ["ab"])
+    assert ends(tokenizer, ["a^b$_"]) == ([4], [True], ["ab"])
 
 
 def test_end_tokens_are_eos_and_the_configured_ones_in_order(tokenizer, make_tokenizer):
@@ -322,6 +319,14 @@ def test_end_tokens_are_eos_and_the_configured_ones_in_order(tokenizer, make_tok
     j, a = tokenizer.convert_tokens_to_ids(["j", "a"])
     assert end_token_ids(tokenizer, config) == [EOS, j, a]
     assert end_token_ids(make_tokenizer(eos_token=None), config) == [j, a]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [(None, [EOS]), (7, [EOS, 7]), ([7, EOS, 8], [EOS, 7, 8]), ([], [EOS])]
+)
+def test_the_ends_of_the_model_s_generation_configuration_count(tokenizer, own, expected):
+    generation_config = GenerationConfig(eos_token_id=own)
+    assert end_token_ids(tokenizer, settings_of(), generation_config) == expected
 
 
 def test_an_end_token_that_the_tokenizer_does_not_know_is_an_error(tokenizer):
@@ -469,7 +474,7 @@ def test_masks_and_score_places_by_hand():
         query_responses=torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6], [7, 0, 8, 9]]),
         logprobs=torch.zeros(3, 3),
         reference_logprobs=torch.zeros(3, 3),
-        last_index=torch.tensor([1, 2, -1]),  # two tokens, three, none
+        num_tokens=torch.tensor([2, 3, 0]),
         ended=torch.tensor([True, False, False]),
     )
     assert rollouts.responses.tolist() == [[1, 2, 3], [4, 5, 6], [0, 8, 9]]
@@ -544,10 +549,10 @@ def test_without_end_ids_nothing_ends_generation(make_model, tokenizer):
 
 def test_the_text_is_cut_at_the_stop_string_that_is_complete_first(tokenizer):
     rows = torch.tensor([tokenizer("abcd")["input_ids"]])
-    last, _, texts = find_ends(
+    lengths, _, texts = find_ends(
         rows, tokenizer=tokenizer, config=settings_of(stop_strings=["abc", "b"]), end_ids=[2]
     )
-    assert (last.tolist(), texts) == ([1], ["a"])
+    assert (lengths.tolist(), texts) == ([2], ["a"])
 
 
 def test_an_empty_stop_string_is_refused():
@@ -555,36 +560,50 @@ def test_an_empty_stop_string_is_refused():
         RolloutConfig(stop_strings=[""])
 
 
-def test_dialogues_become_left_padded_ids_in_the_policy_s_format(tokenizer):
-    dialogues = [
-        "\n\nHuman: abc\n\nAssistant:",
-        "\n\nHuman: d\n\nAssistant: e\n\nHuman: fg\n\nAssistant:",
-    ]
-    encoded = encode_dialogues(
-        dialogues,
+def test_prompts_become_left_padded_ids_in_the_policy_s_format(tokenizer):
+    prompts = [Prompt("abc"), Prompt("ignored", messages=({"role": "user", "content": "fg"},))]
+    encoded = encode_prompts(
+        prompts,
         tokenizer,
         prompt_format=PromptFormat("plain", template="a{prompt}"),
         max_prompt_tokens=8,
     )
     ids = encoded.token_ids
-    assert encoded.prompts == dialogues
+    assert encoded.prompts == prompts
     assert tokenizer.batch_decode(ids.tolist()) == ["aabc", "<pad>afg"]
-    assert ids[1, 0] == PAD
+    assert encoded.lengths.tolist() == [4, 3]
+    assert encoded.mask.long().tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+    assert encoded.is_cut == [False, False]
 
 
-def test_a_dialogue_that_is_too_long_loses_its_oldest_turns(tokenizer):
-    turns = [f"\n\nHuman: {letter * 3}\n\nAssistant: {letter}" for letter in "abc"]
-    dialogue = "".join(turns) + "\n\nHuman: j\n\nAssistant:"
-    last_two = dialogue[dialogue.index("\n\nHuman: ccc") :]
-    limit = len(tokenizer(last_two)["input_ids"])
+def test_a_prompt_that_is_too_long_is_cut_and_said_to_be(tokenizer):
+    prompts = [Prompt("abcd"), Prompt("abcdefg")]
+    encoded = encode_prompts(
+        prompts, tokenizer, prompt_format=PromptFormat("plain"), max_prompt_tokens=5
+    )
+    assert tokenizer.batch_decode(encoded.token_ids.tolist()) == ["<pad>abcd", "cdefg"]
+    assert encoded.is_cut == [False, True]
 
-    def encode(text: str, max_prompt_tokens: int) -> torch.Tensor:
-        return encode_dialogues(
-            [text], tokenizer, prompt_format=PromptFormat(), max_prompt_tokens=max_prompt_tokens
-        ).token_ids
 
-    assert torch.equal(encode(dialogue, limit), encode(last_two, 1000))
-    assert encode(dialogue, limit - 1).size(1) < limit
+@pytest.mark.parametrize("pad", [PAD, BOS, EOS, 9])
+def test_masks_do_not_depend_on_the_token_that_pads(policy, make_tokenizer, pad):
+    """Tokens of the prompt and the reply that equal the padding stay in both."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token_id = pad
+    rows = [[BOS, 4, 9, 5], [9, PAD, EOS, 6, 7, 8]]
+    token_ids, lengths = left_padded(rows, fill=pad)
+    asked = Queries([Prompt("")] * 2, token_ids, lengths)
+    torch.manual_seed(3)
+    sampler = Sampler(policy, tokenizer, settings_of(), policy.disable_adapter)
+    rollouts = rollout(sampler, asked)
+    for row, ids in enumerate(rows):
+        response = torch.tensor(rollouts.completion_ids[row])
+        whole = torch.tensor([*ids, *response.tolist()]).unsqueeze(0)
+        with torch.no_grad():
+            logits = policy(input_ids=whole).logits[0, len(ids) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1)[torch.arange(len(response)), response]
+        own = rollouts.logprobs[row, : len(response)]
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from firm.alignment import AlignmentClient, Judges, PolicyConfig, Prompt, copy_adapter, load_policy
+from firm.alignment import AlignmentClient, Judges, PolicyConfig, copy_adapter, load_policy
+from firm.alignment.prompts import prompt_of
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from tests.cabs import PROMPTS
 
-PROMPTS = [*PROMPTS, *(Prompt(f"\n\nHuman: {letter}\n\nAssistant:", "") for letter in "abcdefghij")]
+PROMPTS = [*PROMPTS, *(prompt_of(f"\n\nHuman: {letter}\n\nAssistant:") for letter in "abcdefghij")]
 WITHOUT_LOSSES = {
     name: get_type_hints(strategy)["cfg"]
     for name, strategy in STRATEGIES.items()
@@ -174,7 +175,7 @@ def test_gradients_that_are_not_finite_are_their_client_s_alone(
         assert _names(row) == ["client_0", "client_2"]
         errors[engine] = [failure["reason"] for failure in row["round"]["failures"]]
     assert errors["stacked"] == errors["local"]
-    assert "is not finite" in errors["local"][0]
+    assert "finite" in errors["local"][0]  # the gradient, or the loss that overflows
     assert largest_difference(*(state.adapter for state in states.values())) < 1e-5
 
 

@@ -14,14 +14,14 @@ from firm.alignment import (
     MultiObjectiveTrainer,
     PolicyConfig,
     PPOConfig,
-    Prompt,
     copy_adapter,
     load_policy,
 )
 from firm.alignment.advantages import masked_mean
-from firm.alignment.sequences import Queries
+from firm.alignment.prompts import prompt_of
 from firm.federation import RandomStream, local_training
 from firm.federation.training import LocalTraining
+from tests.tokens import queries
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def train(make_trainer):
     def train_as(**arguments):
         trainer = make_trainer(**arguments)
         torch.manual_seed(4)
-        prompts = [Prompt(f"\n\nHuman: {text}\n\nAssistant:", "") for text in "abcdefghij" * 5]
+        prompts = [prompt_of(f"\n\nHuman: {text}\n\nAssistant:") for text in "abcdefghij" * 5]
         client = AlignmentClient("client_0", prompts, trainer, seed=4)
         adapter, objectives = copy_adapter(trainer.adapter_parameters), trainer.objectives
         for round in range(1, 4):
@@ -80,7 +80,7 @@ def some_experience(trainer):
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (16, 6))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    return trainer.experience(trainer.sample(Queries(prompts, query_ids)))
+    return trainer.experience(trainer.sample(queries(query_ids, prompts)))
 
 
 @pytest.mark.parametrize("size", [3, 8, 16])
@@ -121,10 +121,10 @@ def test_empty_replies_add_nothing_in_micro_batches_as_in_whole_ones(
         torch.manual_seed(5)
         query_ids = torch.randint(4, 10, (32, 6))
         prompts = trainer.tokenizer.batch_decode(query_ids)
-        rollouts = trainer.sample(Queries(prompts, query_ids))
-        last_index = rollouts.last_index.clone()
-        last_index[list(empty)] = -1  # a pad token first
-        rollouts = replace(rollouts, last_index=last_index)
+        rollouts = trainer.sample(queries(query_ids, prompts))
+        num_tokens = rollouts.num_tokens.clone()
+        num_tokens[list(empty)] = 0
+        rollouts = replace(rollouts, num_tokens=num_tokens)
         results.append(trainer.gradients(trainer.experience(rollouts).rows(index)))
     whole, parts = results
     assert whole.jacobian.isfinite().all()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from firm.alignment import AlignmentClient, Prompt, build_trainer, copy_adapter, load_adapter_
+from firm.alignment import AlignmentClient, build_trainer, copy_adapter, load_adapter_
+from firm.alignment.prompts import prompt_of
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies.firm import FirmConfig, firm_round
@@ -32,6 +33,16 @@ class LetterCount(torch.nn.Module):
     def trunk(self, input_ids, attention_mask, **_):
         count = ((input_ids == self.token_id) & attention_mask).cumsum(1).unsqueeze(-1) / 8
         return SimpleNamespace(hidden_states=[count])
+
+
+def without_padding(policy):
+    """Returns a policy that never samples the pad token, which TRL takes for the end of a reply."""
+
+    def unlikely(_module, _inputs, logits):
+        return logits.index_fill(-1, torch.tensor([0]), -1e4)
+
+    policy.get_output_embeddings().register_forward_hook(unlikely)
+    return policy
 
 
 @pytest.fixture
@@ -77,7 +88,7 @@ def train_stock(tokenizer, make_policy, make_value_model, prompt_dataset, tmp_pa
                 disable_tqdm=True,
             ),
             processing_class=tokenizer,
-            model=make_policy(),
+            model=without_padding(make_policy()),
             ref_model=None,
             reward_model=LetterCount(tokenizer.convert_tokens_to_ids("a")),
             train_dataset=prompt_dataset,
@@ -91,7 +102,7 @@ def train_stock(tokenizer, make_policy, make_value_model, prompt_dataset, tmp_pa
 
 
 @pytest.fixture
-def make_central(make_trainer, prompt_dataset):
+def make_central(make_trainer, make_policy, prompt_dataset):
     """A trainer for `train()`."""
 
     def build(config, **arguments):
@@ -101,7 +112,8 @@ def make_central(make_trainer, prompt_dataset):
         )
 
     def make(**arguments):
-        return make_trainer(build=build, **arguments)
+        policy = without_padding(make_policy())
+        return make_trainer(build=build, policy=policy, **arguments)
 
     return make
 
@@ -169,9 +181,7 @@ def test_clients_train_the_same_adapter_within_trl_s_trainer_and_without_it(
         )
         assert isinstance(trainer, stock.PPOTrainer) == (build is build_trainer)
         torch.manual_seed(len(type(trainer).__mro__))  # the global generators decide nothing
-        prompts = [
-            Prompt(f"\n\nHuman: {letter} cab\n\nAssistant:", "") for letter in "abcdefgh" * 2
-        ]
+        prompts = [prompt_of(f"\n\nHuman: {letter} cab\n\nAssistant:") for letter in "abcdefgh" * 2]
         clients = [AlignmentClient(name, prompts, trainer, seed=7) for name in ("one", "two")]
         start = copy_adapter(trainer.adapter_parameters)
         state = ServerState(start, objectives=trainer.objectives, seed=7)

@@ -116,7 +116,7 @@ def test_its_metrics_are_the_logs_as_a_table(result):
 
 
 @pytest.mark.parametrize("engine", ["local", "stacked"])
-def test_a_pad_token_that_the_model_has_no_embedding_of_changes_nothing(engine, finished, tmp_path):
+def test_a_tokenizer_without_a_pad_token_changes_nothing(engine, finished, tmp_path):
     policy = Path(shutil.copytree(POLICY, tmp_path / "policy"))
     settings = json.loads((policy / "tokenizer_config.json").read_text())
     assert settings.pop("pad_token") == "<pad>"
@@ -133,7 +133,7 @@ from reward_models import reward_model
 
 @reward_model("answered")
 def answered(prompts, completions, answer, **kwargs):
-    assert all(f" {own}\\n" in prompt for prompt, own in zip(prompts, answer, strict=True))
+    assert all(prompt.endswith(f" {own}") for prompt, own in zip(prompts, answer, strict=True))
     return [float(len(text)) for text in completions]
 """
 

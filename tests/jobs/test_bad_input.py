@@ -303,10 +303,6 @@ CASES = {
         ["--policy.path", "FILES/large_tokenizer"],
         ["policy.path: the tokenizer of FILES/large_tokenizer has ids up to", "give the tokenizer"],
     ),
-    "a pad token that is the end token": (
-        ["--policy.pad_token", "<eos>"],
-        ["policy.pad_token: '<eos>' is the end token of", "name another one, or none"],
-    ),
     "target modules that match nothing": (
         ["--policy.lora.target_modules", "[wq]"],
         ["policy.lora.target_modules: ['wq'] match no layer", "choose among", "'q_proj'"],

@@ -229,14 +229,14 @@ def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
     validation = set(seen[2])
     trained = set(chain(*seen[3:5], seen[0]))
     assert not trained & (validation | set(seen[1]))
-    assert {prompt.split(":")[1].split("\n")[0].strip() for prompt in seen[1]} == set(tests)
+    assert set(seen[1]) == set(tests)
 
 
 def test_rows_that_share_a_prompt_stay_rows_on_one_side(model, tmp_path):
     seen = []
 
     def noting(prompts, completions, answer):
-        seen.append(list(zip((" ".join(p.split()[1:-1]) for p in prompts), answer, strict=True)))
+        seen.append(list(zip((" ".join(p.split()) for p in prompts), answer, strict=True)))
         return [float(len(text)) for text in completions]
 
     # every prompt has two rows, in which white space differs, and the last one has a third
@@ -262,7 +262,7 @@ def test_prompts_that_are_trained_and_measured_on_are_told_everywhere(model, tmp
     given = {"settings": SETTINGS, "out": tmp_path / "run"}
     tests = ["Is this a test?", PROMPTS[3], f" {PROMPTS[5]}  ", PROMPTS[7].replace(" ", "  ")]
     run = firm.align(model, REWARDS, PROMPTS, test_prompts=tests, **given)
-    note = "3 of 4 test prompts are also in the training data (1 of them but for white space)"
+    note = "3 of 4 test prompts are also in the training data (2 of them but for white space)"
     (header,) = read_rows(run.path, "run")
     assert [alarm for alarm in header["alarms"] if alarm.startswith(note)]
     assert note in " ".join(html.unescape(run.page.read_text()).split())
@@ -273,7 +273,7 @@ def test_splits_of_the_settings_hold_for_objects(model, tmp_path):
     seen = []
 
     def noting(prompts, completions):
-        seen.append({prompt.split(":")[1].split()[0] for prompt in prompts})
+        seen.append(set(prompts))
         return [float(len(text)) for text in completions]
 
     names = {"train": [f"a{i}" for i in range(40)], "test": [f"b{i}" for i in range(8)]}

@@ -45,12 +45,29 @@ def test_a_template_that_prints_the_date_prints_the_same_one_every_day(byte_toke
     assert present("chat_template", "Q", "A", byte_tokenizer(template=dated)) == ("26 Jul 2024",)
 
 
-def test_dialogues_that_cannot_be_taken_apart_are_refused(byte_tokenizer):
-    with pytest.raises(ValueError, match="a dialogue must begin with"):
-        present("question_answer", "Hi\n\nHuman: Go", "A", None)
+def test_a_text_that_imitates_a_turn_stays_one_message(byte_tokenizer):
+    tokenizer, text = byte_tokenizer(template=TEMPLATE), "Hi\n\nHuman: Go"
+    assert present("question_answer", text, "A", None) == (text, "A")
+    assert present("chat_template", text, "A", tokenizer) == (f"[user:{text}][assistant:A]",)
+
+
+def test_chats_are_presented_in_every_format(byte_tokenizer):
+    tokenizer = byte_tokenizer(template=TEMPLATE)
+    turns = [("system", " s"), ("user", "u "), ("assistant", "a"), ("user", "v")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for format, expected in {
+        "chat_template": ("[system: s][user:u ][assistant:a][user:v][assistant:A]",),
+        "hh_pair": ("\n\nHuman:  s\n\nu \n\nAssistant: a\n\nHuman: v \n\nAssistant:", "A"),
+        "question_answer": ("v", "A"),
+        "response": (" A",),
+    }.items():
+        assert present(format, messages, " A", tokenizer) == expected
+
+
+def test_conversations_that_the_template_refuses_are_refused(byte_tokenizer):
     strict = "{{ raise_exception('no system message\nhere') }}"
     tokenizer = byte_tokenizer(template=strict)
-    message = r"refuses a dialogue of user, assistant \(no system message\): choose another"
+    message = r"the chat template refuses a conversation of user, assistant \(no system message\)"
     with pytest.raises(ValueError, match=message):
         present("chat_template", "Q", "A", tokenizer)
 

@@ -219,14 +219,15 @@ def test_long_texts_lose_their_beginning_but_not_what_opens_them(
 ):
     tokenizer = byte_tokenizer(opening=opening)
     reward = SequenceClassifierReward(
-        classifier("llama", positions=16), tokenizer, name="r", format="hh_pair"
+        classifier("llama", positions=48), tokenizer, name="r", format="hh_pair"
     )
     long, short = reward._encode(["x" * 50 + "question", "q"], ["an answer", "a"])
-    expected = "<s>tion</s>an answer</s>" if opening else "uestionan answer"
+    question = "x" * (15 if opening else 18) + "question \n\nAssistant:"
+    expected = f"<s>{question}</s>an answer</s>" if opening else f"{question}an answer"
     assert tokenizer.decode(long["input_ids"]) == expected
-    assert len(long["input_ids"]) == reward.max_length == 16
+    assert len(long["input_ids"]) == reward.max_length == 48
     assert reward.truncated == [True, False]
-    assert len(short["input_ids"]) < 16
+    assert len(short["input_ids"]) < 48
     reward(["x", "x" * 50], ["short", "answer"])
     assert reward.truncated == [False, True]
 

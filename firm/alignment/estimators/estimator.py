@@ -81,7 +81,6 @@ class Policy:
     """With its adapter."""
     parameters: Sequence[torch.nn.Parameter]
     """The adapter's, d entries together."""
-    pad_token_id: int
     config: RolloutConfig
     """Temperature, and rows of a forward pass."""
     team: Team = ALONE
@@ -92,7 +91,7 @@ class Policy:
     def forward(self, rows: Sequences, model: Any = None) -> Any:
         """Returns the output of the policy, or of another model, with its hidden states."""
         set_preferences(self.model, rows.queries.preferences)
-        return forward(model or self.model, rows.query_responses, self.pad_token_id)
+        return forward(model or self.model, rows.query_responses, rows.attention_mask)
 
     def logits(self, output: Any, rows: Sequences) -> torch.Tensor:
         """Returns the tempered logits of the responses, shape [b, T, V]."""

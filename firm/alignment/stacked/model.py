@@ -35,16 +35,14 @@ class StackedModel:
 
     Args:
         policy: A `PeftModel` with one LoRA adapter.
-        pad_token_id: The tokenizer's.
 
     Raises:
         ValueError: Its activations are computed again in each backward pass under dropout, whose
             masks would then be others.
     """
 
-    def __init__(self, policy: Any, *, pad_token_id: int) -> None:
+    def __init__(self, policy: Any) -> None:
         self.policy = policy
-        self.pad_token_id = pad_token_id
         self.matrices: dict[str, Matrix] = {}
         """The matrices of the adapter's parameters, by their names."""
         known = inspect.signature(policy.get_base_model().forward).parameters
@@ -82,7 +80,7 @@ class StackedModel:
         set_mode(self.policy, is_training=parts[0].is_training)
         joint = self._pass(parts)
         with self._during(joint), torch.set_grad_enabled(parts[0].has_gradient):
-            output = forward(self.policy, joint.token_ids, self.pad_token_id)
+            output = forward(self.policy, joint.token_ids, joint.mask)
         logits, hidden = output.logits, output.hidden_states[-1]
         return [Output(Place(joint, index), logits, hidden) for index in range(len(parts))]
 
@@ -153,7 +151,7 @@ class StackedModel:
         """
         joint = self._pass(parts)
         set_mode(self.policy, is_training=False)
-        mask = joint.token_ids != self.pad_token_id  # [N, Q]
+        mask = joint.mask  # [N, Q]
         inputs = joint.token_ids.masked_fill(~mask, 0)
         positions = mask.cumsum(1) - mask.long()
         cache, replies = None, [Reply(part) for part in parts]
@@ -181,7 +179,7 @@ class StackedModel:
         return [reply.result() for reply in replies]
 
     def _pass(self, parts: list[Part]) -> Pass:
-        return Pass(parts, self.matrices, pad_token_id=self.pad_token_id)
+        return Pass(parts, self.matrices)
 
     @contextmanager
     def _during(self, joint: Pass) -> Iterator[None]:

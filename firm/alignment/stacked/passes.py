@@ -50,6 +50,11 @@ class Part:
         return self.rows.token_ids if isinstance(self.rows, Queries) else self.rows.query_responses
 
     @property
+    def mask(self) -> torch.Tensor:
+        """Which of them are tokens of the prompt or the response, bool of that shape."""
+        return self.rows.mask if isinstance(self.rows, Queries) else self.rows.attention_mask
+
+    @property
     def preferences(self) -> torch.Tensor | None:
         """Shares of the objectives by row, [b, M]; None without a conditioned policy."""
         queries = self.rows if isinstance(self.rows, Queries) else self.rows.queries
@@ -82,12 +87,9 @@ class Pass:
     Args:
         parts: Those of each client.
         matrices: The matrices of the adapter's parameters, by their names.
-        pad_token_id: The tokenizer's.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], matrices: Mapping[str, Matrix], *, pad_token_id: int
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], matrices: Mapping[str, Matrix]) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
         self.targets: list[Target] = []
@@ -107,13 +109,12 @@ class Pass:
             self._columns[matrix] = slice(start, start + own[0].numel())
             start += own[0].numel()
         self.counts = [len(part.token_ids) for part in parts]
-        # real tokens on either side of where the responses begin
-        sides = [_widths(part.token_ids != pad_token_id, part.context_length) for part in parts]
+        # tokens on either side of where the responses begin
+        sides = [_widths(part.mask, part.context_length) for part in parts]
         self.context = max(left for left, _ in sides)
         self.length = self.context + max(right for _, right in sides)
-        self.token_ids = torch.cat(
-            [self._placed(part.token_ids, part, fill=pad_token_id) for part in parts]
-        )
+        self.token_ids = torch.cat([self._placed(p.token_ids, p, fill=0) for p in parts])
+        self.mask = torch.cat([self._placed(part.mask, part, fill=False) for part in parts])
         self._arrange()
 
     @property
@@ -279,9 +280,9 @@ class Output:
         return torch.nn.functional.pad(own, (0, 0, 0, width - own.size(1)))
 
 
-def _widths(is_real: torch.Tensor, context_length: int) -> tuple[int, int]:
-    """Returns how many columns before and after the responses' beginning hold real tokens."""
-    columns = is_real.any(0).nonzero()[:, 0].tolist()
+def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:
+    """Returns how many columns before and after the responses' beginning hold tokens."""
+    columns = mask.any(0).nonzero()[:, 0].tolist()
     first = columns[0] if columns else context_length - 1
     last = columns[-1] + 1 if columns else context_length
     return max(1, context_length - first), max(0, last - context_length)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from firm.alignment.estimators import EstimatorConfig, Policy
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
+from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.training import ObjectiveTraining
 from firm.gradients import PerSequenceGradients
@@ -131,7 +132,6 @@ def update_memory(
     policy = _Rehearsal(
         model,
         parameters,
-        pad_token_id=0,
         config=rollout,
         live=live,
         rows=torch.empty(num_objectives, num_columns),
@@ -146,7 +146,7 @@ def scoring_memory(model: Any, rollout: RolloutConfig, *, num_rows: int) -> int:
     """Returns the peak bytes of a pass that gives the log-probabilities of replies."""
     sequences = _full_length(num_rows, rollout)
     with LiveBytes(model) as live:
-        response_logprobs(model, sequences, 0, rollout.temperature)
+        response_logprobs(model, sequences, rollout.temperature)
     return live.peak
 
 
@@ -154,13 +154,18 @@ def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
     """Replies of full length to prompts of full length, without content."""
     num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
     logprobs = torch.zeros(num_rows, rollout.max_new_tokens)
+    queries = Queries(
+        [Prompt("")] * num_rows,
+        torch.ones(num_rows, rollout.max_prompt_tokens, dtype=torch.long),
+        torch.full((num_rows,), rollout.max_prompt_tokens),
+    )
     return Rollouts(
-        Queries([""] * num_rows, torch.ones(num_rows, rollout.max_prompt_tokens, dtype=torch.long)),
+        queries,
         torch.ones(num_rows, num_tokens, dtype=torch.long),
+        torch.full((num_rows,), rollout.max_new_tokens),
         completions=[""] * num_rows,
         logprobs=logprobs,
         reference_logprobs=logprobs,
-        last_index=torch.full((num_rows,), rollout.max_new_tokens - 1),
         ended=torch.ones(num_rows, dtype=torch.bool),
     )
 

@@ -19,9 +19,10 @@ from firm.alignment.estimators.critic_free import (
     reply_losses,
 )
 from firm.alignment.policy import set_mode, without_needless_warnings
-from firm.alignment.sequences import INVALID_LOGPROB, Queries, token_logprobs
+from firm.alignment.sequences import INVALID_LOGPROB, token_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
+from tests.tokens import queries
 
 seeds = st.integers(0, 2**32)
 examples = settings(max_examples=30, derandomize=True)
@@ -192,7 +193,7 @@ def moved_experience(trainer):
     count = trainer.config.num_prompts
     query_ids = torch.randint(4, 10, (count, 6))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = trainer.experience(trainer.sample(Queries(prompts, query_ids)))
+    experience = trainer.experience(trainer.sample(queries(query_ids, prompts)))
     with torch.no_grad():
         for parameter in trainer.adapter_parameters.values():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -292,9 +293,9 @@ def test_micro_batches_sum_to_the_minibatch(make, options, size):
 def test_empty_replies_and_flat_groups_add_nothing_and_are_counted(make, letter_count):
     trainer = make(minibatch_size=16)
     experience = moved_experience(trainer)
-    last_index = experience.rollouts.last_index.clone()
-    last_index[:4] = -1
-    rollouts = replace(experience.rollouts, last_index=last_index)
+    num_tokens = experience.rollouts.num_tokens.clone()
+    num_tokens[:4] = 0
+    rollouts = replace(experience.rollouts, num_tokens=num_tokens)
     rewards = experience.rewards.clone()
     rewards[0, :8] = 1.0
     estimator = trainer.learner.estimator
@@ -349,11 +350,11 @@ def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options)
         processing_class=trainer.tokenizer,
     )
     peer.current_gradient_accumulation_steps = 1
-    mask, pad = rollouts.mask, trainer.tokenizer.pad_token_id
+    mask = rollouts.mask
     query_ids = rollouts.queries.token_ids
     inputs = {
         "prompt_ids": query_ids,
-        "prompt_mask": (query_ids != pad).long(),
+        "prompt_mask": rollouts.queries.mask.long(),
         "completion_ids": rollouts.responses,
         "completion_mask": mask.long(),
         "advantages": minibatch.advantages[0],

@@ -76,17 +76,17 @@ def test_replies_to_a_prompt_stand_together_and_an_epoch_has_each_prompt_once(ma
         assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
         assert len(set(batch.whole.rollouts.completions)) > 4  # each reply is sampled by itself
         drawn += prompts[::4]
-    assert sorted(drawn) == sorted(prompt.text for prompt in PROMPTS[:8])
+    assert sorted(prompt.text for prompt in drawn) == sorted(p.text for p in PROMPTS[:8])
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 def test_one_backward_pass_gives_all_gradients(make, micro_batch_size):
     trainer = make(micro_batch_size=micro_batch_size)
     torch.manual_seed(0)
-    experience = trainer.experience(trainer.sample(trainer.encode([p.text for p in PROMPTS[:4]])))
+    experience = trainer.experience(trainer.sample(trainer.encode(PROMPTS[:4])))
     rollouts = experience.rollouts
     output = trainer.policy_model(
-        input_ids=rollouts.query_responses, attention_mask=rollouts.query_responses != 0
+        input_ids=rollouts.query_responses, attention_mask=rollouts.attention_mask
     )
     logits = output.logits[:, rollouts.context_length - 1 : -1] / 0.8
     logprobs = (token_logprobs(logits, rollouts.responses) * rollouts.mask).sum(1)
