@@ -25,6 +25,9 @@ from firm.alignment.prompts import (
 from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 
+NUM_JUDGED = 1000
+"""Rows of each split whose texts decide on the reader."""
+
 
 @configuration
 class PromptsConfig:
@@ -45,9 +48,8 @@ class PromptsConfig:
     cut to fit."""
     reader: Literal["auto", "text", "hh"] = "auto"
     """How texts are read: "text" takes them as they are; "hh" takes the form of HH-RLHF apart into
-    messages; "auto" takes hh where most texts of a source have that form. Chats stay as they
-    are."""
-
+    messages; "auto" takes hh where most texts that open a source's splits have that form. Chats
+    stay as they are."""
     drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
     """Whether rows that equal an earlier one, in the prompt and in all further fields, are left
     out. Rows that only share the prompt stay."""
@@ -199,7 +201,9 @@ def read_prompts(
         for key, indices in _ranges(default_split if split is None else split, tables, name)
         for placed in tables[key].part(indices)
     ]
-    how = reader_of(row for _, row in rows) if reader == "auto" else reader
+    # by the source, so that all its splits and slices are read alike
+    first = (row for table in tables.values() for row in table.rows_of(range(NUM_JUDGED)))
+    how = reader_of(first) if reader == "auto" else reader
     return [as_prompt(row, place=place, kind=kind, reader=how) for place, row in rows]
 
 
@@ -212,12 +216,15 @@ class _Table:
     numbers: Sequence[int] | None = None
     """The number of each row, from 1; by default that of its place."""
 
+    def rows_of(self, indices: range) -> Iterable[Any]:
+        """Returns the rows of these indices, as far as there are such."""
+        if isinstance(self.rows, datasets.Dataset):  # which iterates far faster than it indexes
+            return self.rows.select(range(indices.start, min(indices.stop, len(self.rows))))
+        return self.rows[indices.start : indices.stop]
+
     def part(self, indices: range) -> Iterable[tuple[str, Any]]:
         """Returns the rows of these indices, each after its name."""
-        if isinstance(self.rows, datasets.Dataset):
-            rows = self.rows.select(indices)  # which iterates far faster than it indexes
-        else:
-            rows = self.rows[indices.start : indices.stop]
+        rows = self.rows_of(indices)
         numbers = self.numbers or range(1, len(self.rows) + 1)
         for row, number in zip(rows, numbers[indices.start : indices.stop], strict=True):
             yield f"{self.prefix} {number}", row
