@@ -175,6 +175,8 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
         if isinstance(value, str):
             text, messages = _read_text(value, row.get("rejected"), source, reader)
         else:
+            if source == "chosen":  # the prompt is what both conversations begin with
+                value = _common_messages(value, row.get("rejected"))
             text, messages = None, _read_messages(value, drops_answer=source != "prompt")
         tools, options = _template_fields(row)
     except ValueError as error:
@@ -232,6 +234,13 @@ def _common_beginning(chosen: str, rejected: Any) -> str:
     # the space before a word belongs to the reply's first token
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
     return "".join(character for character, _ in shared).removesuffix(" ")
+
+
+def _common_messages(chosen: Any, rejected: Any) -> Any:
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return chosen
+    pairs = zip(chosen, rejected, strict=False)
+    return [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _read_messages(value: Any, *, drops_answer: bool) -> tuple[Message, ...]:
