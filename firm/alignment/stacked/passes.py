@@ -162,11 +162,12 @@ class Pass:
         return _fitted(values[self.span(index)], before, width - before, 0.0)
 
     def layer(self, name: str, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns what a LoRA layer gives for x [N, L, in]."""
+        """Returns the output of a LoRA layer for x [N, ..., in], with all L positions of a row."""
         result = layer.base_layer(x)
         if not self.stacked:
             return result
-        inputs = x.to(layer.lora_A["default"].weight.dtype)
+        # latent attention has layers on [N, 1, L, in]
+        inputs = x.flatten(1, -2).to(layer.lora_A["default"].weight.dtype)
         dropped = self._dropped(layer.lora_dropout["default"], inputs)
         hidden = self._product((name, "lora_A"), layer, dropped)
         update = self._product((name, "lora_B"), layer, hidden)
@@ -174,7 +175,7 @@ class Pass:
             for index, gate in enumerate(self._gates.T, start=1):
                 gated = self._product((name, f"lora_B{index}"), layer, hidden)
                 update = update + gate[:, None, None] * gated
-        update = outward(layer, update)
+        update = outward(layer, update).view_as(result)
         return (result + update * layer.scaling["default"]).to(result.dtype)
 
     def _product(self, matrix: Matrix, layer: Any, x: torch.Tensor) -> torch.Tensor:
