@@ -24,8 +24,11 @@ ENTRY_POINT_GROUP = "firm.reward_models"
 """Installed packages offer reward functions in this group of entry points: the key is the reward's
 name, the value the function, or a module that registers it."""
 
-_OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What every reward function is given, beside the data's columns and its options."""
+_OWN_ARGUMENTS = (
+    *("prompts", "completions", "completion_ids"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
+"""TRL's keywords, which every reward function is given beside the data's columns and options."""
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Kinds of parameters that take whatever is left."""
@@ -143,7 +146,7 @@ class FunctionReward:
         """
         given = {**columns, **self.options, "prompts": prompts, "completions": completions}
         if missing := sorted(self.needs - given.keys()):
-            fields = ", ".join(sorted(columns)) or "none"
+            fields = ", ".join(sorted(columns.keys() - {*_OWN_ARGUMENTS})) or "none"
             raise TypeError(
                 f"its parameter {missing[0]} is no option and no field of the data (further "
                 f"fields: {fields}): add the field, or give the parameter a default"

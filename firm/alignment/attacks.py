@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
+from transformers import TrainerState
+
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, score, values_or_none
 from firm.federation import Client
@@ -89,8 +91,8 @@ class _AttackedReward:
     """A reward function whose scores x are a x + b; what else it knows is that of the true one."""
 
     reads_prompts = True
-    output = None
-    """It returns a single list, whatever the true one returns."""
+    output = source = None
+    """It returns a single list, by a call of its own, whatever the true one does."""
 
     def __init__(self, name: str, reward_fn: RewardFn, factor: float, shift: float) -> None:
         self.name = name
@@ -102,9 +104,12 @@ class _AttackedReward:
         prompts: Sequence[Prompt],
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]] | None = None,
-        **columns: list[Any],
+        *,
+        trainer_state: TrainerState | None = None,
+        **columns: Any,
     ) -> list[float | None]:
-        scores = score({self.name: self._reward_fn}, prompts, completions, completion_ids)[0]  # [B]
+        own = {self.name: self._reward_fn}
+        scores = score(own, prompts, completions, completion_ids, trainer_state=trainer_state)[0]
         return values_or_none(self._factor * scores.double() + self._shift)
 
     def __getattr__(self, name: str) -> Any:

@@ -169,12 +169,12 @@ class AlignmentClient(Client):
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
+            trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
             self._num_drawn += 1
             batch = self._draw() if self._num_drawn > 1 else self._draw_first()
             own = trainer.learner.estimator.metrics(batch.experience)
             self._batches.append({**_batch_metrics(batch.experience), **own})
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
-            trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
             if len(self._minibatches) > num_steps_before:  # else it was only looked at

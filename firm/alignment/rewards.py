@@ -6,15 +6,19 @@ each client kept for itself would give one reward different meanings in differen
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from functools import partial
 from itertools import combinations
 from numbers import Real
 from typing import Any, Literal, cast
 
 import torch
+from transformers import TrainerState
 
 from firm.alignment.event_loop import gathered
 from firm.alignment.prompts import Message, Prompt, prompt_of
@@ -24,13 +28,18 @@ from firm.fields import NOT_IN_PAPER, configuration
 
 Values = Sequence[float | None] | Mapping[str, Sequence[float | None]]
 RewardFn = Callable[..., Values | Awaitable[Values]]
-"""Called with the keywords `prompts`, `completions` and `completion_ids`, and the data's further
-fields; returns one number per completion, or None where the reward does not apply, or a dict of
-such lists, of which an objective has that of its name or of the function's attribute `output`."""
+"""Called with TRL's keywords, such as `prompts`, `completions` and `completion_ids`, and the data's
+further fields; returns one number per completion, or None where the reward does not apply, or a
+dict of such lists, of which an objective has that of its name or of the function's attribute
+`output`."""
 
 Method = Literal["sigmoid", "minmax", "none"]
 
 LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
+
+_REMEDY = "repair the reward function"
+
+logger = logging.getLogger(__name__)
 
 
 def score(
@@ -38,6 +47,8 @@ def score(
     prompts: Sequence[Prompt | str | Sequence[Message]],
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]] | None = None,
+    *,
+    trainer_state: TrainerState | None = None,
 ) -> torch.Tensor:
     """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
@@ -45,14 +56,15 @@ def score(
     their replies as strings, and chats and their replies as lists of messages, as from TRL; a batch
     of both kinds makes two calls. The columns of a prompt come by their names, as lists with None
     where a row lacks them. A function whose attribute `reads_prompts` is true gets the prompts
-    themselves, and replies as strings.
+    themselves, and replies as strings. Objectives with the same function, and equal options, share
+    its call; coroutine functions are awaited together.
 
     Args:
-        reward_fns: Reward function by objective, in the order of the rows; coroutine functions are
-            awaited.
+        reward_fns: Reward function by objective, in the order of the rows.
         prompts: B prompts; or texts or messages, which `prompt_of` reads.
         completions: B replies, cut at their stop.
         completion_ids: Token ids of the B replies.
+        trainer_state: How far the training is; by default at its beginning.
 
     Raises:
         ValueError: A reward raised an error, or did not return one finite number, or None, per
@@ -64,52 +76,162 @@ def score(
             f"every completion needs its prompt, got {len(prompts)} prompts and "
             f"{len(completions)} completions."
         )
-    batch = [prompt_of(prompt) for prompt in prompts], completions, completion_ids
-    return torch.stack([_row(name, reward_fn, *batch)[0] for name, reward_fn in reward_fns.items()])
+    objectives = list(reward_fns.items())
+    groups = [[objectives[at] for at in group] for group in _same_calls([*reward_fns.values()])]
+    batch = [prompt_of(prompt) for prompt in prompts], completions, completion_ids, trainer_state
+    answers = _answers([_Question(group, *batch) for group in groups])
+    rows = {
+        name: row
+        for group, answer in zip(groups, answers, strict=True)
+        for (name, _), (row, _) in zip(group, answer, strict=True)
+    }
+    return torch.stack([rows[name] for name in reward_fns])
 
 
-def _row(
+def _same_calls(reward_fns: Sequence[RewardFn]) -> list[list[int]]:
+    """Returns the places of reward functions, those together that one call serves."""
+    groups: list[list[int]] = []
+    for at, reward_fn in enumerate(reward_fns):
+        same = (group for group in groups if _is_same_call(reward_fns[group[0]], reward_fn))
+        group = next(same, None)
+        if group is None:
+            groups.append([at])
+        else:
+            group.append(at)
+    return groups
+
+
+def _is_same_call(first: RewardFn, second: RewardFn) -> bool:
+    (function, options), (other, others) = _source(first), _source(second)
+    is_same = function == other if inspect.ismethod(function) else function is other
+    return is_same and options == others
+
+
+def _source(reward_fn: RewardFn) -> tuple[RewardFn, Mapping[str, Any]]:
+    """Returns the function that is called, and its options."""
+    source = getattr(reward_fn, "source", None)
+    return source if isinstance(source, tuple) else (reward_fn, {})
+
+
+Arguments = dict[str, Any]
+Answer = tuple[torch.Tensor, list[bool] | None]
+"""The scores [B] of one objective, and which inputs its reward function has cut."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Objectives that calls of one reward function serve, and the replies to score."""
+
+    objectives: Sequence[tuple[str, RewardFn]]
+    """Names and reward functions, which have the same source."""
+    prompts: Sequence[Prompt]
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]] | None
+    trainer_state: TrainerState | None
+
+    def calls(self) -> list[tuple[list[int], Arguments]]:
+        """Returns places and arguments of each call: one is for texts, one for chats."""
+        reads_prompts = getattr(self.objectives[0][1], "reads_prompts", False)
+        is_text = [reads_prompts or prompt.text is not None for prompt in self.prompts]
+        names = dict.fromkeys(column for prompt in self.prompts for column in prompt.columns)
+        calls = []
+        for form in set(is_text) or {True}:
+            places = [at for at, own in enumerate(is_text) if own == form]
+            prompts = [self.prompts[at] for at in places]
+            replies: list[Any] = [self.completions[at] for at in places]
+            arguments: Arguments = {
+                **{name: [prompt.columns.get(name) for prompt in prompts] for name in names},
+                "prompts": prompts if reads_prompts else [prompt.given for prompt in prompts],
+                "completions": replies if form else [_as_message(reply) for reply in replies],
+                "trainer_state": self.trainer_state or TrainerState(),
+                "log_metric": partial(_log_metric, self.objectives[0][0]),
+                "log_extra": partial(_log_extra, self.objectives[0][0]),
+            }
+            if self.completion_ids is not None:
+                arguments["completion_ids"] = [[*self.completion_ids[at]] for at in places]
+            calls.append((places, arguments))
+        return calls
+
+
+def _as_message(reply: str) -> list[Message]:
+    return [{"role": "assistant", "content": reply}]
+
+
+def _log_metric(reward: str, name: str, value: Any) -> None:
+    """Logs a figure that a reward function reports, as TRL's trainer has it do."""
+    logger.info("reward %r: %s = %s", reward, printable(name), printable(value))
+
+
+def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
+    """Leaves out a column for TRL's table of completions, which may quote texts."""
+    logger.debug("reward %r: the column %s is not kept", reward, printable(column))
+
+
+def _answers(questions: Sequence[_Question]) -> list[list[Answer]]:
+    """Returns the answers to each question, for its objectives in their order.
+
+    Functions are called one after the other; what coroutine functions return is awaited together.
+    """
+    calls = [(at, *call) for at, question in enumerate(questions) for call in question.calls()]
+    results, truncated = _called(
+        [(*questions[at].objectives[0], arguments) for at, _, arguments in calls]
+    )
+    answers: list[list[Answer]] = []
+    for at, question in enumerate(questions):
+        own = [
+            (places, values, cut)
+            for (whose, places, _), values, cut in zip(calls, results, truncated, strict=True)
+            if whose == at
+        ]
+        answers.append(
+            [_answer(*objective, len(question.prompts), own) for objective in question.objectives]
+        )
+    return answers
+
+
+def _answer(
     name: str,
     reward_fn: RewardFn,
-    prompts: Sequence[Prompt],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]] | None,
-) -> tuple[torch.Tensor, list[bool] | None]:
-    """Returns the scores [B] of one reward function, and which of its inputs it has cut."""
-    reads_prompts = getattr(reward_fn, "reads_prompts", False)
-    is_text = [reads_prompts or prompt.text is not None for prompt in prompts]
-    row, is_truncated = torch.empty(len(prompts)), [False] * len(prompts)
-    truncated = None
-    for form in set(is_text) or {True}:
-        places = [at for at, own in enumerate(is_text) if own == form]
-        asked, replies = [prompts[at] for at in places], [completions[at] for at in places]
-        arguments: dict[str, Any] = {
-            "prompts": asked if reads_prompts else [prompt.given for prompt in asked],
-            "completions": replies
-            if form
-            else [[{"role": "assistant", "content": reply}] for reply in replies],
-        }
-        if completion_ids is not None:
-            arguments["completion_ids"] = [list(completion_ids[at]) for at in places]
-        names = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
-        columns = {column: [p.columns.get(column) for p in asked] for column in names}
-        values = _called(name, reward_fn, {**columns, **arguments})
+    num_replies: int,
+    calls: Sequence[tuple[list[int], Any, list[bool] | None]],
+) -> Answer:
+    """Returns the scores [B] of one objective, from what one or two calls returned."""
+    row, is_truncated, cut = torch.empty(num_replies), [False] * num_replies, None
+    for places, values, cut in calls:
         row[places] = _checked(name, _selected(name, reward_fn, values), len(places))
-        truncated = _truncated(name, reward_fn, len(places))
-        for at, cut in zip(places, truncated or (), strict=False):
-            is_truncated[at] = cut
-    return row, None if truncated is None else is_truncated
+        for place, own in zip(places, cut or (), strict=False):
+            is_truncated[place] = own
+    return row, None if cut is None else is_truncated
 
 
-def _called(name: str, reward_fn: RewardFn, arguments: Mapping[str, Any]) -> Any:
-    """Returns what a reward function gives; an error in it names the objective."""
-    with user_code(f"reward {name!r}", "repair the reward function"):
-        values = reward_fn(**arguments)
-    return gathered([_result(name, values)])[0] if inspect.isawaitable(values) else values
+def _called(
+    calls: Sequence[tuple[str, RewardFn, Arguments]],
+) -> tuple[list[Any], list[list[bool] | None]]:
+    """Returns what reward functions return, and which of their inputs they have cut.
+
+    An error in one of them names its objective.
+    """
+    results: list[Any] = []
+    truncated: list[list[bool] | None] = []
+    with ExitStack() as stack:
+        for name, reward_fn, arguments in calls:
+            with user_code(f"reward {name!r}", _REMEDY):
+                values = reward_fn(**arguments)
+            if inspect.iscoroutine(values):
+                stack.callback(values.close)  # where another's error comes before it is awaited
+            results.append(values)
+            truncated.append(_truncated(name, reward_fn, len(arguments["completions"])))
+        waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
+        awaited = gathered([_result(calls[at][0], results[at]) for at in waiting])
+    for at, values in zip(waiting, awaited, strict=True):
+        name, reward_fn, arguments = calls[at]
+        results[at] = values
+        truncated[at] = _truncated(name, reward_fn, len(arguments["completions"]))
+    return results, truncated
 
 
 async def _result(name: str, values: Awaitable[Any]) -> Any:
-    with user_code(f"reward {name!r}", "repair the reward function"):
+    with user_code(f"reward {name!r}", _REMEDY):
         return await values
 
 
@@ -370,6 +492,7 @@ class Asked:
     prompts: Sequence[Prompt]
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
+    trainer_state: TrainerState | None = None
 
 
 @dataclass(frozen=True)
@@ -397,27 +520,50 @@ def scores_together(asked: Sequence[Asked]) -> list[Scored | ValueError]:
 
 
 def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
-    askers: dict[int, list[tuple[int, str]]] = {}  # by reward function: who, and as which objective
-    fns: dict[int, RewardFn] = {}
-    for at, each in enumerate(asked):
-        for name in each.objectives:
-            if (fn := each.judges.reward_fns.get(name)) is not None:
-                askers.setdefault(id(fn), []).append((at, name))
-                fns[id(fn)] = fn
+    askers = [
+        (at, name, fn)
+        for at, each in enumerate(asked)
+        for name in each.objectives
+        if (fn := each.judges.reward_fns.get(name)) is not None
+    ]
     results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
-    for key, fn in fns.items():
-        batches = [asked[at] for at, _ in askers[key]]
-        prompts = [prompt for batch in batches for prompt in batch.prompts]
-        completions = [completion for batch in batches for completion in batch.completions]
-        ids = [row for batch in batches for row in batch.completion_ids]
-        scores, truncated = _row(askers[key][0][1], fn, prompts, completions, ids)
-        start = 0
-        for at, name in askers[key]:
-            own = slice(start, start := start + len(asked[at].completions))
-            results[at].scores[list(asked[at].objectives).index(name)] = scores[own]
+    groups = [[askers[place] for place in group] for group in _same_calls([a[2] for a in askers])]
+    # one call may serve several clients, but not those whose trainings differ in how far they are
+    groups = [
+        [asker for asker in group if asked[asker[0]].trainer_state == state]
+        for group in groups
+        for state in _distinct([asked[asker[0]].trainer_state for asker in group])
+    ]
+    questions = [_joined_question(asked, group) for group in groups]
+    for group, question, answers in zip(groups, questions, _answers(questions), strict=True):
+        start, slices = 0, {}
+        for at in dict.fromkeys(at for at, _, _ in group):
+            slices[at] = slice(start, start := start + len(asked[at].completions))
+        for at, name, fn in group:
+            row, truncated = answers[question.objectives.index((name, fn))]
+            results[at].scores[list(asked[at].objectives).index(name)] = row[slices[at]]
             if truncated is not None:
-                results[at].truncated[name] = truncated[own]
+                results[at].truncated[name] = truncated[slices[at]]
     return results
+
+
+def _joined_question(
+    asked: Sequence[Asked], group: Sequence[tuple[int, str, RewardFn]]
+) -> _Question:
+    """Returns one question for all replies that some askers have, each batch once."""
+    batches = [asked[at] for at in dict.fromkeys(at for at, _, _ in group)]
+    return _Question(
+        _distinct([(name, fn) for _, name, fn in group]),
+        [prompt for batch in batches for prompt in batch.prompts],
+        [completion for batch in batches for completion in batch.completions],
+        [row for batch in batches for row in batch.completion_ids],
+        batches[0].trainer_state,
+    )
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    """Returns values without those that equal an earlier one, hashable or not."""
+    return [value for at, value in enumerate(values) if value not in values[:at]]
 
 
 def _truncated(name: str, reward_fn: RewardFn, count: int) -> list[bool] | None:

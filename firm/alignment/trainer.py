@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from firm.alignment.conditioning import ConditioningConfig, check_estimator
 from firm.alignment.estimators import (
@@ -97,6 +97,7 @@ class MultiObjectiveTrainer:
         )
         self.rollout_config = rollout_config
         self.num_rounds = num_rounds
+        self._rounds_done = 0.0
         self.prompt_format = prompt_format or PromptFormat()
         self.objectives = tuple(reward_fns)
         self.reward_fns = dict(reward_fns)
@@ -298,6 +299,7 @@ class MultiObjectiveTrainer:
         It follows the round, with its fraction, and not a client's own steps: clients that are
         drawn now and then have the rates of those that always take part.
         """
+        self._rounds_done = rounds_done
         factor = self._rate_factor(rounds_done)
         for group in self.learner.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_learning_rate * factor
@@ -317,7 +319,17 @@ class MultiObjectiveTrainer:
         own = rollouts.rows(self.team.share(rollouts.num_rows))
         queries = own.queries
         asked = Asked(
-            self.judges, self.objectives, queries.prompts, own.completions, own.completion_ids
+            self.judges,
+            self.objectives,
+            queries.prompts,
+            own.completions,
+            own.completion_ids,
+            TrainerState(
+                epoch=self._rounds_done,
+                global_step=int(self._rounds_done),
+                max_steps=self.num_rounds,
+                num_train_epochs=self.num_rounds,
+            ),
         )
         scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows))
         for name, is_truncated in scored.truncated.items():

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerState
 
 from firm.alignment.prompts import Prompt, prompt_of
 from firm.alignment.rewards import (
@@ -31,6 +33,10 @@ REPLIES = ["a", "bb", "ccc"]
 
 def length(prompts, completions, **kwargs):
     return [float(len(text)) for text in completions]
+
+
+def prompts_of(texts):
+    return [Prompt(text) for text in texts]
 
 
 def test_scores_have_one_row_per_objective_in_order():
@@ -492,3 +498,96 @@ def test_a_coroutine_is_awaited_in_a_running_loop():
         return score({"slow": slow, "other": slow}, PROMPTS, REPLIES).tolist()
 
     assert asyncio.run(notebook()) == [[1.0, 2.0, 3.0]] * 2
+
+
+# Calls
+
+
+class Counting:
+    """A judge that counts its calls, as a coroutine function or not."""
+
+    def __init__(self, is_async=False):
+        self.calls, self.is_async = [], is_async
+
+    def __call__(self, prompts, completions, **kwargs):
+        self.calls.append(len(completions))
+        return self.later(completions) if self.is_async else judge(completions)
+
+    async def later(self, completions):
+        return judge(completions)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_is_called_once_for_all_its_objectives(is_async):
+    counting = Counting(is_async)
+    scores = score({"brief": counting, "other": length, "long": counting}, PROMPTS, REPLIES)
+    assert scores.tolist() == [[-1, -2, -3], [1, 2, 3], [1, 2, 3]]
+    assert counting.calls == [3]
+
+
+def test_clients_and_objectives_share_a_call_and_groups_may_judge_otherwise():
+    counting, other = Counting(), Counting()
+    all_own = Judges({"brief": counting, "long": counting})
+    one = Judges({"long": counting})
+    mixed = Judges({"brief": other, "long": counting})
+    asked = [
+        Asked(all_own, ["brief", "long"], prompts_of(PROMPTS[:2]), ["a", "bb"], [[1], [1, 2]]),
+        Asked(one, ["brief", "long"], prompts_of(PROMPTS[:1]), ["ccc"], [[1]]),
+        Asked(mixed, ["brief", "long"], prompts_of(PROMPTS[:1]), ["dddd"], [[1]]),
+    ]
+    scores = [scored.scores.tolist() for scored in scores_together(asked)]
+    assert scores == [[[-1, -2], [1, 2]], [[0], [3]], [[-4], [4]]]
+    assert (counting.calls, other.calls) == ([4], [1])
+
+
+def test_clients_that_are_not_as_far_are_not_joined():
+    seen = []
+
+    def shaped(completions, trainer_state, **kwargs):
+        seen.append((trainer_state.global_step, len(completions)))
+        return [float(trainer_state.global_step)] * len(completions)
+
+    own = Judges({"r": shaped}), ["r"], prompts_of(["p"]), ["a"], [[1]]
+    asked = [Asked(*own, TrainerState(global_step=step)) for step in (1, 2, 1)]
+    assert [scored.scores.tolist() for scored in scores_together(asked)] == [[[1]], [[2]], [[1]]]
+    assert sorted(seen) == [(1, 2), (2, 1)]
+    assert score({"r": shaped}, ["p"], ["a"]).tolist() == [[0]]
+
+
+def test_coroutine_functions_of_several_objectives_run_concurrently():
+    meeting = {}
+
+    def meets(own, other):
+        async def judge(completions, **kwargs):
+            meeting.setdefault(own, asyncio.Event()).set()
+            await asyncio.wait_for(meeting.setdefault(other, asyncio.Event()).wait(), timeout=30)
+            return [1.0] * len(completions)
+
+        return judge
+
+    assert score({"a": meets(1, 2), "b": meets(2, 1)}, PROMPTS, REPLIES).tolist() == [[1] * 3] * 2
+
+
+def test_a_coroutine_that_is_not_needed_any_more_is_closed_without_a_warning():
+    async def slow(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    def broken(completions, **kwargs):
+        raise KeyError("b")
+
+    with pytest.raises(ValueError, match="reward 'b' raised KeyError"):
+        score({"a": slow, "b": broken}, PROMPTS, REPLIES)
+
+
+def test_functions_may_log_as_with_trl(caplog):
+    caplog.set_level(logging.DEBUG, "firm.alignment.rewards")
+
+    def logs(completions, log_metric=None, log_extra=None, **kwargs):
+        log_metric("accuracy", 0.5)
+        log_extra("answer", ["secret"])
+        return [1.0] * len(completions)
+
+    score({"r": logs}, PROMPTS, REPLIES)
+    assert "reward 'r': accuracy = 0.5" in caplog.text
+    assert "the column answer is not kept" in caplog.text
+    assert "secret" not in caplog.text

@@ -276,8 +276,9 @@ def test_a_classifier_within_a_multimodal_model_reads_its_text_part(byte_tokeniz
     reward = SequenceClassifierReward(model, tokenizer, name="r", format="plain")
     assert reward.max_length == 64
     texts = ["Yes.", "No, not at all."]
-    expected = [alone(model, tokenizer("p" + text)["input_ids"]) for text in texts]
-    assert reward(["p", "p"], texts) == pytest.approx(expected, abs=1e-4)
+    prompt = "\n\nHuman: p\n\nAssistant:"
+    expected = [alone(model, tokenizer(f"{prompt} {text}")["input_ids"]) for text in texts]
+    assert reward([prompt, "p"], texts) == pytest.approx(expected, abs=1e-4)
     assert len(reward(["p"], ["a" * 100])) == 1
 
 
