@@ -329,3 +329,40 @@ def test_bad_arguments_are_one_line(model, rewards, prompts, settings, message, 
         firm.align(model, rewards, prompts, **given)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_trl_s_own_rewards_and_chats_are_taken_as_they_are(model, tmp_path):
+    from trl.rewards import get_soft_overlong_punishment, think_format_reward
+
+    seen = []
+
+    def right(prompts, completions, completion_ids, answer, **kwargs):
+        seen.extend(zip(prompts, completions, completion_ids, answer, strict=True))
+        return [float(len(reply[0]["content"])) for reply in completions]
+
+    rows = [
+        {
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"Say {n}.\n\nAssistant: No"},
+            ],
+            "answer": n,
+        }
+        for n in range(40)
+    ]
+    settings = {**SETTINGS, "rewards.think.normalization": "none"}  # nobody thinks here
+    rewards = {
+        "think": think_format_reward,
+        "short": get_soft_overlong_punishment(max_completion_len=9, soft_punish_cache=8),
+        "right": right,
+    }
+    run = firm.align(
+        model, rewards, datasets.Dataset.from_list(rows), settings=settings, out=tmp_path
+    )
+    assert list(run.rewards.index) == ["think", "short", "right"]
+    for prompt, (reply,), ids, answer in seen:
+        assert prompt == rows[answer]["prompt"]
+        assert reply.keys() == {"role", "content"}
+        assert 1 <= len(ids) <= 8
+    sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert [turn["role"] for turn in sample["messages"]] == ["system", "user"]
