@@ -2,6 +2,7 @@
 
 import io
 import sys
+from contextlib import suppress
 
 
 def accept_any_text() -> None:
@@ -18,4 +19,5 @@ def accept_any_text() -> None:
         (sys.stderr, "backslashreplace"),
     ):
         if isinstance(stream, io.TextIOWrapper):  # a notebook's streams are UTF-8 and other types
-            stream.reconfigure(errors=errors)
+            with suppress(io.UnsupportedOperation):  # of an input that has been read from already
+                stream.reconfigure(errors=errors)

@@ -83,3 +83,11 @@ def test_a_console_that_knows_all_characters_shows_them(console):
     accept_any_text()
     sys.stdout.write("λ ± 你好")
     assert shown() == "λ ± 你好"
+
+
+def test_an_input_that_has_been_read_from_stays_as_it_is(console):
+    console("ascii", b"first\nsecond\n")
+    assert sys.stdin.readline() == "first\n"
+    accept_any_text()
+    assert sys.stdin.readline() == "second\n"
+    assert sys.stdout.errors == "backslashreplace"

@@ -1,5 +1,6 @@
 """Finished adapters, which need no trainer: several in one base model, of which one speaks."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -154,7 +155,7 @@ def save_adapter(policy: Any, folder: Path) -> None:
     """
     state = _lora_state(policy)
     own = {name: values for name, values in state.items() if not is_conditioned(name)}
-    policy.save_pretrained(str(folder), state_dict=own, save_embedding_layers=False)
+    _save(policy, folder, own)
     gated = {
         name.replace(".default.", "."): values.contiguous()
         for name, values in state.items()
@@ -173,7 +174,17 @@ def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
 def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
     """Writes a conditioned policy's adapter at a preference, as an ordinary PEFT folder."""
     folded = fold(_lora_state(policy), preference)
-    policy.save_pretrained(str(folder), state_dict=folded, save_embedding_layers=False)
+    _save(policy, folder, folded)
+
+
+def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
+    policy.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    file = folder / "adapter_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(settings["target_modules"], list):
+        # PEFT keeps them in a set, whose order differs from process to process
+        settings["target_modules"].sort()
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def fill_adapter_(

@@ -32,7 +32,15 @@ def test_more_parameters_cost_their_own_bytes():
     large = Update("a", {"x": torch.zeros(3000)}, 5, {"weights": [[0.5, 0.5]]})
     assert abs(len(pack(large)) - len(pack(small)) - 8000) < 16  # the header's digits and padding
     told = Update("a", {"x": torch.zeros(1000)}, 5, {"weights": [[0.5, 0.5]] * 2})
-    assert len(pack(told)) - len(pack(small)) == len(",[0.5,0.5]")
+    assert len(pack(told)) - len(pack(small)) == len(",[,]") + 2 * 24
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-320, -2.2250738585072014e-308, 1 / 3, 12345.0])
+def test_the_size_of_a_message_does_not_depend_on_the_digits_of_its_floats(value):
+    message = {"seconds": {"rollout": value, "update": [value, 7]}}
+    packed = pack(message)
+    assert len(packed) == len(pack({"seconds": {"rollout": 0.5, "update": [2.25, 7]}}))
+    assert unpack(packed) == message
 
 
 def test_what_is_encoded_is_json_and_comes_back(same):

@@ -98,7 +98,7 @@ def num_passes(cfg: AlignmentConfig) -> int:
 
 def _metrics(objectives: Sequence[str]) -> dict[str, Any]:
     """Returns 7 figures by objective and 30 others: near enough beside solves and adapters."""
-    digits = 1 / 3  # 18 digits, as most figures have
+    digits = 1 / 3
     by_objective = dict.fromkeys(objectives, digits)
     return {
         **{f"figure of objectives {i}": by_objective for i in range(7)},
