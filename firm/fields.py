@@ -41,6 +41,10 @@ _WORDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less t
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
+NumClients = Annotated[int, Interval(ge=1, le=100_000)]
+"""A run keeps a state for each, so that more are a mistake rather than a federation."""
+NumRounds = Annotated[int, Interval(ge=0, le=1_000_000)]
+"""Of rounds or local steps: plans and schedules look at each."""
 FiniteFloat = Annotated[float, _FINITE]
 PositiveFloat = Annotated[float, Gt(0), _FINITE]
 NonNegativeFloat = Annotated[float, Ge(0), _FINITE]
@@ -149,7 +153,11 @@ def _range(kind: Any) -> str:
     }
     if limits in ({"gt": 0}, {"ge": 0}):
         return "positive" if "gt" in limits else "non-negative"
-    return " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
+    return " and ".join(f"{_WORDS[name]} {_in_words(limit)}" for name, limit in limits.items())
+
+
+def _in_words(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
 
 
 def _literals(kind: Any) -> list[Any]:

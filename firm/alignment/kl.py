@@ -1,5 +1,6 @@
 """How far the policy moves from the reference: the KL per token, its coefficient, and alarms."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -121,11 +122,11 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
             "estimator.kl.controller to fixed."
         )
     most = MAX_KL_ERROR * batch_size
+    if num_steps * math.log1p(most / config.horizon) >= math.log1p(INERT_KL_CHANGE):
+        return None
     low, high = (
         config.coefficient * (1 + sign * most / config.horizon) ** num_steps for sign in (-1, 1)
     )
-    if high / config.coefficient - 1 >= INERT_KL_CHANGE:
-        return None
     horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)
     return (
         "the adaptive KL controller is inert, it leaves the KL coefficient nearly as it is: with "

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
+from annotated_types import Ge
+
 from firm.federation.accounting import require_accountant
 from firm.federation.aggregation import Aggregation
 from firm.federation.client import Capability, Client, missing
@@ -25,7 +27,7 @@ from firm.federation.transforms import (
     chain,
 )
 from firm.federation.uploads import UploadConfig
-from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, Hint, NumRounds, PositiveFloat, PositiveInt, configuration
 
 
 @configuration
@@ -34,7 +36,7 @@ class StrategyConfig:
 
     name: str = ""
     """The strategy."""
-    num_local_steps: Annotated[PositiveInt, NOT_IN_PAPER] = 1
+    num_local_steps: Annotated[NumRounds, Ge(1), NOT_IN_PAPER] = 1
     """Local steps per round and client, K, each on a fresh batch."""
     num_local_epochs: Annotated[PositiveInt | None, Hint("null counts in num_local_steps")] = None
     """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of

@@ -26,6 +26,8 @@ from firm.fields import (
     Hint,
     NonNegativeFloat,
     NonNegativeInt,
+    NumClients,
+    NumRounds,
     Paper,
     PositiveFloat,
     PositiveInt,
@@ -172,9 +174,9 @@ class AlignmentConfig:
     client_timeout: Annotated[PositiveFloat | None, Hint("null sets no limit")] = None
     """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
     with several processes per client ends the run. null: as long as it takes."""
-    rounds: Annotated[NonNegativeInt, Paper("A.1", (16,))] = 16
+    rounds: Annotated[NumRounds, Paper("A.1", (16,))] = 16
     """Communication rounds T."""
-    num_clients: Annotated[PositiveInt, Paper("A.1", (8,))] = 8
+    num_clients: Annotated[NumClients, Paper("A.1", (8,))] = 8
     """Clients C."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""

@@ -4,11 +4,11 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Interval
+from annotated_types import Ge, Interval
 
 from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
-from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
+from firm.fields import Hint, NumClients, NumRounds, PositiveFloat, PositiveInt, configuration
 from firm.fmoo import AttackConfig, DataConfig, LocalConfig, ModelConfig
 from firm.run import Resume, TrackingConfig, check_folder_name
 from firm.run.resuming import check_out
@@ -57,13 +57,13 @@ class AlgorithmConfig:
     """The server's side."""
     local: LocalConfig = field(default_factory=LocalConfig)
     """The clients' side."""
-    num_clients: PositiveInt | None = None
+    num_clients: NumClients | None = None
     """C of this algorithm alone; by default the study's."""
     is_centralised: bool = False
     """Whether one client holds the samples of all: with one local step, FSMGDA is then MGD or
     SMGD."""
 
-    rounds: PositiveInt | None = None
+    rounds: Annotated[NumRounds, Ge(1)] | None = None
     """Rounds of this algorithm alone; by default the study's."""
     attack_amount: float | None = None
     """Amount of the attack on this algorithm alone, as algorithms read losses on scales of their
@@ -85,9 +85,9 @@ class ClassicConfig:
     """Who holds what."""
     attack: AttackConfig = field(default_factory=AttackConfig)
     """Clients that inflate their losses, in every round; nobody by default."""
-    num_clients: PositiveInt = 20
+    num_clients: NumClients = 20
     """C; a natural partition has as many as there are users."""
-    rounds: PositiveInt = 40
+    rounds: Annotated[NumRounds, Ge(1)] = 40
     """Rounds of every run."""
     target_loss: Annotated[PositiveFloat | None, Hint("null runs all rounds")] = None
     """Loss at which a run ends, once all objectives have come down to it; the page then tells the

@@ -8,7 +8,7 @@ import numpy as np
 
 from firm.federation import LocalEngine, ServerState, derive_seed
 from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, NumClients, PositiveInt, configuration
 from firm.theory.client import ActorCriticConfig, TabularClient
 from firm.theory.exact import gradient_bound
 from firm.theory.mdp import Mdp, MdpConfig, random_mdp
@@ -23,7 +23,7 @@ class ExperimentConfig:
     """The process, the same for all clients."""
     client: ActorCriticConfig = field(default_factory=ActorCriticConfig)
     """Batch and step sizes."""
-    num_clients: PositiveInt = 4
+    num_clients: NumClients = 4
     """C."""
     num_steps: PositiveInt = 64
     """T, local steps of each client; a multiple of num_local_steps."""

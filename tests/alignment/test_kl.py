@@ -123,3 +123,7 @@ def test_rounding_that_is_not_small_beside_the_kl_is_told_once(controller):
     assert told(0.18, 5.0, rounds=3) is None  # beside a KL of 5, or not the round to tell
     assert told(2e-6, 0.03, rounds=first) is None
     assert mismatch_alarm([], config) is None
+
+
+def test_a_run_of_any_length_can_be_asked_about():
+    assert kl_alarm(KLConfig(controller="adaptive"), batch_size=16, num_steps=10**8) is None

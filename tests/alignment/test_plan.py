@@ -674,3 +674,16 @@ def test_the_tables_are_printed_whole_in_a_pipe():
         assert figure in text.getvalue()
     assert "None" not in text.getvalue()  # values as YAML has them
     assert "…" not in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("num_clients", 10**9, "at most 100,000"),
+        ("rounds", 10**7, "at most 1,000,000"),
+        ("rounds", 10**23, "at most 1,000,000"),
+    ],
+)
+def test_numbers_that_all_work_follows_are_bounded(key, value, bound):
+    with pytest.raises(ValueError, match=f"{key} must be at least . and {bound}, got {value}"):
+        config(f"--{key}", value)

@@ -375,7 +375,7 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["--rounds", "0"], "rounds must be at least 1 and at most 1,000,000, got 0"),
         (["--seeds", "[1, 1]"], "different numbers"),
         (["--data.name", "two_digit"], "two_digits"),
         (["--model.name", "lenett"], "lenet"),
@@ -394,7 +394,7 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
             "test_fraction must be at least 0 and less than 1, got 1",
         ),
         (["--partition.max_samples", "0"], "max_samples must be at least min_samples (1), got 0"),
-        (["--algorithms.FedCMOO.rounds", "0"], "rounds must be at least 1 or null, got 0"),
+        (["--algorithms.FedCMOO.rounds", "0"], "rounds must be at least 1 and at most 1,000,000 or null, got 0"),
         (["--num_threads", "0"], "num_threads must be at least 1 or null, got 0"),
         (["--num_workers", "-1"], "num_workers must be at least 1 or null, got -1"),
         (["--partition.num_users", "0"], "partition.num_users must be at least 1 or null, got 0"),
