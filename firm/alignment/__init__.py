@@ -57,6 +57,7 @@ from firm.alignment.prompts import (
 )
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
+from firm.alignment.self_check import check_passes
 from firm.alignment.target_modules import default_target_modules
 from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer
 
@@ -84,6 +85,7 @@ __all__ = [
     "build_trainer",
     "calibrate",
     "check_context",
+    "check_passes",
     "check_prompts",
     "check_same",
     "check_vocabulary",

@@ -27,6 +27,7 @@ from firm.alignment.policy import (
     load_base_model,
     without_needless_warnings,
 )
+from firm.alignment.self_check import check_passes
 from firm.federation import Adapter
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -55,7 +56,7 @@ def load_adapters(
 
     Raises:
         ValueError: There is no such base model, the hub cannot be reached, or a folder holds no
-            PEFT adapter, or one that does not fit the base model.
+            PEFT adapter, or one that does not fit the base model, or as `check_passes`.
     """
     settings = [_adapter_settings(folder) for folder in folders]  # before the base is loaded
     for folder, lora in zip(folders, settings, strict=True):
@@ -86,7 +87,9 @@ def load_adapters(
         fill_adapter_(policy, folder, config.path, name=name, preference=preference)
     accelerator = torch.accelerator.current_accelerator()
     device = accelerator if accelerator and torch.accelerator.is_available() else "cpu"
-    return policy.to(device).eval()
+    policy.to(device).eval()
+    check_passes(policy, config.path)
+    return policy
 
 
 def _adapter_settings(folder: Path) -> LoraConfig:

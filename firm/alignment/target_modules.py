@@ -22,8 +22,8 @@ def default_target_modules(config: PretrainedConfig) -> list[str]:
     """Returns the names of the layers that get an adapter where `target_modules` is null.
 
     They are the four projections of attention where the model has all of them, or PEFT's own choice
-    for the model type, or, for a type that PEFT does not know, every linear layer but the head and
-    those that share a name with stacked experts.
+    for the model type, or, for a type that PEFT does not know, the linear layers of attention, or,
+    without attention, all but the head and those that share a name with stacked experts.
 
     Args:
         config: A model's configuration; no weights are made.
@@ -35,16 +35,23 @@ def default_target_modules(config: PretrainedConfig) -> list[str]:
 def usual_names(model: Any) -> list[str]:
     """Returns `default_target_modules` of a model."""
     head, layers = model.get_output_embeddings(), text_layers(model)
-    names = {_last(n) for n, layer in layers.items() if _is_linear(layer) and layer is not head}
+    linear = {n: _last(n) for n, layer in layers.items() if _is_linear(layer) and layer is not head}
+    names = set(linear.values())
     if names.issuperset(ATTENTION):
         return list(ATTENTION)
     for config in (model.config.get_text_config(), model.config):
         by_peft = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
         if isinstance(by_peft, list) and names.issuperset(by_peft):
             return list(by_peft)
+    in_attention = {
+        last
+        for name, last in linear.items()
+        if "attention" in type(layers[name.rpartition(".")[0]]).__name__.lower()
+    }
     if any(_last(name) == "conv1d" for name in layers):
         names -= _READ_BY_KERNELS
-    return sorted(names - _names_of_experts(model))
+    names = {name for name in names - _names_of_experts(model) if not name.isdigit()}
+    return sorted(in_attention or names)
 
 
 def _names_of_experts(model: Any) -> set[str]:

@@ -18,6 +18,7 @@ from firm.alignment import (
     build_trainer,
     calibrate,
     check_context,
+    check_passes,
     check_prompts,
     check_same,
     check_vocabulary,
@@ -173,6 +174,7 @@ def load(
         conditioning=cfg.policy.conditioning,
         use_cpu=device.type == "cpu",
     )
+    check_passes(policy, cfg.policy.path)
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh
     load_adapter_(trainer.adapter_parameters, fresh)

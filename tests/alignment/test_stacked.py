@@ -1,11 +1,21 @@
 """Stacked clients: those of one pass are as those that run one after the other."""
 
+from functools import partial
 from typing import get_type_hints
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FalconH1Config, JambaConfig, MambaConfig
 
-from firm.alignment import AlignmentClient, Judges, PolicyConfig, copy_adapter, load_policy
+from firm.alignment import (
+    AlignmentClient,
+    Judges,
+    LoraSettings,
+    PolicyConfig,
+    copy_adapter,
+    load_policy,
+)
+from firm.alignment.policy import add_adapter
 from firm.alignment.prompts import prompt_of
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
@@ -22,13 +32,13 @@ WITHOUT_LOSSES = {
 
 
 @pytest.fixture
-def federation(make_trainer, make_policy, letter_count):
+def federation(make_trainer, letter_count):
     """State, engine and names of clients, each with prompts of its own."""
 
-    def make(engine, *, max_rows=None, judges=(), dropout=0.1, layers=None, **options):
+    def make(engine, *, max_rows=None, judges=(), dropout=0.1, new_policy=None, **options):
         rewards = {letter: letter_count(letter) for letter in "ab"}
-        if layers:
-            options["policy"] = make_policy(dropout=dropout, target_modules=layers)
+        if new_policy:
+            options["policy"] = new_policy()
         trainer = make_trainer(rewards=rewards, dropout=dropout, **options)
         new_trainer = trainer.stacked() if engine == "stacked" else lambda: trainer
         names = ["client_0", "client_1", "client_2"]
@@ -116,9 +126,38 @@ def test_weights_per_batch_and_clients_with_fewer_objectives_end_as_in_turn(both
 
 
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
-def test_an_adapted_head_ends_as_with_clients_in_turn(both, estimator):
-    options = {"layers": ["q_proj", "lm_head"], "estimator": estimator}
+def test_an_adapted_head_ends_as_with_clients_in_turn(both, make_policy, estimator):
+    new_policy = partial(make_policy, dropout=0.1, target_modules=["q_proj", "lm_head"])
+    options = {"new_policy": new_policy, "estimator": estimator}
     assert_same(both(firm_round, FirmConfig(num_local_steps=2), **options))
+
+
+HYBRIDS = {
+    "parallel": FalconH1Config(
+        vocab_size=15, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, mamba_d_ssm=16, mamba_n_heads=2,
+        mamba_d_head=8, mamba_d_state=4, mamba_chunk_size=8, initializer_range=0.3,
+    ),
+    "alternating": JambaConfig(
+        vocab_size=15, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1,
+        expert_layer_period=9, expert_layer_offset=8, num_experts=1, num_experts_per_tok=1,
+        mamba_d_state=4, mamba_dt_rank=2, initializer_range=0.3, use_mamba_kernels=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*fast path.*")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_models_with_states_of_linear_attention_end_as_with_clients_in_turn(both, name):
+    def new_policy():
+        torch.manual_seed(0)
+        lora = LoraSettings(r=2, dropout=0.0)
+        base = AutoModelForCausalLM.from_config(HYBRIDS[name])
+        return add_adapter(base, PolicyConfig("it", lora=lora))
+
+    assert_same(both(firm_round, FirmConfig(num_local_steps=2), new_policy=new_policy))
 
 
 def test_states_after_a_round_are_those_of_clients_in_turn(both):
@@ -230,6 +269,12 @@ def test_what_cannot_be_stacked_is_refused(make_trainer, checkpoint, letter_coun
     policy = load_policy(config, stream=RandomStream(0, "adapter"))
     trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
     with pytest.raises(ValueError, match="gradient checkpointing and the adapter's dropout"):
+        trainer.stacked()
+    mamba = MambaConfig(vocab_size=15, hidden_size=16, num_hidden_layers=1, state_size=4)
+    config = PolicyConfig("it", lora=LoraSettings(dropout=0.0, target_modules=None, r=2))
+    policy = add_adapter(AutoModelForCausalLM.from_config(mamba), config)
+    trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
+    with pytest.raises(ValueError, match=r"^engine must be local with a MambaForCausalLM, whose s"):
         trainer.stacked()
     with pytest.raises(ValueError, match="timeout must be None, got 3"):
         StackedEngine([], timeout=3.0)

@@ -394,7 +394,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
             "test_fraction must be at least 0 and less than 1, got 1",
         ),
         (["--partition.max_samples", "0"], "max_samples must be at least min_samples (1), got 0"),
-        (["--algorithms.FedCMOO.rounds", "0"], "rounds must be at least 1 and at most 1,000,000 or null, got 0"),
+        (
+            ["--algorithms.FedCMOO.rounds", "0"],
+            "rounds must be at least 1 and at most 1,000,000 or null, got 0",
+        ),
         (["--num_threads", "0"], "num_threads must be at least 1 or null, got 0"),
         (["--num_workers", "-1"], "num_workers must be at least 1 or null, got -1"),
         (["--partition.num_users", "0"], "partition.num_users must be at least 1 or null, got 0"),

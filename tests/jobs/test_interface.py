@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, RwkvConfig
 
 import firm
 from firm.cli import evaluate
@@ -181,6 +181,14 @@ def test_prompts_that_are_given_by_name_are_named(model, tmp_path):
     figures = evaluated(run, tmp_path / "out")
     own = run.rewards.loc["short", "final"]
     assert float(figures["run", "short in [0, 1]"]["mean"]) == pytest.approx(own, abs=1e-6)
+
+
+def test_a_model_that_reads_padding_is_refused_before_anything_is_sampled(tokenizer):
+    config = RwkvConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config)
+    settings = {**SETTINGS, "policy.lora.target_modules": None}
+    with pytest.raises(ValueError, match="padding on the left changes it, although it is masked"):
+        firm.align(model, REWARDS, PROMPTS, tokenizer=tokenizer, settings=settings)
 
 
 @PEFT_WARNS

@@ -30,8 +30,9 @@ DROPOUTS = (
 """Names of the dropout that configurations have. The zoo sets each to a fifth."""
 
 
-BOTH_WAYS = {"everywhere": "is no causal language model"}
-PADDING = {"everywhere": "takes padding for text"}
+BOTH_WAYS = {"everywhere": "generation token by token and one forward pass differ"}
+PADDING = {"everywhere": "padding on the left changes it, although it is masked"}
+NO_CACHE = {"stacked": "whose state is no cache of keys and values by rows"}
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "intermediate_size": [48, 48],
         },
         ("embeddings in each layer", "tied head"),
+        refused={"ppo": "several hidden states per token"},
     ),
     "gemma4_text": Architecture(
         "Gemma 4, its text part",
@@ -299,6 +301,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "OpenAIGPTConfig",
         GPT2,
         ("learned positions", "no cache", "LayerNorm"),
+        refused=NO_CACHE,
     ),
     "gpt_neo": Architecture(
         "GPT-Neo",
@@ -545,18 +548,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MambaConfig",
         {**STATE, "time_step_rank": 4},
         ("state space", "tied head"),
+        refused=NO_CACHE,
     ),
     "mamba2": Architecture(
         "Mamba 2, Codestral Mamba",
         "Mamba2Config",
         {**STATE, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
         ("state space",),
+        refused=NO_CACHE,
     ),
     "falcon_mamba": Architecture(
         "Falcon Mamba",
         "FalconMambaConfig",
         {**STATE, "time_step_rank": 4},
         ("state space",),
+        refused=NO_CACHE,
     ),
     "jamba": Architecture(
         "Jamba",

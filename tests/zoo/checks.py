@@ -34,6 +34,7 @@ from firm.alignment import (
     PromptsConfig,
     RolloutConfig,
     build_trainer,
+    check_passes,
     copy_adapter,
     load_adapter_,
     load_base_model,
@@ -148,6 +149,8 @@ def place(
     )
     own = load_tokenizer(config, tokenizer)
     policy = load_policy(config, stream=RandomStream(seed, "policy", "adapter"), given=given)
+    if "everywhere" not in ARCHITECTURES[name].refused:
+        check_passes(policy, name)
     return Place(name, kind, plain, tokenizer, ends, policy, own)
 
 
@@ -353,8 +356,8 @@ def check_rewards(place: Place, found: Sequence[Case]) -> None:
     """Checks that reward functions get rows as the data have them, with their columns."""
     seen: dict[str, list[Any]] = {}
 
-    def look(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        for name, values in {"prompts": prompts, **columns}.items():
+    def look(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
+        for name, values in {"prompts": prompts, "answer": answer}.items():
             seen.setdefault(name, []).extend(values)
         return [0.0] * len(completions)
 
@@ -483,7 +486,7 @@ def check_head(name: str, kind: str, folder: Path, tmp: Path) -> None:
 
     A merge would change the embedding, too.
     """
-    plain = ARCHITECTURES[name].model({})
+    plain = ARCHITECTURES[name].model({"pad_token_id": 0})
     head = plain.get_output_embeddings()
     target = next(full for full, module in plain.named_modules() if module is head)
     if head.weight is plain.get_input_embeddings().weight:
@@ -500,7 +503,7 @@ def check_head(name: str, kind: str, folder: Path, tmp: Path) -> None:
 def refused(name: str, where: str, folder: Path) -> str:
     """Returns the line in which FIRM refuses an architecture: see `Architecture.refused`."""
     if where == "everywhere":
-        return refusal(lambda: place(name, "own_pad"))
+        return refusal(lambda: check_passes(place(name, "own_pad").policy, name))
     here = place(name, "own_pad")
     if where == "stacked":
         return refusal(here.trainer().stacked)

@@ -37,7 +37,8 @@ class StackedModel:
         policy: A `PeftModel` with one LoRA adapter.
 
     Raises:
-        ValueError: Its activations are computed again in each backward pass under dropout, whose
+        ValueError: Its state is no cache of keys and values, as in state-space models; or its
+            activations are computed again in each backward pass under dropout, whose
             masks would then be others.
     """
 
@@ -45,7 +46,13 @@ class StackedModel:
         self.policy = policy
         self.matrices: dict[str, Matrix] = {}
         """The matrices of the adapter's parameters, by their names."""
-        known = inspect.signature(policy.get_base_model().forward).parameters
+        base = policy.get_base_model()
+        known = inspect.signature(base.forward).parameters
+        if "past_key_values" not in known:
+            raise ValueError(
+                f"engine must be local with a {type(base).__name__}, whose state is no cache of "
+                "keys and values by rows, got stacked."
+            )
         self._last_logits_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._active: Pass | None = None
         conditioning = getattr(policy, "conditioning", None)
@@ -174,7 +181,7 @@ class StackedModel:
             kept = max(reply.num_open for reply in replies)
             if 0 < kept <= KEPT_SHARE * max(joint.counts):
                 rows = joint.restrict([reply.keep(kept) for reply in replies])
-                cache.batch_select_indices(rows)
+                cache.reorder_cache(rows)  # of states of linear attention, too
                 inputs, positions, mask = inputs[rows], positions[rows], mask[rows]
         return [reply.result() for reply in replies]
 

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    FalconH1Config,
+    LlamaConfig,
+    MambaConfig,
+    RwkvConfig,
+)
+
+from firm.alignment import LoraSettings, PolicyConfig, check_passes
+from firm.alignment.policy import add_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fast path.*")
+
+TOKEN_IDS = torch.tensor([[4, 9, 7, 14, 5]])
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.2}
+TRANSFORMER = {**SIZES, "intermediate_size": 32, "num_attention_heads": 2}
+LLAMA = LlamaConfig(**TRANSFORMER, num_key_value_heads=1, attention_dropout=0.5)
+HYBRID = FalconH1Config(
+    **TRANSFORMER, num_key_value_heads=1, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_state=4,
+    mamba_d_head=8, mamba_chunk_size=8,
+)  # fmt: skip
+
+
+def adapted(model):
+    settings = LoraSettings(r=2, dropout=0.5, target_modules=None)
+    policy = add_adapter(model, PolicyConfig(path="it", lora=settings))
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    return policy
+
+
+def make(config, **options):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+@pytest.mark.parametrize("config", [LLAMA, HYBRID, MambaConfig(**SIZES, state_size=4)])
+def test_models_that_honour_masks_pass_and_are_left_as_they_were(config):
+    policy = adapted(make(config))
+    check_passes(policy, "it")
+    assert not any(module.training for module in policy.modules())
+    with_adapter = policy(input_ids=TOKEN_IDS).logits
+    with policy.disable_adapter():
+        assert not torch.allclose(policy(input_ids=TOKEN_IDS).logits, with_adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_difference(dtype):
+    check_passes(adapted(make(LLAMA, dtype=dtype)), "it")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, context_length=64),
+        BartConfig(
+            vocab_size=32,
+            d_model=16,
+            decoder_layers=2,
+            decoder_attention_heads=2,
+            decoder_ffn_dim=32,
+            max_position_embeddings=64,
+            init_std=0.5,
+        ),
+    ],
+)
+def test_a_model_that_reads_masked_tokens_is_refused_in_one_line(config):
+    reason = r"^policy.path: the log-probabilities of it are .*: padding on the left changes it"
+    with pytest.raises(ValueError, match=reason) as error:
+        check_passes(adapted(make(config)), "it")
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_reads_what_follows_is_refused():
+    config = BertConfig(**TRANSFORMER, max_position_embeddings=64)
+    with pytest.raises(ValueError, match="token by token and one forward pass differ, by"):
+        check_passes(adapted(make(config)), "it")
+
+
+def test_dropout_that_no_mode_switches_off_is_found():
+    model = make(LLAMA)
+
+    def noise(module, inputs, output):
+        return torch.nn.functional.dropout(output, 0.1)  # PyTorch's default: in training
+
+    model.model.norm.register_forward_hook(noise)
+    with pytest.raises(ValueError, match="two passes over the same tokens differ, so it draws ran"):
+        check_passes(adapted(model), "it")
+
+
+def test_a_base_model_in_training_mode_is_found(monkeypatch):
+    def as_before(policy, *, is_training):
+        policy.train(is_training)
+
+    policy = adapted(make(LLAMA))
+    monkeypatch.setattr("firm.alignment.self_check.set_mode", as_before)
+    with pytest.raises(ValueError, match="two passes over the same tokens differ"):
+        check_passes(policy, "it")
