@@ -382,11 +382,13 @@ def _import_file(file: str) -> None:
         ) from error
 
 
-def _import_installed(name: str) -> None:
-    """Registers a name that an installed package offers."""
+def check_name(name: str) -> None:
+    """Raises a ``ValueError`` with the nearest name where no reward model has a name.
+
+    Nothing is imported for it.
+    """
     offers = entry_points(group=ENTRY_POINT_GROUP)
-    packages = [offer.dist.name if offer.dist else "?" for offer in offers if offer.name == name]
-    if not packages:
+    if name not in REWARD_MODELS and name not in offers.names:
         known = sorted({*REWARD_MODELS, *offers.names})
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)};"
@@ -394,6 +396,13 @@ def _import_installed(name: str) -> None:
             f"there is no reward model {name!r}: {hint} "
             "a function of your own needs `file` and the decorator."
         )
+
+
+def _import_installed(name: str) -> None:
+    """Registers a name that an installed package offers."""
+    check_name(name)
+    offers = entry_points(group=ENTRY_POINT_GROUP)
+    packages = [offer.dist.name if offer.dist else "?" for offer in offers if offer.name == name]
     if len(packages) > 1:
         raise ValueError(
             f"several installed packages offer the reward model {name!r} ({', '.join(packages)}): "

@@ -11,6 +11,7 @@ from firm.federation.outside import printable
 from firm.jobs.alignment import alarms_at_start, align, run_folder
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
+from firm.jobs.sources import check_sources
 from firm.report import alarms
 from firm.run import continued_by, print_table, run_cli, run_to_resume
 from firm.run.comparison import prompts_text
@@ -44,6 +45,7 @@ KEYS = {
 
 def main(cfg: AlignmentConfig) -> Path | None:
     """Runs what `cfg` asks for; returns the run's directory, None after a plan."""
+    check_sources(with_shipped_paths(cfg))
     if cfg.plan:
         return print_plan(cfg)
     out = run_folder(cfg)

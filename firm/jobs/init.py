@@ -9,8 +9,11 @@ from typing import Any
 
 import yaml
 
+from firm.alignment import read_prompts
 from firm.fields import configuration, field_docstrings
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
+from firm.jobs.sources import check_data, check_folder, check_reward, is_file
 from firm.run import UserError, compose
 from firm.run.files import replace_text
 from firm.run.shipped import CONFIGS
@@ -41,12 +44,22 @@ ASKED = ("policy", "prompts", "rewards")
 """Keys without which there is no configuration."""
 
 
+BATCH_SIZE, MAX_CLIENTS = 16, 8
+"""Of the template: a client needs the prompts of a batch."""
+MAX_NEW_TOKENS, MAX_TOKENS = 128, 512
+"""Of the template: tokens of a reply, and of prompt and reply together."""
+
+
 @dataclass(frozen=True)
 class Written:
     """A configuration that was written."""
 
     path: Path
     config: AlignmentConfig
+    inspection: Inspection | None
+    """What the model's files say; None where they cannot be read from here."""
+    num_rows: int | None
+    """Rows to train on, where the data are a file."""
 
 
 def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
@@ -57,22 +70,62 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
         ask: Asks a person for what is missing; None refuses instead.
 
     Raises:
-        UserError: Something is missing or malformed, or there is a file already.
+        UserError: Something is missing, malformed or not there, or there is a file already.
     """
     if cfg.out.exists():
         raise UserError(f"{cfg.out} exists already; choose another --out, or remove it.")
     answers = {key: getattr(cfg, key) or _asked(key, ask) for key in ASKED}
+    for name, what in answers["rewards"].items():
+        check_reward(f"rewards.{name}", **reward_settings(what))
+    num_rows = _num_rows(answers["prompts"], is_whole=bool(cfg.test_prompts))
+    if cfg.test_prompts:
+        _num_rows(cfg.test_prompts, is_whole=True)
+    check_folder("policy", answers["policy"])
+    inspection = inspect_policy(answers["policy"])
     text = TEMPLATE.read_text(encoding="utf-8")
     text = text.replace("path: POLICY", f"path: {_quoted(answers['policy'])}")
+    text = _fitted(text, inspection, num_rows)
     text = _with_section(text, "rewards", _rewards(answers["rewards"]))
     text = _with_section(text, "data", _data(answers["prompts"], cfg.test_prompts))
     text = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("#"))
     replace_text(cfg.out, text)
     try:
-        return Written(cfg.out, compose(AlignmentConfig, [cfg.out], []))
+        config = compose(AlignmentConfig, [cfg.out], [])
+        return Written(cfg.out, config, inspection, num_rows)
     except UserError:
         cfg.out.unlink()
         raise
+
+
+def _num_rows(prompts: str, *, is_whole: bool) -> int | None:
+    """Returns how many rows of a file clients train on; None for other sources.
+
+    Raises:
+        UserError: The file is not there, or a row of it is malformed.
+    """
+    check_data("prompts", prompts)
+    if not is_file(prompts):
+        return None
+    return len(read_prompts(prompts, "[:]" if is_whole else "[:80%]"))
+
+
+def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> str:
+    """Returns the template with what fits the model, the data and this machine."""
+    changes = {"dtype: bfloat16 # of the frozen": f"dtype: {fast_dtype()} # of the frozen"}
+    if num_rows is not None:
+        num_clients = max(1, min(MAX_CLIENTS, num_rows // BATCH_SIZE))
+        changes["num_clients: 8"] = f"num_clients: {num_clients}"
+    if inspection and inspection.target_modules:
+        names = ", ".join(map(_quoted, inspection.target_modules))
+        changes["[q_proj, k_proj, v_proj, o_proj]"] = f"[{names}]"
+    if inspection and (context := inspection.context or MAX_TOKENS) < MAX_TOKENS:
+        num_new = max(1, min(MAX_NEW_TOKENS, context // 4))
+        changes["max_prompt_tokens: 384"] = f"max_prompt_tokens: {context - num_new}"
+        changes["max_new_tokens: 128"] = f"max_new_tokens: {num_new}"
+    for old, new in changes.items():
+        assert old in text, old  # the template has each
+        text = text.replace(old, new)
+    return text
 
 
 def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
@@ -119,13 +172,13 @@ def _rewards(rewards: Mapping[str, str]) -> list[str]:
 
 
 def _data(prompts: str, test_prompts: str) -> list[str]:
-    is_file = re.search(r"\.jsonl?(\.gz)?$", prompts) is not None
+    is_one_file = is_file(prompts)
     whole = {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}
     parts = {"train": "[:80%]", "validation": "[80%:90%]", "test": "[90%:]"}
     if test_prompts:
         parts = {"train": "[:]", "validation": "[:50%]", "test": "[50%:]"}
     lines = []
-    for name, split in (parts if is_file else whole).items():
+    for name, split in (parts if is_one_file else whole).items():
         source = _quoted(prompts if name == "train" else test_prompts or prompts)
         lines.append(f'  {name}: {{ source: {source}, split: "{split}", max_tokens: 256 }}')
     return lines

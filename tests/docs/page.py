@@ -163,9 +163,8 @@ class Runner:
 
     def here(self, text: str) -> str:
         """Returns a text with names on the hub replaced."""
-        for name, place in self.places.items():
-            text = text.replace(name, str(place))
-        return text
+        names = "|".join(map(re.escape, self.places))
+        return re.sub(names, lambda found: str(self.places[found[0]]), text)
 
     @property
     def programs(self) -> dict[str, Callable[[list[str]], None]]:

@@ -79,7 +79,8 @@ def test_it_has_a_line_for_each_round_and_the_table_of_results(notebook, request
         lines = text(cell).splitlines()
         assert [re.match(r"round (\d)/4  brief ", line)[1] for line in lines] == list("1234")
     [table] = [cell for cell in cells if cell.source.startswith("result.rewards")]
-    assert [line.split()[0] for line in text(table).splitlines()] == ["base", "brief", "thorough"]
+    lines = [line for line in text(table).splitlines() if line.strip()]  # a wide table is wrapped
+    assert [line.split()[0] for line in lines[:3]] == ["base", "brief", "thorough"]
     assert text(table).split()[:4] == ["base", "base_se", "final", "final_se"]
 
 

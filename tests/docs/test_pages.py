@@ -1,6 +1,7 @@
 """Every command and snippet of README and guide runs."""
 
 import io
+import json
 
 import pytest
 
@@ -34,8 +35,10 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """The working directory, without a person at the terminal."""
+    """The working directory, with a reader's prompts and without a person at the terminal."""
     monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"Name {number} colours."}) for number in range(80)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with plugins_forgotten(), forked_workers():
         yield

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers.integrations.integration_utils  # noqa: F401  # prints where W&B is offline
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -264,7 +265,7 @@ CASES = {
     ),
     "no data file": (
         ["--data.train.source", "no/such.jsonl"],
-        ["no prompts at no/such.jsonl", "give the path of a .jsonl file"],
+        ["data.train.source: there is no file no/such.jsonl; correct it"],
     ),
     "an empty data file": (
         ["--data.train.source", "FILES/empty.jsonl"],
@@ -285,7 +286,7 @@ CASES = {
     # the policy
     "a policy that does not exist": (
         ["--policy.path", "no/such/policy"],
-        ["policy.path: there is no folder no/such/policy", "give the folder of a local checkpoint"],
+        ["policy.path: there is no folder no/such/policy; correct it"],
     ),
     "a policy on the hub without network": (
         ["--policy.path", "some/policy"],
@@ -310,7 +311,7 @@ CASES = {
     # the reward models
     "a reward model that does not exist": (
         ["--rewards", "{helpful: {path: no/such/reward}}"],
-        ["'helpful': there is no folder no/such/reward", "give the path of a local checkpoint"],
+        ["rewards.helpful: there is no folder no/such/reward; correct it"],
     ),
     "a reward model on the hub without network": (
         ["--rewards", "{helpful: {path: some/reward}}"],
@@ -322,11 +323,11 @@ CASES = {
     ),
     "a reward that nobody registered": (
         ["--rewards.brevity.name", "brevitty"],
-        ["'brevity': there is no reward model 'brevitty': did you mean 'brevity'?"],
+        ["rewards.brevity: there is no reward model 'brevitty': did you mean 'brevity'?"],
     ),
     "a reward file that does not exist": (
         ["--rewards.brevity.file", "no/such.py"],
-        ["'brevity': no Python file of reward functions at no/such.py: correct `file`"],
+        ["rewards.brevity: there is no file no/such.py; correct it"],
     ),
     "a reward file that does not import": (
         ["--rewards.brevity.file", "FILES/broken.py"],

@@ -1,6 +1,9 @@
 """`firm init`: a configuration that runs, from flags or from answers, or one line that says why."""
 
+import gzip
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,8 @@ from firm.jobs.init import InitConfig, init
 from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.kinds import KINDS
 
 POLICY = str(ROOT / "firm/miniature/checkpoints/policy")
 REWARDS = {
@@ -26,6 +31,10 @@ from reward_models import reward_model
 def loud(completions, **kwargs):
     return [float(text.count("!")) for text in completions]
 """
+
+
+MODEL = ("--policy", POLICY, "--prompts", "prompts.jsonl")
+GOOD = ("--prompts", "prompts.jsonl", "--rewards", "{x: brevity}")
 
 
 @pytest.fixture
@@ -58,7 +67,11 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     assert list(splits) == ["[:80%]", "[80%:90%]", "[90%:]"]
 
 
-def test_held_out_prompts_of_their_own_and_data_sets(tmp_path):
+def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rewards.py").write_text(FILE)
+    data.rename("a.jsonl")
+    Path("b.jsonl.gz").write_bytes(gzip.compress(Path("a.jsonl").read_bytes()))
     own = InitConfig("a/b", REWARDS, "a.jsonl", "b.jsonl.gz", out=tmp_path / "own.yaml")
     data = init(own).config.data
     assert (data.train.source, data.train.split) == ("a.jsonl", "[:]")
@@ -69,8 +82,8 @@ def test_held_out_prompts_of_their_own_and_data_sets(tmp_path):
     assert splits == ["train", "test[:50%]", "test[50%:]"]
 
 
-def test_a_person_is_asked_for_what_is_missing(tmp_path):
-    answers = {"policy": "a: b/c", "prompts": "data.jsonl", "rewards": "one: brevity, two: a/b"}
+def test_a_person_is_asked_for_what_is_missing(tmp_path, data):
+    answers = {"policy": "a: b/c", "prompts": str(data), "rewards": "one: brevity, two: a/b"}
     asked = []
 
     def ask(question):
@@ -90,10 +103,31 @@ def test_a_person_is_asked_for_what_is_missing(tmp_path):
     [
         ([], "policy is missing; give --policy, or run this on a terminal"),
         (["--policy", "a", "--prompts", "b"], "rewards is missing"),
-        (["--policy", "a", "--prompts", "b", "--rewards", "{'not a name!': c}"], "rewards: the na"),
+        (
+            ["--policy", "a", "--prompts", "b", "--rewards", "{'not a name!': brevity}"],
+            "rewards: th",
+        ),
+        (
+            ["--policy", "./a", "--prompts", "b", "--rewards", "{x: brevity}"],
+            "policy: there is no f",
+        ),
+        (["--policy", POLICY + "s", *GOOD], "checkpoints/policy?); correct it."),
+        (
+            ["--policy", POLICY, "--prompts", "promts.jsonl", "--rewards", "{x: brevity}"],
+            "prompts.js",
+        ),
+        (
+            [*MODEL, "--rewards", "{x: brevty}"],
+            "rewards.x: there is no reward model 'brevty': did y",
+        ),
+        ([*MODEL, "--rewards", "{x: own.py:f}"], "rewards.x: there is no file own.py; correct it."),
+        ([*MODEL, "--rewards", "{x: /no/such}"], "rewards.x: there is no folder /no/such; correct"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(arguments, message, tmp_path, refusal):
+def test_bad_input_is_one_line_and_leaves_nothing(
+    arguments, message, tmp_path, data, monkeypatch, refusal
+):
+    monkeypatch.chdir(tmp_path)
     out = tmp_path / "own.yaml"
     assert message in refusal(cli, [*arguments, "--out", out])
     assert not out.exists()
@@ -130,3 +164,36 @@ def test_a_policy_of_ones_own_with_the_rest_of_the_miniature_is_warned_of():
     own.append(("rewards", {"brief": {"name": "brevity"}}))  # the policy alone is the miniature's
     alarms = alarms_at_start(compose(AlignmentConfig, [SMOKE], own))
     assert not [alarm for alarm in alarms if "miniature" in alarm]
+
+
+FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt2")
+FAMILIES += ("gpt_neox", "opt", "bloom", "falcon", "mistral", "starcoder2")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_it_writes_fits_each_family_of_models(name, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = KINDS["ends"].tokenizer()
+    special = {key: getattr(tokenizer, key) for key in ("pad_token_id", "bos_token_id")}
+    model = ARCHITECTURES[name].model({**special, "eos_token_id": tokenizer.eos_token_id})
+    model.generation_config.eos_token_id = KINDS["ends"].ends(tokenizer)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    cli(["--policy", "./model", *GOOD[:2], "--rewards", "{brief: brevity, short: brevity}"])
+    said = capsys.readouterr().out
+    assert said.startswith("wrote own.yaml")
+    context = getattr(model.config, "max_position_embeddings", None)
+    assert f"{model.config.model_type}, {context or 'any length'}" in said
+    ends = tokenizer.convert_ids_to_tokens(KINDS["ends"].ends(tokenizer))
+    assert len(ends) > 1
+    assert all(end in said.split("ends")[1].split("\n")[0] for end in ends)
+    options = ("--rounds", "1", "--num_clients", "1", "--strategy.num_local_steps", "1")
+    small = ("--estimator.num_epochs", "1", "--rollout.max_new_tokens", "4", "--out", "run")
+    cfg = parse(AlignmentConfig, ["--config", "own.yaml", *options, *small])
+    assert cfg.rollout.max_prompt_tokens + 4 <= (context or 512)
+    align(replace(cfg, plan=True))
+    planned = " ".join(capsys.readouterr().out.split())
+    assert all(end in planned for end in ends)
+    assert "messages in its chat template" in planned
+    if name in ("gpt2", "qwen2"):
+        assert align(cfg)

@@ -12,6 +12,7 @@ from firm.alignment.policy import adapter_parameters
 from firm.federation import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import AlignmentConfig, is_front_due, measured_preferences
+from firm.jobs.inspection import inspect_policy
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
 from firm.jobs.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
@@ -65,6 +66,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         policy_path=cfg.policy.path,
         dtype=cfg.policy.dtype,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        inspection=inspect_policy(cfg.policy.path, cfg.rollout, cfg.policy.prompt),
         policy=policy,
         memory=memory,
         rewards=rewards,

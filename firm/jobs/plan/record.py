@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from firm.alignment.hyperparameters import Hyperparameter
+from firm.jobs.inspection import Inspection
 from firm.jobs.plan.passes import Passes
 
 
@@ -113,6 +114,7 @@ class Plan:
     policy_path: str
     dtype: str
     gradient_checkpointing: bool
+    inspection: Inspection | None
     policy: PolicyFigures | None
     memory: Memory | None
     rewards: dict[str, RewardFigures]

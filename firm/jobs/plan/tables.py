@@ -16,7 +16,7 @@ def plan_tables(plan: Plan) -> list[Table]:
 
 
 def _model_table(plan: Plan) -> Table:
-    rows = [("policy", plan.policy_path)]
+    rows = [("policy", plan.policy_path), *_inspection_rows(plan)]
     if figures := plan.policy:
         share = figures.num_trainable / (figures.num_parameters + figures.num_trainable)
         visits = plan.work.rounds * plan.work.clients_per_round
@@ -36,6 +36,23 @@ def _model_table(plan: Plan) -> Table:
         size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
     return Table("What would run", ("", ""), rows)
+
+
+def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Returns how prompts reach the policy, and where its replies end."""
+    if (found := plan.inspection) is None:
+        return []
+    formats_in_words = {
+        "chat": "messages in its chat template",
+        "hh": "in the form of HH-RLHF, for it has no chat template or is not to use it",
+        "plain": "the last user message in policy.prompt.template",
+    }
+    context = f"{found.context:,} tokens" if found.context else "without a limit"
+    return [
+        ("prompts", formats_in_words[found.prompt_format]),
+        ("replies end at", " ".join(found.ends) or "no token, but at the greatest length"),
+        ("context", context),
+    ]
 
 
 def _work_table(plan: Plan) -> Table:

@@ -1,0 +1,75 @@
+"""Refuses files, folders and names that are not there, with the nearest that are."""
+
+import difflib
+import re
+from pathlib import Path
+
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.run import UserError
+from reward_models.registry import check_name
+
+
+def check_sources(cfg: AlignmentConfig) -> None:
+    """Checks that what a configuration names on this machine is there; hubs are not asked.
+
+    Raises:
+        UserError: A model's or an adapter's folder, a file of data or of reward functions, or a
+            reward model's name is not there.
+    """
+    check_folder("policy.path", cfg.policy.path)
+    for use in ("train", "validation", "test"):
+        source = getattr(cfg.data, use).source
+        for each in [source] if isinstance(source, str) else source:
+            check_data(f"data.{use}.source", each)
+    models = {f"rewards.{name}": own for name, own in cfg.rewards.items()}
+    models |= {f"evaluation.metrics.{name}": own for name, own in cfg.evaluation.metrics.items()}
+    for group, others in cfg.groups.items():
+        models |= {f"groups.{group}.rewards.{name}": own for name, own in others.rewards.items()}
+    for key, model in models.items():
+        check_reward(key, path=model.path, file=model.file, name=model.name)
+    for folder in cfg.start:
+        if not Path(folder).expanduser().is_dir():
+            raise UserError(f"start: there is no folder {folder}{near(folder)}; correct it.")
+
+
+def check_reward(key: str, *, path: str = "", file: str = "", name: str = "") -> None:
+    """Raises `UserError` where a reward model's folder, file or name is not there."""
+    if file:
+        if not Path(file).expanduser().is_file():
+            raise UserError(f"{key}: there is no file {file}{near(file)}; correct it.")
+    elif path:
+        check_folder(key, path)
+    elif name:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise UserError(f"{key}: {error}") from None
+
+
+def check_data(key: str, source: str) -> None:
+    """Raises `UserError` where a file or folder of data is not there; names on a hub pass."""
+    if is_file(source):
+        if not Path(source).expanduser().is_file():
+            raise UserError(f"{key}: there is no file {source}{near(source)}; correct it.")
+    elif not Path(source).expanduser().exists():
+        check_folder(key, source.partition(":")[0])
+
+
+def is_file(source: str) -> bool:
+    """Returns whether a source of data is named like a file."""
+    return re.search(r"\.jsonl?(\.gz)?$", source) is not None
+
+
+def check_folder(key: str, path: str) -> None:
+    """Raises `UserError` for a path of this machine that is not there; names on a hub pass."""
+    is_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if is_local and not Path(path).expanduser().is_dir():
+        raise UserError(f"{key}: there is no folder {path}{near(path)}; correct it.")
+
+
+def near(path: str | Path) -> str:
+    """Returns a hint at the file or folder beside a missing one that is named most alike."""
+    place = Path(path).expanduser()
+    beside = [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else []
+    alike = difflib.get_close_matches(place.name, beside, n=1)
+    return f" (did you mean {place.parent / alike[0]}?)" if alike else ""
