@@ -30,6 +30,17 @@ def printable(text: object, *, max_length: int = 500) -> str:
     return escaped if len(escaped) <= max_length else escaped[: max_length - 1] + "…"
 
 
+def legible(text: str) -> str:
+    r"""Returns a text of several lines without what a terminal or an editor would obey.
+
+    As `printable`, but line ends and tabs stay, and nothing is cut.
+
+    >>> legible("one\x1b[2J\ntwo")
+    'one\\x1b[2J\ntwo'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, or its type where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

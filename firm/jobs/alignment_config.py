@@ -291,11 +291,13 @@ def _check_participation(cfg: AlignmentConfig) -> None:
                 "lower it, or add clients."
             )
     names = client_names(cfg)
-    for name in cfg.strategy.always:
-        if name not in names:
-            raise ValueError(
-                f"strategy.always must name clients, {names[0]} to {names[-1]}, got {name!r}."
-            )
+    preferences = getattr(cfg.strategy, "preferences", {})  # of strategies that have some
+    for key, own in (("always", cfg.strategy.always), ("preferences", preferences)):
+        for name in own:
+            if name not in names:
+                raise ValueError(
+                    f"strategy.{key} must name clients, {names[0]} to {names[-1]}, got {name!r}."
+                )
 
 
 def _check_ranks(cfg: AlignmentConfig) -> None:
@@ -453,6 +455,16 @@ def _check_groups(cfg: AlignmentConfig) -> None:
                 f"{key}.attack.objective must be one that they serve ({', '.join(served)}), got "
                 f"{attacked!r}."
             )
+    if len(taken) == cfg.num_clients:  # nobody outside of groups, who would serve all objectives
+        theirs = [
+            cfg.rewards if c.objectives is None else c.objectives for c in cfg.groups.values()
+        ]
+        for name in cfg.rewards:
+            if not any(name in own for own in theirs):
+                raise ValueError(
+                    f"groups: no client serves the objective {name!r}; name it in the objectives "
+                    "of a group, or remove it from rewards."
+                )
 
 
 def _check_calibrations(cfg: AlignmentConfig) -> None:

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Annotated, Any, Self
 
 from firm.federation.client import State
-from firm.federation.outside import printable
+from firm.federation.outside import legible, printable
 from firm.fields import Hint, PositiveInt, configuration
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
@@ -251,7 +251,8 @@ class Run:
                 if isinstance(error, KeyboardInterrupt):
                     self.finish("interrupted")
                     return
-                replace_text(self.path / "error.txt", "".join(traceback.format_exception(error)))
+                text = legible("".join(traceback.format_exception(error)))
+                replace_text(self.path / "error.txt", text)
                 self.finish("failed")
         finally:
             self.close()

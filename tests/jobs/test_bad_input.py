@@ -198,6 +198,14 @@ CASES = {
         ["--strategy.always", "[client_9]"],
         ["strategy.always must name clients, client_0 to client_1, got 'client_9'"],
     ),
+    "a preference of a client that does not exist": (
+        ["--strategy.preferences", "{client_99: [1, 0]}"],
+        ["strategy.preferences must name clients, client_0 to client_1, got 'client_99'"],
+    ),
+    "an objective that no client serves": (
+        ["--groups", "{all: {clients: [0, 1], objectives: [brevity]}}"],
+        ["groups: no client serves the objective 'positivity'; name it in"],
+    ),
     "a rank of a client that is none": (
         ["--strategy.ranks", "{client_9: 2}"],
         [
