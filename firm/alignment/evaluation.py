@@ -53,6 +53,7 @@ def sample_replies(
     config: RolloutConfig,
     reference: Reference,
     preference: Sequence[float] | None = None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> Replies:
     """Returns one sampled reply to each of N prompts, with its KL from the base model.
 
@@ -65,7 +66,8 @@ def sample_replies(
     if preference is not None:
         shares = torch.tensor(preference, device=model.device) / sum(preference)
         queries = replace(queries, preferences=shares.expand(len(prompts), -1))
-    rollouts = rollout(Sampler(model, tokenizer, config, reference), queries)
+    sampler = Sampler(model, tokenizer, config, reference)
+    rollouts = rollout(sampler, queries, on_progress=on_progress)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
     return Replies(
         rollouts.completions, kl, rollouts.num_tokens, rollouts.ended, rollouts.completion_ids
@@ -200,6 +202,7 @@ def evaluate(
     extra_fns: Mapping[str, RewardFn] | None = None,
     num_samples: int = 1,
     batch_size: int = 64,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Returns figures of a policy on held-out prompts.
 
@@ -213,6 +216,7 @@ def evaluate(
         extra_fns: Further metrics with a reward function's signature, such as a true score.
         num_samples: Replies per row.
         batch_size: Replies that are sampled at once.
+        on_progress: Called after each batch with the number of replies so far, and of all.
 
     Raises:
         ValueError: There are too few prompts for a standard error, two scores share a name, an
@@ -227,8 +231,11 @@ def evaluate(
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
     asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one row abut
     with stream:
-        starts = range(0, len(asked), batch_size)
-        chunks = [generate(asked[start : start + batch_size]) for start in starts]
+        chunks = []
+        for start in range(0, len(asked), batch_size):
+            on_progress(start, len(asked))
+            chunks.append(generate(asked[start : start + batch_size]))
+        on_progress(len(asked), len(asked))
     completions = [text for replies in chunks for text in replies.completions]
     ids = [row for replies in chunks for row in replies.completion_ids]
     fns = {**reward_fns, **extra_fns}

@@ -94,7 +94,13 @@ class Sampler:
 
 
 @torch.no_grad()
-def rollout(sampler: Sampler, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
+def rollout(
+    sampler: Sampler,
+    queries: Queries,
+    *,
+    measures_mismatch: bool = False,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Rollouts:
     """Returns sampled responses to left-padded prompts, with both policies' log-probabilities.
 
     Args:
@@ -102,9 +108,10 @@ def rollout(sampler: Sampler, queries: Queries, *, measures_mismatch: bool = Fal
         queries: B prompts, left-padded to Q tokens.
         measures_mismatch: Measures the `mismatch` also where generation's log-probabilities are
             taken, by another forward pass.
+        on_progress: Called with the number of replies sampled so far, chunk by chunk.
     """
     config = sampler.config
-    query_responses, at_generation = _sampled(sampler, queries)
+    query_responses, at_generation = _sampled(sampler, queries, on_progress)
     num_tokens, ended, completions = find_ends(
         query_responses[:, queries.token_ids.size(1) :],
         tokenizer=sampler.tokenizer,
@@ -137,9 +144,14 @@ def rollout(sampler: Sampler, queries: Queries, *, measures_mismatch: bool = Fal
     )
 
 
-def _sampled(sampler: Sampler, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+def _sampled(
+    sampler: Sampler, queries: Queries, on_progress: Callable[[int], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples [B, Q + T], and their log-probabilities at generation, [B, T]."""
-    chunks = [sampler.generate(chunk) for chunk in queries.split(sampler.config.forward_batch_size)]
+    chunks, num_done = [], 0
+    for chunk in queries.split(sampler.config.forward_batch_size):
+        chunks.append(sampler.generate(chunk))
+        on_progress(num_done := num_done + chunk.num_rows)
     length = max(ids.size(1) for ids, _ in chunks)
     num_tokens = length - queries.token_ids.size(1)
     pad_id = sampler.pad_token_id

@@ -193,11 +193,16 @@ class MultiObjectiveTrainer:
             return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
 
     def replies(
-        self, prompts: Sequence[Prompt], *, preference: Sequence[float] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        preference: Sequence[float] | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> Replies:
         """Returns one sampled reply to each prompt, by this process alone; for evaluation.
 
-        A conditioned policy answers at the preference, by default at equal shares.
+        A conditioned policy answers at the preference, by default at equal shares. The number of
+        replies sampled so far is told chunk by chunk.
         """
         set_mode(self.policy_model, is_training=False)
         return sample_replies(
@@ -208,6 +213,7 @@ class MultiObjectiveTrainer:
             config=self.rollout_config,
             reference=self.policy_model.disable_adapter,
             preference=preference,
+            on_progress=on_progress,
         )
 
     @torch.no_grad()

@@ -170,12 +170,12 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
         Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
         _check_rounds(out, cfg)
     loaded = load(cfg, processes, given=given)
+    progress = progress_of(cfg)
     if processes.is_server:
-        calibrations = common_calibrations(loaded, cfg, out)
+        calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)
         processes.broadcast(as_figures(calibrations))
     else:
         calibrations = as_calibrations(processes.broadcast())
-    progress = progress_of(cfg)
     engine = build_engine(loaded, cfg, calibrations, on_event=progress.event)
     if isinstance(engine, ProcessesEngine) and not processes.is_server:
         engine.serve()
@@ -395,6 +395,9 @@ class _LanguageWing(Wing):
             stream=RandomStream(cfg.seed, "evaluation", split),
             extra_fns=self._loaded.metrics,
             num_samples=cfg.evaluation.num_samples,
+            on_progress=lambda done, total: self._progress.event(
+                "measured", what=f"{split} prompts", done=done, total=total
+            ),
         )
 
     def _log_samples(self, evaluation: Evaluation, state: ServerState) -> None:

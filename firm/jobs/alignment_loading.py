@@ -196,13 +196,17 @@ def load(
 
 
 def common_calibrations(
-    loaded: LoadedRun, cfg: AlignmentConfig, out: Path
+    loaded: LoadedRun,
+    cfg: AlignmentConfig,
+    out: Path,
+    *,
+    on_event: Callable[..., None] | None = None,
 ) -> dict[str, Calibration]:
     """Returns the maps from scores to rewards, which the server fixes for all.
 
     A run that goes on keeps its own.
     """
-    calibrations = _calibrate(loaded, cfg)  # tries every reward model, too
+    calibrations = _calibrate(loaded, cfg, on_event)  # tries every reward model, too
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
         frozen = as_calibrations(checkpoint[1]["calibrations"])
         check_same(frozen, calibrations)  # before the run is opened, which cuts its logs
@@ -319,12 +323,20 @@ def _group_judges(
     return attacked_judges(judges, config.attack)
 
 
-def _calibrate(loaded: LoadedRun, cfg: AlignmentConfig) -> dict[str, Calibration]:
+def _calibrate(
+    loaded: LoadedRun, cfg: AlignmentConfig, on_event: Callable[..., None] | None
+) -> dict[str, Calibration]:
     """Returns the maps from scores to rewards: fixed beforehand, or from base-model replies."""
     seed = cfg.evaluation.calibration_seed
     prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
+
+    def told(num_done: int) -> None:
+        if on_event:
+            on_event("measured", what="calibration", done=num_done, total=len(prompts))
+
+    told(0)
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
-        replies = loaded.trainer.replies(prompts)
+        replies = loaded.trainer.replies(prompts, on_progress=told)
     scores = score(loaded.reward_fns, prompts, replies.completions, replies.completion_ids)
     return {
         key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)

@@ -22,6 +22,8 @@ from firm.federation.outside import printable
 
 _MAX_CLIENTS_SHOWN = 16
 _MAX_LINE = 5_000
+QUIET_SECONDS = 15.0
+"""Measuring is said in a line each time that so many seconds pass without another."""
 """Longest line of a round, a note or a title, in characters."""
 
 
@@ -50,6 +52,7 @@ class Progress:
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
       train at a time
     - "client_finished": metrics (of them "weights", "rewards" and "kl" are shown), and client
+    - "measured": what ("calibration", or a split), done and total (replies sampled so far, and all)
     - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts); a
       row of round 0 shows the base model
     """
@@ -69,7 +72,8 @@ class Progress:
         self._first = self._num_done = 0
         self._console = console or _standard_output()
         self._views: dict[str, _ClientView] = {}
-        self._current = ""
+        self._current = self._measured = ""
+        self._last_said = time.monotonic()
         self._began = time.monotonic()
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
@@ -105,13 +109,29 @@ class Progress:
                     view.weights = [fmean(column) for column in zip(*solves, strict=True)]
                 view.rewards = metrics.get("rewards", {})
                 view.kl = metrics.get("kl")
+            case "measured":
+                self._measure(**info)
             case "round_finished":
                 self._finish_round(info["row"], info.get("scores", {}))
             case _:
                 raise ValueError(
                     f"progress knows no event {name!r}; it knows started, resumed, client_started, "
-                    "stage, client_finished and round_finished."
+                    "stage, client_finished, measured and round_finished."
                 )
+
+    def _measure(self, what: str, done: int, total: int) -> None:
+        """Notes how many replies are measured, and prints it where that takes long.
+
+        A terminal that shows the run's progress shows it all the time.
+        """
+        self._measured = "" if done == total else f"{what}: {done:,} of {total:,} replies"
+        now = time.monotonic()
+        if done == 0:
+            self._last_said = now
+        elif self._measured and now - self._last_said > QUIET_SECONDS:
+            self._last_said = now
+            if not self._live.is_started:
+                self._print(self._measured)
 
     def _view(self, info: Mapping[str, Any]) -> _ClientView:
         return self._views.setdefault(info.get("client", self._current), _ClientView())
@@ -177,7 +197,8 @@ class Progress:
             rewards = [view.rewards.get(objective) for objective in self._objectives]
             numbers = ["" if x is None else f"{x:.3f}" for x in [*weights, *rewards, view.kl]]
             table.add_row(Text(printable(name)), Text(printable(view.stage)), *numbers)
-        return Group(headline, table)
+        parts = [headline, Text(self._measured), table] if self._measured else [headline, table]
+        return Group(*parts)
 
 
 def print_table(

@@ -503,3 +503,9 @@ def test_an_adapter_that_is_not_finite_is_refused(checkpoint, folders, value):
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"small has numbers in .* that are not finite"):
         load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+
+
+def test_an_evaluation_tells_how_many_replies_are_sampled():
+    told = []
+    run(policy(), batch_size=7, on_progress=lambda *counts: told.append(counts))
+    assert told == [(0, 18), (7, 18), (14, 18), (18, 18)]

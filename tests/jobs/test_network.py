@@ -342,7 +342,8 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, e
     experience = loaded.trainer.experience
 
     def overheard(rollouts):
-        result, texts = experience(rollouts), rollouts.queries.prompts
+        result = experience(rollouts)
+        texts = [prompt.transcript for prompt in rollouts.queries.prompts]
         seen_texts.extend(texts)
         seen_texts.extend(
             loaded.trainer.tokenizer.batch_decode(rollouts.responses, skip_special_tokens=True)

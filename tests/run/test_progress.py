@@ -195,3 +195,32 @@ def test_titles_headings_and_cells_of_a_table_are_shown_in_one_line() -> None:
     assert lines[:2] == ["", SHOWN]
     assert [line.count(SHOWN) for line in lines[2:] if "lost" in line] == [1, 1]
     assert "\x1b" not in text_of(pipe)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_is_measured_for_long_is_said_now_and_then(is_terminal, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("firm.run.progress.time.monotonic", lambda: now[0])
+    shown = console(is_terminal=is_terminal)
+    progress = Progress(2, CLIENTS, OBJECTIVES, console=shown)
+    for done in range(0, 257, 32):
+        progress.event("measured", what="calibration", done=done, total=256)
+        now[0] += 10
+    lines = [f"calibration: {done} of 256 replies" for done in (64, 128, 192)]
+    assert text_of(shown).splitlines() == lines
+
+
+def test_a_quick_measurement_is_silent() -> None:
+    pipe = console(is_terminal=False)
+    with Progress(2, CLIENTS, OBJECTIVES, console=pipe) as progress:
+        for done in (0, 64, 128):
+            progress.event("measured", what="test prompts", done=done, total=128)
+    assert text_of(pipe) == ""
+
+
+def test_a_terminal_shows_what_is_being_measured() -> None:
+    terminal = console(is_terminal=True)
+    with Progress(2, CLIENTS, OBJECTIVES, console=terminal) as progress:
+        progress.event("measured", what="test prompts", done=64, total=128)
+        progress._live.refresh()
+    assert "test prompts: 64 of 128 replies" in text_of(terminal)
