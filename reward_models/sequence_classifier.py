@@ -275,6 +275,7 @@ def load_sequence_classifier(
                 location,
                 config=config,
                 dtype=getattr(torch, dtype),
+                use_safetensors=True,  # a pickle runs code when it is read
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )

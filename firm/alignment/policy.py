@@ -213,7 +213,10 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """
     with _loading_errors("language model", config.path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=getattr(torch, config.dtype), output_loading_info=True
+            config.path,
+            dtype=getattr(torch, config.dtype),
+            use_safetensors=True,  # a pickle runs code when it is read
+            output_loading_info=True,
         )
     model, report = loaded
     if report["missing_keys"]:  # transformers would draw them at random

@@ -399,3 +399,12 @@ def test_an_absent_device_is_refused_with_those_there_are():
         ValueError, match=r"policy.device: there is no device 'cuda:99' here: choose .*cpu"
     ):
         take_device("cuda:99")
+
+
+def test_pickled_weights_are_refused_in_one_line(make_model, tmp_path):
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no language model could be loaded .*safetensors") as it:
+        load_base_model(PolicyConfig(str(tmp_path)))
+    assert "\n" not in str(it.value)
