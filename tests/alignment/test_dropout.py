@@ -24,6 +24,7 @@ from firm.alignment.policy import (
     borrowed,
     set_mode,
 )
+from firm.alignment.prompts import Prompt
 
 SIZES = {
     "vocab_size": 32,
@@ -154,7 +155,7 @@ def a_trainer(make_trainer, letter_count, **arguments):
 def test_the_first_ratio_of_a_run_is_one(name, make_trainer, letter_count):
     trainer = a_trainer(make_trainer, letter_count, policy=adapted(make(name)))
     torch.manual_seed(0)
-    prompts = ["abc", "bade", "cafe ab", "d"] * 4
+    prompts = [Prompt(text) for text in ("abc", "bade", "cafe ab", "d")] * 4
     experience = trainer.experience(trainer.sample(trainer.encode(prompts)))
     means = [masked_mean(row, experience.rollouts.mask) for row in experience.advantages]
     losses = trainer.gradients(experience).losses  # of the ratio times the advantage

@@ -318,7 +318,7 @@ def test_the_disagreement_bound_and_the_norm_ratio_by_hand(start):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_local_steps": 0}, "num_local_steps must be at least 1, got 0"),
+        ({"num_local_steps": 0}, "num_local_steps must be at least 1 and at most .*, got 0"),
         ({"num_local_epochs": 0}, "num_local_epochs must be at least 1, got 0; null counts in"),
         ({"num_local_epochs": 2, "num_local_steps": 3}, "got both, 3 and 2; leave one of them out"),
         ({"clients_per_round": 0}, "clients_per_round must be at least 1, got 0"),

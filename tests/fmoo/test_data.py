@@ -188,9 +188,9 @@ def test_clients_bring_data_sets_of_tensors_numbers_or_arrays():
     [
         ({}, "clients must be one or more data sets by name, got none"),
         ({"a": []}, "client 'a' has no samples: leave it out"),
-        ({"a": 3}, r"data set of client 'a', which needs a length .* fails \(TypeError"),
-        ({"a": [torch.zeros(3)]}, r"samples \(input, targets\), fails \(ValueError"),
-        ({"a": [(torch.zeros(3), ("x", "y"))]}, "client 'a'.* fails"),
+        ({"a": 3}, r"data set of client 'a', which needs a length .* raised TypeError"),
+        ({"a": [torch.zeros(3)]}, r"samples \(input, targets\), raised ValueError"),
+        ({"a": [(torch.zeros(3), ("x", "y"))]}, "client 'a'.* raised"),
         (
             {"a": [(torch.zeros(3), (0, 1.5))], "b": [(torch.zeros(4), (0, 1.5))]},
             r"the inputs of client 'b' must be as those of 'a', torch.float32 of shape \[3\], got",

@@ -60,7 +60,8 @@ def test_work_is_that_of_the_setting():
 def test_fedcmoo_a_is_firm_s_baseline_without_compression_and_without_beta(monkeypatch):
     takes_seconds = "firm.jobs.plan.planning.process_memory"
     monkeypatch.setattr(takes_seconds, lambda *_: None)
-    cfg, local = config("fedcmoo_a"), ("--policy.path", "firm/miniature/checkpoints/policy")
+    local = ("--policy.path", "firm/miniature/checkpoints/policy", "--policy.prompt.name", "hh")
+    cfg = config("fedcmoo_a")
     assert (cfg.strategy.name, cfg.strategy.beta) == ("fedcmoo", 0.0)
     assert cfg.strategy.num_local_steps == 4
     firm, fedcmoo = plan_of("clients_16", *local).policy, plan_of("fedcmoo_a", *local).policy
