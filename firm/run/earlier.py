@@ -20,7 +20,8 @@ def translated_settings(settings: Any) -> Any:
     """Returns a configuration's plain data with today's keys.
 
     The section `ppo` is now `estimator`, whose `name` is ppo; its `kl.estimator` is now `kl.form`.
-    What a site lets go, its `policy.metrics`, has today's names of figures.
+    What a site lets go, its `policy.metrics`, has today's names of figures, and a policy has no
+    `pad_token`.
     """
     if not isinstance(settings, Mapping):
         return settings
@@ -32,6 +33,8 @@ def translated_settings(settings: Any) -> Any:
         if isinstance(kl, Mapping):
             names = {"estimator": "form"}
             value = {**value, "kl": {names.get(name, name): own for name, own in kl.items()}}
+        if key == "policy" and isinstance(value, Mapping):  # masks came from a token that pads
+            value = {name: own for name, own in value.items() if name != "pad_token"}
         metrics = value.get("metrics") if key == "policy" and isinstance(value, Mapping) else None
         if isinstance(metrics, list):
             value = {**value, "metrics": [FIGURES.get(str(name), name) for name in metrics]}
@@ -42,7 +45,7 @@ def translated_settings(settings: Any) -> Any:
 def translated_run(settings: Any) -> Any:
     """Returns a run's configuration with today's keys, and with splits that mean what they did.
 
-    Files were taken whole whatever the split's name, that of the defaults too.
+    New keys have their defaults. Files were taken whole whatever the split's name, that of the defaults too.
     """
     settings = translated_settings(settings)
     data = settings.get("data") if isinstance(settings, Mapping) else None
@@ -55,7 +58,13 @@ def translated_run(settings: Any) -> Any:
             names = sources if isinstance(sources, list) else [sources]
             if all(re.search(r"\.jsonl?(\.gz)?$", str(name)) for name in names):
                 prompts = {**prompts, "split": None}
+        if isinstance(prompts, Mapping):
+            prompts = {"reader": "auto", "drop_duplicates": False, **prompts}
         translated[use] = prompts
+    policy = settings.get("policy")
+    if isinstance(policy, Mapping) and isinstance(policy.get("prompt"), Mapping):
+        prompt = {"template_options": {}, **policy["prompt"]}
+        settings = {**settings, "policy": {**policy, "prompt": prompt}}
     return {**settings, "data": translated}
 
 

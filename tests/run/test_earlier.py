@@ -37,6 +37,9 @@ def earlier(config) -> dict:
 def test_the_section_of_ppo_is_the_estimator_of_that_name(config, earlier):
     assert translated_settings(earlier) == to_dict(config)
     assert translated_settings({"ppo": None}) == {"estimator": {"name": "ppo"}}
+    assert translated_settings({"policy": {"path": "a", "pad_token": "<s>"}}) == {
+        "policy": {"path": "a"}
+    }
     site = {"policy": {"metrics": ["kl", "reward", "reward_raw"], "reasons": False}}
     today = {"policy": {"metrics": ["kl", "rewards", "scores"], "reasons": False}}
     assert translated_settings(site) == today
@@ -66,7 +69,9 @@ def test_the_section_of_ppo_is_the_estimator_of_that_name(config, earlier):
 def test_a_file_that_was_taken_whole_still_is(source, split, expected):
     data = {"train": None, "test": {"source": source, "split": split, "min_tokens": 0}}
     translated = translated_run({"seed": 3, "data": data})
-    assert translated["data"]["test"] == {"source": source, "split": expected, "min_tokens": 0}
+    new = {"reader": "auto", "drop_duplicates": False}  # keys with their defaults
+    own = {"source": source, "split": expected, "min_tokens": 0}
+    assert translated["data"]["test"] == {**own, **new}
     assert translated["data"]["train"] is None
     for untouched in ({"seed": 3}, {"data": None}, None, [1]):
         assert translated_run(untouched) == untouched
