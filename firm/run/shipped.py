@@ -23,10 +23,10 @@ def find_config(name: str | Path) -> Path:
     A shipped file's name is such as `smoke`, `fmoo/adult.yaml` or `configs/smoke.yaml`.
 
     Raises:
-        UserError: There is neither; names the nearest.
+        UserError: There is neither; names the nearest, among those that ship and those beside it.
     """
     path = Path(name)
-    if path.exists() or path.is_absolute():
+    if path.exists():
         return path
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     stem = str(Path(*parts)).removesuffix(".yaml")
@@ -34,9 +34,15 @@ def find_config(name: str | Path) -> Path:
     if shipped.is_file():
         return shipped
     names = [str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.rglob("*.yaml")]
-    near = difflib.get_close_matches(stem, names)
-    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-    raise UserError(f"no such file{hint}; check --config.")
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    own = {file.stem: str(file) for file in beside if file.suffix in (".yaml", ".yml")}
+    near = [own[stem] for stem in difflib.get_close_matches(path.stem, own)]
+    near += difflib.get_close_matches(stem, names)
+    near += [name for name in names if path.stem in name.split("/")[-1].split("_")]
+    hint = f"did you mean {' or '.join(list(dict.fromkeys(near))[:3])}?"
+    if not near:
+        hint = f"shipped ones are {', '.join(sorted(name for name in names if '/' not in name))}."
+    raise UserError(f"no such file; {hint}")
 
 
 def path_in_package(path: str | Path) -> str | None:

@@ -287,7 +287,10 @@ BAD_ARGUMENTS = [
     (["--out", "\udcff"], "command line: '\\udcff' is no UTF-8 text; write it in UTF-8."),
     (["--targets", "[a"], "command line: targets is malformed YAML, line 1: "),
     (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; give --strat"),
-    (["--config", "absent.yaml"], "absent.yaml: no such file; check --config."),
+    (
+        ["--config", "nowhere/zzz.yaml"],
+        "nowhere/zzz.yaml: no such file; shipped ones are attacks, build_hh, ",
+    ),
     (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); give a YAML text fi"),
 ]
 

@@ -28,9 +28,19 @@ def test_a_file_of_ones_own_comes_before_the_shipped_one(tmp_path, monkeypatch):
 
 def test_a_name_that_nothing_has_is_told_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no such file \(did you mean miniature"):
+    with pytest.raises(UserError, match=r"no such file; did you mean miniature or"):
         find_config("minature")
-    assert find_config(tmp_path / "smoke.yaml") == tmp_path / "smoke.yaml"  # for its own error
+    with pytest.raises(UserError, match=r"did you mean .*hh_tinyllama"):
+        find_config("hh")
+    with pytest.raises(UserError, match=r"no such file; shipped ones are .*, miniature, "):
+        find_config("nope")
+    (tmp_path / "zebra.yml").touch()
+    (tmp_path / "zebras.md").touch()
+    for name in ("zebra.yaml", "zebar", "./zebrra.yaml"):
+        with pytest.raises(UserError, match=r"no such file; did you mean zebra\.yml\?"):
+            find_config(name)
+    with pytest.raises(UserError, match=rf"did you mean {tmp_path}/zebra\.yml\?"):
+        find_config(tmp_path / "zebra.yaml")
 
 
 @dataclass(frozen=True)
