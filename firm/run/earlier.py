@@ -45,7 +45,8 @@ def translated_settings(settings: Any) -> Any:
 def translated_run(settings: Any) -> Any:
     """Returns a run's configuration with today's keys, and with splits that mean what they did.
 
-    New keys have their defaults. Files were taken whole whatever the split's name, that of the defaults too.
+    New keys have their defaults. Files were taken whole whatever the split's name, that of the
+    defaults too.
     """
     settings = translated_settings(settings)
     data = settings.get("data") if isinstance(settings, Mapping) else None
