@@ -69,9 +69,9 @@ def fast_dtype() -> Literal["bfloat16", "float32"]:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(768, 768, dtype=dtype)
-        matrix @ matrix  # the first product sets kernels up
+        torch.mm(matrix, matrix)  # the first product sets kernels up
         start = time.perf_counter()
         for _ in range(3):
-            matrix @ matrix
+            torch.mm(matrix, matrix)
         seconds[dtype] = time.perf_counter() - start
     return "bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"

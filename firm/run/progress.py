@@ -22,9 +22,9 @@ from firm.federation.outside import printable
 
 _MAX_CLIENTS_SHOWN = 16
 _MAX_LINE = 5_000
-QUIET_SECONDS = 15.0
-"""Measuring is said in a line each time that so many seconds pass without another."""
 """Longest line of a round, a note or a title, in characters."""
+QUIET_SECONDS = 15.0
+"""Seconds of measuring after which a line says how far it is."""
 
 
 @dataclass
