@@ -59,6 +59,8 @@ def check_passes(policy: Any, path: str) -> None:
                     return_dict_in_generate=True,
                 ),
             )
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise ValueError(
                 f"policy.path: {path} cannot generate ({first_line(error)}): give a causal "
