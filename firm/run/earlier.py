@@ -59,7 +59,7 @@ def translated_run(settings: Any) -> Any:
             names = sources if isinstance(sources, list) else [sources]
             if all(re.search(r"\.jsonl?(\.gz)?$", str(name)) for name in names):
                 prompts = {**prompts, "split": None}
-        if isinstance(prompts, Mapping):
+        if isinstance(prompts, Mapping) and "source" in prompts:  # not a classic study's losses
             prompts = {"reader": "auto", "drop_duplicates": False, **prompts}
         translated[use] = prompts
     policy = settings.get("policy")
