@@ -63,7 +63,7 @@ pictures: install ## Take the guide's pictures of pages, with Chromium.
 	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume auto
 	$(OFFLINE) $(BIN)/firm align --config miniature_front --out runs/pictures/front --resume auto
 	rm -rf runs/pictures/theory # it is not resumed
-	$(OFFLINE) $(BIN)/firm theory --out runs/pictures/theory
+	$(OFFLINE) $(BIN)/python -m recipes.theory --out runs/pictures/theory
 	$(OFFLINE) $(BIN)/python -m tests.docs.pictures --demo runs/pictures/demo --explore runs/pictures/front --theory runs/pictures/theory
 
 $(VENV)/.docs: $(VENV)/.installed

@@ -22,7 +22,6 @@ COMMANDS = {
     "workspace": ("workspace", "Saves a workspace in W&B with the main figures of a run's page."),
     "network": ("network", "Runs across sites over a network: kits, server, sites, runs."),
     "fmoo": ("fmoo", "Compares the classic algorithms on images, tables and text."),
-    "theory": ("theory", "Measures the convergence theory on random tabular MDPs."),
 }
 """Command -> module of `firm.cli`, and what it does."""
 

@@ -57,6 +57,8 @@ SMALL = {
     "evaluation.num_shown_samples": 4,
 }
 """Settings of the fast form."""
+SMALL_RECIPES = {"recipes.theory": ["--config", str(ROOT / "recipes/theory/smoke.yaml")]}
+"""Arguments of the fast form of a recipe."""
 TOO_LARGE = ("hh_tinyllama", "hh_llama32")
 """Configurations that are planned and not run."""
 RECIPE = "recipes/firm_hh.py"
@@ -204,7 +206,6 @@ class Runner:
         more = {
             "evaluate": ["--num_prompts", "4", "--num_samples", "1"],
             "fmoo": ["--rounds", "1"],
-            "theory": ["--config", "theory_smoke"],
         }
         return more.get(command, [])
 
@@ -233,7 +234,7 @@ def expect_success(words: list[str]) -> None:
 
 
 def run_script(words: list[str]) -> None:
-    """Checks a benchmark and its options, or runs a script of the page's own."""
+    """Checks a benchmark and its options, or runs a recipe or a script of the page's own."""
     script = ROOT / words[0]
     if not script.is_file():
         program = get_context("fork").Process(target=run_as_main, args=(words,))
@@ -249,8 +250,14 @@ def run_script(words: list[str]) -> None:
 
 def run_as_main(words: list[str]) -> None:
     """Runs a script as Python would, with what this process has imported."""
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+    if words[0] == "-m":
+        _, module, *arguments = words
+        sys.argv = [module, *arguments, *SMALL_RECIPES[module]]
+        sys.modules.pop(f"{module}.__main__", None)  # a test may have imported it
+        runpy.run_module(module, run_name="__main__")
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def check_target(words: list[str]) -> None:

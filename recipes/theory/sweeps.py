@@ -9,9 +9,9 @@ import numpy as np
 from annotated_types import Ge
 
 from firm.fields import PositiveFloat, PositiveInt, configuration
-from firm.theory.laboratory import ExperimentConfig, lemma_1_figures, run_experiment, summarise
-from firm.theory.scaling import Slope, fit_slope
-from firm.theory.terms import measure_lemma_1, measure_terms
+from recipes.theory.laboratory import ExperimentConfig, lemma_1_figures, run_experiment, summarise
+from recipes.theory.scaling import Slope, fit_slope
+from recipes.theory.terms import measure_lemma_1, measure_terms
 
 Values = dict[tuple[str, str], np.ndarray]
 """Sweep and quantity to values, one row per seed, [S, N]; rows of Lemma 1 lack the point β = 0."""

@@ -9,10 +9,10 @@ import numpy as np
 from firm.federation import LocalEngine, ServerState, derive_seed
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.fields import NOT_IN_PAPER, NumClients, PositiveInt, configuration
-from firm.theory.client import ActorCriticConfig, TabularClient
-from firm.theory.exact import gradient_bound
-from firm.theory.mdp import Mdp, MdpConfig, random_mdp
-from firm.theory.terms import Trace, largest_ratio, measure_lemma_1, measure_terms
+from recipes.theory.client import ActorCriticConfig, TabularClient
+from recipes.theory.exact import gradient_bound
+from recipes.theory.mdp import Mdp, MdpConfig, random_mdp
+from recipes.theory.terms import Trace, largest_ratio, measure_lemma_1, measure_terms
 
 
 @configuration(source=NOT_IN_PAPER)

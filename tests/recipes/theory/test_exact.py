@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from firm.theory import exact
-from firm.theory.mdp import Mdp
+from recipes.theory import exact
+from recipes.theory.mdp import Mdp
 
 
 def _lambda_a(mdp, theta):

@@ -13,8 +13,8 @@ import torch
 
 from firm.federation.diagnostics import disagreement_bound, disagreement_drift
 from firm.solvers import firm_weights
-from firm.theory.exact import gradient_bound, return_gradients
-from firm.theory.mdp import Mdp
+from recipes.theory.exact import gradient_bound, return_gradients
+from recipes.theory.mdp import Mdp
 
 
 @dataclass(frozen=True, eq=False)

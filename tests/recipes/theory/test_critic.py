@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from firm.theory import exact
-from firm.theory.client import ActorCriticConfig, TabularClient
-from firm.theory.critic import (
+from recipes.theory import exact
+from recipes.theory.client import ActorCriticConfig, TabularClient
+from recipes.theory.critic import (
     CriticConfig,
     project_to_ball,
     sample_chain,

@@ -13,9 +13,9 @@ from firm.federation.schema import Items, Metric, Number, PerObjective, register
 from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
 from firm.gradients import combine
 from firm.solvers import smoothed_weights
-from firm.theory.critic import CriticConfig, Transitions, sample_chain, td_critic, td_errors
-from firm.theory.exact import policy, td_fixed_point
-from firm.theory.mdp import Mdp
+from recipes.theory.critic import CriticConfig, Transitions, sample_chain, td_critic, td_errors
+from recipes.theory.exact import policy, td_fixed_point
+from recipes.theory.mdp import Mdp
 
 PARAMETER = "theta"
 """Name of the adapter's only tensor: the policy's logits, shape [d], float64."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from firm.report.drawing import INK, Key, Series
-from firm.report.scaling import Fit, scaling_panel
+from recipes.theory.panels import Fit, scaling_panel
 
 XS = np.array([1.0, 10.0, 100.0])
 

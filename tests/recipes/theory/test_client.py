@@ -10,9 +10,9 @@ from firm.federation import LocalEngine, ServerState, derive_seed
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
-from firm.theory import exact
-from firm.theory.client import ActorCriticConfig, TabularClient, policy_gradients
-from firm.theory.critic import CriticConfig, sample_chain, td_errors
+from recipes.theory import exact
+from recipes.theory.client import ActorCriticConfig, TabularClient, policy_gradients
+from recipes.theory.critic import CriticConfig, sample_chain, td_errors
 
 EXACT = CriticConfig(name="exact")
 FIRM = FirmConfig(num_local_steps=3, beta=0.1, normalize=False)

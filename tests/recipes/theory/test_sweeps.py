@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from firm.run import to_dict
-from firm.theory.critic import CriticConfig
-from firm.theory.laboratory import ExperimentConfig, run_experiment, summarise
-from firm.theory.mdp import MdpConfig
-from firm.theory.sweeps import (
+from recipes.theory.critic import CriticConfig
+from recipes.theory.laboratory import ExperimentConfig, run_experiment, summarise
+from recipes.theory.mdp import MdpConfig
+from recipes.theory.sweeps import (
     LAWS,
     SweepsConfig,
     fit_law,

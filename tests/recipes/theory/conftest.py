@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from firm.theory.mdp import Mdp, MdpConfig, random_mdp
+from recipes.theory.mdp import Mdp, MdpConfig, random_mdp
 
 SMALL = MdpConfig(num_states=4, num_actions=3, num_objectives=2)
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.solvers import firm_weights
-from firm.theory import exact
-from firm.theory.laboratory import ExperimentConfig, run_experiment
-from firm.theory.mdp import MdpConfig
-from firm.theory.terms import Trace, largest_ratio, measure_lemma_1, measure_terms
+from recipes.theory import exact
+from recipes.theory.laboratory import ExperimentConfig, run_experiment
+from recipes.theory.mdp import MdpConfig
+from recipes.theory.terms import Trace, largest_ratio, measure_lemma_1, measure_terms
 
 RUN = ExperimentConfig(MdpConfig(num_states=4, num_objectives=3), num_steps=24)
 

@@ -9,11 +9,11 @@ import numpy as np
 from firm.report.drawing import INK, MUTED, Key, Panel, Series, figure, scatter, ticks_at
 from firm.report.formats import CONFIG, measure
 from firm.report.page import Origin, Page, Section, Table
-from firm.report.scaling import Fit, log_axis, points_trace, reference_line, scaling_panel
 from firm.run import to_yaml
 from firm.run.comparison import Measure
-from firm.theory.scaling import Slope, geometric_mean, verdict
-from firm.theory.sweeps import (
+from recipes.theory.panels import Fit, log_axis, points_trace, reference_line, scaling_panel
+from recipes.theory.scaling import Slope, geometric_mean, verdict
+from recipes.theory.sweeps import (
     BOUND,
     DRIFT,
     LAWS,
@@ -291,7 +291,7 @@ def page_of(
         "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
         "uniform policy, so that a term is measured at one place whatever the step size; the runs "
         "of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves open, "
-        "stands in the docstrings of firm.theory.",
+        "stands in the docstrings of recipes.theory.",
         {CONFIG: to_yaml(cfg)},
     )
     return Page(

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 
 from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
-from firm.theory.exact import critic_radius
-from firm.theory.mdp import Mdp
+from recipes.theory.exact import critic_radius
+from recipes.theory.mdp import Mdp
 
 
 @configuration(source=NOT_IN_PAPER)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from firm.solvers import firm_weights
-from firm.theory.client import ActorCriticConfig
-from firm.theory.laboratory import ExperimentConfig, run_experiment, summarise, trace_of
-from firm.theory.mdp import MdpConfig
+from recipes.theory.client import ActorCriticConfig
+from recipes.theory.laboratory import ExperimentConfig, run_experiment, summarise, trace_of
+from recipes.theory.mdp import MdpConfig
 
 RUN = ExperimentConfig(
     MdpConfig(num_states=3, num_actions=2),

@@ -6,7 +6,7 @@ leading dimensions are batch dimensions in every function. All in float64.
 
 import numpy as np
 
-from firm.theory.mdp import Mdp
+from recipes.theory.mdp import Mdp
 
 SCORE_BOUND = 2**0.5
 """C_ψ of Assumption 3(a) for a tabular softmax: ‖ψ(s, a)‖² = (1 - π_a)² + Σ_{b≠a} π_b² < 2."""

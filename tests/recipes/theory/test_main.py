@@ -1,4 +1,4 @@
-"""The theory laboratory's recipe: its files, the same every time, and its page."""
+"""The theory laboratory: its files, equal for equal configurations, and its page."""
 
 import csv
 import io
@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from firm.cli.theory import cli, main
-from firm.jobs import theory
-from firm.jobs.theory import TheoryConfig
-from firm.run import parse
-from firm.theory.sweeps import LAWS
+from firm.run import parse, run_cli
+from recipes.theory import __main__ as theory
+from recipes.theory.__main__ import TheoryConfig, main
+from recipes.theory.sweeps import LAWS
+from tests.smoke import ROOT
 
-SMOKE = "configs/theory_smoke.yaml"
+SMOKE = str(ROOT / "recipes/theory/smoke.yaml")
 
 
 def run(out: Path) -> tuple[Path, str]:
     """The directory of a small measurement, and what it printed."""
-    config = Path(__file__).parents[2] / "configs/theory_smoke.yaml"
     with redirect_stdout(io.StringIO()) as printed:
-        path = main(parse(TheoryConfig, ["--config", str(config), "--out", str(out)]))
+        path = main(parse(TheoryConfig, ["--config", SMOKE, "--out", str(out)]))
     return path, printed.getvalue()
 
 
@@ -126,9 +125,13 @@ def test_a_page_that_cannot_be_drawn_leaves_the_figures(tmp_path, monkeypatch, u
 )
 def test_bad_input_ends_in_one_line(arguments, message, refusal, tmp_path):
     out = str(tmp_path / "out")
-    assert message in refusal(cli, ["--config", SMOKE, "--out", out, *arguments])
+    assert message in refusal(
+        run_cli, main, TheoryConfig, ["--config", SMOKE, "--out", out, *arguments]
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_results_are_never_overwritten(results, refusal):
-    assert str(results) in refusal(cli, ["--config", SMOKE, "--out", str(results)])
+    assert str(results) in refusal(
+        run_cli, main, TheoryConfig, ["--config", SMOKE, "--out", str(results)]
+    )

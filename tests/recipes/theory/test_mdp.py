@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from firm.theory.mdp import MdpConfig, random_mdp
+from recipes.theory.mdp import MdpConfig, random_mdp
 
 
 @pytest.mark.parametrize("features", ["tabular", "random"])

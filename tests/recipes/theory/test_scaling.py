@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from firm.theory.scaling import Slope, fit_slope, geometric_mean, verdict
+from recipes.theory.scaling import Slope, fit_slope, geometric_mean, verdict
 
 
 def test_power_laws_have_their_exponent_as_slope_whatever_their_factor():
