@@ -63,6 +63,10 @@ def check_format(format: CallFormat, tokenizer: PreTrainedTokenizerBase) -> None
             "the format 'chat_template' needs a chat template, and the classifier's tokenizer has "
             "none: choose the format that the model card shows."
         )
+    if format == "chat_template":
+        from firm.alignment.prompts import check_template
+
+        check_template(tokenizer)
     num_special = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
     if format == "question_answer" and num_special[0] == num_special[1]:
         raise ValueError(

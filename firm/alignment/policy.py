@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.conditioning import ConditioningConfig, condition_
 from firm.alignment.lora_xs import make_small_
-from firm.alignment.prompts import PromptFormat
+from firm.alignment.prompts import PromptFormat, check_template
 from firm.alignment.target_modules import (
     ATTENTION,
     adapted_layers,
@@ -150,9 +150,12 @@ def load_tokenizer(
     one would have no embedding where a text spells it out.
 
     Raises:
-        ValueError: There is no tokenizer at the policy's path.
+        ValueError: There is no tokenizer at the policy's path, or the prompt format needs a chat
+            template that is missing or broken.
     """
     tokenizer = copy.deepcopy(given) or read_tokenizer(config.path)
+    if config.prompt.kind_for(tokenizer) == "chat":
+        check_template(tokenizer)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     if tokenizer.pad_token_id is None:
         others = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.convert_ids_to_tokens(0))

@@ -8,12 +8,17 @@ forge a turn.
 
 import json
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
+from time import monotonic
+from types import FrameType
 from typing import Any, Literal
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation.outside import first_line
@@ -30,6 +35,9 @@ _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 Message = Mapping[str, Any]
 """One turn: `role`, `content`, and further fields of a chat template such as `tool_calls`."""
+TEMPLATE_SECONDS = 10.0
+"""Time that a chat template may take for one conversation; real ones take milliseconds."""
+
 Reader = Literal["text", "hh"]
 """How a text becomes a prompt: as it is, or taken apart into the turns of HH-RLHF's form."""
 
@@ -455,10 +463,15 @@ def apply_template(
     """Returns messages in a tokenizer's chat template, special tokens included.
 
     Raises:
-        ValueError: The template refuses them. It is somebody's program, and may fail in any way.
+        BrokenTemplateError: The template does not compile.
+        ValueError: It refuses them. It is somebody's program, and may fail in any way.
     """
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)  # type: ignore[arg-type]
+    except BrokenTemplateError:
+        raise
+    except TemplateSyntaxError as error:
+        raise BrokenTemplateError(tokenizer, f"line {error.lineno}: {error.message}") from error
     except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(
@@ -467,6 +480,59 @@ def apply_template(
         ) from error
     assert isinstance(text, str)
     return text
+
+
+class BrokenTemplateError(ValueError):
+    """Raised when a tokenizer's chat template does not compile, or does not come to an end."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
+        super().__init__(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} is broken "
+            f"({reason}): repair it, or take another tokenizer."
+        )
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Checks that a tokenizer's chat template compiles, and renders one message in a limited time.
+
+    A template may refuse that message, for instance because it expects a system turn.
+
+    Raises:
+        BrokenTemplateError: It does not.
+    """
+    try:
+        with _limited_time(tokenizer):
+            hello = {"role": "user", "content": "Hello"}
+            apply_template(tokenizer, [hello], add_generation_prompt=True)
+    except BrokenTemplateError:
+        raise
+    except ValueError:
+        return
+
+
+@contextmanager
+def _limited_time(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Interrupts chat templates that are rendered inside for longer than `TEMPLATE_SECONDS`.
+
+    Jinja compiles a template to Python, whose lines a trace function sees in any thread. It makes
+    rendering four times slower, so only checks have it.
+
+    Raises:
+        BrokenTemplateError: The time has passed.
+    """
+    end = monotonic() + TEMPLATE_SECONDS
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if monotonic() > end:
+            raise BrokenTemplateError(tokenizer, f"it takes longer than {TEMPLATE_SECONDS:g} s")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def check_prompts(
@@ -483,7 +549,8 @@ def check_prompts(
         if shape in seen:
             continue
         seen.add(shape)
-        text = format_prompt(prompt, tokenizer, prompt_format)
+        with _limited_time(tokenizer):
+            text = format_prompt(prompt, tokenizer, prompt_format)
         last = _content(prompt.messages[-1]).strip()
         if (
             prompt_format.kind_for(tokenizer) == "chat"

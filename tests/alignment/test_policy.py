@@ -20,6 +20,7 @@ from firm.alignment.policy import (
     load_tokenizer,
     take_device,
 )
+from firm.alignment.prompts import PromptFormat
 from firm.federation import RandomStream
 
 TOKEN_IDS = torch.tensor([[4, 9, 7, 14, 5], [8, 8, 4, 6, 10]])
@@ -64,6 +65,15 @@ def test_padding_may_be_any_token_that_there_is(tokenizer_folder):
         assert tokenizer.pad_token == expected
         assert len(tokenizer) == len(before)
         assert tokenizer.eos_token_id == before.eos_token_id
+
+
+def test_a_broken_chat_template_is_refused_where_it_is_used(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"^the chat template of {tmp_path} is broken \(line 1: "):
+        load_tokenizer(PolicyConfig(path=str(tmp_path)))
+    load_tokenizer(PolicyConfig(path=str(tmp_path), prompt=PromptFormat("hh")))
 
 
 def test_prompts_are_padded_and_truncated_on_the_left(tmp_path, make_tokenizer):

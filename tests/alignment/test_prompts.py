@@ -1,4 +1,6 @@
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,11 +11,13 @@ from firm.alignment.prompt_data import PromptsConfig, load_prompts
 from firm.alignment.prompts import (
     ASSISTANT,
     HUMAN,
+    BrokenTemplateError,
     Prompt,
     PromptFormat,
     as_hh,
     as_prompt,
     check_prompts,
+    check_template,
     fitting_token_ids,
     format_prompt,
     hh_text,
@@ -256,6 +260,47 @@ def test_a_template_that_refuses_a_conversation_says_so_in_one_line():
         check_prompts(
             [chat(("user", "Hi"))], with_template("{{ 'You are FIRM.' }}"), PromptFormat()
         )
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+"""Jinja's sandbox limits each range to 100,000, but not their product."""
+
+
+def test_a_template_that_does_not_compile_is_called_broken():
+    tokenizer = with_template("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    tokenizer.name_or_path = "models/a"
+    with pytest.raises(ValueError) as caught:
+        check_template(tokenizer)
+    assert str(caught.value) == (
+        "the chat template of models/a is broken (line 2: unexpected '}'): repair it, or take "
+        "another tokenizer."
+    )
+    with pytest.raises(BrokenTemplateError):
+        format_prompt(chat(("user", "Hi")), tokenizer)
+
+
+def test_an_endless_template_is_interrupted_in_any_thread(monkeypatch):
+    monkeypatch.setattr("firm.alignment.prompts.TEMPLATE_SECONDS", 0.1)
+    tokenizer, before = with_template(ENDLESS), sys.gettrace()
+    with pytest.raises(BrokenTemplateError, match=r"is broken \(it takes longer than 0\.1 s\)"):
+        check_template(tokenizer)
+    assert sys.gettrace() is before
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(check_template, tokenizer).exception(timeout=60)
+    assert isinstance(error, BrokenTemplateError)
+
+
+def test_a_template_that_is_endless_for_some_conversations_alone_is_interrupted(monkeypatch):
+    monkeypatch.setattr("firm.alignment.prompts.TEMPLATE_SECONDS", 0.1)
+    tokenizer = with_template("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}Hello")
+    check_template(tokenizer)
+    long = chat(("user", "Hello"), ("assistant", "Hello"), ("user", "Hello"))
+    with pytest.raises(BrokenTemplateError):
+        check_prompts([chat(("user", "Hello")), long], tokenizer, PromptFormat())
+
+
+def test_a_template_that_refuses_one_user_message_is_not_broken():
+    check_template(with_template("{{ raise_exception('a system turn is needed') }}"))
 
 
 # Truncation

@@ -81,3 +81,10 @@ def test_formats_that_a_tokenizer_cannot_spell_are_refused(byte_tokenizer):
     check_format("question_answer", byte_tokenizer(opening=True))
     for format in ("hh_pair", "plain", "response"):
         check_format(format, byte_tokenizer())
+
+
+def test_a_broken_chat_template_is_refused_with_the_format(byte_tokenizer):
+    tokenizer = byte_tokenizer(template="{{ messages[0].content }")
+    with pytest.raises(ValueError, match=r"^the chat template of .* is broken \(line 1: unexpecte"):
+        check_format("chat_template", tokenizer)
+    check_format("hh_pair", tokenizer)
