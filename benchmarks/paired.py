@@ -95,7 +95,8 @@ def main() -> None:
             if pair % 2:
                 seconds = now.seconds(name), before.seconds(name)
             else:
-                seconds = tuple(reversed((before.seconds(name), now.seconds(name))))
+                others = before.seconds(name)
+                seconds = now.seconds(name), others
             if pair:
                 taken[name].append(seconds)
     rows = []
