@@ -3,5 +3,5 @@
 `mdp` draws processes with a known kernel, `exact` computes values, gradients and the theory's
 constants by linear algebra, `client` is Algorithms 2 and 3 as one more client of the federation,
 `terms` measures the proof's terms and Lemma 1 in every local step, `laboratory` runs an experiment
-through the strategy `firm`, `sweeps` varies it, `scaling` fits slopes, `page` and `panels` draw them.
+through the strategy `firm`, `sweeps` varies it, `scaling` fits slopes, `page` draws them.
 """
