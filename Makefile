@@ -56,8 +56,8 @@ gpu: install ## Run all that needs a GPU, within ten minutes, and write docs/gpu
 	$(OFFLINE) $(BIN)/python benchmarks/gpu.py --out docs/gpu.md
 
 figures: install ## Replay the paper's figures into docs/figures: hours, and it may be stopped and called again.
-	$(OFFLINE) $(BIN)/python recipes/study.py --config configs/figures.yaml --out runs/figures --num_workers 2 --resume auto
-	$(OFFLINE) $(BIN)/python recipes/figures.py --study runs/figures --out docs/figures
+	$(OFFLINE) $(BIN)/firm study --config configs/figures.yaml --out runs/figures --num_workers 2 --resume auto
+	$(OFFLINE) $(BIN)/python -m recipes.paper --study runs/figures --out docs/figures
 
 pictures: install ## Take the guide's pictures of pages, with Chromium.
 	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume auto

@@ -23,7 +23,7 @@ from firm.jobs.model_card import markdown_table
 from firm.report import Record
 from firm.report.ledger import total_bytes
 from firm.report.record import final_row, study_records
-from firm.report.trajectories import mean_difference
+from firm.report.seeds import mean_difference
 from firm.run import Sweep, print_table
 
 MAX_PARSE_FALL, MAX_KL = 0.05, 3.0

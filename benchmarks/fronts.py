@@ -26,8 +26,8 @@ import numpy as np
 
 from firm.fronts import Front, Point, by_preference, hypervolume, preference_correlations
 from firm.report.front_page import front_figure
+from firm.report.seeds import mean_difference
 from firm.report.static import save_figure
-from firm.report.trajectories import mean_difference
 from firm.run import print_table
 
 Values = Mapping[str, Mapping[int, list[list[float]]]]

@@ -31,6 +31,7 @@ from firm.report.record import (
     score,
     study_records,
 )
+from firm.report.seeds import Figure, difference
 from firm.report.settings_sections import (
     further_quantities,
     ledger_table,
@@ -50,7 +51,6 @@ from firm.report.tables import (
     settings_of,
     span_text,
 )
-from firm.report.trajectories import Figure, difference
 from firm.run import Sweep, UserError, print_table
 from firm.run.comparison import score_label, score_notes
 from firm.run.guard import drawing

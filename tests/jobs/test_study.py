@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 
 from firm.cli.study import cli, main
 from firm.jobs import study
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.model_card import markdown_table
+from firm.jobs.points import FREE_KEYS
 from firm.report.__main__ import main as report
-from firm.run import UserError, parse
+from firm.run import Sweep, UserError, compose, parse, to_dict
 from tests.nursery import forked_workers
 from tests.smoke import ROOT, SMOKE
 
@@ -148,3 +152,29 @@ def test_the_settings_of_a_study_are_compared_with_the_one_asked_for(studied, ca
     assert [line[0] for line in lines if line[:1] in (["FIRM"], ["server"])] == ["FIRM"]
     line = refusal(report, [str(studied[0]), "--against", "third"])
     assert "no finished runs of 'third'; choose among FIRM, server." in line
+
+
+@pytest.mark.parametrize("file", ["configs/figures.yaml", "configs/hh_study.yaml"])
+def test_every_setting_of_the_studies_is_a_valid_run(file):
+    cfg = compose(study.StudyConfig, [file], [])
+    for setting in cfg.settings:
+        run = study.run_config(cfg, setting=setting, seed=1)
+        assert isinstance(run, AlignmentConfig)
+        assert run.seed == 1
+        assert run.evaluation.calibration_seed == cfg.seeds[0]
+    assert len({study.point_name(setting, 0) for setting in cfg.settings}) == len(cfg.settings)
+    wrong = replace(cfg, overrides={"strategy.bta": 1})
+    with pytest.raises(UserError, match=r"unknown key strategy\.bta"):
+        study.run_config(wrong, setting=next(iter(cfg.settings)), seed=0)
+
+
+def test_the_configuration_of_a_study_that_was_begun_is_the_one_that_was_asked_for(tmp_path):
+    cfg = compose(study.StudyConfig, ["configs/figures.yaml"], [])
+    free = {*FREE_KEYS, *study.FREE_KEYS}
+    asked = {key: value for key, value in to_dict(cfg).items() if key not in free}
+    assert study.study_of(Sweep.open(tmp_path / "study", asked, {}, resume=False)) == cfg
+
+
+def test_a_row_that_lacks_a_cell_is_no_row_of_a_table():
+    with pytest.raises(ValueError, match="a row must have 2 cells as the header, got 1"):
+        markdown_table(["a", "b"], [["1", "2"], ["3"]])

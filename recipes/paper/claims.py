@@ -9,18 +9,20 @@ import numpy as np
 
 from firm.fronts.correlation import rank_correlation
 from firm.jobs.model_card import markdown_table
-from firm.jobs.paper_drawings import BETAS, PREFERENCES, WORLDS
 from firm.report import Record
 from firm.report.record import final_reward
-from firm.report.trajectories import (
+from firm.report.seeds import (
     Difference,
     Figure,
+    difference,
+    over_seeds,
+)
+from recipes.paper.drawings import BETAS, PREFERENCES, WORLDS
+from recipes.paper.trajectories import (
     beta_effect,
     cosine,
-    difference,
     mean_variation,
     megabytes_up,
-    over_seeds,
     reward_within,
     solve_variation,
     weights,

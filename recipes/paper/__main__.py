@@ -1,4 +1,12 @@
-"""Writes Figures 1 to 6 and Table 1 of the FIRM paper, from the runs of configs/figures.yaml."""
+"""Writes Figures 1 to 6 and Table 1 of the FIRM paper from the runs of configs/figures.yaml.
+
+    make figures  # the runs, then this:
+    python -m recipes.paper --study runs/figures --out docs/figures
+
+Reads the study's finished runs. Writes each figure as PNG and SVG with its data as CSV, and a page
+that puts the paper's claims beside the measurements. Seeds that some setting has not finished are
+left out.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -8,7 +16,12 @@ from pathlib import Path
 from firm.alignment.hyperparameters import Departure, departures, hyperparameters
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.model_card import markdown_table
-from firm.jobs.paper_claims import (
+from firm.jobs.study import StudyConfig, run_config, study_of
+from firm.report import Record
+from firm.report.record import final_figure, final_reward, final_score, study_records
+from firm.report.seeds import Figure, over_seeds
+from firm.run import Sweep, UserError, compose, run_cli
+from recipes.paper.claims import (
     Section,
     figure_1,
     figure_2,
@@ -17,24 +30,18 @@ from firm.jobs.paper_claims import (
     plain,
     table_1,
 )
-from firm.jobs.paper_drawings import WORLDS, draw_all
-from firm.jobs.study import StudyConfig, run_config, study_of
-from firm.report import Record
-from firm.report.record import final_figure, final_reward, final_score, study_records
-from firm.report.trajectories import (
-    Figure,
+from recipes.paper.drawings import WORLDS, draw_all
+from recipes.paper.trajectories import (
     mean_variation,
     megabytes_up,
-    over_seeds,
     solve_variation,
     weights,
 )
-from firm.run import Sweep, UserError, compose
 
 
 @dataclass(frozen=True)
 class FiguresConfig:
-    """What is read and where the page goes."""
+    """The study that is read and the folder of the page."""
 
     study: Path = Path("runs/figures")
     """Folder of the study."""
@@ -42,8 +49,8 @@ class FiguresConfig:
     """Folder of the page; its files are replaced."""
 
 
-def write_figures(cfg: FiguresConfig) -> Path:
-    """Writes figures, data and page; returns the page's path."""
+def main(cfg: FiguresConfig) -> Path:
+    """Writes figures, data and page; prints and returns the page's path."""
     sweep = Sweep(cfg.study)
     study = study_of(sweep)
     configs = {
@@ -73,6 +80,7 @@ def write_figures(cfg: FiguresConfig) -> Path:
         + "\n",
         encoding="utf-8",
     )
+    print(page)
     return page
 
 
@@ -87,7 +95,7 @@ def common_seeds(runs: Mapping[str, list[Record]]) -> tuple[dict[str, list[Recor
     if len(common) < 2:
         raise UserError(
             f"intervals need two seeds that every setting has finished, got {len(common)}; go on "
-            "with recipes/study.py --resume."
+            "with firm study --resume."
         )
     kept = {
         setting: [record for record in of_setting if record.settings["seed"] in common]
@@ -242,3 +250,7 @@ def _open_hyperparameters(study: StudyConfig) -> str:
 def _seconds(record: Record) -> float:
     started, ended = (datetime.fromisoformat(record.run[key]) for key in ("started", "ended"))
     return (ended - started).total_seconds()
+
+
+if __name__ == "__main__":
+    run_cli(main, FiguresConfig, description=__doc__ or "")

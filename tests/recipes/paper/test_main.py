@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firm.jobs import paper
-from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.model_card import markdown_table
-from firm.jobs.paper import common_seeds
-from firm.jobs.paper_claims import Finding, figure_1
-from firm.jobs.points import FREE_KEYS
-from firm.jobs.study import FREE_KEYS as STUDY_KEYS
-from firm.jobs.study import StudyConfig, point_name, run_config, study_of
+from firm.jobs.study import StudyConfig, run_config
 from firm.report import Record
-from firm.report.trajectories import Difference
-from firm.run import Sweep, UserError, compose, to_dict
+from firm.report.seeds import Difference
+from firm.run import UserError, compose
+from recipes.paper import __main__ as paper
+from recipes.paper.__main__ import common_seeds
+from recipes.paper.claims import Finding, figure_1
 
 
 @pytest.mark.parametrize(
@@ -53,20 +49,6 @@ def test_settings_are_compared_on_the_seeds_that_all_have_finished():
     assert num_missing == 1
     with pytest.raises(UserError, match="two seeds that every setting has finished, got 1"):
         common_seeds({**runs, "C": runs["A"][:1]})
-
-
-@pytest.mark.parametrize("file", ["configs/figures.yaml", "configs/hh_study.yaml"])
-def test_every_setting_of_the_studies_is_a_valid_run(file):
-    cfg = compose(StudyConfig, [file], [])
-    for setting in cfg.settings:
-        run = run_config(cfg, setting=setting, seed=1)
-        assert isinstance(run, AlignmentConfig)
-        assert run.seed == 1
-        assert run.evaluation.calibration_seed == cfg.seeds[0]
-    assert len({point_name(setting, 0) for setting in cfg.settings}) == len(cfg.settings)
-    wrong = replace(cfg, overrides={"strategy.bta": 1})
-    with pytest.raises(UserError, match=r"unknown key strategy\.bta"):
-        run_config(wrong, setting=next(iter(cfg.settings)), seed=0)
 
 
 def of_noise(*, seed: int, solved_by: str, num_rounds: int = 400) -> Record:
@@ -160,18 +142,6 @@ def test_each_figure_of_the_settings_stands_under_its_heading():
     assert cells["KL"] == "3.50 ± 0.71"
     assert cells["λ 1"].startswith(("0.4", "0.5"))
     assert cells["MB up"] == "9.00 ± 0.00"
-
-
-def test_a_row_that_lacks_a_cell_is_no_row_of_a_table():
-    with pytest.raises(ValueError, match="a row must have 2 cells as the header, got 1"):
-        markdown_table(["a", "b"], [["1", "2"], ["3"]])
-
-
-def test_the_configuration_of_a_study_that_was_begun_is_the_one_that_was_asked_for(tmp_path):
-    cfg = compose(StudyConfig, ["configs/figures.yaml"], [])
-    free = {*FREE_KEYS, *STUDY_KEYS}
-    asked = {key: value for key, value in to_dict(cfg).items() if key not in free}
-    assert study_of(Sweep.open(tmp_path / "study", asked, {}, resume=False)) == cfg
 
 
 def departures_of(num_settings: int | None = None, **overrides: Any) -> dict[str, list[str]]:

@@ -10,12 +10,11 @@ from firm.fronts import exponential_average
 from firm.report import Record
 from firm.report.plane import Cloud
 from firm.report.record import final_reward
+from firm.report.seeds import Figure, over_seeds
 from firm.report.settings_page import base_place, setting_clouds
 from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure, save_figure
 from firm.report.tables import Setting, settings_of
-from firm.report.trajectories import (
-    Figure,
-    over_seeds,
+from recipes.paper.trajectories import (
     rewards,
     solves,
     solves_by_client,

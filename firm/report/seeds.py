@@ -1,0 +1,90 @@
+"""A number of runs over seeds: its spread, and the paired difference of two settings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from firm.report.record import Record
+
+Figure = Callable[[Record], float | None]
+"""One number of one run; None where it has none."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over seeds."""
+
+    values: tuple[float, ...]
+    """One per seed."""
+
+    @property
+    def mean(self) -> float:
+        """The mean over the seeds."""
+        return float(np.mean(self.values))
+
+    def text(self, digits: int = 3) -> str:
+        """Returns mean ± standard deviation, 0 for one seed."""
+        deviation = np.std(self.values, ddof=1) if len(self.values) > 1 else 0.0
+        return f"{self.mean:.{digits}f} ± {deviation:.{digits}f}"
+
+
+def over_seeds(records: Sequence[Record], figure: Figure) -> Spread:
+    """Returns a figure of each of a setting's runs.
+
+    Raises:
+        ValueError: A run has no such figure.
+    """
+    values = []
+    for record in records:
+        value = figure(record)
+        if value is None:
+            raise ValueError(f"the run {record.name} has no final evaluation; let it finish.")
+        values.append(value)
+    return Spread(tuple(values))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference of two settings over seeds, paired, and what chance leaves of it."""
+
+    mean: float
+    low: float
+    """Lower end of the 95 % interval of Student's t."""
+    high: float
+    """Upper end."""
+    num_seeds: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+    def text(self, digits: int = 3) -> str:
+        """Returns the difference with its interval."""
+        return f"{self.mean:+.{digits}f} [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
+
+
+def difference(
+    first: Sequence[Record], second: Sequence[Record], figure: Figure, *, level: float = 0.95
+) -> Difference:
+    """Returns how much larger a figure is in the first setting, paired by seed, with its interval.
+
+    Raises:
+        ValueError: With fewer than two seeds, other seeds, or a run without the figure.
+    """
+    seeds = [[record.settings["seed"] for record in records] for records in (first, second)]
+    if seeds[0] != seeds[1] or len(seeds[0]) < 2:
+        raise ValueError(f"two settings are compared on the same two seeds or more, got {seeds}.")
+    ends = [over_seeds(records, figure).values for records in (first, second)]
+    return mean_difference(np.array(ends[0]) - np.array(ends[1]), level=level)
+
+
+def mean_difference(values: ArrayLike, *, level: float = 0.95) -> Difference:
+    """Returns the mean of differences [N], one for each of two seeds or more, with its interval."""
+    changes = np.asarray(values, dtype=np.float64)
+    mean, error = float(changes.mean()), float(changes.std(ddof=1) / len(changes) ** 0.5)
+    reach = float(stats.t.ppf((1 + level) / 2, len(changes) - 1)) * error
+    return Difference(mean, mean - reach, mean + reach, len(changes))
