@@ -182,6 +182,8 @@ def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
 
 def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
     policy.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    # PEFT's own card is a form to fill in that holds the base model's path on this machine.
+    (folder / "README.md").unlink(missing_ok=True)
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(settings["target_modules"], list):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from firm.federation import Processes
-from firm.federation.outside import printable
+from firm.federation.outside import legible, printable
 from firm.jobs.alignment import alarms_at_start, align, run_folder
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
@@ -62,7 +62,7 @@ def main(cfg: AlignmentConfig) -> Path | None:
     )
     for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
         print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
-    print(f"report   {result.page}\nadapter  {result.adapter}")
+    print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
     return result.path
 
 

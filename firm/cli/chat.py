@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from firm.cli.evaluate import printable
+from firm.federation.outside import legible
 from firm.jobs.chat import Answer, ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import exit_on_user_error
@@ -66,7 +66,7 @@ def show(console: Console, answers: Mapping[str, Answer]) -> None:
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
     for side in answers:
         table.add_column(side, ratio=1)
-    table.add_row(*(Text(printable(answer.text)) for answer in answers.values()))
+    table.add_row(*(Text(legible(answer.text)) for answer in answers.values()))
     if any(answer.scores for answer in answers.values()):
         table.add_row(*(Text("\n".join(answer.scores), style="dim") for answer in answers.values()))
     console.print(table)
@@ -74,7 +74,7 @@ def show(console: Console, answers: Mapping[str, Answer]) -> None:
 
 def say(console: Console, text: str) -> None:
     """Prints a text as it is."""
-    console.print(Text(printable(text)), soft_wrap=True)
+    console.print(Text(legible(text)), soft_wrap=True)
 
 
 def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:

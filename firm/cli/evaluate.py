@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from firm.federation.outside import legible
 from firm.jobs.compare import BASE, PAGE_NAME, CompareConfig, compare
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import exit_on_user_error, print_table
@@ -21,18 +22,11 @@ def main(cfg: CompareConfig) -> Path:
             [row.cells() for row in table],
         )
     for prompt, replies in result.samples[:NUM_PRINTED_SAMPLES]:
-        print(printable(prompt.strip()))
+        print(legible(prompt.strip()))
         for name, reply in replies.items():
-            print(printable(f"{name}: {reply.text.strip()}\n"))
-    print(f"page     {result.path / PAGE_NAME}\nfigures  {result.path / 'figures.csv'}")
+            print(legible(f"{name}: {reply.text.strip()}\n"))
+    print(legible(f"page     {result.path / PAGE_NAME}\nfigures  {result.path / 'figures.csv'}"))
     return result.path
-
-
-def printable(text: str) -> str:
-    """Returns the text without control characters, which a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:

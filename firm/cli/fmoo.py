@@ -4,7 +4,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from firm.federation.outside import printable
+from firm.federation.outside import legible, printable
 from firm.jobs import fmoo_page
 from firm.jobs.fmoo import run_classic
 from firm.jobs.fmoo_config import ClassicConfig
@@ -22,7 +22,7 @@ def main(cfg: ClassicConfig) -> Path:
     for where, text in fmoo_page.alarms_of(cfg, result.runs):
         print(f"note: {printable(f'{where}: {text}', max_length=5_000)}")
     page = result.path / fmoo_page.PAGE_NAME
-    print(f"page     {page}\n{time.perf_counter() - start:.0f} s")
+    print(legible(f"page     {page}\n{time.perf_counter() - start:.0f} s"))
     return result.path
 
 

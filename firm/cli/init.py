@@ -4,7 +4,7 @@ import shlex
 import sys
 from functools import partial
 
-from firm.federation.outside import printable
+from firm.federation.outside import legible, printable
 from firm.jobs.init import InitConfig, Written, init
 from firm.run import run_cli
 
@@ -12,12 +12,12 @@ from firm.run import run_cli
 def main(cfg: InitConfig) -> None:
     """Writes what `cfg` says, and prints how to go on."""
     written = init(cfg, input if sys.stdin.isatty() else None)
-    print(f"wrote {written.path}")
+    print(legible(f"wrote {written.path}"))
     for line in in_words(written):
         print(printable(line, max_length=5_000))
     file = shlex.quote(str(written.path))
-    print(f"what would run  firm plan --config {file}")
-    print(f"run it          firm align --config {file}")
+    print(legible(f"what would run  firm plan --config {file}"))
+    print(legible(f"run it          firm align --config {file}"))
 
 
 def in_words(written: Written) -> list[str]:

@@ -4,6 +4,7 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+from firm.federation.outside import legible
 from firm.jobs.pick import PickConfig, pick
 from firm.run import print_table, run_cli
 
@@ -24,9 +25,9 @@ def main(cfg: PickConfig) -> Path:
         picked.reward_rows,
     )
     print(picked.evidence)
-    print(f"adapter   {picked.adapter}")
+    print(legible(f"adapter   {picked.adapter}"))
     for what, command in picked.commands().items():
-        print(f"{what:<10}{shlex.join(command)}")
+        print(legible(f"{what:<10}{shlex.join(command)}"))
     return picked.adapter
 
 

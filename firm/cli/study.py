@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from firm.cli import align
+from firm.federation.outside import legible
 from firm.jobs.study import StudyConfig, study, study_configs
 from firm.run import print_table, run_cli, study_to_resume
 
@@ -23,7 +24,7 @@ def main(cfg: StudyConfig) -> Path | None:
     )
     for table in result.differences:
         print_table(f"{table.title}: {table.text}", table.headings, table.rows)
-    print(f"report   {result.report}")
+    print(legible(f"report   {result.report}"))
     return result.path
 
 

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from firm.cli import align
+from firm.federation.outside import legible
 from firm.fronts import Front
 from firm.jobs.sweep import SweepConfig, sweep, sweep_configs
 from firm.run import print_table, run_cli, study_to_resume
@@ -18,7 +19,7 @@ def main(cfg: SweepConfig) -> Path | None:
         return None
     for method, front in result.fronts.items():
         _print_front(method, front)
-    print(f"report   {result.report}")
+    print(legible(f"report   {result.report}"))
     return result.path
 
 

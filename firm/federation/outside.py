@@ -5,7 +5,9 @@ here once, where they enter the program.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 NUM_NAMED = 3
@@ -33,12 +35,32 @@ def printable(text: object, *, max_length: int = 500) -> str:
 def legible(text: str) -> str:
     r"""Returns a text of several lines without what a terminal or an editor would obey.
 
-    As `printable`, but line ends and tabs stay, and nothing is cut.
+    As `printable`, but nothing is cut, and what prose in some language needs stays: line ends,
+    tabs, spaces of any width and the joiners of Persian, Hindi and emoji.
 
     >>> legible("one\x1b[2J\ntwo")
     'one\\x1b[2J\ntwo'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or _is_prose(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_prose(character: str) -> bool:
+    return character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
+
+
+def legible_data(value: Any) -> Any:
+    """Returns plain data whose texts, those of keys too, are `legible`."""
+    match value:
+        case str():
+            return legible(value)
+        case dict():
+            return {legible_data(key): legible_data(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [legible_data(entry) for entry in value]
+        case _:
+            return value
 
 
 def first_line(error: BaseException) -> str:

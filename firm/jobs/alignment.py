@@ -220,6 +220,7 @@ def run_rounds(
             folder = run.path / "front" / preference_folder(preference)
             save_folded(policy, folder, preference)
             loaded.tokenizer.save_pretrained(str(folder))
+            _folded_card(cfg, preference).save(folder / "README.md")
         _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
     report = update_report(run.path, final=True)
     with drawing("The front of the run"):
@@ -478,6 +479,15 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
     return texts + drawn(
         "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
     )
+
+
+def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:
+    """Returns the card of a conditioned adapter at one preference."""
+    shares = zip(cfg.rewards, preference, strict=True)
+    aim = ", ".join(f"{name} {share / sum(preference):.3f}" for name, share in shares)
+    text = f"""A LoRA adapter: the fold at this preference of a conditioned adapter that
+{cfg.strategy.name} trained (seed {cfg.seed}). `{FRONT_NAME}` of its run has its rewards."""
+    return model_card(cfg.policy.path, aim, text)
 
 
 def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -> ModelCard:

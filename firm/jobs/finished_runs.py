@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from firm.alignment import Calibration, Prompt
 from firm.jobs.alignment_config import GIVEN
@@ -40,12 +40,14 @@ def parse_over_run(
     arguments = list(sys.argv[1:] if argv is None else argv)
     scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scout.add_argument(f"--{key}", dest="runs", nargs="?")
-    try:
-        runs = read_yaml(scout.parse_known_args(arguments)[0].runs or "")
-    except UserError:
-        runs = None
-    runs = runs if isinstance(runs, list) else [runs]
-    if not runs or runs[0] is None:  # or malformed, which `parse` says better
+    given = scout.parse_known_args(arguments)[0].runs
+    runs = [given]
+    if get_origin(get_type_hints(config_class)[key]) is list:
+        try:
+            runs = read_yaml(given or "") or [None]
+        except UserError:
+            runs = [None]
+    if not isinstance(runs, list) or runs[0] is None:  # or malformed, which `parse` says better
         return parse(config_class, arguments, description=description)
     run = str(runs[0])
     record = checked_record(Path(run))

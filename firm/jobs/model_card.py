@@ -70,7 +70,16 @@ def model_name(path: str) -> str:
         return path
     if (inside := path_in_package(path)) is not None:
         return f"{inside} of firm-align"
-    return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", printable(Path(path).name, max_length=100))
+    return markdown_text(printable(Path(path).name, max_length=100))
+
+
+def markdown_text(text: str) -> str:
+    """Returns a text in one line as Markdown that shows it as it is.
+
+    >>> markdown_text("a|b <i>")
+    'a\\\\|b \\\\<i\\\\>'
+    """
+    return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", printable(text))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

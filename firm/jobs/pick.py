@@ -24,7 +24,7 @@ from firm.fronts import (
     neighbours,
     reaching,
 )
-from firm.jobs.model_card import markdown_table, model_card
+from firm.jobs.model_card import markdown_table, markdown_text, model_card
 from firm.run import UserError, dated_folder
 from firm.run.files import whole_folder
 
@@ -330,18 +330,19 @@ def merged_card(picked: PickedModel) -> ModelCard:
     """Returns the card of a merged adapter: what it is made of, and what it should earn."""
     base_model = _read_settings(picked.folders[0])["base_model_name_or_path"]
     parts = [
-        [point.name, picked.in_words(point.preference), f"{share:.4f}"]
+        [markdown_text(point.name), picked.in_words(point.preference), f"{share:.4f}"]
         for point, share in picked.parts
     ]
     front, seed = picked.front, picked.parts[0][0].seed
+    strategy = markdown_text(front.strategy)
     if front.is_conditioned:
         origin = (
             f"the fold at the preference {picked.in_words(picked.preference)} of the\n"
-            f"conditioned adapter of {front.strategy} (seed {seed}), as the mean of others."
+            f"conditioned adapter of {strategy} (seed {seed}), as the mean of others."
         )
     else:
         origin = (
-            f"the mean of {len(parts)} adapters that {front.strategy} trained\n"
+            f"the mean of {len(parts)} adapters that {strategy} trained\n"
             f"from the same start (seed {seed}) for other preferences."
         )
     text = f"""A LoRA adapter: {origin}

@@ -116,9 +116,8 @@ def run_points(
             replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))
         )
     pending, outcomes = sweep.pending(), list[Outcome]()
-    print(
-        f"{out}: {len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time", flush=True
-    )
+    work = f"{len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time"
+    print(printable(f"{out}: {work}"), flush=True)
     for wave in waves:
         with continued_by(command, out):
             for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):

@@ -13,7 +13,9 @@ from typing import Any, ClassVar, TypeVar
 
 import jinja2
 import plotly.offline
+from markupsafe import Markup
 
+from firm.federation.outside import legible, legible_data
 from firm.report import formats
 from firm.report.drawing import Key, Panel
 from firm.report.record import Record
@@ -363,15 +365,21 @@ def script_json(panels: Iterable[Panel]) -> str:
         panel.name: {"title": panel.title, "figure": panel.figure} for panel in panels
     }
     # Inside a JSON string "<" may be written as its code: no tag, comment or script can end here.
-    return json.dumps(figure_by_name, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(legible_data(figure_by_name), allow_nan=False)
+    return text.replace("<", "\\u003c")
 
 
 @cache
 def _environment() -> jinja2.Environment:
-    """Templates of this package; what they print is escaped, a name they lack is an error."""
+    """Templates of this package; what they print is escaped, a name they lack is an error.
+
+    Texts come from prompts, models and sites: browsers obey bidirectional overrides, and whoever
+    copies from a page pastes its control characters.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("firm.report", "."),
         autoescape=True,
+        finalize=lambda v: legible(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -380,7 +388,7 @@ def _environment() -> jinja2.Environment:
         "number": formats.number,
         "measure": formats.measure,
         "reach": lambda change: abs(change.mean) + (change.se or 0.0),
-        "group": html.escape,  # as figures write names
+        "group": lambda name: html.escape(legible(name)),  # as figures write names
         "columns": lambda facts: -(-len(facts) // -(-len(facts) // NUM_COLUMNS)) if facts else 1,
     }
     return environment

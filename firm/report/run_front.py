@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from firm.federation.outside import printable
 from firm.fronts import Front, Point, collapse_reason, hypervolume, preference_folder
 from firm.report import formats
 from firm.report.drawing import Series, nonempty, series_panel
@@ -87,7 +88,7 @@ def front_of_run(record: Record) -> Front | None:
         reference=tuple(0.0 for _ in record.objectives),
         calibrations={name: record.header["calibration"][name] for name in record.objectives},
         base={name: base["rewards"][name]["mean"] for name in record.objectives},
-        strategy=record.name,
+        strategy=printable(record.name),
         num_prompts=base["num_prompts"],
         is_conditioned=True,
         num_scored=num_scored(base, record.objectives),

@@ -22,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from firm.federation.outside import legible_data
 from firm.fronts import exponential_average
 from firm.report.drawing import Key, Panel, Trace, series_panel
 from firm.report.page import replace_file
@@ -104,7 +105,7 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
         figure.figure.savefig(png, dpi=DPI, metadata={"Software": None})
         figure.figure.savefig(svg, metadata={"Date": None, "Creator": None})
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([figure.header, *figure.rows])
+    csv.writer(text, lineterminator="\n").writerows(legible_data([figure.header, *figure.rows]))
     replace_file(table, text.getvalue())
     return [png, svg, table]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import legible
+from firm.federation.outside import legible_data
 from firm.run.errors import UserError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -92,11 +92,10 @@ def replace_text(path: Path, text: str) -> None:
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes a table whose columns are the keys of its first row; its texts are `legible`."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, legible_data(list(rows[0])))
         writer.writeheader()
         for row in rows:
-            cells = {key: legible(v) if isinstance(v, str) else v for key, v in row.items()}
-            writer.writerow(cells)
+            writer.writerow(legible_data(row))
 
 
 @contextmanager

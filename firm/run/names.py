@@ -41,6 +41,8 @@ def check_slugs(names: Collection[str], what: str) -> None:
             raise ValueError(
                 f"{what} need names with letters or digits that begin with no dot, got {shown}."
             )
+        if not name.isprintable():
+            raise ValueError(f"{what} need names in one line of printable characters, got {shown}.")
         if (size := len(part.encode())) > MAX_FOLDER_BYTES:
             raise ValueError(
                 f"{what} need names of at most {MAX_FOLDER_BYTES} bytes, got {size} in {shown}."

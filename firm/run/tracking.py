@@ -23,7 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from firm.federation.outside import printable
+from firm.federation.outside import legible_data, printable
 from firm.fields import PositiveFloat, configuration
 from firm.run.comparison import compare
 from firm.run.guard import drawing
@@ -128,7 +128,7 @@ class Tracker:
                     config,
                     path,
                     run_config,
-                    name=name or path.resolve().name,
+                    name=printable(name or path.resolve().name),
                     group=config.group or group,
                     job_type=config.job_type or (job_type and _label(job_type)),
                     tags=list(dict.fromkeys([*config.tags, *map(_label, tags)])),
@@ -156,7 +156,8 @@ class Tracker:
             return
         with self._drawing(f"a row of kind {valid.get('kind')}"):
             if valid.get("kind") == "run":
-                self._run.config.update({"run": {k: v for k, v in valid.items() if k != "kind"}})
+                own = {key: value for key, value in valid.items() if key != "kind"}
+                self._run.config.update({"run": legible_data(own)})
             if series := flatten(valid, self._objectives):
                 more = {**self._of_round(valid), **self._charts(valid)}
                 self._run.log({"round": valid["round"], **series, **more})
@@ -359,7 +360,7 @@ def _scatter(columns: list[Any], lines: list[Any], x: str, y: str, title: str = 
 def _table(columns: list[Any], lines: list[Any]) -> Any:
     import wandb
 
-    return wandb.Table(columns=columns, data=lines)
+    return wandb.Table(columns=legible_data(columns), data=legible_data(lines))
 
 
 def _start(
@@ -387,7 +388,7 @@ def _start(
             project=config.project,
             entity=config.entity,
             dir=str(run_path.resolve()),  # its service may have started in another folder
-            config=dict(run_config),
+            config=legible_data(dict(run_config)),
             settings=settings,
             **labels,
         )

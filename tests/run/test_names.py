@@ -15,6 +15,7 @@ def test_names_that_pass_are_different_visible_folders_below_where_they_stand(na
         return
     parts = [slug(name) for name in names]
     assert len(set(parts)) == len(parts)
+    assert all(name.isprintable() for name in names)
     assert not any("/" in part or "\0" in part or part.startswith(".") for part in parts)
 
 
@@ -23,6 +24,10 @@ def test_names_that_pass_are_different_visible_folders_below_where_they_stand(na
     [
         ([".."], "settings need names with letters or digits that begin with no dot, got '..'."),
         (["/"], "settings need names with letters or digits that begin with no dot, got '/'."),
+        (
+            ["a\x1b[2J"],
+            r"settings need names in one line of printable characters, got 'a\x1b[2J'.",
+        ),
         (["a", "../A"], "settings need names with letters or digits that begin with no dot"),
         (["FIRM", "firm"], "that differ as files, got 'FIRM' and 'firm'; rename one."),
         (["β, 1", "β 1"], "that differ as files, got 'β, 1' and 'β 1'; rename one."),
