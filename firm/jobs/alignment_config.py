@@ -150,7 +150,8 @@ class AlignmentConfig:
     resume: Resume = False
     """Continue from the last checkpoint: `--resume RUN` the run in that folder, by its own
     configuration; `--out RUN --resume` by the one that is given; auto begins the run where there is
-    none yet."""
+    none yet; Python files that only the folder names need `--allow_code`, as it may be somebody
+    else's."""
     seed: int = 0
     """Everything random comes from it."""
     num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None

@@ -123,7 +123,8 @@ class ClassicConfig:
     """The study's directory; by default runs/fmoo-TIME."""
     resume: Resume = False
     """Continue a study, whose finished runs are kept: `--resume FOLDER` by its own configuration;
-    `--out FOLDER --resume` by the one that is given; auto begins it where there is none yet."""
+    `--out FOLDER --resume` by the one that is given; auto begins it where there is none yet; Python
+    files that only the folder names need `--allow_code`, as it may be somebody else's."""
 
     def __post_init__(self) -> None:
         check_out(self.resume, self.out)

@@ -27,7 +27,8 @@ class PointsConfig:
     """The folder; by default runs/NAME-TIME."""
     resume: Resume = False
     """Continue what is not finished: `--resume FOLDER` by that folder's own configuration;
-    `--out FOLDER --resume` by the one that is given; auto begins where there is nothing yet."""
+    `--out FOLDER --resume` by the one that is given; auto begins where there is nothing yet; Python
+    files that only the folder names need `--allow_code`, as it may be somebody else's."""
     plan: bool = False
     """Print the runs and what the first of them would do, and stop."""
     base: Path = Path("configs/miniature.yaml")

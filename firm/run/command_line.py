@@ -9,9 +9,13 @@ from typing import Any, TypeVar, get_type_hints
 from firm.run.config import build, lay_out, members_of
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page
+from firm.run.plugins import code_in
 from firm.run.yaml_text import read_yaml
 
 Config = TypeVar("Config")
+
+ALLOW_CODE = "allow_code"
+"""Argument that lets the Python files run that a resumed folder names."""
 
 
 def run_cli(
@@ -57,7 +61,7 @@ def parse(
     that is a bool needs no value to be true: `--resume`. `--help` prints the keys that matter with
     docstring, type and default, `--help all` every key, `--help KEY` those at and below one; it
     imports no plugins. `--resume FOLDER` begins with the configuration of the run in a folder, and
-    continues that run.
+    continues that run; the Python files that this folder alone names need `--allow_code`.
 
     Args:
         config_class: A frozen dataclass.
@@ -77,10 +81,21 @@ def parse(
     topic = _take_help(arguments)
     hints = get_type_hints(config_class)
     switches = {name for name, kind in hints.items() if bool in members_of(kind)}
+    switches |= {ALLOW_CODE} if resumed is not None else set()
     files, overrides = _read_arguments(arguments, switches)
     base = dict(base or {})
-    if resumed is not None and (folder := _take_folder(overrides)):
-        base[f"the run {folder}"] = resumed(Path(folder))
+    if resumed is not None:
+        is_allowed = _take_permission(overrides)
+        if folder := _take_folder(overrides):
+            settings = base[f"the run {folder}"] = resumed(Path(folder))
+            if topic is None and not is_allowed:
+                own = [{"base": file} for file in files] + [dict([pair]) for pair in overrides]
+                _check_code(folder, settings, own)
+        elif is_allowed:
+            raise UserError(
+                f"command line: --{ALLOW_CODE} comes with --resume FOLDER; Python files that you "
+                "name yourself run without it."
+            )
     if not files and not base and default_file is not None:
         files = [str(default_file)]
     tree = lay_out(config_class, files, overrides, base=base, has_plugins=topic is None)
@@ -100,6 +115,38 @@ def _take_help(arguments: list[str]) -> str | None:
     has_topic = bool(rest) and not rest[0].startswith("-")
     del arguments[place : place + 1 + has_topic]
     return rest[0] if has_topic else ""
+
+
+def _take_permission(overrides: list[tuple[str, str]]) -> bool:
+    """Takes `--allow_code` off the overrides; returns whether it is given.
+
+    It is no key of a configuration: a folder could give it to itself.
+    """
+    given = [text for key, text in overrides if key == ALLOW_CODE]
+    overrides[:] = [(key, text) for key, text in overrides if key != ALLOW_CODE]
+    is_allowed = read_yaml(given[-1]) if given else False
+    if not isinstance(is_allowed, bool):
+        raise UserError(f"command line: {ALLOW_CODE} must be bool, got {given[-1]!r}.")
+    return is_allowed
+
+
+def _check_code(folder: str, settings: Any, own: Any) -> None:
+    """Raises `UserError` where code would run that the settings of a folder alone name.
+
+    The folder may be a stranger's, who decides on all that is in it. Paths outside of it are no
+    safer: they may lead to what came along, or to a program of the user's that is no plugin.
+
+    Args:
+        folder: What `--resume` names.
+        settings: Its configuration, as plain data.
+        own: Plain data of the user's: code that is named there is theirs.
+    """
+    known = code_in(own)
+    if names := [name for name in code_in(settings) if name not in known]:
+        raise UserError(
+            f"{folder} names Python code that would run here ({', '.join(names)}): read it, then "
+            f"give --{ALLOW_CODE}."
+        )
 
 
 def _take_folder(overrides: list[tuple[str, str]]) -> str:

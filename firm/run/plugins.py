@@ -5,11 +5,19 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from firm.federation.outside import printable
 from firm.federation.user_code import ENDS, described
 from firm.run.errors import UserError
+from firm.run.shipped import find_config
+from firm.run.yaml_text import read_yaml
+
+_CODE_KEYS = {"plugins", "file"}
+"""Keys, at any depth, whose values are modules or Python files that are run."""
 
 
 def import_plugin(name: str) -> None:
@@ -51,6 +59,45 @@ def import_file(file: Path) -> None:
     except BaseException:  # whatever it was, the module is not imported
         del sys.modules[name]
         raise
+
+
+def code_in(settings: Any) -> list[str]:
+    """Returns the modules and Python files that a configuration's plain data may run.
+
+    Looks at all depths: below key paths in dots, into texts that would be read as YAML, and into
+    the files that `base` names. It may return names that nothing runs, but misses none, since
+    data of a stranger may hide them.
+    """
+    return list(dict.fromkeys(_code_names(settings, is_code=False, bases=frozenset())))
+
+
+def _code_names(settings: Any, *, is_code: bool, bases: frozenset[Path]) -> Iterator[str]:
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            parts = str(key).split(".")
+            if parts[-1] == "base" and isinstance(value, str):
+                yield from _names_in_base(value, bases)
+            is_codes = is_code or not _CODE_KEYS.isdisjoint(parts)
+            yield from _code_names(value, is_code=is_codes, bases=bases)
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _code_names(value, is_code=is_code, bases=bases)
+    elif isinstance(settings, str):
+        data: Any = None
+        with suppress(UserError):
+            data = read_yaml(settings)
+        if isinstance(data, Mapping | list):
+            yield from _code_names(data, is_code=is_code, bases=bases)
+        elif is_code and settings:
+            yield settings
+
+
+def _names_in_base(name: str, bases: frozenset[Path]) -> Iterator[str]:
+    with suppress(UserError, OSError, UnicodeDecodeError):  # reading it in earnest says so
+        path = find_config(name).resolve()
+        if path not in bases:
+            data = read_yaml(path.read_text(encoding="utf-8"))
+            yield from _code_names(data, is_code=False, bases=bases | {path})
 
 
 def _announce(kind: str, name: object) -> None:

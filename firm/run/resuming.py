@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from firm.run.errors import UserError
 from firm.run.files import read_text
+from firm.run.plugins import code_in
 from firm.run.yaml_text import read_yaml
 
 Resume = bool | Literal["auto"]
@@ -78,7 +79,9 @@ def continued_by(command: str, path: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        if any((path / name).exists() for name in ("config.yaml", STUDY_NAME)):
-            line = shlex.join(["firm", command, "--resume", str(path)])
+        files = [path / name for name in ("config.yaml", STUDY_NAME)]
+        if file := next((file for file in files if file.exists()), None):
+            allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
+            line = shlex.join(["firm", command, "--resume", str(path), *allowed])
             interrupt.add_note(f"continue with: {line}")
         raise

@@ -96,6 +96,114 @@ def test_a_score_that_is_left_out_needs_no_flag(run, code, proof, tmp_path, monk
     assert not proof.exists()
 
 
+def resumable(command, place, settings):
+    """Returns a folder that the command takes for what it continues, with these settings."""
+    place.mkdir()
+    name = "config.yaml" if command == "align" else "study.yaml"
+    (place / name).write_text(yaml.safe_dump(settings))
+    return place
+
+
+def reward(code):
+    return {"name": "travelling", "file": str(code)}
+
+
+HIDING_PLACES = {
+    "plugins": ("align", lambda code, _: {"plugins": [str(code)]}),
+    "a text of plugins": ("align", lambda code, _: {"plugins": f"[{code}]"}),
+    "a reward": ("align", lambda code, _: {"rewards": {"theirs": reward(code)}}),
+    "a text of rewards": ("align", lambda code, _: {"rewards": f"{{a: {reward(code)}}}"}),
+    "a metric": ("align", lambda code, _: {"evaluation": {"metrics": {"m": reward(code)}}}),
+    "a group": ("align", lambda code, _: {"groups": {"g": {"rewards": {"a": reward(code)}}}}),
+    "a study's overrides": (
+        "study",
+        lambda code, _: {"settings": {"a": {"overrides": {"rewards.a.file": str(code)}}}},
+    ),
+    "a study's text": (
+        "study",
+        lambda code, _: {"settings": {"a": {}}, "overrides": f"{{plugins: '[{code}]'}}"},
+    ),
+    "a study's base": ("study", lambda code, base: {"settings": {"a": {}}, "base": str(base)}),
+    "a setting's base": ("study", lambda code, base: {"settings": {"a": {"base": str(base)}}}),
+    "a sweep's method": (
+        "sweep",
+        lambda code, _: {"methods": {"a": {"overrides": {"plugins": [str(code)]}}}},
+    ),
+    "a classic study": ("fmoo", lambda code, _: {"plugins": [str(code)]}),
+}
+
+
+@pytest.mark.parametrize("place", HIDING_PLACES)
+def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
+    place, code, proof, tmp_path, refusal
+):
+    command, settings = HIDING_PLACES[place]
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump({"plugins": [str(code)]}))
+    folder = resumable(command, tmp_path / "run", settings(code, base))
+    for options in ([], ["--allow_code", "false"], ["--plan"] if command != "fmoo" else []):
+        line = refusal(main.main, [command, "--resume", folder, *options])
+        assert f"{folder} names Python code that would run here ({code}): read it" in line
+        assert line.endswith("give --allow_code.")
+    assert not proof.exists()
+
+
+def test_the_folder_cannot_give_the_flag_to_itself(code, proof, tmp_path, refusal):
+    settings = {"plugins": [str(code)], "allow_code": True}
+    folder = resumable("align", tmp_path / "run", settings)
+    assert "names Python code" in refusal(main.main, ["align", "--resume", folder])
+    line = refusal(main.main, ["align", "--config", folder / "config.yaml", "--help"])
+    assert "unknown key allow_code" in line
+    assert not proof.exists()
+
+
+def test_all_code_of_a_resumed_folder_is_named_at_once(code, proof, tmp_path, refusal):
+    settings = {"plugins": [str(code), "antigravity"], "rewards": {"a": reward("other.py")}}
+    folder = resumable("align", tmp_path / "run", settings)
+    line = refusal(main.main, ["align", "--resume", folder, "--plugins", f"[{code}]"])
+    assert "(antigravity, other.py)" in line  # the first is the user's own by now
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("how", ["flag", "key", "file"])
+def test_a_resumed_folder_runs_code_that_its_user_allows_or_names(
+    how, code, proof, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(smoke.ROOT)
+    settings = yaml.safe_load(smoke.SMOKE.read_text())
+    folder = resumable("align", tmp_path / "run", {**settings, "plugins": [str(code)]})
+    own = tmp_path / "own.yaml"
+    own.write_text(f"plugins: [{code}]")
+    options = {
+        "flag": ["--allow_code"],
+        "key": ["--plugins", f"[{code}]"],
+        "file": ["--config", str(own)],
+    }
+    main.main(["align", "--resume", str(folder), "--plan", *options[how]])
+    assert proof.exists()
+    printed = capsys.readouterr()
+    assert printed.err.splitlines().count(f"runs Python file {code}") == 1
+    assert "What would run" in printed.out
+
+
+def test_the_flag_without_a_folder_is_an_error(tmp_path, refusal):
+    given = ["align", "--config", smoke.SMOKE, "--out", tmp_path / "run", "--resume"]
+    line = refusal(main.main, [*given, "--allow_code"])
+    assert "--allow_code comes with --resume FOLDER" in line
+    line = refusal(main.main, ["align", "--resume", tmp_path, "--allow_code", "perhaps"])
+    assert "allow_code must be bool, got 'perhaps'" in line
+
+
+def test_help_on_a_resumed_folder_runs_nothing(code, proof, tmp_path, capsys):
+    folder = resumable("align", tmp_path / "run", {"plugins": [str(code)]})
+    for flag in ([], ["--allow_code"]):
+        with pytest.raises(SystemExit) as end:
+            main.main(["align", "--resume", str(folder), *flag, "--help", "resume"])
+        assert not end.value.code
+    assert "--allow_code" in capsys.readouterr().out
+    assert not proof.exists()
+
+
 @pytest.mark.parametrize("key", ["plugins", "rewards"])
 def test_help_runs_nothing(key, code, proof, tmp_path, capsys):
     file = tmp_path / "theirs.yaml"

@@ -60,3 +60,11 @@ def test_an_interrupt_tells_how_a_run_continues(is_begun, tmp_path, capsys):
     assert end.value.code == 130
     line = f"; continue with: firm align --resume '{folder}'" if is_begun else ""
     assert capsys.readouterr().err == f"interrupted{line}\n"
+
+
+def test_the_line_of_an_interrupt_allows_the_code_that_the_run_had(tmp_path, capsys):
+    folder = tmp_path / "run"
+    Run.create(folder, {"rewards": {"mine": {"file": "mine.py"}, "shipped": {"file": ""}}}).close()
+    with pytest.raises(SystemExit), exit_on_user_error(), continued_by("align", folder):
+        raise KeyboardInterrupt
+    assert f"continue with: firm align --resume {folder} --allow_code\n" in capsys.readouterr().err
