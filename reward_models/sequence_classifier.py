@@ -260,8 +260,12 @@ def load_sequence_classifier(
 
     Raises:
         ValueError: There is no such device or checkpoint, it cannot be reached, it is no
-            classifier, or it has several labels and `output` picks none.
+            classifier, it has several labels and `output` picks none, or its tokenizer has tokens
+            without an embedding.
     """
+    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
+    from firm.alignment.policy import check_vocabulary
+
     place = named_device(device)
     is_folder = Path(path).expanduser().is_dir()
     location = str(Path(path).expanduser()) if is_folder else str(path)
@@ -302,6 +306,7 @@ def load_sequence_classifier(
             f"{path} is no trained classifier ({sorted(report['missing_keys'])[0]} is missing): "
             "use a reward model, not a language model."
         )
+    check_vocabulary(model, tokenizer, f"the tokenizer of {path}")
     return model.to(place), tokenizer
 
 

@@ -6,6 +6,7 @@ be; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is what the federa
 """
 
 from firm.alignment.adapters import (
+    check_settings,
     fill_adapter_,
     load_adapters,
     refold_adapter_,
@@ -88,6 +89,7 @@ __all__ = [
     "check_passes",
     "check_prompts",
     "check_same",
+    "check_settings",
     "check_vocabulary",
     "comparison_table",
     "copy_adapter",

@@ -122,6 +122,53 @@ def _adapter_settings(folder: Path) -> LoraConfig:
     return settings
 
 
+def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
+    """Checks that the adapter of a PEFT folder means in a policy's slot what it was trained to.
+
+    `fill_adapter_` looks at tensors alone, which fit whatever they are multiplied by.
+
+    Args:
+        folder: The adapter's.
+        policy: Its one slot has the settings that the adapter must have.
+        base: Path of the policy's base model. A folder of the same name in another place passes.
+
+    Raises:
+        ValueError: The folder holds no adapter, or one of another base model, rank or scale, or of
+            other target modules.
+    """
+    settings, own = _adapter_settings(folder), policy.peft_config["default"]
+    assert isinstance(own, LoraConfig)
+    made_for = settings.base_model_name_or_path or ""
+    if Path(made_for).name != Path(base).name:
+        raise ValueError(
+            f"the adapter in {folder} was made for the base model {made_for!r}, got {base}: use "
+            "that one, or correct its adapter_config.json if it is the same model."
+        )
+    names = [_plain_names(each.target_modules) for each in (settings, own)]
+    for key, theirs, ours in (
+        ("r", settings.r, own.r),
+        ("target_modules", *(names if all(names) else (None, None))),
+        ("alpha / r", _scale(settings), _scale(own)),
+        ("alpha per layer", settings.alpha_pattern or {}, own.alpha_pattern or {}),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"the adapter in {folder} does not fit policy.lora: its {key} is {theirs}, got "
+                f"{ours}: give the settings that it was trained with."
+            )
+
+
+def _plain_names(target_modules: Any) -> list[str] | None:
+    """Returns target modules by name; None for a pattern and for paths, which others may equal."""
+    is_plain = not isinstance(target_modules, str) and not any("." in n for n in target_modules)
+    return sorted(target_modules) if is_plain else None
+
+
+def _scale(settings: LoraConfig) -> float:
+    """Returns what an adapter's update is multiplied by."""
+    return settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
+
+
 def _check_ranks(folder: Path, settings: LoraConfig) -> None:
     """Raises `ValueError` where settings state a rank that no tensor of the file can have."""
     with _reading(folder), safe_open(folder / _WEIGHTS, "pt") as file:  # only the head is read

@@ -188,10 +188,10 @@ def check_context(
         )
 
 
-def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Checks that the model, called `path` in messages, has an embedding of every token.
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    """Checks that the model has an embedding of every token.
 
-    Padding needs none.
+    Padding needs none. Messages call the tokenizer `what`.
 
     Raises:
         ValueError: The tokenizer has more tokens.
@@ -201,9 +201,8 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) 
     largest = max(token_id for token_id in ids if token_id != tokenizer.pad_token_id)
     if largest >= num_rows:
         raise ValueError(
-            f"policy.path: the tokenizer of {path} has ids up to {largest}, but the model's "
-            f"embedding has {num_rows} rows: give the tokenizer that belongs to the model, or "
-            "resize its embedding."
+            f"{what} has ids up to {largest}, but the model's embedding has {num_rows} rows: give "
+            "the tokenizer that belongs to the model, or resize its embedding."
         )
 
 

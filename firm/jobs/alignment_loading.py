@@ -21,6 +21,7 @@ from firm.alignment import (
     check_passes,
     check_prompts,
     check_same,
+    check_settings,
     check_vocabulary,
     copy_adapter,
     fill_adapter_,
@@ -161,7 +162,7 @@ def load(
         num_objectives=len(cfg.rewards),
         given=given.model,
     )
-    check_vocabulary(policy, tokenizer, cfg.policy.path)
+    check_vocabulary(policy, tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}")
     trainer = build_trainer(
         cfg.estimator,
         rollout_config=cfg.rollout,
@@ -359,6 +360,7 @@ def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
     policy: Any = trainer.policy_model
     adapters = []
     for folder in cfg.start:
+        check_settings(Path(folder), policy, cfg.policy.path)
         fill_adapter_(policy, Path(folder), cfg.policy.path, preference=cfg.start_preference)
         adapters.append(copy_adapter(trainer.adapter_parameters))
     return weighted_mean(adapters, list(cfg.start.values()))

@@ -82,7 +82,9 @@ class Speakers:
         )
         self._folders, self._base = folders, cfg.policy.path
         self.tokenizer = load_tokenizer(cfg.policy)
-        check_vocabulary(self._policy, self.tokenizer, cfg.policy.path)
+        check_vocabulary(
+            self._policy, self.tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}"
+        )
         self.reward_fns = load_reward_models(rewards)
         self._sample = partial(
             sample_replies,

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from firm.alignment.adapters import load_adapters, select_adapter
+from firm.alignment.adapters import check_settings, load_adapters, select_adapter
 from firm.alignment.evaluation import (
     Evaluation,
     Replies,
@@ -24,7 +24,12 @@ from firm.alignment.evaluation import (
     sample_replies,
 )
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig, without_needless_warnings
+from firm.alignment.policy import (
+    LoraSettings,
+    PolicyConfig,
+    load_policy,
+    without_needless_warnings,
+)
 from firm.alignment.prompts import Prompt, PromptFormat, prompt_of
 from firm.alignment.rewards import Calibration
 from firm.federation.randomness import RandomStream
@@ -486,6 +491,38 @@ def test_an_adapter_of_another_kind_is_refused(checkpoint, folders):
     settings.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"has a IA3Config, expected a LoraConfig: give a LoRA"):
         load_adapters(PolicyConfig(path=str(checkpoint)), folders)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"base_model_name_or_path": "elsewhere/BASE"}, None),
+        ({"base_model_name_or_path": "some/other"}, "made for the base model 'some/other', got "),
+        ({"r": 2}, r"does not fit policy\.lora: its r is 2, got 4: give"),
+        ({"lora_alpha": 64}, r"its alpha / r is 16\.0, got 2\.0"),
+        ({"use_rslora": True}, r"its alpha / r is 4\.0, got 2\.0"),
+        ({"alpha_pattern": {"q_proj": 1}}, r"its alpha per layer is \{'q_proj': 1\}, got \{\}"),
+        ({"target_modules": ["q_proj"]}, r"target_modules is \['q_proj'\], got \['q_proj', 'v_p"),
+    ],
+)
+def test_an_adapter_that_means_something_else_in_a_slot_is_refused(
+    checkpoint, folders, changes, message
+):
+    file = folders[0] / "adapter_config.json"
+    if base := changes.get("base_model_name_or_path"):
+        changes = {"base_model_name_or_path": base.replace("BASE", checkpoint.name)}
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | changes))
+    lora = LoraSettings(r=4, alpha=before["lora_alpha"], target_modules=before["target_modules"])
+    config = PolicyConfig(path=str(checkpoint), lora=lora)
+    policy = load_policy(config, stream=RandomStream(0))
+    if message is None:
+        check_settings(folders[0], policy, config.path)
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        check_settings(folders[0], policy, config.path)
+    assert "\n" not in str(caught.value)
 
 
 def test_settings_that_are_nested_too_deeply_are_malformed(checkpoint, folders):

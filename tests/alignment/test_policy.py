@@ -390,10 +390,10 @@ def test_a_model_without_positions_takes_any_length(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(make_policy, make_tokenizer):
     policy, tokenizer = make_policy(), make_tokenizer()
-    check_vocabulary(policy, tokenizer, "models/a")
+    check_vocabulary(policy, tokenizer, "the tokenizer of models/a")
     tokenizer.add_tokens(["<new>"])
-    with pytest.raises(ValueError, match=r"has ids up to 15, but .* embedding has 15 rows"):
-        check_vocabulary(policy, tokenizer, "models/a")
+    with pytest.raises(ValueError, match=r"of models/a has ids up to 15, but .* has 15 rows"):
+        check_vocabulary(policy, tokenizer, "the tokenizer of models/a")
 
 
 def test_a_rank_beyond_every_matrix_is_refused_before_it_takes_memory(checkpoint):

@@ -112,6 +112,6 @@ def test_a_start_that_means_nothing_is_refused(arguments, message):
 
 
 def test_a_start_that_is_no_adapter_ends_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="has no adapter_model"):
+    with pytest.raises(ValueError, match="there is no adapter in"):
         smoke.run(*TINY, "--out", tmp_path / "run", "--start", f"{{{tmp_path}: 1}}")
     assert list(tmp_path.iterdir()) == []

@@ -69,6 +69,8 @@ def test_a_run_of_lora_xs_sends_little_saves_an_ordinary_adapter_and_starts_from
         _, row = read_rows(again, "evaluation", split="test")
         assert row["scores"] == end["scores"]
         assert row["kl"] == pytest.approx(end["kl"], abs=1e-4)
+    with pytest.raises(ValueError, match=r"does not fit policy\.lora: its alpha / r is .*, got 16"):
+        smoke.run(*rank, *start, "--policy.lora.alpha", 64, "--out", tmp_path / "other_scale")
     with pytest.raises(
         UserError, match=r"strategy\.lora_mean must be factors with policy\.adapter"
     ):

@@ -363,6 +363,28 @@ def test_checkpoints_that_give_no_single_score_are_refused(tmp_path, byte_tokeni
         SequenceClassifierReward(classifier("llama", num_labels=2), byte_tokenizer(), name="r")
 
 
+def test_pickled_weights_are_refused_in_one_line(tmp_path, byte_tokenizer, classifier):
+    model = classifier("llama")
+    byte_tokenizer().save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"could be loaded .*model\.safetensors") as caught:
+        load_sequence_classifier(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(
+    tmp_path, byte_tokenizer, classifier
+):
+    classifier("bert", pad_token_id=0).save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path)
+    line = f"the tokenizer of {tmp_path} has ids up to 259, but the model's embedding has 259 rows"
+    with pytest.raises(ValueError, match=line):
+        load_sequence_classifier(tmp_path)
+
+
 def test_eos_cannot_be_appended_where_there_is_none(byte_tokenizer, classifier):
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
