@@ -12,6 +12,7 @@ from benchmarks.measure import quiet
 from firm.miniature import World, checkpoint_path
 from firm.miniature.world import Objective, Split
 from firm.run import print_table
+from recipes.miniature.replies import ReplyWriter
 from reward_models import RewardModelConfig, load_reward_model
 
 NUM_PAIRS = 4000
@@ -44,7 +45,9 @@ def verdicts(name: str, split: Split) -> torch.Tensor:
         batch_size=128,
     )
     reward = load_reward_model(config, name)
-    pairs = World.conflict().preference_pairs(MODELS[name], NUM_PAIRS, 0, 0.0, split=split)
+    pairs = ReplyWriter(World.conflict()).preference_pairs(
+        MODELS[name], NUM_PAIRS, 0, 0.0, split=split
+    )
     prompts = [pair["prompt"] for pair in pairs]
     chosen, rejected = (
         torch.tensor(reward(prompts=prompts, completions=[pair[side] for pair in pairs]))

@@ -1,9 +1,9 @@
-"""The miniature world: a generated corpus with known ground truth, and small models trained on it.
+"""The miniature world: generated prompts, their ground truth, and small models trained on both.
 
-`World.conflict()` makes prompts, replies and preference pairs from a seed and scores any reply by
-parsing it. A policy and three reward models trained on it ship with the package as Hugging Face
-checkpoints; `checkpoint_path` says where. Two of the three judge helpfulness and share neither
-architecture nor tokenizer nor training pairs.
+`World.conflict()` makes prompts and scores any reply by parsing it. A policy and three reward
+models of this world ship with the package as Hugging Face checkpoints; `checkpoint_path` says
+where. Two of the three judge helpfulness and share neither architecture nor tokenizer nor training
+pairs. The recipe `recipes/miniature` builds them.
 """
 
 from pathlib import Path

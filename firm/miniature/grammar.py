@@ -194,27 +194,3 @@ The severity of any step is that of the act that it carries out; of every other 
 request. So on harmless requests nothing that helps does harm, and caution is penalised. Helpfulness
 comes in halves: a small classifier does not learn to tell replies that differ by less.
 """
-
-STYLES = {
-    "helper": (
-        ("opener", 0.5), ("step", 1.0), ("step", 0.9), ("step", 0.4), ("polite", 0.4),
-    ),
-    "sloppy": (
-        ("opener", 0.3), ("step", 0.6), ("stray", 1.0), ("stray", 0.5), ("filler", 0.4),
-    ),
-    "vague": (
-        ("opener", 0.4), ("vague", 1.0), ("filler", 0.3), ("step", 0.2), ("polite", 0.3),
-    ),
-    "refuser": (
-        ("refusal", 0.8), ("warning", 0.6), ("alternative", 0.5), ("polite", 0.2),
-    ),
-    "rude": (
-        ("rude", 1.0), ("vague", 0.3), ("step", 0.7), ("stray", 0.3), ("rude", 0.3),
-    ),
-}  # fmt: skip
-"""Style -> roles in order, each with the probability that a reply of that style has it.
-
-A "stray" is a step that is partial or foreign.
-"""
-
-STYLE_SHARES = {"helper": 0.25, "sloppy": 0.25, "vague": 0.15, "refuser": 0.2, "rude": 0.15}

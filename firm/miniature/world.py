@@ -1,14 +1,13 @@
-"""The generated world: prompts, replies, preference pairs, and the truth about any reply.
+"""The generated world: its prompts, and the truth about any reply.
 
 Everything is a pure function of the tables in `firm.miniature.grammar` and a seed. Requests come in
 the HH dialogue form, replies begin with a space. The ground truth is additive over the sentences of
 a reply and computed from the texts alone, by parsing them.
 """
 
-import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -114,75 +113,6 @@ class World:
             for phrasing, act in asked
         ]
 
-    def sft_texts(self, num: int, seed: int) -> list[dict[str, str]]:
-        """Returns demonstrations, {"prompt", "completion"}, by a mixture of reply styles.
-
-        Some help, some refuse, some are sloppy, vague or rude, whatever the request: a policy that
-        imitates them all is mediocre at both objectives.
-        """
-        rng = random.Random(f"sft {seed}")
-        prompts = self.prompts("train")
-        rows = []
-        for _ in range(num):
-            prompt = rng.choice(prompts)
-            rows.append({"prompt": prompt.text, "completion": self._styled(rng, prompt)})
-        return rows
-
-    def preference_pairs(
-        self,
-        kind: Objective,
-        num: int,
-        seed: int,
-        noise: float,
-        *,
-        split: Split = "train",
-        replies: Mapping[str, Sequence[str]] | None = None,
-    ) -> list[dict[str, str]]:
-        """Returns pairs of replies to one prompt, {"prompt", "chosen", "rejected", "kind"}.
-
-        Beside styled replies the pairs hold what a policy under optimisation comes up with: random,
-        repeated, truncated, garbled, empty and off-topic ones. Replies of equal truth are no pair.
-
-        Args:
-            kind: The objective by which replies are ranked.
-            num: Number of pairs.
-            seed: Equal seeds give equal pairs.
-            noise: Temperature of the labels: the better reply is chosen with probability
-                sigmoid(gap / noise), always if 0.
-            split: Whose prompts to take.
-            replies: Prompt -> replies sampled from a policy; each half of a pair is one of them
-                with probability 1/2. Prompts without an entry are then left out.
-        """
-        if kind not in OBJECTIVES:
-            raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(OBJECTIVES)}.")
-        if noise < 0:
-            raise ValueError(f"noise must be non-negative, got {noise}.")
-        rng = random.Random(f"pairs {kind} {split} {seed}")
-        prompts = self.prompts(split)
-        if replies is not None:
-            prompts = [prompt for prompt in prompts if replies.get(prompt.text)]
-            if not prompts:
-                raise ValueError(f"replies answers no prompt of the split {split!r}.")
-        rows = []
-        while len(rows) < num:
-            prompt = rng.choice(prompts)
-            sampled = replies[prompt.text] if replies else ()
-            first = self._candidate(rng, prompt, sampled)
-            second = (
-                self._edited(rng, prompt, first)
-                if rng.random() < 0.3
-                else self._candidate(rng, prompt, sampled)
-            )
-            gap = self._score(kind, prompt.text, first) - self._score(kind, prompt.text, second)
-            if gap == 0:
-                continue
-            if gap < 0:
-                first, second = second, first
-            if noise and rng.random() < 1 / (1 + math.exp(abs(gap) / noise)):
-                first, second = second, first
-            rows.append({"prompt": prompt.text, "chosen": first, "rejected": second, "kind": kind})
-        return rows
-
     # Truth, in TRL's reward-function signature
 
     def true_helpful(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
@@ -199,7 +129,7 @@ class World:
     def parses(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
         """Returns 1.0 for each reply that is a sequence of whole sentences of the grammar."""
         return [
-            float(all(sentence in self._lexicon for sentence in _split(completion) or [""]))
+            float(all(sentence in self._lexicon for sentence in sentences_of(completion) or [""]))
             for completion in completions
         ]
 
@@ -220,7 +150,7 @@ class World:
     def _roles(self, prompt: str, completion: str) -> list[tuple[str, float]]:
         """Returns the role and the severity of each sentence of a reply."""
         act = self.act_of(prompt)
-        sentences = _split(completion)
+        sentences = sentences_of(completion)
         roles = []
         for i, text in enumerate(sentences):
             known = self._lexicon.get(text)
@@ -255,78 +185,11 @@ class World:
             earned.add(role)
         return total
 
-    # Replies
-
-    def _sentence(self, rng: random.Random, prompt: Prompt, role: str) -> str:
-        act = self._act_by_text[prompt.act]
-        if role == "step":
-            return rng.choice(act.steps)
-        if role == "stray":
-            return rng.choice(self._stray_act(rng, act).steps)
-        return rng.choice(self.sentences[role]).format(object=act.object)
-
-    def _stray_act(self, rng: random.Random, act: Act) -> Act:
-        """Returns another training act: of the same object, of the same verb, or any."""
-        likeness = rng.choice(("object", "verb", "any"))
-        while True:
-            other = rng.choice(self._training_acts)
-            if other != act and (
-                likeness == "any" or getattr(other, likeness) == getattr(act, likeness)
-            ):
-                return other
-
-    def _styled(self, rng: random.Random, prompt: Prompt) -> str:
-        """Returns a reply in a random style of the demonstrations."""
-        styles = list(grammar.STYLE_SHARES)
-        style = rng.choices(styles, list(grammar.STYLE_SHARES.values()))[0]
-        sentences: list[str] = []
-        for role, share in grammar.STYLES[style]:
-            if rng.random() < share:
-                sentence = self._sentence(rng, prompt, role)
-                if sentence not in sentences:
-                    sentences.append(sentence)
-        return _join(sentences or [self._sentence(rng, prompt, grammar.STYLES[style][0][0])])
-
-    def _random_reply(self, rng: random.Random, prompt: Prompt) -> str:
-        """Returns up to six different sentences of random roles, half of them steps."""
-        others = ("stray", *self.sentences)
-        roles = [
-            "step" if rng.random() < 0.5 else rng.choice(others) for _ in range(rng.randint(1, 6))
-        ]
-        return _join(list(dict.fromkeys(self._sentence(rng, prompt, role) for role in roles)))
-
-    def _candidate(self, rng: random.Random, prompt: Prompt, sampled: Sequence[str]) -> str:
-        """Returns one reply for a pair: sampled, styled, random or corrupted."""
-        if sampled and rng.random() < 0.5:
-            return rng.choice(sampled)
-        make = rng.choices((self._styled, self._random_reply), (0.5, 0.5))[0]
-        reply = make(rng, prompt)
-        return rng.choice(CORRUPTIONS)(rng, reply) if rng.random() < 0.2 else reply
-
-    def _edited(self, rng: random.Random, prompt: Prompt, reply: str) -> str:
-        """Returns a reply with one sentence added, taken out or replaced, or corrupted."""
-        sentences = _split(reply)
-        if not sentences or rng.random() < 0.2:
-            return rng.choice(CORRUPTIONS)(rng, reply)
-        role = "step" if rng.random() < 0.4 else rng.choice(("stray", *self.sentences))
-        new = self._sentence(rng, prompt, role)
-        i = rng.randrange(len(sentences))
-        edits = (
-            [*sentences[:i], new, *sentences[i:]],
-            [*sentences[:i], *sentences[i + 1 :]],
-            [*sentences[:i], new, *sentences[i + 1 :]],
-        )
-        return _join(rng.choice(edits))
-
     # Lookup tables
 
     @cached_property
     def _act_by_text(self) -> dict[str, Act]:
         return {act.text: act for act in self.acts}
-
-    @cached_property
-    def _training_acts(self) -> list[Act]:
-        return [act for act in self.acts if act.text not in self.held_out]
 
     @cached_property
     def _act_pattern(self) -> re.Pattern[str]:
@@ -351,60 +214,7 @@ class World:
         return lexicon
 
 
-def _split(completion: str) -> list[str]:
+def sentences_of(completion: str) -> list[str]:
     """Returns the sentences of a reply; what follows the last full stop counts as one."""
     text = completion.strip()
     return _SENTENCE_END.split(text) if text else []
-
-
-def _join(sentences: list[str]) -> str:
-    return "".join(f" {sentence}" for sentence in sentences)
-
-
-def _truncate(rng: random.Random, reply: str) -> str:
-    words = reply.split()
-    return _join(words[: rng.randint(max(len(words) - 4, 0), max(len(words) - 1, 0))])
-
-
-def _drop_word(rng: random.Random, reply: str) -> str:
-    words = reply.split()
-    if words:
-        del words[rng.randrange(len(words))]
-    return _join(words)
-
-
-def _double_word(rng: random.Random, reply: str) -> str:
-    words = reply.split()
-    if words:
-        i = rng.randrange(len(words))
-        words.insert(i, words[i])
-    return _join(words)
-
-
-def _shuffle_words(rng: random.Random, reply: str) -> str:
-    words = reply.split()
-    rng.shuffle(words)
-    return _join(words)
-
-
-def _repeat_sentences(rng: random.Random, reply: str) -> str:
-    sentences = _split(reply)
-    if sentences:
-        sentences += [rng.choice(sentences)] * rng.randint(1, 3)
-    return _join(sentences)
-
-
-def _empty(rng: random.Random, reply: str) -> str:
-    return ""
-
-
-CORRUPTIONS: tuple[Callable[[random.Random, str], str], ...] = (
-    _truncate,
-    _drop_word,
-    _double_word,
-    _shuffle_words,
-    _repeat_sentences,
-    _repeat_sentences,
-    _empty,
-)
-"""What goes wrong in replies of a policy under optimisation."""

@@ -20,8 +20,8 @@ FILES = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in CONFIG
 def header_commands(file):
     """Returns command and arguments of what a header tells to run."""
     text = file.read_text().replace("\\\n#", "")
-    found = re.findall(r"^# +(?:firm |python recipes/)(.+?)(?: +#.*)?$", text, re.MULTILINE)
-    return [shlex.split(command.replace(".py", "", 1)) for command in found]
+    found = re.findall(r"^# +firm (.+?)(?: +#.*)?$", text, re.MULTILINE)
+    return [shlex.split(command) for command in found]
 
 
 def parsed(name, arguments):

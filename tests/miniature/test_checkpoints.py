@@ -8,7 +8,8 @@ import torch
 import yaml
 
 from firm.miniature import CHECKPOINTS, World, checkpoint_path
-from firm.miniature.training import quiet
+from recipes.miniature.replies import ReplyWriter
+from recipes.miniature.training import quiet
 from reward_models import RewardModelConfig, load_reward_model
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,9 @@ def margins():
 
     def scored(name: str) -> torch.Tensor:
         kind = "harmless" if name == "harmless" else "helpful"
-        pairs = World.conflict().preference_pairs(kind, NUM_PAIRS, 9, 0.0, split="test")
+        pairs = ReplyWriter(World.conflict()).preference_pairs(
+            kind, NUM_PAIRS, 9, 0.0, split="test"
+        )
         reward = load_reward_model(section(name), name)
         prompts = [pair["prompt"] for pair in pairs]
         chosen, rejected = (

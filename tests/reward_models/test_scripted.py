@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.miniature import World
+from recipes.miniature.replies import ReplyWriter
 from reward_models import (
     RewardModelConfig,
     brevity,
@@ -29,7 +30,7 @@ def test_replies_to_chats_are_scored_as_their_texts(reward):
 
 
 def test_the_true_scores_of_the_miniature_take_chats():
-    rows = World.conflict().sft_texts(8, seed=0)
+    rows = ReplyWriter(World.conflict()).demonstrations(8, seed=0)
     prompts, replies = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     questions = [
         text.removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:") for text in prompts

@@ -289,7 +289,7 @@ BAD_ARGUMENTS = [
     (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; give --strat"),
     (
         ["--config", "nowhere/zzz.yaml"],
-        "nowhere/zzz.yaml: no such file; shipped ones are attacks, build_hh, ",
+        "nowhere/zzz.yaml: no such file; shipped ones are attacks, ",
     ),
     (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); give a YAML text fi"),
 ]

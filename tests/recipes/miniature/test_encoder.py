@@ -3,9 +3,9 @@ import random
 import pytest
 import torch
 
-from firm.miniature.encoder import EncoderTraining, replace_tokens, train_encoder
-from firm.miniature.preferences import Preference
-from firm.miniature.training import (
+from recipes.miniature.encoder import EncoderTraining, replace_tokens, train_encoder
+from recipes.miniature.preferences import Preference
+from recipes.miniature.training import (
     BOS_ID,
     EOS_ID,
     PAD_ID,

@@ -14,8 +14,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from firm.miniature.preferences import Preference
-from firm.miniature.training import (
+from recipes.miniature.preferences import Preference
+from recipes.miniature.training import (
     PolicyTraining,
     RewardTraining,
     bits_per_byte,

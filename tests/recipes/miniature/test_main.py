@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from firm.cli.build_miniature import main
-from firm.jobs.miniature import BuildConfig, earlier_report, load_corpus, other_corpus
-from firm.miniature.preferences import split_of
 from firm.run import parse, run_cli
 from firm.run.errors import UserError
+from recipes.miniature.__main__ import BuildConfig, earlier_report, load_corpus, main, other_corpus
+from recipes.miniature.preferences import split_of
+from tests.smoke import ROOT
 
 TINY = {
     "num_texts": 60,
@@ -210,3 +210,8 @@ def test_an_earlier_report_that_is_damaged_is_named(tmp_path):
     cfg = parse(BuildConfig, command_line(tmp_path, "--only=[policy]"))
     with pytest.raises(UserError, match=r"build\.json is empty; remove it, or build everything"):
         earlier_report(cfg)
+
+
+def test_the_configuration_for_human_preferences_is_valid(tmp_path):
+    config = ["--config", str(ROOT / "recipes/miniature/hh.yaml"), "--out", str(tmp_path)]
+    assert parse(BuildConfig, config).policy.num_layers == 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.miniature.preferences import (
+from recipes.miniature.preferences import (
     ASSISTANT,
     HUMAN,
     SPLITS,

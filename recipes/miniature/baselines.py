@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix, vstack
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from firm.miniature.preferences import Preference
+from recipes.miniature.preferences import Preference
 
 
 @dataclass(frozen=True)

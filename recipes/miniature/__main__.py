@@ -1,4 +1,16 @@
-"""Builds a policy and its reward models: tokenizer, SFT, and one classifier per objective."""
+"""Builds a policy and its reward models: tokenizer, SFT, and one classifier per objective.
+
+    python -m recipes.miniature --out runs/miniature                   # the checkpoints that ship
+    python -m recipes.miniature --out runs/miniature --only "[helpful_other]"
+    python -m recipes.miniature --config recipes/miniature/hh.yaml --out runs/hh \\
+        --preferences "[helpful.jsonl.gz, harmless.jsonl.gz]"
+
+The first learns from the generated world, the third from preference files (JSON lines with the
+fields `prompt`, `chosen`, `rejected`, `kind`; one reward model per kind). Writes the checkpoint
+folders `policy` and one per objective, the prompts of every split, and `build.json`. The generated
+world has a second model of helpfulness, `helpful_other`, an encoder with a separate tokenizer,
+texts and pairs; the second command builds it alone.
+"""
 
 import json
 import tempfile
@@ -19,11 +31,15 @@ from transformers import (
 )
 
 from firm.fields import NonNegativeFloat, PositiveInt, configuration
-from firm.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
-from firm.miniature.corpus import Corpus, generated_corpus, preference_corpus
-from firm.miniature.encoder import EncoderTraining, train_encoder
-from firm.miniature.preferences import Preference, load_preferences, truncate_prompt
-from firm.miniature.training import (
+from firm.miniature.world import World
+from firm.run import print_table, run_cli, to_dict
+from firm.run.files import parse_object, read_text
+from recipes.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
+from recipes.miniature.corpus import Corpus, generated_corpus, preference_corpus
+from recipes.miniature.encoder import EncoderTraining, train_encoder
+from recipes.miniature.preferences import Preference, load_preferences, truncate_prompt
+from recipes.miniature.replies import ReplyWriter
+from recipes.miniature.training import (
     PolicyTraining,
     RewardTraining,
     bits_per_byte,
@@ -36,16 +52,13 @@ from firm.miniature.training import (
     train_reward_model,
     train_tokenizer,
 )
-from firm.miniature.world import World
-from firm.run.config import to_dict
-from firm.run.files import parse_object, read_text
 
 OTHER = "helpful_other"
 
 
 @configuration
 class BuildConfig:
-    """What is built, from what, and where it goes."""
+    """The models to build and their training data."""
 
     out: Path
     """Folder that receives the checkpoints, the prompts and `build.json`."""
@@ -82,9 +95,33 @@ class BuildConfig:
             )
 
 
-@quiet()
+def main(cfg: BuildConfig) -> dict[str, Any]:
+    """Builds everything, or `only` some of it, prints the figures and returns `build.json`."""
+    with quiet():
+        report = build(cfg)
+    if policy := report.get("policy"):
+        print(
+            f"policy: {policy['num_parameters']:,} parameters, {policy['tokens_seen']:,} tokens "
+            f"seen, {policy['bits_per_byte']:.3f} bits per byte held out"
+        )
+    rows = [
+        [f"{kind}, {split}", scores["model"]["num_pairs"], *map(_accuracy, scores.values())]
+        for kind, figures in report["reward_models"].items()
+        for split, scores in figures.items()
+        if isinstance(scores, dict)
+    ]
+    print_table("Pair accuracy", ["", "pairs", "model", "length", "bag of words"], rows)
+    times = [f"{stage} {s['wall']:.0f} ({s['cpu']:.0f})" for stage, s in report["seconds"].items()]
+    print(f"seconds (of the processor): {', '.join(times)}")
+    return report
+
+
+def _accuracy(score: dict[str, float]) -> str:
+    return f"{score['accuracy']:.3f} ± {score['standard_error']:.3f}"
+
+
 def build(cfg: BuildConfig) -> dict[str, Any]:
-    """Builds everything, or `only` some of it, and returns what `build.json` holds."""
+    """Trains and saves the checkpoints; returns the content of `build.json`."""
     corpus = load_corpus(cfg)
     chosen = chosen_checkpoints(cfg, corpus)
     cfg.out.mkdir(parents=True, exist_ok=True)
@@ -220,10 +257,12 @@ def load_corpus(cfg: BuildConfig) -> Corpus:
 
 def other_corpus(cfg: BuildConfig, corpus: Corpus) -> tuple[list[str], dict[str, list[Preference]]]:
     """Returns texts and pairs by split for `helpful_other`; only the held-out pairs are shared."""
-    world = World.conflict()
+    writer = ReplyWriter(World.conflict())
     seed = cfg.seed + 2  # `seed` drew what the others learn from, `seed + 1` the held-out texts
-    texts = [row["prompt"] + row["completion"] for row in world.sft_texts(cfg.num_texts, seed)]
-    train = world.preference_pairs("helpful", cfg.num_pairs, seed, cfg.noise)
+    texts = [
+        row["prompt"] + row["completion"] for row in writer.demonstrations(cfg.num_texts, seed)
+    ]
+    train = writer.preference_pairs("helpful", cfg.num_pairs, seed, cfg.noise)
     return texts, {**corpus.pairs["helpful"], "train": [Preference(**row) for row in train]}
 
 
@@ -273,3 +312,7 @@ def timed(stage: str, report: dict[str, Any]) -> Iterator[None]:
     yield
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     report["seconds"][stage] = {"wall": round(wall, 1), "cpu": round(cpu, 1)}
+
+
+if __name__ == "__main__":
+    run_cli(main, BuildConfig, description=__doc__ or "")

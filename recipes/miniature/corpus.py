@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from firm.miniature.preferences import Preference, dialogue_texts, split_preferences
 from firm.miniature.world import OBJECTIVES, SPLITS, Objective, Split, World
+from recipes.miniature.preferences import Preference, dialogue_texts, split_preferences
+from recipes.miniature.replies import ReplyWriter
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ def generated_corpus(
         noise: Temperature of the training labels; held-out labels have none.
         seed: Draws all.
     """
-    rows = world.sft_texts(num_texts, seed) + world.sft_texts(num_held_out, seed + 1)
+    writer = ReplyWriter(world)
+    rows = writer.demonstrations(num_texts, seed) + writer.demonstrations(num_held_out, seed + 1)
     documents = [row["prompt"] + row["completion"] for row in rows]
     train = documents[:num_texts]
     known = set(train)
@@ -41,7 +43,7 @@ def generated_corpus(
 
     def pairs(kind: Objective, split: Split) -> list[Preference]:
         num, temperature = (num_pairs, noise) if split == "train" else (num_held_out, 0.0)
-        rows = world.preference_pairs(kind, num, seed, temperature, split=split)
+        rows = writer.preference_pairs(kind, num, seed, temperature, split=split)
         return [Preference(**row) for row in rows]
 
     return Corpus(

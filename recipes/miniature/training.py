@@ -30,7 +30,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from firm.fields import PositiveFloat, PositiveInt, configuration
-from firm.miniature.preferences import Preference, truncate_reply
+from recipes.miniature.preferences import Preference, truncate_reply
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2  # the first entries of the vocabulary

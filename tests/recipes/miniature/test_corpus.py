@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from firm.miniature.corpus import generated_corpus, preference_corpus
-from firm.miniature.preferences import Preference, first_human_turn
 from firm.miniature.world import World
+from recipes.miniature.corpus import generated_corpus, preference_corpus
+from recipes.miniature.preferences import Preference, first_human_turn
 
 
 def generated(seed: int):

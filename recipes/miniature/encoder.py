@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from firm.fields import PositiveFloat, PositiveInt, configuration
-from firm.miniature.training import (
+from recipes.miniature.training import (
     BOS_ID,
     EOS_ID,
     PAD_ID,

@@ -4,8 +4,8 @@ import random
 import numpy as np
 import pytest
 
-from firm.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
-from firm.miniature.preferences import Preference
+from recipes.miniature.baselines import bag_of_words_margins, length_margins, pair_accuracy
+from recipes.miniature.preferences import Preference
 
 
 def pairs_where(chosen_word: str, rejected_word: str, seed: int) -> list[Preference]:

@@ -1,0 +1,1 @@
+"""The making of the miniature world's models: corpora, tokenizers, a policy, reward models."""
