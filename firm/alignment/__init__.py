@@ -5,7 +5,7 @@ be; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is what the federa
 `evaluation` says what a policy is worth on held-out prompts.
 """
 
-from firm.alignment.adapters import (
+from firm.alignment.adapter_files import (
     check_settings,
     fill_adapter_,
     load_adapters,
@@ -14,6 +14,7 @@ from firm.alignment.adapters import (
     save_folded,
     select_adapter,
 )
+from firm.alignment.adapters.target_modules import default_target_modules
 from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators import EstimatorConfig, PPOConfig
 from firm.alignment.evaluation import (
@@ -59,7 +60,6 @@ from firm.alignment.prompts import (
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.self_check import check_passes
-from firm.alignment.target_modules import default_target_modules
 from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from firm.alignment.adapters.conditioned import draw_preferences
 from firm.alignment.advantages import masked_mean
-from firm.alignment.conditioning import draw_preferences
 from firm.alignment.estimators import Experience
 from firm.alignment.learner import Learner
 from firm.alignment.policy import copy_adapter, load_adapter_

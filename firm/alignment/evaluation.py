@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment.adapters import Reference
+from firm.alignment.adapter_files import Reference
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import kl_penalty
 from firm.alignment.prompt_data import loose_text

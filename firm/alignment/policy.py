@@ -26,16 +26,16 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from firm.alignment.conditioning import ConditioningConfig, condition_
-from firm.alignment.lora_xs import make_small_
-from firm.alignment.prompts import PromptFormat, check_template
-from firm.alignment.target_modules import (
+from firm.alignment.adapters.conditioned import ConditioningConfig, condition_
+from firm.alignment.adapters.lora_xs import make_small_
+from firm.alignment.adapters.target_modules import (
     ATTENTION,
     adapted_layers,
     check_layers,
     excluded_modules,
     usual_names,
 )
+from firm.alignment.prompts import PromptFormat, check_template
 from firm.federation import Adapter, RandomStream
 from firm.federation.devices import named_device
 from firm.federation.outside import first_line

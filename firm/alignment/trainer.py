@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from firm.alignment.conditioning import ConditioningConfig, check_estimator
+from firm.alignment.adapters.conditioned import ConditioningConfig, check_estimator
 from firm.alignment.estimators import (
     EstimatorConfig,
     Experience,

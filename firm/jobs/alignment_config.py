@@ -15,8 +15,8 @@ from firm.alignment import (
     PromptsConfig,
     RolloutConfig,
 )
+from firm.alignment.adapters.conditioned import check_estimator
 from firm.alignment.attacks import AttackConfig
-from firm.alignment.conditioning import check_estimator
 from firm.federation.engines import check_engine
 from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from firm.alignment.adapters import check_settings, load_adapters, select_adapter
+from firm.alignment.adapter_files import check_settings, load_adapters, select_adapter
 from firm.alignment.evaluation import (
     Evaluation,
     Replies,

@@ -21,7 +21,7 @@ from firm.alignment import (
     evaluate,
     load_policy,
 )
-from firm.alignment.conditioning import ConditioningConfig
+from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.prompts import prompt_of

@@ -6,7 +6,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BloomConfig
 
-from firm.alignment.adapters import load_adapters, select_adapter
+from firm.alignment.adapter_files import load_adapters, select_adapter
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,

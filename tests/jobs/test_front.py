@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from firm.alignment.conditioning import draw_preferences, fold
+from firm.alignment.adapters.conditioned import draw_preferences, fold
 from firm.cli.pick import main
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge, Interval
 
+from firm.alignment.adapters.conditioned import weighted_by_preference
 from firm.alignment.advantages import masked_mean
-from firm.alignment.conditioning import weighted_by_preference
 from firm.alignment.estimators.estimator import (
     EstimatorConfig,
     Experience,

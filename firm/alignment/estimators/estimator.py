@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 
-from firm.alignment.conditioning import set_preferences
+from firm.alignment.adapters.conditioned import set_preferences
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import MAX_KL_ERROR, KLConfig
 from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 
-from firm.alignment.conditioning import gated_names
+from firm.alignment.adapters.conditioned import gated_names
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
 from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place

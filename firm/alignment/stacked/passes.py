@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from firm.alignment.conditioning import gates
+from firm.alignment.adapters.conditioned import gates
+from firm.alignment.adapters.lora_xs import outward
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.lora_xs import outward
 from firm.alignment.sequences import Queries, response_logits
 from firm.gradients.jacobian import jacobian_buffer
 from firm.gradients.per_sequence import Tap, add_weight_gradients_

@@ -19,8 +19,8 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from firm.alignment.conditioning import fold, is_conditioned
-from firm.alignment.lora_xs import narrowed, widened
+from firm.alignment.adapters.conditioned import fold, is_conditioned
+from firm.alignment.adapters.lora_xs import narrowed, widened
 from firm.alignment.policy import (
     PolicyConfig,
     check_fits,

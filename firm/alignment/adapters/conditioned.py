@@ -17,7 +17,7 @@ from annotated_types import Interval
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from firm.alignment.lora_xs import layer_output
+from firm.alignment.adapters.lora_xs import layer_output
 from firm.federation import Adapter
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from firm.alignment import AlignmentClient, RolloutConfig, copy_adapter, fill_adapter_
-from firm.alignment import conditioning as conditionings
-from firm.alignment.adapters import save_adapter
-from firm.alignment.conditioning import (
+from firm.alignment.adapter_files import save_adapter
+from firm.alignment.adapters import conditioned as conditionings
+from firm.alignment.adapters.conditioned import (
     ConditioningConfig,
     condition_,
     draw_preferences,

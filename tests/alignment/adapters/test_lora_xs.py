@@ -16,9 +16,9 @@ from firm.alignment import (
     load_adapters,
     load_policy,
 )
-from firm.alignment import lora_xs as module
-from firm.alignment.adapters import save_adapter, save_folded
-from firm.alignment.conditioning import ConditioningConfig, set_preferences
+from firm.alignment.adapter_files import save_adapter, save_folded
+from firm.alignment.adapters import lora_xs as module
+from firm.alignment.adapters.conditioned import ConditioningConfig, set_preferences
 from firm.alignment.policy import (
     adapter_parameters,
     load_adapter_,

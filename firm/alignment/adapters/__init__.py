@@ -1,0 +1,1 @@
+"""Kinds of adapters, one per file, and the layers that get one."""
