@@ -11,9 +11,10 @@ A `__post_init__` is left for what concerns several fields at once.
 """
 
 import ast
+import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from reprlib import Repr
@@ -142,6 +143,19 @@ def in_words(kind: Any) -> str:
 def choice_in_words(literals: Sequence[Any]) -> str:
     """Returns the literals that a value may be, such as "one of a, b"."""
     return ("one of " if len(literals) > 1 else "") + ", ".join(map(str, literals))
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Returns the end of a message about an unknown name, with the nearest of the known ones.
+
+    It is a full stop where none is near. Upper and lower case count as equal.
+
+    >>> did_you_mean("Frim", ["firm", "fedavg"]), did_you_mean("nothing", ["firm", "fedavg"])
+    ("; did you mean 'firm'?", '.')
+    """
+    by_lower = {str(each).lower(): str(each) for each in known}
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else "."
 
 
 def _range(kind: Any) -> str:

@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = [f"  {command:<{width}}  {text}" for command, (_, text) in COMMANDS.items()]
         print(USAGE.format(commands="\n".join(lines)))
         if name not in ("", "-h", "--help"):
-            print(f"\nfirm: error: there is no command {name!r}.", file=sys.stderr)
+            from firm.fields import did_you_mean  # imports that a command's own help does without
+
+            line = f"there is no command {name!r}{did_you_mean(name, COMMANDS)}"
+            print(f"\nfirm: error: {line}", file=sys.stderr)
         raise SystemExit(0 if name in ("", "-h", "--help") else 2)
     module, text = COMMANDS[name]
     plan = ["--plan"] if name == "plan" else []

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from firm.fields import did_you_mean
 from firm.jobs import network_parties
 from firm.jobs.network import site_process
 from firm.jobs.network_config import AdminConfig, FederationConfig, ServerConfig, SiteConfig
@@ -31,6 +32,9 @@ def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
         lines = [f"  {name:<{width}}  {_title(each)}" for name, (each, _) in COMMANDS.items()]
         heading = "Commands, of which COMMAND --help prints the keys:"
         print("\n".join([f"{description}\n", heading, *lines]))
+        if argv[:1] not in ([], ["-h"], ["--help"]):
+            line = f"there is no command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}"
+            print(f"\nfirm network: error: {line}", file=sys.stderr)
         raise SystemExit(0 if argv[:1] in ([], ["-h"], ["--help"]) else 2)
     command, config = COMMANDS[argv[0]]
     run_cli(command, config, argv[1:], description=command.__doc__ or "")

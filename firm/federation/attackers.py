@@ -14,6 +14,7 @@ from firm.federation.aggregation import moved, update_length
 from firm.federation.client import Adapter, Batch, Client
 from firm.federation.randomness import derive_seed
 from firm.federation.serialization import pack
+from firm.fields import did_you_mean
 
 UpdateAttack = Literal["sign_flip", "scaling", "collusion"]
 """sign_flip: θ_t - s(θ_c - θ_t) in place of θ_c. scaling: θ_t + s(θ_c - θ_t). collusion: from θ_t
@@ -37,7 +38,8 @@ class Attacker:
     ) -> None:
         if kind not in get_args(UpdateAttack):
             kinds = ", ".join(get_args(UpdateAttack))
-            raise ValueError(f"kind must be one of {kinds}, got {kind!r}.")
+            near = did_you_mean(kind, get_args(UpdateAttack))
+            raise ValueError(f"kind must be one of {kinds}, got {kind!r}{near}")
         if not 0 < scale < inf:
             raise ValueError(f"scale must be positive and finite, got {scale}.")
         self._client, self._kind, self._scale, self._seed = client, kind, scale, seed

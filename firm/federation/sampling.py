@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from firm.federation.randomness import derive_seed
+from firm.fields import did_you_mean
 
 
 def sample_clients(
@@ -32,7 +33,8 @@ def sample_clients(
     """
     if unknown := set(always) - set(clients):
         known = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
-        raise ValueError(f"No client is called {min(unknown)!r}; always may name {known}.")
+        near = did_you_mean(min(unknown), clients)
+        raise ValueError(f"No client is called {min(unknown)!r}; always may name {known}{near}")
     if count is None:
         return list(clients)
     if not 1 <= count <= len(clients):

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from firm.federation.user_code import user_code
+from firm.fields import did_you_mean
 from firm.fmoo.config import CallableT, by_name, registering
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -174,7 +175,7 @@ class TaskData:
             if objective not in self.objectives:
                 raise ValueError(
                     f"there is no objective {objective!r} to give a loss: choose among "
-                    f"{', '.join(self.objectives)}."
+                    f"{', '.join(self.objectives)}{did_you_mean(objective, self.objectives)}"
                 )
         pairs = zip(self.objectives, self.losses, strict=True)
         return replace(self, losses=tuple(losses.get(name, loss) for name, loss in pairs))

@@ -32,6 +32,7 @@ from firm.fields import (
     PositiveFloat,
     PositiveInt,
     configuration,
+    did_you_mean,
 )
 from firm.fronts import grid
 from firm.jobs.hub import HubConfig
@@ -297,7 +298,8 @@ def _check_participation(cfg: AlignmentConfig) -> None:
         for name in own:
             if name not in names:
                 raise ValueError(
-                    f"strategy.{key} must name clients, {names[0]} to {names[-1]}, got {name!r}."
+                    f"strategy.{key} must name clients, {names[0]} to {names[-1]}, got {name!r}"
+                    f"{did_you_mean(name, names)}"
                 )
 
 
@@ -445,7 +447,8 @@ def _check_groups(cfg: AlignmentConfig) -> None:
         for name in [*config.rewards, *(config.objectives or [])]:
             if name not in cfg.rewards:
                 raise ValueError(
-                    f"{key} names the objective {name!r}; there are {', '.join(cfg.rewards)}."
+                    f"{key} names the objective {name!r}; there are "
+                    f"{', '.join(cfg.rewards)}{did_you_mean(name, cfg.rewards)}"
                 )
         if not config.clients or config.objectives == []:
             raise ValueError(f"{key} needs clients, and an objective for them, got none.")
@@ -454,7 +457,7 @@ def _check_groups(cfg: AlignmentConfig) -> None:
         if attacked is not None and attacked not in served:
             raise ValueError(
                 f"{key}.attack.objective must be one that they serve ({', '.join(served)}), got "
-                f"{attacked!r}."
+                f"{attacked!r}{did_you_mean(attacked, served)}"
             )
     if len(taken) == cfg.num_clients:  # nobody outside of groups, who would serve all objectives
         theirs = [
@@ -474,7 +477,8 @@ def _check_calibrations(cfg: AlignmentConfig) -> None:
     for key, calibration in cfg.evaluation.calibrations.items():
         if key not in configs:
             raise ValueError(
-                f"evaluation.calibrations has {key!r}; there are {', '.join(configs)}."
+                f"evaluation.calibrations has {key!r}; there are {', '.join(configs)}"
+                f"{did_you_mean(key, configs)}"
             )
         if calibration.method != configs[key].normalization:
             raise ValueError(

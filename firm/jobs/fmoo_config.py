@@ -8,7 +8,15 @@ from annotated_types import Ge, Interval
 
 from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
-from firm.fields import Hint, NumClients, NumRounds, PositiveFloat, PositiveInt, configuration
+from firm.fields import (
+    Hint,
+    NumClients,
+    NumRounds,
+    PositiveFloat,
+    PositiveInt,
+    configuration,
+    did_you_mean,
+)
 from firm.fmoo import AttackConfig, DataConfig, LocalConfig, ModelConfig
 from firm.run import Resume, TrackingConfig, check_folder_name
 from firm.run.resuming import check_out
@@ -137,7 +145,7 @@ class ClassicConfig:
         if self.progress_from not in (None, *self.algorithms):
             raise ValueError(
                 f"progress_from must be one of {', '.join(self.algorithms)}, got "
-                f"{self.progress_from!r}."
+                f"{self.progress_from!r}{did_you_mean(self.progress_from, self.algorithms)}"
             )
         for name, algorithm in self.algorithms.items():
             check_folder_name(name, "algorithms: an algorithm's name")

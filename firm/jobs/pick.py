@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
+from firm.fields import did_you_mean
 from firm.fronts import (
     Expectation,
     Front,
@@ -217,7 +218,8 @@ def parse_want(text: str, objectives: Sequence[str]) -> list[float]:
         if not equals:
             raise UserError(f"want must be pairs name=share of {known}, got {pair.strip()!r}.")
         if name not in objectives:
-            raise UserError(f"want names the objective {name!r}; the front has {known}.")
+            near = did_you_mean(name, objectives)
+            raise UserError(f"want must name objectives of the front, {known}, got {name!r}{near}")
         if name in shares:
             raise UserError(f"want names {name} twice, got {text!r}; give each share once.")
         try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from firm.fields import did_you_mean
 from firm.report import formats
 from firm.report.page import (
     Block,
@@ -315,8 +316,11 @@ def print_differences(study: Path, against: str) -> None:
             title = f"{table.title} on the test prompts, by seed, with 90 % intervals"
             print_table(title, table.headings, table.rows)
             return
-    names = ", ".join(setting.name for setting in settings)
-    raise UserError(f"{study} has no finished runs of {against!r}; choose among {names}.")
+    names = [setting.name for setting in settings]
+    raise UserError(
+        f"{study} has finished runs of {', '.join(names)}, got {against!r}"
+        f"{did_you_mean(against, names)}"
+    )
 
 
 def difference_table(settings: Sequence[Setting], name: str = "differences") -> Table:

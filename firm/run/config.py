@@ -39,7 +39,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from firm.federation.outside import printable
-from firm.fields import choice_in_words
+from firm.fields import choice_in_words, did_you_mean
 from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
@@ -343,8 +343,12 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         what = path if kind is Any else f"{path} must be {type_in_words(kind)}"
         raise UserError(f"{what}: {doubt.reason}")
     got = printable(value, max_length=80) if isinstance(value, str) else value
+    choices = [
+        c for part in members_of(kind) if get_origin(part) is Literal for c in get_args(part)
+    ]
     raise UserError(
-        f"{path} must be {type_in_words(kind)}, got {'null' if value is None else repr(got)}."
+        f"{path} must be {type_in_words(kind)}, got "
+        f"{'null' if value is None else repr(got)}{did_you_mean(value, choices)}"
     )
 
 
@@ -393,7 +397,8 @@ def _forms_by_name(forms: Sequence[type]) -> dict[str, type]:
 def _form_named(forms: Sequence[type], name: Any, path: str) -> type:
     by_name = _forms_by_name(forms)
     if name not in by_name:
-        raise UserError(f"{path} must be one of {', '.join(by_name)}, got {name!r}.")
+        near = did_you_mean(name, by_name)
+        raise UserError(f"{path} must be one of {', '.join(by_name)}, got {name!r}{near}")
     return by_name[name]
 
 

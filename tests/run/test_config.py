@@ -212,7 +212,8 @@ BAD_FILES = [
     ),
     (
         "strategy: {name: firmm}",
-        "{file}: strategy.name must be one of firm, fedavg, fixed, got 'firmm'.",
+        "{file}: strategy.name must be one of firm, fedavg, fixed, got 'firmm'; did you mean "
+        "'firm'?",
     ),
     ("rate: fast", "{file}: rate must be float, got 'fast'."),
     ("rate: null", "{file}: rate must be float, got null."),

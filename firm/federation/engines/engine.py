@@ -10,6 +10,7 @@ from firm.federation.messages import Request
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack
+from firm.fields import did_you_mean
 
 
 class Engine(Protocol):
@@ -71,7 +72,8 @@ def engine(name: str) -> Callable[[Factory], Factory]:
 def check_engine(name: str) -> None:
     """Raises ``ValueError`` on a name that no engine has."""
     if name not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}.")
+        near = did_you_mean(name, ENGINES)
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}{near}")
 
 
 def checked_reply(

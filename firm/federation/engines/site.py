@@ -18,6 +18,7 @@ from firm.federation.schema import METRICS, Invalid, Items, Reading, Schema, Tex
 from firm.federation.secure import FEWEST
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
+from firm.fields import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,13 @@ class SitePolicy:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.tasks if name not in TASKS]:
-            raise ValueError(f"tasks must be among {', '.join(sorted(TASKS))}, got {unknown}.")
+            near = did_you_mean(unknown[0], TASKS)
+            raise ValueError(f"tasks must be among {', '.join(sorted(TASKS))}, got {unknown}{near}")
         if unknown := [name for name in self.metrics or () if name not in METRICS]:
-            raise ValueError(f"metrics must be among {', '.join(sorted(METRICS))}, got {unknown}.")
+            near = did_you_mean(unknown[0], METRICS)
+            raise ValueError(
+                f"metrics must be among {', '.join(sorted(METRICS))}, got {unknown}{near}"
+            )
 
     def released(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of a client's metrics that may leave the site."""

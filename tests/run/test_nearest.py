@@ -1,0 +1,143 @@
+"""Names that exist nowhere: the line that refuses one names the nearest that there is."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from firm.cli.main import COMMANDS, main
+from firm.cli.network import COMMANDS as NETWORK_COMMANDS
+from firm.cli.network import cli as network
+from firm.federation.attackers import Attacker, UpdateAttack
+from firm.federation.engines import check_engine
+from firm.federation.engines.engine import ENGINES
+from firm.federation.engines.site import SitePolicy
+from firm.federation.sampling import sample_clients
+from firm.federation.schema import METRICS
+from firm.federation.tasks import TASKS
+from firm.fmoo.config import by_name
+from firm.fmoo.data import DATASETS
+from firm.fmoo.models import MODELS
+from firm.fmoo.task_data import LOSSES
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.compare import CompareConfig
+from firm.jobs.fmoo_config import ClassicConfig
+from firm.jobs.pick import parse_want
+from firm.jobs.study import StudyConfig
+from firm.jobs.sweep import SweepConfig
+from firm.run import UserError, parse
+from firm.run.config import forms_of, lay_out, members_of
+from reward_models.registry import REWARD_MODELS, check_name
+from tests.smoke import SMOKE
+
+JOBS = (AlignmentConfig, ClassicConfig, CompareConfig, StudyConfig, SweepConfig)
+LENGTH = 5
+"""Of shorter names a typing error leaves too little to recognise."""
+
+
+def mistyped(name: str) -> str:
+    """Returns a name with its last letter doubled."""
+    return name + name[-1]
+
+
+def choices(form: type, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields key paths and values of a configuration's choices, and the names of its forms."""
+    for key, kind in get_type_hints(form).items():
+        place = f"{path}{key}"
+        forms = forms_of(kind)
+        for each in forms:
+            own = get_type_hints(each)
+            if len(forms) > 1:
+                yield from ((f"{place}.name", name) for name in get_args(own["name"]))
+            elif each not in JOBS:
+                yield from choices(each, f"{place}.")
+        for part in members_of(kind):
+            if get_origin(part) is Literal and key != "name":
+                yield from ((place, str(value)) for value in get_args(part))
+
+
+CHOICES = sorted(
+    {(form, key, value) for form in JOBS for key, value in choices(form) if len(value) >= LENGTH},
+    key=str,
+)
+
+
+def test_the_choices_of_all_jobs_are_tried():
+    tried = {(key, value) for _, key, value in CHOICES}
+    assert tried >= {
+        ("strategy.name", "fedavg"),
+        ("estimator.name", "critic_free"),
+        ("tracking.mode", "offline"),
+    }
+    assert len(tried) > 20
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "value"), CHOICES, ids=[f"{f.__name__}-{k}-{v}" for f, k, v in CHOICES]
+)
+def test_a_choice_of_a_configuration(form, key, value):
+    with pytest.raises(UserError, match="did you mean '") as refused:
+        lay_out(form, [], [(key, mistyped(value))])
+    line = str(refused.value)
+    assert f"{key} must be " in line
+    assert line.endswith(f"; did you mean {value!r}?")
+
+
+REGISTRIES: Mapping[str, tuple[Any, Any]] = {
+    "engine": (check_engine, ENGINES),
+    "attack": (lambda name: Attacker(None, name), get_args(UpdateAttack)),  # type: ignore[arg-type]
+    "task of a site": (lambda name: SitePolicy(tasks=(name,)), TASKS),
+    "quantity of a site": (lambda name: SitePolicy(metrics=(name,)), METRICS),
+    "client": (
+        lambda name: sample_clients(["north", "south"], seed=0, round_number=1, always=[name]),
+        ["north", "south"],
+    ),
+    "data set": (lambda name: by_name(DATASETS, name, "data set"), DATASETS),
+    "model": (lambda name: by_name(MODELS, name, "model"), MODELS),
+    "loss": (lambda name: by_name(LOSSES, name, "loss"), LOSSES),
+    "reward": (check_name, REWARD_MODELS),
+    "objective": (lambda name: parse_want(f"{name}=1", ["helpful"]), ["helpful"]),
+}
+NAMES = [(what, name) for what, (_, known) in REGISTRIES.items() for name in known]
+
+
+@pytest.mark.parametrize(("what", "name"), [n for n in NAMES if len(n[1]) >= LENGTH])
+def test_a_name_of_a_registry(what, name):
+    look_up, _ = REGISTRIES[what]
+    with pytest.raises(ValueError, match=f"did you mean '?{name}"):
+        look_up(mistyped(name))
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if len(name) >= LENGTH])
+def test_a_command(name, capsys):
+    with pytest.raises(SystemExit):
+        main([mistyped(name)])
+    assert f"did you mean {name!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NETWORK_COMMANDS)
+def test_a_command_of_the_network(name, capsys):
+    with pytest.raises(SystemExit):
+        network([mistyped(name)])
+    assert f"did you mean {name!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "end"),
+    [
+        ("strategy.always", "[clinet_1]", "'client_1'"),
+        ("strategy.name", "FedAvg", "'fedavg'"),
+        ("groups", "{a: {clients: [0], objectives: [brevty]}}", "'brevity'"),
+        (
+            "groups",
+            "{a: {clients: [0], attack: {kind: label_flip, objective: brevty}}}",
+            "'brevity'",
+        ),
+        ("groups", "{a: {clients: [0], attack: {kind: lable_flip}}}", "'label_flip'"),
+        ("evaluation.calibrations", "{brevty: {method: sigmoid}}", "'brevity'"),
+    ],
+)
+def test_a_name_within_a_run(key, value, end):
+    with pytest.raises(ValueError) as refused:
+        parse(AlignmentConfig, ["--config", str(SMOKE), f"--{key}", value])
+    assert str(refused.value).endswith(f"; did you mean {end}?")
