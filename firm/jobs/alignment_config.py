@@ -146,8 +146,8 @@ class AlignmentConfig:
     out: Path | None = None
     """Run directory; by default runs/NAME-TIME."""
     plan: bool = False
-    """Print what would run (sizes, bytes, memory, steps, what is not in the paper) and stop; no
-    weight and no data are read."""
+    """Print what would run (sizes, shares of prompts, bytes, memory, steps, what is not in the
+    paper) and stop; no weights are read, and prompts only from this machine."""
     resume: Resume = False
     """Continue from the last checkpoint: `--resume RUN` the run in that folder, by its own
     configuration; `--out RUN --resume` by the one that is given; auto begins the run where there is

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import json
 import shutil
 from dataclasses import field
 from functools import partial
@@ -20,6 +21,8 @@ from firm.alignment import (
     PolicyConfig,
     evaluate,
     load_policy,
+    load_prompts,
+    load_tokenizer,
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
@@ -30,6 +33,7 @@ from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_loading import partition
 from firm.jobs.plan import make_plan, plan_tables, planning
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, update_memory
 from firm.jobs.plan.passes import preferences_of_minibatch
@@ -71,6 +75,16 @@ def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
         return plan_of(cfg, num_processes)
 
 
+def rows_of(plan, title: str) -> list[tuple[str, ...]]:
+    return next(table.rows for table in plan_tables(plan) if table.title == title)
+
+
+def shards_of(cfg: AlignmentConfig) -> list[list]:
+    """The clients' prompts as a run divides them."""
+    prompts = load_prompts(cfg.data.train, load_tokenizer(cfg.policy))
+    return partition(prompts, cfg, cfg.partition, cfg.num_clients)
+
+
 LARGE = ("--policy.lora.r", 16)
 """An adapter beside which names and figures of a message are small."""
 FEW_REPLIES = ("--evaluation.num_validation_prompts", 0, "--evaluation.num_test_prompts", 2)
@@ -83,6 +97,8 @@ def test_sizes_and_messages_are_those_of_the_run(tmp_path):
     (about,) = read_rows(cfg.out, "run")
     assert plan.policy.num_trainable == about["num_trainable"]
     assert sum(plan.policy.trainable_by_module.values()) == about["num_trainable"]
+    sizes = [len(shard) for shard in shards_of(cfg)]
+    assert plan.work.prompts_per_client == (min(sizes), max(sizes))
     assert plan.policy.adapter_bytes == about["adapter_bytes"]
     assert [place.clients for place in plan.places] == about["processes"]
     clients = read_rows(cfg.out, "client")
@@ -553,7 +569,68 @@ def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     cfg = config("--policy.path", tmp_path, "--policy.lora.target_modules", "[c_attn]")
     plan = plan_of(cfg)
     assert plan.policy.trainable_by_module == {"c_attn": 2 * 4 * (16 + 48)}
+    assert plan.policy.layers_by_module == {"c_attn": 2}
+    assert ("  c_attn", "512 in 2 layers") in rows_of(plan, "What would run")
     assert plan.memory.update[True] < plan.memory.update[False]
+
+
+def test_layers_are_counted_by_target_module(make_model, tmp_path):
+    make_model(num_hidden_layers=3).config.save_pretrained(tmp_path)
+    modules = ("--policy.lora.target_modules", "[q_proj, down_proj, lm_head]")
+    plan = plan_without_memory(config("--policy.path", tmp_path, *modules))
+    assert plan.policy.layers_by_module == {"q_proj": 3, "down_proj": 3, "lm_head": 1}
+    rows = dict(rows_of(plan, "What would run"))
+    assert rows["  lm_head"].endswith(" in 1 layer")
+    one_matrix = plan_without_memory(
+        config("--policy.path", tmp_path, *modules, "--policy.lora.freeze_a", "true")
+    )
+    assert one_matrix.policy.layers_by_module == plan.policy.layers_by_module
+
+
+def data(folder: Path, num_rows: int) -> Path:
+    """A file of prompts of two kinds, a third of them of more words."""
+    file = folder / "prompts.jsonl"
+    rows = [
+        {"prompt": "one two" + " three four five" * (not n % 3), "kind": "ab"[n % 2]}
+        for n in range(num_rows)
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ((), "20 to 21"),
+        (("--num_clients", 2), "31"),
+        (("--partition.kind", "dirichlet", "--partition.alpha", 0.1), None),
+        (("--data.train.split", "train[:50%]"), "10 to 11"),
+        (("--data.train.max_tokens", 18), None),
+    ],
+)
+def test_a_plan_tells_the_smallest_and_the_largest_share_of_prompts(options, text, tmp_path):
+    cfg = config("--num_clients", 3, "--data.train.source", data(tmp_path, 62), *options)
+    plan = plan_without_memory(cfg)
+    sizes = [len(shard) for shard in shards_of(cfg)]
+    assert plan.work.prompts_per_client == (min(sizes), max(sizes))
+    shown = dict(rows_of(plan, "Work"))["prompts per client"]
+    assert shown == (text or f"{min(sizes)} to {max(sizes)}")
+    if "--data.train.max_tokens" in options:
+        assert 10 < sum(sizes) < 62
+
+
+def test_prompts_that_are_not_here_are_not_counted_and_that_is_said(tmp_path):
+    for source in ("somebody/prompts", f"[{data(tmp_path, 40)}, 'somebody/prompts:part']"):
+        plan = plan_without_memory(config("--data.train.source", source))
+        assert plan.work.prompts_per_client is None
+        assert "prompts per client" not in dict(rows_of(plan, "Work"))
+        assert any("those of each client are not counted" in note for note in plan.notes)
+
+
+def test_a_plan_refuses_fewer_prompts_than_the_clients_need(tmp_path):
+    few = config("--num_clients", 3, "--data.train.source", data(tmp_path, 2))
+    with pytest.raises(ValueError, match="2 examples cannot give 3 clients"):
+        plan_without_memory(few)
 
 
 def test_target_modules_that_match_nothing_are_refused():

@@ -1,17 +1,25 @@
-"""From a configuration to a plan; no weight and no data are read."""
+"""From a configuration to a plan; no weights are read, and no data of a hub."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
 
+from firm.alignment import load_prompts, read_tokenizer
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.federation import Processes
 from firm.federation.outside import first_line
-from firm.jobs.alignment_config import AlignmentConfig, is_front_due, measured_preferences
+from firm.jobs.alignment_config import (
+    DEFAULT_SPLITS,
+    AlignmentConfig,
+    is_front_due,
+    measured_preferences,
+)
+from firm.jobs.alignment_loading import partition
 from firm.jobs.inspection import inspect_policy
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
@@ -35,7 +43,8 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         processes: Those that the run would have; they need not be connected.
 
     Raises:
-        ValueError: No layer of the policy is called like one of the target modules.
+        ValueError: No layer of the policy is called like one of the target modules, or the prompts
+            are malformed or too few for the clients.
     """
     notes: list[str] = []
     policy, memory, traffic = None, None, round_traffic(cfg, clients)
@@ -53,24 +62,31 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
                 f"{cfg.policy.path}: no estimate of its memory without weights "
                 f"({first_line(error)})."
             )
+    inspection = inspect_policy(cfg.policy.path, cfg.rollout, cfg.policy.prompt)
     rewards = {
         name: _reward_figures(reward, f"--{key}.path", notes)
         for key, name, reward in _reward_models(cfg)
     }
     if cfg.strategy.num_local_epochs is not None:
         notes.append(
-            "strategy.num_local_epochs: how many local steps an epoch has follows from a client's "
-            "prompts, which are not read; steps, replies and uploaded metrics are those of one."
+            "strategy.num_local_epochs: how many local steps an epoch has follows from each "
+            "client's prompts; steps, replies and uploaded metrics are those of one step."
+        )
+    shares = _prompts_per_client(cfg, has_tokenizer=inspection is not None)
+    if shares is None:
+        notes.append(
+            "data.train: the prompts are not on this machine, or the tokenizer that limits on "
+            "tokens need is not, so that those of each client are not counted."
         )
     return Plan(
         policy_path=cfg.policy.path,
         dtype=cfg.policy.dtype,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
-        inspection=inspect_policy(cfg.policy.path, cfg.rollout, cfg.policy.prompt),
+        inspection=inspection,
         policy=policy,
         memory=memory,
         rewards=rewards,
-        work=_work(cfg, len(clients), traffic, busiest),
+        work=_work(cfg, len(clients), traffic, busiest, shares),
         places=[
             _place(rank, clients, processes, rewards, cfg.policy.device)
             for rank in range(processes.size)
@@ -78,6 +94,30 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         hyperparameters=list(hyperparameters(cfg)),
         notes=[*notes, LEFT_OUT],
     )
+
+
+def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:
+    """Returns the smallest and the largest number of training prompts that a client has.
+
+    None where the prompts are not on this machine, or cannot be selected by tokens.
+    """
+    data = cfg.data.train
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    is_limited = bool(data.min_tokens) or data.max_tokens is not None
+    is_here = all(
+        any(Path(name).expanduser().exists() for name in (source, source.partition(":")[0]))
+        for source in sources
+    )
+    if not is_here or (is_limited and not has_tokenizer):
+        return None
+    prompts = load_prompts(
+        data,
+        read_tokenizer(cfg.policy.path) if is_limited else None,
+        prompt_format=cfg.policy.prompt,
+        default_split=DEFAULT_SPLITS["train"],
+    )
+    sizes = [len(shard) for shard in partition(prompts, cfg, cfg.partition, cfg.num_clients)]
+    return min(sizes), max(sizes)
 
 
 def _reward_models(cfg: AlignmentConfig) -> list[tuple[str, str, RewardModelConfig]]:
@@ -107,8 +147,12 @@ def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | N
 def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
     trainable = adapter_parameters(model)
     by_module: Counter[str] = Counter()
+    layers: dict[str, set[str]] = defaultdict(set)
     for name, parameter in trainable.items():
-        by_module[name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1]] += parameter.numel()
+        layer = name.rsplit(".lora_", 1)[0]
+        module = layer.rsplit(".", 1)[-1]
+        by_module[module] += parameter.numel()
+        layers[module].add(layer)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     bytes_by_dtype: Counter[str] = Counter()
     for parameter in frozen:
@@ -119,6 +163,7 @@ def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
         bytes_by_dtype=dict(bytes_by_dtype),
         num_trainable=sum(p.numel() for p in trainable.values()),
         trainable_by_module=dict(by_module),
+        layers_by_module={module: len(own) for module, own in layers.items()},
         adapter_bytes=sum(p.nbytes for p in trainable.values()),
         bytes_down=traffic.bytes_down // traffic.num_clients,
         bytes_up=traffic.bytes_up // traffic.num_clients,
@@ -126,7 +171,13 @@ def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
     )
 
 
-def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic, busiest: int) -> Work:
+def _work(
+    cfg: AlignmentConfig,
+    num_clients: int,
+    traffic: Traffic,
+    busiest: int,
+    prompts_per_client: tuple[int, int] | None,
+) -> Work:
     """Returns how much is done; `busiest` is the most clients of a round in one process."""
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
@@ -148,6 +199,7 @@ def _work(cfg: AlignmentConfig, num_clients: int, traffic: Traffic, busiest: int
         server_solves=int(cfg.strategy.solves_on_server),
         clients_per_round=clients_per_round,
         rounds=cfg.rounds,
+        prompts_per_client=prompts_per_client,
         training_replies=training,
         evaluation_replies=evaluated,
         calibration_replies=evaluation.num_calibration_prompts,

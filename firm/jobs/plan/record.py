@@ -28,6 +28,8 @@ class PolicyFigures:
     num_trainable: int
     trainable_by_module: dict[str, int]
     """By the last part of a module's name, such as "q_proj"."""
+    layers_by_module: dict[str, int]
+    """Layers that have an adapter, by the same names."""
     adapter_bytes: int
     bytes_down: int
     """To a client in a round, as the engine counts, over all that the strategy asks it."""
@@ -83,6 +85,9 @@ class Work:
     """Systems of weights that the server solves, per round."""
     clients_per_round: int
     rounds: int
+    prompts_per_client: tuple[int, int] | None
+    """Training prompts of the client that has fewest and of the one that has most; None where the
+    data are not on this machine."""
     training_replies: int
     """Sampled in all, without the batches of FedCMOO's communication two_sample."""
     evaluation_replies: int

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from firm.jobs.plan.passes import Passes
-from firm.jobs.plan.record import Plan, Table
+from firm.jobs.plan.record import Plan, PolicyFigures, Table, Work
 from firm.report import formats
 
 
@@ -25,7 +25,7 @@ def _model_table(plan: Plan) -> Table:
         rows += [
             ("parameters", f"{figures.num_parameters:,} in {plan.dtype}"),
             ("trainable", trainable),
-            *((f"  {name}", f"{count:,}") for name, count in figures.trainable_by_module.items()),
+            *_module_rows(figures),
             ("adapter", f"{formats.size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
             ("down, per client and round", formats.size(figures.bytes_down)),
             ("up, per client and round", formats.size(figures.bytes_up)),
@@ -36,6 +36,13 @@ def _model_table(plan: Plan) -> Table:
         size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
     return Table("What would run", ("", ""), rows)
+
+
+def _module_rows(figures: PolicyFigures) -> Iterator[tuple[str, str]]:
+    """Yields the parameters and layers of the adapter, by the names of the layers."""
+    for name, count in figures.trainable_by_module.items():
+        num_layers = figures.layers_by_module[name]
+        yield f"  {name}", f"{count:,} in {num_layers:,} layer{'s' * (num_layers > 1)}"
 
 
 def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -61,6 +68,7 @@ def _work_table(plan: Plan) -> Table:
     rows = [
         ("rounds", f"{work.rounds:,}"),
         ("clients per round", f"{visits:,}"),
+        *_share_rows(work),
         ("optimizer steps per client and round", f"{work.optimizer_steps:,}"),
         ("optimizer steps per round", f"{visits * work.optimizer_steps:,}"),
         ("optimizer steps in all", f"{work.rounds * visits * work.optimizer_steps:,}"),
@@ -73,6 +81,13 @@ def _work_table(plan: Plan) -> Table:
         ("rollouts", _passes_text(work.rollouts)),
     ]
     return Table("Work", ("", ""), rows)
+
+
+def _share_rows(work: Work) -> Iterator[tuple[str, str]]:
+    """Yields how many training prompts the clients have, where that is known."""
+    if work.prompts_per_client:
+        fewest, most = work.prompts_per_client
+        yield "prompts per client", f"{fewest:,}" + f" to {most:,}" * (most > fewest)
 
 
 def _passes_text(passes: Passes) -> str:
