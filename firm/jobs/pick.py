@@ -219,7 +219,7 @@ def parse_want(text: str, objectives: Sequence[str]) -> list[float]:
             raise UserError(f"want must be pairs name=share of {known}, got {pair.strip()!r}.")
         if name not in objectives:
             near = did_you_mean(name, objectives)
-            raise UserError(f"want must name objectives of the front, {known}, got {name!r}{near}")
+            raise UserError(f"want names the objective {name!r}; the front has {known}{near}")
         if name in shares:
             raise UserError(f"want names {name} twice, got {text!r}; give each share once.")
         try:
