@@ -7,7 +7,9 @@ from transformers import (
     FalconH1Config,
     LlamaConfig,
     MambaConfig,
+    RobertaConfig,
     RwkvConfig,
+    XLNetConfig,
 )
 
 from firm.alignment import LoraSettings, PolicyConfig, check_passes
@@ -76,10 +78,40 @@ def test_a_model_that_reads_masked_tokens_is_refused_in_one_line(config):
     assert "\n" not in str(error.value)
 
 
-def test_a_model_that_reads_what_follows_is_refused():
-    config = BertConfig(**TRANSFORMER, max_position_embeddings=64)
+@pytest.mark.parametrize("scale", [0.02, 0.2])
+@pytest.mark.parametrize("kind", [BertConfig, RobertaConfig])
+def test_a_model_that_reads_what_follows_is_refused_trained_or_not(kind, scale):
+    """Weights of 0.02 as they are drawn make all tokens nearly alike, and differences small."""
+    config = kind(**{**TRANSFORMER, "initializer_range": scale}, max_position_embeddings=64)
     with pytest.raises(ValueError, match="token by token and one forward pass differ, by"):
         check_passes(adapted(make(config)), "it")
+
+
+def test_a_model_that_takes_no_masks_is_refused_in_one_line():
+    model = make(XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=32))
+    settings = LoraSettings(r=2, target_modules=["layer_1"])
+    policy = add_adapter(model, PolicyConfig(path="it", lora=settings))
+    reason = r"^policy.path: it does not run as a causal language model \(Subtraction, .*\): give"
+    with pytest.raises(ValueError, match=reason) as error:
+        check_passes(policy, "it")
+    assert "\n" not in str(error.value)
+
+
+def test_float32_in_tensor_cores_may_round_as_float16():
+    def rounded(module, inputs, output):
+        return output * (1 + 1e-3 * torch.randn_like(output))
+
+    model = make(LLAMA, dtype=torch.float32)
+    model.lm_head.register_forward_hook(rounded)
+    policy, matmul = adapted(model), torch.backends.cuda.matmul
+    with pytest.raises(ValueError, match=r"by 0\.00\d+ of their spread, .* explains 0\.0001; give"):
+        check_passes(policy, "it")
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = True
+    try:
+        check_passes(policy, "it")
+    finally:
+        matmul.allow_tf32 = before
 
 
 def test_dropout_that_no_mode_switches_off_is_found():
