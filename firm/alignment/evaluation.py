@@ -40,7 +40,8 @@ class Replies:
     """Token ids of the replies, end tokens included."""
 
 
-Generate = Callable[[list[Prompt]], Replies]
+Generate = Callable[..., Replies]
+"""Takes a list of prompts, and `on_progress` by keyword, as `sample_replies` does."""
 """Samples one reply to each of N prompts, from the global generators."""
 
 
@@ -53,7 +54,7 @@ def sample_replies(
     config: RolloutConfig,
     reference: Reference,
     preference: Sequence[float] | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[float], None] = lambda _: None,
 ) -> Replies:
     """Returns one sampled reply to each of N prompts, with its KL from the base model.
 
@@ -202,7 +203,7 @@ def evaluate(
     extra_fns: Mapping[str, RewardFn] | None = None,
     num_samples: int = 1,
     batch_size: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[float, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Returns figures of a policy on held-out prompts.
 
@@ -216,7 +217,7 @@ def evaluate(
         extra_fns: Further metrics with a reward function's signature, such as a true score.
         num_samples: Replies per row.
         batch_size: Replies that are sampled at once.
-        on_progress: Called after each batch with the number of replies so far, and of all.
+        on_progress: Called at each token with the number of replies so far, and of all.
 
     Raises:
         ValueError: There are too few prompts for a standard error, two scores share a name, an
@@ -234,7 +235,12 @@ def evaluate(
         chunks = []
         for start in range(0, len(asked), batch_size):
             on_progress(start, len(asked))
-            chunks.append(generate(asked[start : start + batch_size]))
+            batch = asked[start : start + batch_size]
+
+            def told(num_done: float, *, start: int = start) -> None:
+                on_progress(start + num_done, len(asked))
+
+            chunks.append(generate(batch, on_progress=told))
         on_progress(len(asked), len(asked))
     completions = [text for replies in chunks for text in replies.completions]
     ids = [row for replies in chunks for row in replies.completion_ids]

@@ -1,7 +1,7 @@
 """Sampling: prompts become tokens with log-probabilities, and tokens become texts that end."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -96,21 +96,25 @@ def generate(
     config: RolloutConfig,
     end_ids: Sequence[int],
     team: Team = ALONE,
+    on_token: Callable[[int], None] = lambda _: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples of at most `max_new_tokens` tokens and their log-probabilities.
 
     The model's own sampling defaults are overridden. Whatever the team's size, all rows get the
-    tokens that one process would have sampled.
+    tokens that one process would have sampled. `on_token` is called at each token with the number
+    of those before it.
 
     Returns:
         Token ids [B, Q + T], the queries as they came, and log-probabilities [B, T] under the
         tempered distribution that was sampled from.
     """
     if team.size == 1:
-        return _generate(model, queries, tokenizer, config, end_ids)
+        return _generate(model, queries, tokenizer, config, end_ids, on_token)
     draws = _SharedDraws(queries.num_rows, team.share(queries.num_rows), config)
     own = queries.rows(draws.rows)
-    ids, logprobs = team.together(lambda: _generate(model, own, tokenizer, config, end_ids, draws))
+    ids, logprobs = team.together(
+        lambda: _generate(model, own, tokenizer, config, end_ids, on_token, draws)
+    )
     gathered = team.gather((ids, logprobs, draws.vocabulary))
     parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)
@@ -129,6 +133,7 @@ def _generate(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     end_ids: Sequence[int],
+    on_token: Callable[[int], None],
     draws: "_SharedDraws | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples and log-probabilities, by the global generator or a team's draws."""
@@ -142,7 +147,7 @@ def _generate(
         output = model.generate(
             input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
             attention_mask=attention_mask,
-            logits_processor=LogitsProcessorList([draws] if draws else []),
+            logits_processor=LogitsProcessorList([_Told(on_token), *([draws] if draws else [])]),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
                 do_sample=draws is None,
@@ -161,6 +166,18 @@ def _generate(
     responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
     scores = torch.stack(output.scores if draws is None else draws.logits, dim=1)  # [B, T, V]
     return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
+
+
+class _Told(LogitsProcessor):
+    """Tells how many tokens there are, and leaves the scores as they are."""
+
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self._on_token, self._num_tokens = on_token, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self._on_token(self._num_tokens)
+        self._num_tokens += 1
+        return scores
 
 
 class _SharedDraws(LogitsProcessor):

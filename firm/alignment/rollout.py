@@ -71,7 +71,9 @@ class Sampler:
         """Ids of the tokens that end a response."""
         return end_token_ids(self.tokenizer, self.config, self.model.generation_config)
 
-    def generate(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+    def generate(
+        self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns samples [B, Q + T] and their log-probabilities [B, T]; see `generate`."""
         return generate(
             self.model,
@@ -80,6 +82,7 @@ class Sampler:
             config=self.config,
             end_ids=self.end_ids,
             team=self.team,
+            on_token=on_token,
         )
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
@@ -99,7 +102,7 @@ def rollout(
     queries: Queries,
     *,
     measures_mismatch: bool = False,
-    on_progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[float], None] = lambda _: None,
 ) -> Rollouts:
     """Returns sampled responses to left-padded prompts, with both policies' log-probabilities.
 
@@ -108,7 +111,8 @@ def rollout(
         queries: B prompts, left-padded to Q tokens.
         measures_mismatch: Measures the `mismatch` also where generation's log-probabilities are
             taken, by another forward pass.
-        on_progress: Called with the number of replies sampled so far, chunk by chunk.
+        on_progress: Called at each token with the number of replies so far, those of a chunk in
+            part.
     """
     config = sampler.config
     query_responses, at_generation = _sampled(sampler, queries, on_progress)
@@ -145,13 +149,20 @@ def rollout(
 
 
 def _sampled(
-    sampler: Sampler, queries: Queries, on_progress: Callable[[int], None]
+    sampler: Sampler, queries: Queries, on_progress: Callable[[float], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples [B, Q + T], and their log-probabilities at generation, [B, T]."""
     chunks, num_done = [], 0
     for chunk in queries.split(sampler.config.forward_batch_size):
-        chunks.append(sampler.generate(chunk))
-        on_progress(num_done := num_done + chunk.num_rows)
+        replies_per_token = chunk.num_rows / sampler.config.max_new_tokens
+
+        def told(
+            num_tokens: int, *, start: int = num_done, rate: float = replies_per_token
+        ) -> None:
+            on_progress(start + rate * num_tokens)
+
+        chunks.append(sampler.generate(chunk, on_token=told))
+        num_done += chunk.num_rows
     length = max(ids.size(1) for ids, _ in chunks)
     num_tokens = length - queries.token_ids.size(1)
     pad_id = sampler.pad_token_id

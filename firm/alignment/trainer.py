@@ -197,12 +197,12 @@ class MultiObjectiveTrainer:
         prompts: Sequence[Prompt],
         *,
         preference: Sequence[float] | None = None,
-        on_progress: Callable[[int], None] = lambda _: None,
+        on_progress: Callable[[float], None] = lambda _: None,
     ) -> Replies:
         """Returns one sampled reply to each prompt, by this process alone; for evaluation.
 
         A conditioned policy answers at the preference, by default at equal shares. The number of
-        replies sampled so far is told chunk by chunk.
+        replies sampled so far is told at each token.
         """
         set_mode(self.policy_model, is_training=False)
         return sample_replies(

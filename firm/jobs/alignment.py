@@ -169,8 +169,10 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     if processes.is_server:  # before minutes of loading
         Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
         _check_rounds(out, cfg)
-    loaded = load(cfg, processes, given=given)
     progress = progress_of(cfg)
+    if processes.is_server:
+        progress.event("loading", what=cfg.policy.path)
+    loaded = load(cfg, processes, given=given)
     if processes.is_server:
         calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)
         processes.broadcast(as_figures(calibrations))
@@ -397,7 +399,11 @@ class _LanguageWing(Wing):
             extra_fns=self._loaded.metrics,
             num_samples=cfg.evaluation.num_samples,
             on_progress=lambda done, total: self._progress.event(
-                "measured", what=f"{split} prompts", done=done, total=total
+                "measured",
+                what=f"{split} prompts",
+                done=done,
+                total=total,
+                num_tokens=cfg.rollout.max_new_tokens,
             ),
         )
 

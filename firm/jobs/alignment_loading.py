@@ -331,13 +331,20 @@ def _calibrate(
     seed = cfg.evaluation.calibration_seed
     prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
 
-    def told(num_done: int) -> None:
+    def told(num_done: float) -> None:
         if on_event:
-            on_event("measured", what="calibration", done=num_done, total=len(prompts))
+            on_event(
+                "measured",
+                what="calibration",
+                done=num_done,
+                total=len(prompts),
+                num_tokens=cfg.rollout.max_new_tokens,
+            )
 
     told(0)
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
         replies = loaded.trainer.replies(prompts, on_progress=told)
+    told(len(prompts))
     scores = score(loaded.reward_fns, prompts, replies.completions, replies.completion_ids)
     return {
         key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)

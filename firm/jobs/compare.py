@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from firm.run import UserError, dated_folder, leaves, to_yaml
 from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.files import whole_folder, write_csv
 from firm.run.guard import drawing
+from firm.run.progress import SamplingLines
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig
 
@@ -149,6 +151,11 @@ def _evaluations(
     prompts = prompts[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 
+    sampling = SamplingLines(lambda line: print(printable(line), flush=True))
+
+    def told(done: float, total: int, *, what: str) -> None:
+        sampling(what=what, done=done, total=total, num_tokens=cfg.rollout.max_new_tokens)
+
     evaluations: dict[str, Evaluation] = {}
     for index, name in enumerate([BASE, *folder_by_name]):
         start = time.perf_counter()
@@ -161,6 +168,7 @@ def _evaluations(
                 stream=RandomStream(cfg.seed, "evaluation", "test"),
                 extra_fns={key: fn for key, fn in reward_fns.items() if key not in calibrations},
                 num_samples=cfg.num_samples,
+                on_progress=partial(told, what=name),
             )
         seconds = time.perf_counter() - start
         count = prompts_text(evaluations[name].num_prompts, evaluations[name].num_rows)

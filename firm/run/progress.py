@@ -4,7 +4,7 @@ A notebook is no terminal: it gets the lines as plain text.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean
@@ -24,7 +24,7 @@ _MAX_CLIENTS_SHOWN = 16
 _MAX_LINE = 5_000
 """Longest line of a round, a note or a title, in characters."""
 QUIET_SECONDS = 15.0
-"""Seconds of measuring after which a line says how far it is."""
+"""Seconds of sampling after which a line says how far it is."""
 
 
 @dataclass
@@ -38,6 +38,46 @@ class _ClientView:
     kl: float | None = None
 
 
+class SamplingLines:
+    """Says what replies are being sampled, and now and then how far that is.
+
+    The first line comes before the first token, since a large model takes long for it. The longer
+    it takes in all, the rarer further lines become.
+
+    Args:
+        say: Prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._announced: set[str] = set()
+        self._began = self._last_said = time.monotonic()
+
+    def __call__(self, *, what: str, done: float, total: int, num_tokens: int) -> str:
+        """Returns what a live view shows; empty once all replies are sampled.
+
+        Args:
+            what: The replies' use, such as "calibration"; each is announced once.
+            done: Replies sampled so far; those that are being sampled count by their tokens.
+            total: Number of all replies.
+            num_tokens: Longest reply.
+        """
+        now = time.monotonic()
+        work = f"{what}: {total:,} replies of up to {num_tokens:,} tokens"
+        if done == 0:
+            self._began = self._last_said = now
+            if what not in self._announced:
+                self._announced.add(what)
+                self._say(work)
+        if done >= total:
+            return ""
+        text = f"{work}, {done / total:.0%}"
+        if now - self._last_said > max(QUIET_SECONDS, (now - self._began) / 4):
+            self._last_said = now
+            self._say(text)
+        return text
+
+
 class Progress:
     """Shows how a run proceeds. Use it as a context manager and tell it what happens.
 
@@ -46,13 +86,14 @@ class Progress:
 
     Events and what they take:
 
+    - "loading": what (a model, which may take minutes)
     - "started": alarms (texts, what the configuration alone gives reason to warn of)
     - "resumed": round, the last one that earlier sessions completed; 0 for a new run
     - "client_started": round, client
     - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
       train at a time
     - "client_finished": metrics (of them "weights", "rewards" and "kl" are shown), and client
-    - "measured": what ("calibration", or a split), done and total (replies sampled so far, and all)
+    - "measured": what `SamplingLines` takes
     - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts); a
       row of round 0 shows the base model
     """
@@ -73,7 +114,9 @@ class Progress:
         self._console = console or _standard_output()
         self._views: dict[str, _ClientView] = {}
         self._current = self._measured = ""
-        self._last_said = time.monotonic()
+        self._sampling = SamplingLines(
+            lambda line: None if self._live.is_started else self._print(line)
+        )
         self._began = time.monotonic()
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
@@ -91,6 +134,8 @@ class Progress:
     def event(self, name: str, **info: Any) -> None:
         """Takes notice of one of the events that the class lists; ``ValueError`` on another."""
         match name:
+            case "loading":
+                self._print(f"loading {info['what']}")
             case "started":
                 self._print(*(f"note: {alarm}" for alarm in info["alarms"]))
             case "resumed":
@@ -110,28 +155,14 @@ class Progress:
                 view.rewards = metrics.get("rewards", {})
                 view.kl = metrics.get("kl")
             case "measured":
-                self._measure(**info)
+                self._measured = self._sampling(**info)
             case "round_finished":
                 self._finish_round(info["row"], info.get("scores", {}))
             case _:
                 raise ValueError(
-                    f"progress knows no event {name!r}; it knows started, resumed, client_started, "
-                    "stage, client_finished, measured and round_finished."
+                    f"progress knows no event {name!r}; it knows loading, started, resumed, "
+                    "client_started, stage, client_finished, measured and round_finished."
                 )
-
-    def _measure(self, what: str, done: int, total: int) -> None:
-        """Notes how many replies are measured, and prints it where that takes long.
-
-        A terminal that shows the run's progress shows it all the time.
-        """
-        self._measured = "" if done == total else f"{what}: {done:,} of {total:,} replies"
-        now = time.monotonic()
-        if done == 0:
-            self._last_said = now
-        elif self._measured and now - self._last_said > QUIET_SECONDS:
-            self._last_said = now
-            if not self._live.is_started:
-                self._print(self._measured)
 
     def _view(self, info: Mapping[str, Any]) -> _ClientView:
         return self._views.setdefault(info.get("client", self._current), _ClientView())

@@ -50,8 +50,9 @@ def matches(prompts, completions, **kwargs):
 def policy(extra_words=0):
     """A policy whose replies name their prompt and then talk for a random while."""
 
-    def generate(asked):
+    def generate(asked, on_progress):
         prompts = [prompt.text for prompt in asked]
+        on_progress(len(asked) / 2)
         words = [random.randint(0, 3) + extra_words for _ in prompts]
         return Replies(
             completions=[
@@ -81,8 +82,9 @@ def run(generate, **options):
 def test_figures_equal_a_hand_computation():
     counts = iter([1, 3, 2, 6])  # two prompts with two replies each
 
-    def generate(asked):
+    def generate(asked, on_progress):
         prompts = [prompt.text for prompt in asked]
+        on_progress(len(asked) / 2)
         words = [next(counts) for _ in prompts]
         return Replies(
             [" ".join("ab"[i % 2] for i in range(n)) for n in words],
@@ -199,8 +201,9 @@ def test_a_policy_can_be_measured_without_any_score():
 def test_figures_are_of_the_replies_that_have_a_score():
     counts = iter([1, 3, 2, 6, 4, 4, 8, 2])  # four prompts with two replies each
 
-    def generate(asked):
+    def generate(asked, on_progress):
         prompts = [prompt.text for prompt in asked]
+        on_progress(len(asked) / 2)
         words = torch.tensor([next(counts) for _ in prompts])
         texts = ["w " * n for n in words]
         return Replies(texts, words / 2, words, words < 3, [[1]] * len(words))
@@ -545,4 +548,4 @@ def test_an_adapter_that_is_not_finite_is_refused(checkpoint, folders, value):
 def test_an_evaluation_tells_how_many_replies_are_sampled():
     told = []
     run(policy(), batch_size=7, on_progress=lambda *counts: told.append(counts))
-    assert told == [(0, 18), (7, 18), (14, 18), (18, 18)]
+    assert told == [(n, 18) for n in (0, 3.5, 7, 10.5, 14, 16, 18)]

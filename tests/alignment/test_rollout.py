@@ -446,6 +446,16 @@ def test_texts_are_the_decoded_responses_up_to_their_end(policy, tokenizer, quer
         assert text == tokenizer.decode(response[:end], skip_special_tokens=True)
 
 
+def test_a_rollout_tells_at_each_token_how_many_replies_it_has(policy, tokenizer, query_ids):
+    told, settings = [], settings_of(forward_batch_size=2, max_new_tokens=4)
+    sampler = Sampler(policy, tokenizer, settings, policy.disable_adapter)
+    rollout(sampler, queries(query_ids), on_progress=told.append)
+    assert told == sorted(told)
+    assert told[:2] == [0, 0.5]  # two replies of four tokens
+    assert {2, 2.5} <= set(told)
+    assert told[-1] < len(query_ids)
+
+
 def test_rollouts_carry_no_graph(policy, tokenizer, query_ids):
     # the adapter stays on, and it asks for gradients
     sampler = Sampler(policy, tokenizer, settings_of(), contextlib.nullcontext)

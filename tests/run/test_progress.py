@@ -197,30 +197,40 @@ def test_titles_headings_and_cells_of_a_table_are_shown_in_one_line() -> None:
     assert "\x1b" not in text_of(pipe)
 
 
+CALIBRATION = {"what": "calibration", "total": 256, "num_tokens": 128}
+WORK = "calibration: 256 replies of up to 128 tokens"
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_what_is_measured_for_long_is_said_now_and_then(is_terminal, monkeypatch) -> None:
+def test_what_is_sampled_is_said_at_once_and_how_far_it_is_ever_more_rarely(
+    is_terminal, monkeypatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr("firm.run.progress.time.monotonic", lambda: now[0])
     shown = console(is_terminal=is_terminal)
     progress = Progress(2, CLIENTS, OBJECTIVES, console=shown)
-    for done in range(0, 257, 32):
-        progress.event("measured", what="calibration", done=done, total=256)
-        now[0] += 10
-    lines = [f"calibration: {done} of 256 replies" for done in (64, 128, 192)]
-    assert text_of(shown).splitlines() == lines
+    progress.event("measured", done=0, **CALIBRATION)
+    assert text_of(shown).splitlines() == [WORK]
+    for done in range(1, 257):
+        now[0] += 1
+        progress.event("measured", done=done, **CALIBRATION)
+    lines = text_of(shown).splitlines()[1:]
+    assert lines[:3] == [f"{WORK}, {percent}%" for percent in (6, 12, 19)]
+    assert len(lines) == 8
+    assert "100%" not in lines[-1]
 
 
-def test_a_quick_measurement_is_silent() -> None:
+def test_work_that_comes_again_is_announced_once(monkeypatch) -> None:
     pipe = console(is_terminal=False)
     with Progress(2, CLIENTS, OBJECTIVES, console=pipe) as progress:
-        for done in (0, 64, 128):
-            progress.event("measured", what="test prompts", done=done, total=128)
-    assert text_of(pipe) == ""
+        for done in (0, 64, 256) * 2:
+            progress.event("measured", done=done, **CALIBRATION)
+    assert text_of(pipe).splitlines() == [WORK]
 
 
-def test_a_terminal_shows_what_is_being_measured() -> None:
+def test_a_terminal_shows_what_is_being_sampled() -> None:
     terminal = console(is_terminal=True)
     with Progress(2, CLIENTS, OBJECTIVES, console=terminal) as progress:
-        progress.event("measured", what="test prompts", done=64, total=128)
+        progress.event("measured", done=64, **CALIBRATION)
         progress._live.refresh()
-    assert "test prompts: 64 of 128 replies" in text_of(terminal)
+    assert f"{WORK}, 25%" in text_of(terminal)

@@ -1,6 +1,6 @@
 """What a client of a stacked model sees: a policy and a sampler of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -104,8 +104,13 @@ class StackedSampler(Sampler):
 
     policy: StackedPolicy = field(kw_only=True)
 
-    def generate(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns samples and their log-probabilities; see `Sampler`."""
+    def generate(
+        self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns samples and their log-probabilities; see `Sampler`.
+
+        `on_token` is not called at each token, since these are of several clients at a time.
+        """
         generator = _own_generator(self.model.device)
         part = Part(
             queries,
