@@ -171,7 +171,7 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
         _check_rounds(out, cfg)
     progress = progress_of(cfg)
     if processes.is_server:
-        progress.event("loading", what=cfg.policy.path)
+        progress.event("loading")
     loaded = load(cfg, processes, given=given)
     if processes.is_server:
         calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)

@@ -86,7 +86,7 @@ class Progress:
 
     Events and what they take:
 
-    - "loading": what (a model, which may take minutes)
+    - "loading": nothing; policy and reward models may take minutes
     - "started": alarms (texts, what the configuration alone gives reason to warn of)
     - "resumed": round, the last one that earlier sessions completed; 0 for a new run
     - "client_started": round, client
@@ -135,7 +135,7 @@ class Progress:
         """Takes notice of one of the events that the class lists; ``ValueError`` on another."""
         match name:
             case "loading":
-                self._print(f"loading {info['what']}")
+                self._print("loading the models")
             case "started":
                 self._print(*(f"note: {alarm}" for alarm in info["alarms"]))
             case "resumed":

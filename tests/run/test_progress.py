@@ -234,3 +234,9 @@ def test_a_terminal_shows_what_is_being_sampled() -> None:
         progress.event("measured", done=64, **CALIBRATION)
         progress._live.refresh()
     assert f"{WORK}, 25%" in text_of(terminal)
+
+
+def test_loading_is_said_before_it_takes_long() -> None:
+    pipe = console(is_terminal=False)
+    Progress(2, CLIENTS, OBJECTIVES, console=pipe).event("loading")
+    assert text_of(pipe) == "loading the models\n"
