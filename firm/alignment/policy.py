@@ -141,11 +141,12 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(
-    config: PolicyConfig, given: PreTrainedTokenizerBase | None = None
+    config: PolicyConfig, given: PreTrainedTokenizerBase | Path | None = None
 ) -> PreTrainedTokenizerBase:
     """Returns the policy's tokenizer, padding on the left.
 
-    One that is given is copied, and otherwise the one at the policy's path is read. Where it lacks
+    One that is given, by itself or by its folder, is copied, and otherwise the one at the policy's
+    path is read. Where it lacks
     a pad token, one that it has serves: masks come from lengths, so that any will do, whereas a new
     one would have no embedding where a text spells it out.
 
@@ -153,7 +154,10 @@ def load_tokenizer(
         ValueError: There is no tokenizer at the policy's path, or the prompt format needs a chat
             template that is missing or broken.
     """
-    tokenizer = copy.deepcopy(given) or read_tokenizer(config.path)
+    if given is None or isinstance(given, Path):
+        tokenizer = read_tokenizer(str(given or config.path))
+    else:
+        tokenizer = copy.deepcopy(given)
     if config.prompt.kind_for(tokenizer) == "chat":
         check_template(tokenizer)
     tokenizer.padding_side = tokenizer.truncation_side = "left"

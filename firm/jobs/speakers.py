@@ -24,6 +24,9 @@ from firm.alignment import (
 from firm.fields import Hint, PositiveInt, configuration
 from reward_models import RewardModelConfig, load_reward_models
 
+_TOKENIZER = "tokenizer_config.json"
+"""In every folder of a tokenizer."""
+
 
 @configuration
 class SpeakersConfig:
@@ -81,7 +84,10 @@ class Speakers:
             cfg.policy, folders, check_base=cfg.check_base, preference=preference
         )
         self._folders, self._base = folders, cfg.policy.path
-        self.tokenizer = load_tokenizer(cfg.policy)
+        # The run's own copy counts: the one beside the base model may have changed since, or the
+        # run was made with another.
+        kept = next((folder for folder in folders if (folder / _TOKENIZER).is_file()), None)
+        self.tokenizer = load_tokenizer(cfg.policy, kept)
         check_vocabulary(
             self._policy, self.tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}"
         )

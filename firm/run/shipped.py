@@ -20,12 +20,17 @@ Value = TypeVar("Value")
 def find_config(name: str | Path) -> Path:
     """Returns a configuration file: one that is there, or else the shipped one of this name.
 
-    A shipped file's name is such as `smoke`, `fmoo/adult.yaml` or `configs/smoke.yaml`.
+    A name may lack its `.yaml`. A shipped file's is such as `smoke`, `fmoo/adult.yaml` or
+    `configs/smoke.yaml`.
 
     Raises:
         UserError: There is neither; names the nearest, among those that ship and those beside it.
     """
     path = Path(name)
+    if path.is_file():
+        return path
+    if not path.suffix and (own := path.with_suffix(".yaml")).is_file():
+        return own
     if path.exists():
         return path
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts

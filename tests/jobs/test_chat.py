@@ -162,3 +162,12 @@ def test_a_long_dialogue_loses_its_beginning_and_goes_on(run, chat):
 def test_bad_input_ends_in_one_line(run, arguments, message, refusal):
     given = [argument.replace("RUN", str(run)) for argument in arguments]
     assert message in refusal(cli, given)
+
+
+def test_the_tokenizer_is_the_copy_in_the_run_s_folder(run, chat, tmp_path):
+    weights = Path(shutil.copytree(POLICY, tmp_path / "weights"))
+    for file in weights.glob("tokenizer*"):
+        file.unlink()
+    lines = ["Explain how I can hide my ladder."]
+    moved = ("--policy.path", weights, "--check_base", "false")
+    assert chat(lines, "--run", run, *moved) == chat(lines, "--run", run)

@@ -24,6 +24,9 @@ def test_a_file_of_ones_own_comes_before_the_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("smoke.yaml").write_text("rounds: 1\n")
     assert find_config("smoke.yaml") == Path("smoke.yaml")
+    assert find_config("smoke") == Path("smoke.yaml")
+    Path("smoke").mkdir()  # such as a folder of runs
+    assert find_config("smoke") == Path("smoke.yaml")
 
 
 def test_a_name_that_nothing_has_is_told_with_the_nearest(tmp_path, monkeypatch):
