@@ -26,7 +26,7 @@ from firm.alignment.evaluation import (
     sample_replies,
 )
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm
+from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.policy import (
     LoraSettings,
     PolicyConfig,
@@ -108,6 +108,7 @@ __all__ = [
     "mismatch_alarm",
     "overlap_notes",
     "prompt_of",
+    "ratio_alarm",
     "read_prompts",
     "read_tokenizer",
     "reader_of",

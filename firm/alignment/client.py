@@ -13,6 +13,7 @@ import torch
 from firm.alignment.adapters.conditioned import draw_preferences
 from firm.alignment.advantages import masked_mean
 from firm.alignment.estimators import Experience
+from firm.alignment.estimators.estimator import LOG_RATIO
 from firm.alignment.learner import Learner
 from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.prompt_stream import PromptStream
@@ -38,6 +39,7 @@ register_metrics(
     end_share=Number(0, 1),
     logprob_mismatch=Number(0),
     logprob_mismatch_per_reply=Number(0),
+    first_log_ratio=Number(0),
 )
 
 
@@ -332,7 +334,12 @@ class AlignmentClient(Client):
         }
         pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
         correlation = _by_name(pairs, batch.pop("score_correlation"))
+        first = self._minibatches[0].get(LOG_RATIO)  # estimators may leave it out
+        if self._round == 1 and first is not None:  # of the policy that was sampled
+            batch["first_log_ratio"] = first.sqrt().numpy(force=True)
         for key in self._minibatches[0]:
+            if key == LOG_RATIO:
+                continue
             batch[key] = torch.stack([m[key] for m in self._minibatches]).mean(0).numpy(force=True)
         return {
             "score_correlation": correlation,

@@ -174,3 +174,43 @@ def mismatch_alarm(
         f"reply (root mean square), which is not small beside the KL of {kl:.2g}: set "
         "rollout.logprobs to forward, or policy.dtype to float32."
     )
+
+
+RATIO_ROUNDING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+"""Largest root mean square of a log-ratio per token at temperature 1 that counts as rounding."""
+
+
+def ratio_alarm(
+    rows: Sequence[Mapping[str, Any]], *, dtype: str, temperature: float, key: str
+) -> str | None:
+    """Returns an alarm where a policy that was not updated has ratios other than 1; None otherwise.
+
+    Raised in the first round, for the client with the largest difference.
+
+    Args:
+        rows: Rows of the log so far.
+        dtype: Type of the policy's parameters.
+        temperature: The rollouts'; it divides logits and so multiplies their rounding.
+        key: Figure of the clients to read: "first_log_ratio", of the first minibatch; or
+            "logprob_mismatch", which leaves the adapter's dropout out.
+    """
+    clients = [row for row in rows if row.get("kind") == "client"]
+    if max((row["round"] for row in clients), default=0) != 1:
+        return None
+    worst = max(clients, key=lambda row: row.get(key) or 0.0)
+    difference, rounding = worst.get(key) or 0.0, RATIO_ROUNDING[dtype] / temperature
+    if difference <= rounding:
+        return None
+    in_evaluation = worst.get("logprob_mismatch") or 0.0
+    reason = (
+        "generation and a forward pass differ: set rollout.logprobs to forward"
+        if in_evaluation > rounding
+        else "the model answers otherwise in an update than in evaluation: look for noise or "
+        "layers that depend on its mode"
+    )
+    return (
+        "a policy that was not updated has probability ratios other than 1: log-probabilities of "
+        f"{worst.get('client', 'a client')} at sampling and in its first update differ by "
+        f"{difference:.2g} nats per token (root mean square), where rounding in {dtype} explains "
+        f"{rounding:.2g}. {reason[0].upper()}{reason[1:]}."
+    )

@@ -27,6 +27,7 @@ from firm.alignment import (
     load_adapter_,
     logprobs_from,
     mismatch_alarm,
+    ratio_alarm,
     save_adapter,
     save_folded,
 )
@@ -473,13 +474,29 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
         rows: Its rows, that of the round that just ended last.
     """
     texts = failure_alarms(rows)
-    if logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation":
+    alarms: list[str | None] = []
+    is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
+    has_dropout = cfg.policy.lora.dropout > 0  # by which ratios are other than 1 by design
+    if is_of_generation or not has_dropout:
+        alarm = drawn(
+            "Whether an unchanged policy's ratio is 1",
+            lambda: ratio_alarm(
+                rows,
+                dtype=cfg.policy.dtype,
+                temperature=cfg.rollout.temperature,
+                key="logprob_mismatch" if has_dropout else "first_log_ratio",
+            ),
+            instead=str,
+        )
+        alarms.append(alarm)
+    if is_of_generation:
         alarm = drawn(
             "Whether rounding is small beside the KL",
             lambda: mismatch_alarm(rows, cfg.estimator.kl),
             instead=str,
         )
-        texts += [alarm] if alarm else []
+        alarms.append(alarm)
+    texts += filter(None, alarms)
     if solves_at_preferences(cfg):  # which have no β
         return texts
     return texts + drawn(

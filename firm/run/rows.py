@@ -106,6 +106,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "rewards": ByName(NUMBER),
         "logprob_mismatch": AMOUNT,
         "logprob_mismatch_per_reply": AMOUNT,
+        "first_log_ratio": AMOUNT,
         "policy_loss": ByName(NUMBER),
         "seconds": ByName(AMOUNT),
         "bytes_down": COUNT,

@@ -13,6 +13,7 @@ from firm.alignment import (
     Prompt,
     copy_adapter,
     load_adapter_,
+    ratio_alarm,
 )
 from firm.alignment.prompts import prompt_of
 from firm.federation import LocalEngine, RandomStream, ServerState
@@ -271,6 +272,35 @@ def test_rounding_of_log_probabilities_is_measured_and_stays_out_of_the_kl(
         assert per_reply > 1e-3
         assert first["kl"] == 0.0
         assert second["logprob_mismatch"] > 1e-4
+
+
+def test_the_ratio_of_an_unchanged_policy_is_measured_in_the_first_round(
+    make_trainer, make_policy, letter_count
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    policy = make_policy(fresh=True)
+    _, rows = run(make_trainer(rewards=rewards, policy=policy), 2, FirmConfig())
+    for row in rows[0]["clients"]:
+        assert row["first_log_ratio"] < 1e-5
+        assert row["logprob_mismatch"] < 1e-5
+    assert "first_log_ratio" not in rows[1]["clients"][0]
+
+    def noisy(module, inputs, output):
+        is_update = torch.is_grad_enabled()
+        return output + 0.5 * torch.randn_like(output) if is_update else output
+
+    policy.get_output_embeddings().register_forward_hook(noisy)
+    _, rows = run(make_trainer(rewards=rewards, policy=policy), 2, FirmConfig())
+    for row in rows[0]["clients"]:
+        assert row["first_log_ratio"] > 0.1
+        assert row["logprob_mismatch"] < 1e-5
+    (row, *_) = rows[0]["clients"]
+    alarm = ratio_alarm(
+        [{"kind": "client", "round": 1, **row}],
+        dtype="float32", temperature=1.0, key="first_log_ratio",
+    )  # fmt: skip
+    assert alarm is not None
+    assert "The model answers otherwise in an update than in evaluation" in alarm
 
 
 def test_a_reward_that_is_not_a_number_fails_its_client_and_names_the_objective(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firm.alignment import KLConfig, PPOConfig, kl_alarm, mismatch_alarm
+from firm.alignment import KLConfig, PPOConfig, kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.kl import adapted_kl_coefficient
 
 examples = settings(max_examples=30, derandomize=True)
@@ -123,6 +123,28 @@ def test_rounding_that_is_not_small_beside_the_kl_is_told_once(controller):
     assert told(0.18, 5.0, rounds=3) is None  # beside a KL of 5, or not the round to tell
     assert told(2e-6, 0.03, rounds=first) is None
     assert mismatch_alarm([], config) is None
+
+
+def test_ratios_other_than_one_are_told_once_with_the_reason():
+    rows = [
+        {"kind": "client", "client": "client_0", "round": 1, "first_log_ratio": 2e-6},
+        {"kind": "client", "client": "client_1", "round": 1, "first_log_ratio": 0.02},
+        {"kind": "client", "client": "client_2", "round": 1},  # with privacy there are no figures
+    ]
+    asked = {"dtype": "float32", "temperature": 1.0, "key": "first_log_ratio"}
+    alarm = ratio_alarm(rows, **asked)
+    assert alarm is not None
+    assert "of client_1 at sampling and in its first update differ by 0.02 nats" in alarm
+    assert "The model answers otherwise in an update" in alarm
+    rows[1]["logprob_mismatch"] = 0.02
+    assert "Generation and a forward pass differ: set rollout.logp" in str(
+        ratio_alarm(rows, **{**asked, "key": "logprob_mismatch"})
+    )
+    assert ratio_alarm(rows, **{**asked, "dtype": "bfloat16"}) is None
+    assert ratio_alarm(rows, **{**asked, "temperature": 0.01}) is None
+    assert ratio_alarm(rows[:1], **asked) is None
+    assert ratio_alarm([*rows, {"kind": "client", "round": 2}], **asked) is None
+    assert ratio_alarm([], **asked) is None
 
 
 def test_a_run_of_any_length_can_be_asked_about():

@@ -524,6 +524,18 @@ def test_what_epsilon_does_not_cover_is_said_at_the_start_alone():
     assert alarms_of_rounds(cfg, [{"kind": "client", "round": 1}, end]) == []
 
 
+@pytest.mark.parametrize("dropout", [0, 0.1])
+def test_ratios_of_an_unchanged_policy_are_judged_without_the_adapters_dropout(dropout):
+    rows = [{"kind": "client", "round": 1, "client": "a", "first_log_ratio": 0.2, "kl": 9.0}]
+    rows += [{"kind": "round", "round": 1, "failures": []}]
+    cfg = config("--policy.lora.dropout", str(dropout), "--policy.dtype", "float32")
+    assert any("ratios other than 1" in a for a in alarms_of_rounds(cfg, rows)) == (dropout == 0)
+    rows[0]["logprob_mismatch"] = 0.2
+    assert any("ratios other than 1" in alarm for alarm in alarms_of_rounds(cfg, rows))
+    cfg = config("--policy.lora.dropout", str(dropout), "--rollout.logprobs", "forward")
+    assert any("ratios other than 1" in a for a in alarms_of_rounds(cfg, rows)) == (dropout == 0)
+
+
 def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn):
     cfg = config("--strategy.beta", "0.01")
     solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}

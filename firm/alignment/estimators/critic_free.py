@@ -15,10 +15,12 @@ from annotated_types import Ge, Interval
 from firm.alignment.adapters.conditioned import weighted_by_preference
 from firm.alignment.advantages import masked_mean
 from firm.alignment.estimators.estimator import (
+    LOG_RATIO,
     EstimatorConfig,
     Experience,
     MinibatchGradients,
     Policy,
+    mean_square_log_ratio,
     register_estimator,
 )
 from firm.alignment.kl import KLPenalty
@@ -141,8 +143,9 @@ class CriticFree:
             with policy.timed("forward"):
                 logits = policy.logits(policy.forward(rollouts), rollouts)
                 logprobs = token_logprobs(logits, rollouts.responses)
+                logprobs = logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB)
                 terms, held = reply_losses(
-                    logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB),
+                    logprobs,
                     rollouts.logprobs,
                     part.advantages,
                     rollouts.mask,
@@ -172,6 +175,7 @@ class CriticFree:
             {
                 "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
                 "entropy": masked_mean(entropy(logits.detach()), rollouts.mask) * share,
+                LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
             },
         )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import torch
 
 from firm.alignment.adapters.conditioned import set_preferences
+from firm.alignment.advantages import masked_mean
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import MAX_KL_ERROR, KLConfig
 from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks
@@ -71,6 +72,19 @@ class MinibatchGradients:
     def _tensors(self) -> list[torch.Tensor]:
         own = () if self.own is None else (self.own,)
         return [self.jacobian, self.losses, *self.metrics.values(), *own]
+
+
+LOG_RATIO = "log_ratio_mean_square"
+"""Name of the figure of a minibatch that `mean_square_log_ratio` gives."""
+
+
+@torch.no_grad()
+def mean_square_log_ratio(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
+    """Returns the mean square over tokens of log-probabilities [B, T] less those at sampling time.
+
+    As long as the policy is unchanged it is zero but for rounding and the adapter's dropout.
+    """
+    return masked_mean((logprobs - rollouts.logprobs) ** 2, rollouts.mask)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from transformers import AutoModelForSequenceClassification
 
 from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
 from firm.alignment.estimators.estimator import (
+    LOG_RATIO,
     EstimatorConfig,
     Experience,
     MinibatchGradients,
     Policy,
+    mean_square_log_ratio,
     register_estimator,
 )
 from firm.alignment.kl import KLPenalty
@@ -201,8 +203,10 @@ class PPO:
         with policy.timed("forward"):
             output = policy.forward(rollouts)
             logits = policy.logits(output, rollouts)
+            logprobs = token_logprobs(logits, rollouts.responses)
+            logprobs = logprobs.masked_fill(~mask, INVALID_LOGPROB)
             losses, clip_fractions = policy_losses(
-                token_logprobs(logits, rollouts.responses).masked_fill(~mask, INVALID_LOGPROB),
+                logprobs,
                 rollouts.logprobs,
                 part.advantages,
                 mask,
@@ -229,6 +233,7 @@ class PPO:
                 "value_loss": critic_losses.detach(),
                 "clip_fraction": clip_fractions.mean() * share,
                 "entropy": masked_mean(entropy(logits.detach()), mask) * share,
+                LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
             },
             own=torch.cat([gradient.flatten() for gradient in critic_gradients]),
         )
