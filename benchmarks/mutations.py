@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import torch
 
 from firm.federation import schema as schemas
-from firm.federation.schema import METRICS, Reading, Schema
+from firm.federation.schema import Reading
+from firm.quantities import of_clients
+from firm.schema import MAX_ITEMS, MAX_NAMES, Finite, Gram, PerEach
 
 JUNK: tuple[Any, ...] = (
     math.nan,
@@ -36,7 +38,8 @@ JUNK: tuple[Any, ...] = (
 NAMES = ("", "../../x", "\x1b[2J", "kind", "round", "n" * 10_000)
 
 
-def example(schema: Schema, reading: Reading) -> Any:
+def example(schema: Any, reading: Reading) -> Any:
+    """Returns a value that a schema, or a type of `firm.schema`, accepts."""
     match schema:
         case schemas.Optional():
             return example(schema.schema, reading)
@@ -53,18 +56,36 @@ def example(schema: Schema, reading: Reading) -> Any:
             return {name: example(schema.schema, reading) for name in reading.objectives}
         case schemas.Named():
             return {"name": example(schema.schema, reading)}
-        case schemas.Gram():
-            return [[1.0, 0.2], [0.2, 2.0]]
         case schemas.Metrics():
-            return {name: example(each.schema, reading) for name, each in METRICS.items()}
+            return {name: example(each.type, reading) for name, each in of_clients().items()}
         case schemas.Number():
             return int(max(schema.low, 1)) if schema.is_integer else float(max(schema.low, 0.5))
         case schemas.Text():
             return next(iter(schema.choices)) if schema.choices else "text"
-    return {}  # a mapping with fields of its own
+    form, notes = _parts(schema)
+    if schema == Gram:
+        return [[1.0, 0.2], [0.2, 2.0]]
+    if get_origin(form) is list:
+        each = next((note for note in notes if isinstance(note, PerEach)), None)
+        count = 2 if each is None else len(each.names(reading.objectives))
+        return [example(get_args(form)[0], reading)] * count
+    if get_origin(form) is dict:
+        each = next((note for note in notes if isinstance(note, PerEach)), None)
+        names = ["name"] if each is None else each.names(reading.objectives)
+        return {name: example(get_args(form)[1], reading) for name in names}
+    return {float: 0.5, int: 1}.get(form, {})  # or a mapping with fields of its own
 
 
-def mutations(schema: Schema, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a type without None, and without what is stated about it; and that."""
+    if type(None) in get_args(kind):
+        (kind,) = (member for member in get_args(kind) if member is not type(None))
+    if get_origin(kind) is Annotated:
+        return kind.__origin__, kind.__metadata__
+    return kind, ()
+
+
+def mutations(schema: Any, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
     """Yields values in place of one that a schema accepts, and what was done."""
     for junk in JUNK:
         yield f"is {schemas.shown(junk)}", junk
@@ -74,7 +95,7 @@ def mutations(schema: Schema, value: Any, reading: Reading) -> Iterator[tuple[st
         yield from ((f"is {choice}", choice) for choice in schema.choices if choice != value)
     if isinstance(schema, schemas.Flag):
         yield f"is {not value}", not value
-    if isinstance(schema, schemas.Number) and isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         yield from ((f"is {other}", other) for other in (value + 1, value * 2, 2**63))
     if isinstance(value, torch.Tensor):
         yield from _tensors(value)
@@ -83,26 +104,26 @@ def mutations(schema: Schema, value: Any, reading: Reading) -> Iterator[tuple[st
     elif isinstance(value, list | tuple) and value:
         yield "lacks an item", list(value[:-1])
         yield "has an item twice", [*value, value[-1]]
-        yield "is very long", [value[0]] * (schemas.MAX_ITEMS + 1)
+        yield "is very long", [value[0]] * (MAX_ITEMS + 1)
         for what, item in mutations(_inner(schema), value[-1], reading):
             yield f"'s item {what}", [*value[:-1], item]
-        if isinstance(schema, schemas.Gram):
+        if schema == Gram:
             yield "is asymmetric", [[1.0, 0.5], [-0.5, 1.0]]
             yield "is of no gradients", [[1.0, 9.0], [9.0, 1.0]]
             yield "is negative", [[-1.0, 0.0], [0.0, 1.0]]
 
 
 def _dictionaries(
-    schema: Schema, value: dict[str, Any], reading: Reading
+    schema: Any, value: dict[str, Any], reading: Reading
 ) -> Iterator[tuple[str, Any]]:
     for name in NAMES:
         yield f"has the name {schemas.shown(name)}", {**value, name: 1.0}
-    many = {f"name {index}": 1.0 for index in range(schemas.MAX_NAMES + 1)}
+    many = {f"name {index}": 1.0 for index in range(MAX_NAMES + 1)}
     yield "has very many names", {**value, **many}
     for name, item in value.items():
         yield f"lacks {name}", {key: value[key] for key in value if key != name}
         if isinstance(schema, schemas.Metrics):
-            inner = METRICS[name].schema
+            inner = of_clients()[name].type
         elif isinstance(schema, schemas.Fields):
             inner = schema.schemas[name]
         else:
@@ -134,9 +155,11 @@ def _tensors(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"has {entry} as its entry {index}", changed
 
 
-def _inner(schema: Schema) -> Schema:
-    """Returns the schema of a container's items; a number's where it has none."""
-    return getattr(schema, "schema", schemas.Number())
+def _inner(schema: Any) -> Any:
+    """Returns what a container's items are; numbers where it does not say."""
+    if hasattr(schema, "schema"):
+        return schema.schema
+    return [Finite, *get_args(_parts(schema)[0])][-1]
 
 
 def mutated_messages(

@@ -11,7 +11,7 @@ REGISTRIES = {
     "firm.fmoo.data": "DATASETS",
     "firm.fmoo.models": "MODELS",
     "firm.fmoo.task_data": "LOSSES",
-    "firm.run.quantities": "QUANTITIES",
+    "firm.quantities": "QUANTITIES",
     "reward_models": "REWARD_MODELS",
 }
 """Module -> its registry, which plugins add to."""
@@ -22,8 +22,6 @@ def plugins_forgotten() -> Iterator[None]:
     """Forgets what was registered meanwhile, and the files of plugins that were imported."""
     modules = {file: sys.modules[file] for file in REGISTRIES if file in sys.modules}
     registries = [getattr(modules[file], REGISTRIES[file]) for file in modules]
-    if "firm.run.rows" in sys.modules:
-        registries += sys.modules["firm.run.rows"].SHAPES.values()
     before, imported = [dict(registry) for registry in registries], set(sys.modules)
     try:
         yield

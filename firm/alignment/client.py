@@ -22,24 +22,83 @@ from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation import Adapter, Client, Gradients, RandomStream
-from firm.federation.schema import ByObjective, Named, Number, Optional, register_metrics
 from firm.federation.serialization import pack
+from firm.quantities import CENTERED, PERCENT, Quantity, register
+from firm.schema import ByObjective, ByPair, Correlation, Finite, Named, NonNegative, Share
 
-_BY_OBJECTIVE = ByObjective(Optional(Number()))
-register_metrics(
-    scores=_BY_OBJECTIVE,
-    scores_std=_BY_OBJECTIVE,
-    rewards=_BY_OBJECTIVE,
-    score_length_correlation=_BY_OBJECTIVE,
-    score_correlation=ByObjective(Optional(Number(-1.001, 1.001)), pairs=True),
-    truncated_share=Named(Number(0, 1)),
-    cut_prompt_share=Number(0, 1),
-    policy_loss=_BY_OBJECTIVE,
-    response_length=Number(0),
-    end_share=Number(0, 1),
-    logprob_mismatch=Number(0),
-    logprob_mismatch_per_reply=Number(0),
-    first_log_ratio=Number(0),
+_diagnostic = partial(Quantity, section="diagnostics", lines="means")
+register(
+    Quantity(
+        "scores",
+        "{}",
+        "mean raw score",
+        type=ByObjective[Finite | None],
+        section="scores",
+        evaluated="scores",
+        axis={},
+    ),
+    Quantity("rewards", type=ByObjective[Finite | None]),
+    _diagnostic(
+        "scores_std",
+        "Spread of the scores",
+        "SD of raw score",
+        "Replies with nearly equal scores teach little.",
+        type=ByObjective[NonNegative | None],
+    ),
+    _diagnostic(
+        "score_correlation",
+        "Score against score",
+        "correlation",
+        type=ByPair[Correlation | None],
+        reference=0.0,
+        axis=CENTERED,
+    ),
+    _diagnostic(
+        "score_length_correlation",
+        "Score against reply length",
+        "correlation",
+        "A score that follows the length of the reply invites padding.",
+        type=ByObjective[Correlation | None],
+        reference=0.0,
+        axis=CENTERED,
+    ),
+    _diagnostic(
+        "cut_prompt_share",
+        "Prompts cut to max_prompt_tokens",
+        "share",
+        "A prompt that was cut has lost its oldest turns.",
+        type=Share,
+        axis=PERCENT,
+    ),
+    _diagnostic(
+        "truncated_share",
+        "Texts cut short",
+        "share",
+        "A text that was cut short was not judged whole.",
+        type=Named[Share],
+        by="objective",
+        axis=PERCENT,
+    ),
+    Quantity("policy_loss", type=ByObjective[Finite | None]),
+    Quantity(
+        "response_length",
+        "Reply length",
+        "tokens",
+        type=NonNegative,
+        section="training",
+        evaluated="length",
+    ),
+    Quantity(
+        "end_share",
+        "Replies that end by themselves",
+        "share",
+        type=Share,
+        section="training",
+        evaluated="end_share",
+    ),
+    Quantity("logprob_mismatch", type=NonNegative),
+    Quantity("logprob_mismatch_per_reply", type=NonNegative),
+    Quantity("first_log_ratio", type=NonNegative),
 )
 
 

@@ -9,7 +9,8 @@ compared row by row. Where a reward does not apply, the reply has no part in its
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,31 @@ from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.federation.randomness import RandomStream
+from firm.quantities import Quantity, register
+from firm.schema import Count, Finite, NonNegative, Share
+
+
+class Measure(TypedDict):
+    """A score in the row of an evaluation."""
+
+    mean: Finite
+    se: NotRequired[NonNegative | None]
+    num_prompts: NotRequired[Count]
+
+
+_measured = partial(Quantity, kind="evaluation", section="")
+register(
+    _measured("kl", "KL from the base model", "nats per reply"),
+    _measured("length", "Reply length", "tokens", type=NonNegative),
+    _measured("distinct_1", "Distinct words", "share", type=Share),
+    _measured("distinct_2", "Distinct word pairs", "share", type=Share),
+    _measured("end_share", "Replies that end by themselves", "share", type=Share),
+    _measured("kl_se", type=NonNegative),
+    _measured("commonest_share", type=Share),
+    _measured("empty_share", type=Share),
+    *(_measured(name, type=Count) for name in ("num_prompts", "num_rows", "num_samples")),
+    *(_measured(name, type=dict[str, Measure]) for name in ("scores", "rewards", "change")),
+)
 
 
 @dataclass(frozen=True)

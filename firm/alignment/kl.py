@@ -8,10 +8,21 @@ from typing import Annotated, Any, Literal
 import torch
 
 from firm.alignment.sequences import Rollouts
-from firm.federation.schema import Number, register_metrics
 from firm.fields import NOT_IN_PAPER, NonNegativeFloat, Paper, PositiveFloat, configuration
+from firm.quantities import Quantity, register
 
-register_metrics(kl=Number(), kl_coefficient=Number())
+register(
+    Quantity(
+        "kl",
+        "KL from the base model",
+        "nats per reply",
+        "A KL that runs away, an entropy that collapses or replies that grow without end are signs "
+        "of over-optimisation.",
+        section="training",
+        evaluated="kl",
+    ),
+    Quantity("kl_coefficient", "KL coefficient", "coefficient", section="training"),
+)
 
 MAX_KL_ERROR = 0.2
 """Largest relative deviation of the KL from its target that the adaptive controller counts."""

@@ -15,11 +15,26 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from firm.federation.client import State
 from firm.federation.messages import Update
 from firm.federation.privacy import PrivacyConfig, share_clipped
+from firm.quantities import Quantity, register
+from firm.schema import Finite, NonNegative, Share
+
+
+class PrivacyFigures(TypedDict):
+    """What a run has spent on privacy, in the row of a round; None is an infinite ε."""
+
+    epsilon: NonNegative | None
+    epsilon_if_unknown: NotRequired[NonNegative | None]
+    epsilon_server: NotRequired[NonNegative | None]
+    delta: Share
+    clipped: NotRequired[Finite]
+
+
+register(Quantity("privacy", kind="round", type=PrivacyFigures))
 
 _SAMPLED_ORDERS = (1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 96, 128)
 """Orders at which sampled rounds are summed. Between whole ones their bound is only interpolated,

@@ -131,7 +131,7 @@ class Client(ABC):
     def metrics(self) -> dict[str, Any]:
         """Returns JSON-able metrics of the local training since ``load``.
 
-        Those that are registered (``register_metrics``) reach the server.
+        Those that are registered (`firm.quantities`) reach the server.
         """
 
     @cached_property

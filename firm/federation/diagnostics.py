@@ -2,19 +2,125 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
 from firm.federation.client import Adapter
+from firm.quantities import CENTERED, PERCENT, Quantity, register
+from firm.schema import (
+    ByObjective,
+    Correlation,
+    Finite,
+    Gram,
+    Named,
+    NonNegative,
+    PerObjective,
+    PerPair,
+    Series,
+    Share,
+)
 from firm.solvers import firm_weights
 
 INERT_EFFECT = 0.05
 """Below this β-effect a regulariser is said to do nothing."""
 ALARM_ROUNDS = 3
 """Rounds after which an inert β, or a client that fails in all of them, is an alarm."""
+
+
+def _log_norm_ratio(row: Mapping[str, Any]) -> float | None:
+    """Returns the geometric mean of norm ratios: first over second, or largest over smallest."""
+    ratios = []
+    for norms in row.get("gradient_norms") or ():
+        if len(norms) < 2 or not all(norms):
+            continue  # a zero gradient has no ratio
+        ratio = norms[0] / norms[1] if len(norms) == 2 else max(norms) / min(norms)
+        ratios.append(math.log(ratio))
+    return math.exp(fmean(ratios)) if ratios else None
+
+
+_gradient = partial(Quantity, section="gradients", lines="clients and mean")
+register(
+    Quantity(
+        "weights",
+        "λ of {}",
+        "mean weight λ",
+        "λ says how much each objective's gradient counts in a client's step; with FIRM each "
+        "client finds its own, and at the dashed line all objectives count alike.",
+        type=Series[PerObjective[Share]],
+        noisy=Series[PerObjective[Finite]],
+        section="weights",
+        lines="clients and mean",
+        reference="1/M",
+        is_share=True,
+    ),
+    Quantity(
+        "weights_spread",
+        "Spread of λ over clients",
+        "SD of λ over clients",
+        "Clients whose lines lie apart weigh the objectives differently.",
+        kind="round",
+        type=ByObjective[NonNegative | None],
+        section="weights",
+        is_share=True,
+    ),
+    Quantity("gradient_norms", type=Series[PerObjective[NonNegative]]),
+    _gradient(
+        "cosines",
+        "Cosine, {}",
+        "cosine",
+        "Below a cosine of zero, what serves one objective hurts the other.",
+        type=Series[PerPair[Correlation | None]],  # None in older logs, beside a zero gradient
+        noisy=Series[PerPair[Finite]],
+        reference=0.0,
+        axis=CENTERED,
+    ),
+    _gradient(
+        "norm_ratio",
+        "Norm, {}",
+        "norm ratio",
+        reference=1.0,
+        axis={"type": "log", "tickformat": "~g", "nticks": 6},
+        of=_log_norm_ratio,
+    ),
+    _gradient(
+        "beta_effect",
+        "β-effect",
+        "share of the way",
+        "The β-effect is the share of the way to uniform weights that regularisation takes λ; "
+        "below 5 % (dashed) β does nothing.",
+        type=Series[NonNegative],
+        reference=INERT_EFFECT,
+        axis=PERCENT,
+    ),
+    Quantity("gram", type=Gram, needs=("weights",)),
+    Quantity(
+        "drift",
+        "Client drift",
+        "spread / server step",
+        "Drift is the clients' distance from their mean, measured in steps of the server.",
+        kind="round",
+        type=NonNegative,
+        section="gradients",
+    ),
+    Quantity(
+        "stationarity",
+        "Bound on Pareto stationarity",
+        "squared norm",
+        "The bound on Pareto stationarity is the most that the squared norm of the shortest common "
+        "gradient can be, on the batches that a round draws first, at the global model: near zero, "
+        "no step serves all objectives on these batches. For the objectives themselves it is an "
+        "estimate, which the batches' noise usually raises.",
+        kind="round",
+        section="gradients",
+    ),
+    Quantity("weights", kind="round", type=Named[Finite]),
+    Quantity("norm_ratio", kind="round", type=NonNegative),
+    Quantity("disagreement_bound", kind="round"),
+)
 
 
 def gradient_norms(gram: torch.Tensor) -> torch.Tensor:
@@ -116,7 +222,7 @@ def _gram(norms: Sequence[float], cosine: Sequence[float]) -> torch.Tensor:
     """Returns the Gram matrix [M, M] of gradients of these norms and pairwise cosines."""
     gram = torch.diag(torch.tensor(norms, dtype=torch.float64).square())
     for (i, j), value in zip(combinations(range(len(norms)), 2), cosine, strict=True):
-        gram[i, j] = gram[j, i] = value * norms[i] * norms[j]
+        gram[i, j] = gram[j, i] = (value or 0.0) * norms[i] * norms[j]
     return gram
 
 

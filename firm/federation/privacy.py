@@ -32,11 +32,12 @@ from firm.federation.aggregation import update_length
 from firm.federation.client import Adapter, State
 from firm.federation.messages import Update
 from firm.federation.randomness import derive_seed
-from firm.federation.schema import Number, register_metrics
 from firm.federation.user_code import ENDS
 from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, configuration
+from firm.quantities import Quantity, register
+from firm.schema import NonNegative
 
-register_metrics(clipped=Number(), update_norm=Number(0))
+register(Quantity("clipped"), Quantity("update_norm", type=NonNegative))
 
 NoiseSource = Callable[[int], bytes]
 """Returns as many random bytes as it is asked for."""

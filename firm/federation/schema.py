@@ -22,8 +22,11 @@ from typing import (
 )
 
 import torch
+from pydantic import ValidationError
 
 from firm.federation.outside import printable
+from firm.quantities import of_clients
+from firm.schema import adapter, in_words
 
 LARGEST = 1e36
 """Largest magnitude of a measured number; it is finite in float32, and its square in float64."""
@@ -35,8 +38,6 @@ MAX_TEXT = 200
 """Most characters of a text."""
 MAX_NAMES = 1_000
 """Most entries of a mapping with free names."""
-ROUNDING = 1e-6
-"""Relative asymmetry that rounding leaves in a Gram matrix."""
 
 
 class Invalid(ValueError):
@@ -193,24 +194,6 @@ class ByObjective:
 
 
 @dataclass(frozen=True)
-class Gram:
-    """A Gram matrix [M, M] as nested lists: symmetric, within the bound of Cauchy and Schwarz."""
-
-    def read(self, value: Any, path: str, reading: Reading) -> list[list[float]]:
-        """Returns the matrix."""
-        rows = PerObjective(PerObjective(Number())).read(value, path, reading)
-        for i, row in enumerate(rows):
-            if row[i] < 0:
-                raise Invalid(f"{path} must have squares on its diagonal, got {row[i]:g}")
-            for j in range(i):
-                bound = (row[i] * rows[j][j]) ** 0.5 * (1 + ROUNDING)
-                slack = ROUNDING * max(row[i], rows[j][j])
-                if abs(row[j] - rows[j][i]) > slack or abs(row[j]) > bound + slack:
-                    raise Invalid(f"{path} is no Gram matrix in its entries {j} and {i}")
-        return rows
-
-
-@dataclass(frozen=True)
 class Matrix:
     """A float tensor [M, M], or [M, d] with at most as many columns as θ_t has parameters."""
 
@@ -344,57 +327,45 @@ def _of_type(hint: Any) -> Schema:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A metric of a client's local training: a figure of batches, never of one example."""
-
-    schema: Schema
-    """Its type, shape and range."""
-    may_leave: bool = True
-    """Whether it may leave a site whose policy does not name it."""
-    needs: tuple[str, ...] = ()
-    """Metrics that it says nothing without."""
-
-
-METRICS: dict[str, Metric] = {}
-"""Metrics of clients by name; whoever measures one registers it."""
-
-RESERVED = ("kind", "round", "client", "num_examples", "bytes_down", "bytes_up")
-"""Keys of a client's row in the log that the server writes itself."""
-
-
-def register_metrics(**metrics: Schema | Metric) -> None:
-    """Registers the schemas of clients' metrics; those of others are dropped and counted.
-
-    Raises:
-        ValueError: A name is the server's own, or is taken by another metric.
-    """
-    for name, given in metrics.items():
-        if name in RESERVED:
-            raise ValueError(f"the metric {name!r} is written by the server; choose another name.")
-        metric = given if isinstance(given, Metric) else Metric(given)
-        if METRICS.setdefault(name, metric) != metric:
-            raise ValueError(f"the metric {name!r} exists already; choose another name.")
-
-
-@dataclass(frozen=True)
 class Metrics:
-    """Registered metrics of a client's training; others are dropped and counted."""
+    """Registered quantities of a client's training; others are dropped and counted."""
 
     def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
-        """Returns the registered metrics."""
+        """Returns the registered quantities."""
         if not isinstance(value, Mapping):
             raise _invalid(path, "a mapping", value)
-        read = {}
+        known, metrics = of_clients(), {}
         for name, item in value.items():
-            if isinstance(name, str) and name in METRICS:
-                read[name] = METRICS[name].schema.read(item, f"{path}.{name}", reading)
+            if isinstance(name, str) and name in known:
+                kind = known[name].type_in(value)
+                metrics[name] = read(kind, item, f"{path}.{name}", reading)
             else:
                 reading.dropped.append(f"{path}.{printable(name, max_length=40)}")
-        for name in read:
-            for needed in METRICS[name].needs:
-                if needed not in read:
+        for name in metrics:
+            for needed in known[name].needs:
+                if needed not in metrics:
                     raise Invalid(f"{path} has a {name} without {needed}")
-        return read
+        return metrics
+
+
+def read(kind: Any, value: Any, path: str, reading: Reading) -> Any:
+    """Returns a value of a type of `firm.schema`; ``path`` names it in messages.
+
+    Raises:
+        Invalid: It is something else.
+    """
+    try:
+        return adapter(kind).validate_python(value, context=reading)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    place = path + "".join(
+        f"[{step}]" if isinstance(step, int) else f".{printable(step, max_length=40)}"
+        for step in first["loc"]
+    )
+    if isinstance(cause, Invalid):  # of a check that names a place in the value
+        raise Invalid(f"{place}{cause}")
+    raise _invalid(place, in_words(first), first["input"])
 
 
 def shown(value: Any) -> str:

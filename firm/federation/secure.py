@@ -8,7 +8,7 @@ repeats no round; a hostile one has a client answer twice, or sums opened that d
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from firm.federation.schema import (
 )
 from firm.federation.tasks import task
 from firm.federation.training import LocalTraining
+from firm.quantities import Quantity, register
+from firm.schema import Count, NonNegative
 
 Secure = Literal["masks"]
 
@@ -44,6 +46,18 @@ FEWEST = 2
 EXAMPLES_PER_WEIGHT = 256
 """Examples of a client that weighs 1, where clients count by their number of examples: so large
 weights and small ones are both exact enough."""
+
+
+class SecureFigures(TypedDict):
+    """Figures of a secure sum, in the row of its round."""
+
+    num_updates: Count
+    masked_bytes: NotRequired[Count]
+    seconds: NotRequired[NonNegative]
+    rounding: NotRequired[NonNegative]
+
+
+register(Quantity("secure", kind="round", type=SecureFigures))
 
 
 @dataclass(frozen=True)

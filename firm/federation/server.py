@@ -24,6 +24,13 @@ from firm.federation.privacy import breach
 from firm.federation.schema import Invalid
 from firm.federation.secure import FEWEST, MaskedTraining, OpenSum
 from firm.federation.strategy import StrategyConfig
+from firm.quantities import Quantity, register
+from firm.schema import Count, Named, NonNegative
+
+register(
+    Quantity("seconds", kind="round", type=NonNegative),
+    Quantity("dropped_fields", kind="round", type=Named[Count]),
+)
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,23 @@ al. 2023, arXiv:2310.09866).
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
+from annotated_types import Len
+from pydantic import PlainValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
 
+from firm import schema as types
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
 from firm.federation.lora import trained_ranks
 from firm.federation.messages import (
     MAX_CLIENTS,
-    MAX_ROUND,
     Answer,
     Count,
     Examples,
@@ -33,10 +36,7 @@ from firm.federation.privacy import PrivacyConfig, errors_kept_back, protected
 from firm.federation.schema import (
     ByObjective,
     Fields,
-    Gram,
     Invalid,
-    Items,
-    Metric,
     Metrics,
     Named,
     Number,
@@ -46,7 +46,6 @@ from firm.federation.schema import (
     Reading,
     Schema,
     Text,
-    register_metrics,
 )
 from firm.federation.sharing import (
     SkippedBatches,
@@ -58,8 +57,11 @@ from firm.federation.sharing import (
 from firm.federation.tasks import task
 from firm.federation.uploads import UploadConfig, received, sent
 from firm.gradients import gram_matrix
+from firm.quantities import Quantity, register
 from firm.solvers import fixed_weights
 
+MAX_STAGES = 50
+"""Most stages that a client times."""
 WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {}
 """Functions that find weights, by the name that travels; see ``weighting``."""
 _OPTIONS: dict[str, Schema] = {}
@@ -254,28 +256,19 @@ class ObjectiveTraining(Request):
         )
 
 
-@dataclass(frozen=True)
-class _OwnMetrics:
-    """Metrics of one training among several; theirs have no trainings of their own."""
-
-    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
-        """Returns the registered metrics."""
-        if isinstance(value, dict) and "by_objective" in value:
-            raise Invalid(f"{path} must have no trainings of its own")
-        return Metrics().read(value, path, reading)
+def _own_metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    """Returns the metrics of one training among several, which has no trainings of its own."""
+    if not isinstance(value, Mapping) or "by_objective" in value:
+        raise PydanticCustomError("metrics", "the metrics of one training alone")
+    assert info.context is not None
+    return Metrics().read(value, "", info.context)
 
 
-register_metrics(
-    num_steps=Number(0, MAX_ROUND, is_integer=True),
-    seconds=Named(Number(0), 50),
-    start_losses=PerObjective(Number()),
-    by_objective=ByObjective(_OwnMetrics()),
-    # lists of one entry per solve, but the Gram matrix, which is the first one's
-    weights=Items(PerObjective(Number()), 1),
-    gradient_norms=Items(PerObjective(Number(0)), 1),
-    cosines=Items(PerObjective(Number(), pairs=True), 1),
-    beta_effect=Items(Number(0), 1),
-    gram=Metric(Gram(), needs=("weights",)),
+register(
+    Quantity("num_steps", type=types.Count),
+    Quantity("seconds", type=Annotated[types.Named[types.NonNegative], Len(0, MAX_STAGES)]),
+    Quantity("start_losses", type=types.PerObjective[types.Finite]),
+    Quantity("by_objective", type=types.ByObjective[Annotated[Any, PlainValidator(_own_metrics)]]),
 )
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from firm.federation import Adapter, Client, Gradients, State, derive_seed
-from firm.federation.schema import ByObjective, Items, Number, register_metrics
 from firm.fmoo import linear
 from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.workspace import Workspace, rotated
+from firm.quantities import Quantity, register
+from firm.schema import ByObjective, Finite, Items
 
-register_metrics(losses=ByObjective(Items(Number())))
+register(Quantity("losses", type=ByObjective[Items[Finite]]))
 
 
 @dataclass(frozen=True)

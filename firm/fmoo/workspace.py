@@ -22,6 +22,8 @@ from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.stacked import Asked, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
 from firm.gradients import jacobian
+from firm.quantities import Quantity, register
+from firm.schema import ByObjective, Finite, Share
 
 EVALUATION_BATCH = 2048
 """Samples per forward pass without gradients."""
@@ -47,6 +49,28 @@ class LocalConfig:
     def __post_init__(self) -> None:
         if self.momentum and self.optimizer == "adam":
             raise ValueError(f"momentum belongs to sgd, got {self.momentum} with adam.")
+
+
+register(
+    Quantity(
+        "losses",
+        "loss",
+        "loss",
+        kind="evaluation",
+        type=ByObjective[Finite | None],
+        section="",
+        axis={},
+    ),
+    Quantity(
+        "accuracies",
+        "accuracy",
+        "accuracy",
+        kind="evaluation",
+        type=ByObjective[Share | None],
+        section="",
+        axis={"tickformat": "~%"},
+    ),
+)
 
 
 @dataclass(frozen=True, eq=False)

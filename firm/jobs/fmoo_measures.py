@@ -11,6 +11,25 @@ from firm.fmoo.metrics import improved_share, local_progress
 from firm.fmoo.progress import local_models
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.fmoo_loading import Federation
+from firm.quantities import Quantity, register
+from firm.schema import Finite, Share
+
+register(
+    Quantity(
+        "improved",
+        "Participants that improved or stayed",
+        "share of participants",
+        "Share of the clients taking part in a round whose own training losses fell, or stayed as "
+        "they were, by the server's step. Below 100\N{NO-BREAK SPACE}% the round cost some of them "
+        "something.",
+        kind="round",
+        type=Share,
+        section="",
+        axis={"tickformat": "~%"},
+    ),
+    Quantity("users", kind="evaluation", type=dict[str, Share]),
+    Quantity("progress", kind="evaluation", type=dict[str, dict[str, Finite]]),
+)
 
 
 def evaluation(

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from firm.fmoo.metrics import delta_m, preference_correlation, rounds_to_loss, user_summary
+from firm.quantities import QUANTITIES, shown
 from firm.report.classic_page import FIELDS, comparison_page, worst
 from firm.report.classic_sections import (
     NUM_TABLE_USERS,
@@ -28,7 +29,6 @@ from firm.report.page import Block, Section, alarms, drawn_block, left_out_note,
 from firm.report.tables import Frame, Setting
 from firm.run import to_dict
 from firm.run.guard import drawing, drawn
-from firm.run.quantities import QUANTITIES, shown
 
 if TYPE_CHECKING:
     from firm.jobs.fmoo_config import ClassicConfig

@@ -15,12 +15,12 @@ from typing import Any
 
 from firm.federation.outside import printable
 from firm.fields import configuration
+from firm.quantities import Quantity, shown
 from firm.report import Record, read_record
 from firm.report.run_figures import NEED_TWO, quantity_title
 from firm.report.run_page import TEXTS
 from firm.report.tables import drawn_objectives
 from firm.run import Sweep, TrackingConfig, UserError
-from firm.run.quantities import Quantity, shown
 from firm.run.sweep import SWEEP_NAME
 from firm.run.tracking import SENT, flatten, mean_name, means
 

@@ -1,7 +1,7 @@
 """Runs → one tidy table → figures → pages.
 
 `record` reads a run directory and `tables` makes one tidy table of its numbers, of one run or of
-several settings over seeds. `firm.run.quantities` names them. `drawing`, `plane`, `run_figures`,
+several settings over seeds. `firm.quantities` names them. `drawing`, `plane`, `run_figures`,
 `classic_figures` and `scaling` draw them in one style as plain data for plotly; `static` draws the
 same figures as PNG and SVG with the data beside them. `page` is the one model of a page with its
 template. On it stand `run_page` (one run), `settings_page` (settings over seeds), `front_page` (a

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from firm.quantities import QUANTITIES, Quantity
 from firm.report.classic_figures import LOG_TICKS, radar_panel
 from firm.report.drawing import NUM_BANDS, Panel, nonempty
 from firm.report.formats import CONFIG, MISSING, NBSP, measure, number
 from firm.report.page import Block, Origin, Page, Section, Table, drawn_block, drawn_part
 from firm.report.tables import How, Setting, measure_of, quantity_panel, seeds_text, span_text
 from firm.run.comparison import CLEAR_Z, Measure
-from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_OWN_PANELS = 4
 """Up to so many objectives have panels of their own; of more, mean and worst are shown."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from firm.quantities import QUANTITIES, Quantity
 from firm.report import formats
 from firm.report.classic_figures import (
     Outcome,
@@ -21,7 +22,6 @@ from firm.report.classic_page import FIELDS, quantity
 from firm.report.drawing import NUM_BANDS, Series, series_panel
 from firm.report.page import Section
 from firm.report.tables import Setting, mean_and_error, quantity_panel, seeds_text, series_of
-from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_TABLE_USERS = 10
 """Up to so many users fit the table; of more, the spread is shown."""

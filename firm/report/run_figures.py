@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import combinations
 
+from firm.quantities import Quantity, shown
 from firm.report import formats
 from firm.report.drawing import INK, MUTED, Key, Panel, Trace, bars, curve, nonempty, rounds_figure
 from firm.report.ledger import uploads_so_far
@@ -14,8 +15,7 @@ from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.record import Record, score
 from firm.report.tables import DASHES, Setting, drawn_objectives, reference_of
 from firm.run.comparison import score_label
-from firm.run.quantities import Quantity, mean_over_clients, shown
-from firm.run.rows import Row
+from firm.run.rows import Row, mean_over_clients
 
 STAGES = (
     "rollout",

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from markupsafe import Markup
 
+from firm.quantities import shown
 from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table
@@ -37,7 +38,6 @@ from firm.report.samples import Sample, samples_of
 from firm.report.tables import Setting
 from firm.run.comparison import score_notes
 from firm.run.guard import drawing
-from firm.run.quantities import shown
 from firm.run.sweep import sweep_folder
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from firm.fields import did_you_mean
+from firm.quantities import QUANTITIES
 from firm.report import formats
 from firm.report.page import (
     Block,
@@ -55,7 +56,6 @@ from firm.report.tables import (
 from firm.run import Sweep, UserError, print_table
 from firm.run.comparison import score_label, score_notes
 from firm.run.guard import drawing
-from firm.run.quantities import QUANTITIES
 from firm.run.rows import Row
 
 NUM_SHOWN = 6

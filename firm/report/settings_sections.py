@@ -7,6 +7,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from firm.quantities import QUANTITIES, Quantity, shown
 from firm.report import formats
 from firm.report.drawing import Panel, Series, axis, bars, figure, nonempty, series_panel
 from firm.report.ledger import FLOAT_BYTES, WOULD_BE, total_bytes, uploads_so_far
@@ -14,7 +15,6 @@ from firm.report.page import Block, Samples, Section, Table, drawn_block
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
 from firm.report.tables import Setting, drawn_objectives, mean_and_error, quantity_panel, seeds_text
-from firm.run.quantities import QUANTITIES, Quantity
 
 NUM_SAMPLES = 8
 
@@ -34,8 +34,8 @@ def further_quantities() -> list[Quantity]:
     """Returns whatever else is registered to be compared."""
     return [
         quantity
-        for quantity in QUANTITIES.values()
-        if quantity.section == "further" and quantity.kind != "evaluation" and quantity.by != "pair"
+        for quantity in shown("further")
+        if quantity.kind != "evaluation" and quantity.by != "pair"
     ]
 
 

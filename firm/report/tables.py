@@ -12,12 +12,12 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from firm.fronts import differing_figure
+from firm.quantities import Quantity
 from firm.report.drawing import Key, Over, Panel, Series, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
-from firm.run.quantities import Points, Quantity, entries, mean_over_clients
-from firm.run.rows import Row
+from firm.run.rows import Points, Row, entries, mean_over_clients
 
 COLUMNS = ["setting", "seed", "round", "client", "objective", "quantity", "value", "se"]
 COLORS = (

@@ -2,8 +2,7 @@
 
 A configuration is a frozen dataclass filled from YAML and the command line (`run_cli`, `parse`). A
 `Run` is a directory that survives being killed at any moment, a `Sweep` a folder of them.
-`Tracker` forwards metrics to W&B when asked, `Progress` informs the person who waits. A `Quantity`
-that is registered stands on every page and figure.
+`Tracker` forwards metrics to W&B when asked, `Progress` informs the person who waits.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state
@@ -15,7 +14,6 @@ from firm.run.errors import UserError, exit_on_user_error
 from firm.run.files import make_private_folder
 from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
 from firm.run.progress import Progress, print_table
-from firm.run.quantities import Quantity, register
 from firm.run.resuming import Resume, continued_by, study_to_resume
 from firm.run.sweep import Outcome, Sweep, summarise
 from firm.run.tracking import Tracker, TrackingConfig
@@ -26,7 +24,6 @@ __all__ = [
     "OtherFormat",
     "Outcome",
     "Progress",
-    "Quantity",
     "Resume",
     "Run",
     "Sweep",
@@ -45,7 +42,6 @@ __all__ = [
     "parse",
     "print_table",
     "read_yaml",
-    "register",
     "run_cli",
     "run_to_resume",
     "save_state",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firm.run.quantities import QUANTITIES
+from firm.quantities import QUANTITIES, drawn
 
 CLEAR_Z = 2.0
 """Standard errors from which on a change is called one."""
@@ -110,8 +110,8 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
         )
         for name in aligned.get("scores") or {}
     ]
-    for kind, name in QUANTITIES:
-        if kind == "evaluation" and isinstance(aligned.get(name), int | float):
+    for name in (each.name for each in drawn() if each.kind == "evaluation"):
+        if isinstance(aligned.get(name), int | float):
             before, after = (
                 None if row.get(name) is None else Measure(row[name], row.get(f"{name}_se"))
                 for row in (base, aligned)

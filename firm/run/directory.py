@@ -45,7 +45,7 @@ from firm.run.files import (
 )
 from firm.run.lock import LOCK_NAME, check_not_held, hold
 from firm.run.resuming import Resume, is_resumed
-from firm.run.rows import Row, valid_rows
+from firm.run.rows import Row, load_quantities, valid_rows
 from firm.run.session import now, session
 from firm.run.yaml_text import read_yaml
 
@@ -302,6 +302,7 @@ class Run:
 
     def checked_rows(self) -> tuple[list[Row], list[str]]:
         """Returns the rows and what `valid_rows` left out of them."""
+        load_quantities(self.settings() if (self.path / _CONFIG).exists() else None)
         rows = read_rows(self.path / _METRICS, remedy=_RESTORE)
         return valid_rows([translated_figures(row) for row in rows])
 

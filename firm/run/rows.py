@@ -5,168 +5,93 @@ with a text for a number or an infinite one, must not keep a run from being show
 Whoever reads a log therefore sees valid rows alone, and what was left out by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from itertools import combinations
 from reprlib import Repr
 from statistics import fmean
-from typing import Any, Literal
+from typing import (
+    Annotated,
+    Any,
+    NotRequired,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from annotated_types import Interval
+from pydantic import Strict, ValidationError
+
+from firm.quantities import QUANTITIES, RESERVED
+from firm.schema import (
+    LARGEST,
+    Count,
+    Finite,
+    Items,
+    NonNegative,
+    PerObjective,
+    Separate,
+    adapter,
+)
 
 Row = dict[str, Any]
+Points = dict[int, float]
+"""Finite values by round."""
 
-LARGEST = 1e30
-"""Larger numbers measure nothing, and their sums and squares are not finite."""
-SLACK = 0.01
-"""How far rounding may take a share or a correlation beyond its range."""
 LAST_ROUND = 1_000_000
 """Rounds beyond are no rounds, where a run does not say how many it has."""
 DEPTH = 4
-"""How deep fields may be nested that no shape is known of."""
+"""How deep fields may be nested that nobody registered."""
 
 
-# --- Shapes ---------------------------------------------------------------------------------------
+class _Failure(TypedDict):
+    client: str
+    reason: str
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number in a range; None, where it was not measured."""
-
-    low: float = -LARGEST
-    high: float = LARGEST
-    is_whole: bool = False
-    may_lack: bool = True
+class _Training(TypedDict):
+    """One of several trainings of a client, with the fields of a client's row."""
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text."""
+class _Message(TypedDict):
+    role: str
+    content: str
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Numbers, texts and what is nested of them, none too deep."""
-
-
-@dataclass(frozen=True)
-class ByName:
-    """Entries of one shape by name; an invalid number becomes None, another entry is left out."""
-
-    entry: "Shape"
-
-
-@dataclass(frozen=True)
-class Several:
-    """A list of entries of one shape; an invalid one spoils the list, for places have a meaning."""
-
-    entry: "Shape"
-    length: Literal["any", "objectives", "pairs"] = "any"
-    """How many there are, where the number of objectives is known."""
-
-
-@dataclass(frozen=True)
-class Items:
-    """A list of entries that stand for themselves; an invalid one is left out."""
-
-    entry: "Shape"
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Entries of a shape each; others are plain. Without a required one nothing is left of it."""
-
-    shapes: Mapping[str, "Shape"] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
-
-
-Shape = Number | Text | Plain | ByName | Several | Items | Fields
-
-NUMBER, AMOUNT = Number(), Number(low=0)
-COUNT = Number(low=0, high=1e18, is_whole=True)
-SIZE = Number(low=0, high=1e18, is_whole=True, may_lack=False)
-SHARE, CORRELATION = Number(-SLACK, 1 + SLACK), Number(-1 - SLACK, 1 + SLACK)
-WEIGHT = Number(-SLACK, 1 + SLACK, may_lack=False)
-MEASURE = Fields(
-    {"mean": Number(may_lack=False), "se": AMOUNT, "num_prompts": COUNT}, required=("mean",)
-)
-
-SHAPES: dict[str, dict[str, Shape]] = {
+FIELDS: dict[str, dict[str, Any]] = {
     "run": {
-        "objectives": Items(Text()),
-        "clients": Items(Text()),
-        "rounds": SIZE,
-        "alarms": Items(Text()),
-        "calibration": ByName(Fields()),
-        "num_trainable": SIZE,
-        "adapter_bytes": SIZE,
+        "objectives": Items[str],
+        "clients": Items[str],
+        "rounds": Count,
+        "alarms": Items[str],
+        "calibration": dict[str, dict[str, Any]],
+        "num_trainable": Count,
+        "adapter_bytes": Count,
     },
-    "client": {
-        "num_examples": COUNT,
-        "num_steps": COUNT,
-        "gradient_norms": Several(Several(AMOUNT, "objectives")),
-        "gram": Several(Several(NUMBER, "objectives"), "objectives"),
-        "rewards": ByName(NUMBER),
-        "logprob_mismatch": AMOUNT,
-        "logprob_mismatch_per_reply": AMOUNT,
-        "first_log_ratio": AMOUNT,
-        "policy_loss": ByName(NUMBER),
-        "seconds": ByName(AMOUNT),
-        "bytes_down": COUNT,
-        "bytes_up": COUNT,
-    },
+    "client": {"client": str, "num_examples": Count, "bytes_down": Count, "bytes_up": Count},
     "round": {
-        "clients": Items(Text()),
-        "failures": Items(Fields({"client": Text(), "reason": Text()}, ("client", "reason"))),
-        "alarms": Items(Text()),
-        "dropped_fields": ByName(COUNT),
-        "zero_updates": Items(Text()),
-        "seconds": AMOUNT,
-        "bytes_down": COUNT,
-        "bytes_up": COUNT,
-        "weights": ByName(NUMBER),
-        "norm_ratio": AMOUNT,
-        "disagreement_bound": NUMBER,
-        "secure": Fields(
-            {"num_updates": COUNT, "masked_bytes": COUNT, "seconds": AMOUNT, "rounding": AMOUNT},
-            required=("num_updates",),
-        ),
-        "privacy": Fields(
-            {
-                "epsilon": AMOUNT,
-                "epsilon_if_unknown": AMOUNT,
-                "epsilon_server": AMOUNT,
-                "delta": Number(0, 1, may_lack=False),
-                "clipped": NUMBER,
-            },
-            required=("epsilon", "delta"),
-        ),
+        "clients": Items[str],
+        "failures": Items[_Failure],
+        "alarms": Items[str],
+        "zero_updates": Items[str],
+        "bytes_down": Count,
+        "bytes_up": Count,
     },
-    "evaluation": {
-        "split": Text(),
-        "preference": Several(Number(0, may_lack=False), "objectives"),
-        "num_prompts": COUNT,
-        "num_rows": COUNT,
-        "num_samples": COUNT,
-        "scores": ByName(MEASURE),
-        "rewards": ByName(MEASURE),
-        "change": ByName(MEASURE),
-        "kl_se": AMOUNT,
-        "commonest_share": SHARE,
-        "empty_share": SHARE,
-        "users": ByName(SHARE),
-        "progress": ByName(ByName(NUMBER)),
-    },
+    "evaluation": {"split": str, "preference": PerObjective[NonNegative]},
     "sample": {
-        "prompt": Text(),
-        "messages": Items(Fields({"role": Text(), "content": Text()}, ("role", "content"))),
-        "completion": Text(),
-        "scores": ByName(NUMBER),
+        "prompt": str,
+        "messages": Items[_Message],
+        "completion": str,
+        "scores": dict[str, Finite],
     },
 }
-"""Shapes of the fields by the kind of their row; `firm.run.quantities` adds what pages draw."""
-NOISY: dict[str, Shape] = {
-    "weights": Several(Several(Number(may_lack=False), "objectives")),
-    "cosines": Several(Several(Number(may_lack=False), "pairs")),
-}
-"""Figures of a client that adds noise to them (``privacy.statistics`` noisy), of any size."""
+"""Types of the fields that tell what a row is about, by its kind; others are quantities, of which
+one number may be None where it was not measured."""
 KEYS = {
     "client": ("round", "client"),
     "round": ("round",),
@@ -176,7 +101,16 @@ KEYS = {
 """The keys that identify a row of a kind; a row without them is left out."""
 
 
-# --- Rows -----------------------------------------------------------------------------------------
+def load_quantities(settings: Any) -> None:
+    """Imports the wing that wrote a run's log, where its quantities are registered.
+
+    A log is read in programs that train nothing; they know the wing by the run's settings alone.
+    """
+    is_language = isinstance(settings, Mapping) and "policy" in settings
+    import_module("firm.alignment" if is_language else "firm.fmoo")
+
+
+# --- Valid rows ---------------------------------------------------------------------------------
 
 
 def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Row], list[str]]:
@@ -235,20 +169,25 @@ def valid_row(
     kind = row.get("kind", kind) if isinstance(row, Mapping) else None
     if not isinstance(row, Mapping) or not isinstance(kind, str | None):
         return None, []
-    shapes = SHAPES.get(kind or "", {})
-    if kind == "client":
-        shapes = {"client": Text(), **shapes, "by_objective": ByName(Fields(shapes))}
-    if kind == "client" and "clipped" in row and "update_norm" not in row:
-        shapes = {**shapes, **NOISY}
-    rounds = Number(0, LAST_ROUND if last_round is None else last_round, True, may_lack=False)
-    check = _Check(num_objectives)
-    keys = KEYS.get(kind or "", ())
+    limit = LAST_ROUND if last_round is None else last_round
+    types = {**_types(kind, row), "round": Annotated[int, Strict(), Interval(ge=0, le=limit)]}
+    objectives = None if num_objectives is None else [""] * num_objectives
+    check = _Check(objectives)
     try:
-        checked = check.fields(row, Fields({"kind": Text(), "round": rounds, **shapes}, keys), "")
+        checked = check.fields(row, types, KEYS.get(kind or "", ()), "")
     except _Invalid:
         return None, []
     place = _place(checked)
     return checked, [f"{path} of {place}: {value}" for path, value in check.left_out]
+
+
+def _types(kind: str | None, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the types of a row's known fields."""
+    own = {q.name: q.type_in(row) for (of, _), q in QUANTITIES.items() if of == kind and not q.of}
+    own = {name: each if _is_nested(each) else each | None for name, each in own.items()}
+    if kind == "client":
+        own["by_objective"] = dict[str, _Training]
+    return {"kind": str, **own, **FIELDS.get(kind or "", {})}
 
 
 def as_one_training(row: Mapping[str, Any]) -> Row:
@@ -261,7 +200,7 @@ def as_one_training(row: Mapping[str, Any]) -> Row:
     if not trainings:
         return dict(row)
     seen = dict.fromkeys(key for each in trainings.values() for key in each)
-    keys = [key for key in seen if key in SHAPES["client"]]
+    keys = [key for key in seen if ("client", key) in QUANTITIES or key in RESERVED]
     merged = {}
     for key in keys:
         values = {name: each[key] for name, each in trainings.items() if key in each}
@@ -287,63 +226,117 @@ def _mean(values: list[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+def entries(
+    row: Mapping[str, Any], objectives: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], float | None]]:
+    """Yields the numbers of a valid row with their path, such as ("weights", "helpful").
+
+    Lists over solves become their means, columns of lists of lists are named by the objectives, and
+    what is no number is left out. Derived quantities follow.
+    """
+    pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
+    columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
+    for key, entry in row.items():
+        if key not in ("kind", "round", "client", "split"):
+            yield from _numbers((key,), entry, columns.get(key, ()))
+    for (kind, name), quantity in QUANTITIES.items():
+        if quantity.of and kind == row.get("kind") and (value := quantity.of(row)) is not None:
+            yield (name,), value
+
+
+def _numbers(
+    path: tuple[str, ...], entry: Any, columns: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], float | None]]:
+    if isinstance(entry, Mapping):
+        for key, item in entry.items():
+            yield from _numbers((*path, key), item, columns)
+    elif isinstance(entry, list) and entry and isinstance(entry[0], list):  # [S][columns]
+        if columns:  # other matrices, such as a Gram, are no series
+            for column, values in zip(columns, zip(*entry, strict=True), strict=True):
+                yield from _numbers((*path, column), list(values), ())
+    elif isinstance(entry, list):
+        if known := [value for value in entry if _is_number(value)]:
+            yield path, fmean(known)
+    elif entry is None or _is_number(entry):
+        yield path, None if entry is None else float(entry)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def mean_over_clients(lines: Mapping[str, Points]) -> Points:
+    """Returns the means by round of each client's points; the server's value stands for all."""
+    own = [points for client, points in lines.items() if client]
+    rounds = sorted({at for points in own for at in points})
+    means = {at: fmean(points[at] for points in own if at in points) for at in rounds}
+    return dict(sorted((means | lines.get("", {})).items()))
+
+
 class _Invalid(Exception):
     """A value is not of its shape."""
 
 
+@dataclass(frozen=True)
 class _Check:
     """Sorts out one row; what it left out is in ``left_out``, path and value."""
 
-    def __init__(self, num_objectives: int | None) -> None:
-        m = num_objectives
-        self._lengths = {} if m is None else {"objectives": m, "pairs": m * (m - 1) // 2}
-        self.left_out: list[tuple[str, str]] = []
+    objectives: Sequence[str] | None
+    left_out: list[tuple[str, str]] = field(default_factory=list)
 
-    def valid(self, value: Any, shape: Shape, path: str) -> Any:
+    def valid(self, value: Any, kind: Any, path: str) -> Any:
         """Returns the value without what is not valid in it, or raises ``_Invalid``."""
-        match shape:
-            case Number() if _is_number(value, shape):
+        form = _form(kind)
+        if form is Any:
+            if _is_plain(value, DEPTH):
                 return value
-            case Text() if isinstance(value, str):
-                return value
-            case Plain() if _is_plain(value, DEPTH):
-                return value
-            case Several(entry, length) if isinstance(value, list):
-                if len(value) == self._lengths.get(length, len(value)):
-                    return [self.valid(item, entry, path) for item in value]
-            case Items(entry) if isinstance(value, list):
-                items = [self._or_left_out(item, entry, path) for item in value]
+        elif is_typeddict(form):
+            if isinstance(value, Mapping):
+                types = _types("client", value) if form is _Training else _fields(form)
+                return self.fields(value, types, tuple(form.__required_keys__), f"{path}.")
+        elif get_origin(form) is dict:
+            if isinstance(value, Mapping):
+                return self._by_name(value, get_args(form)[1], path)
+        elif get_origin(form) is list and Separate() in getattr(kind, "__metadata__", ()):
+            if isinstance(value, list):
+                items = [self._or_left_out(item, get_args(form)[0], path) for item in value]
                 return [item for item in items if item is not _LEFT_OUT]
-            case ByName(entry) if isinstance(value, Mapping):
-                items = {
-                    name: self._or_left_out(item, entry, f"{path}.{name}")
-                    for name, item in value.items()
-                }
-                if isinstance(entry, Number):
-                    return {n: None if item is _LEFT_OUT else item for n, item in items.items()}
-                return {name: item for name, item in items.items() if item is not _LEFT_OUT}
-            case Fields() if isinstance(value, Mapping):
-                return self.fields(value, shape, path)
+        else:
+            with suppress(ValidationError):
+                adapter(kind).validate_python(value, context=self)
+                return value
         raise _Invalid
 
-    def fields(self, value: Mapping[str, Any], shape: Fields, path: str) -> Row:
+    def fields(
+        self, value: Mapping[str, Any], types: Mapping[str, Any], required: Sequence[str], path: str
+    ) -> Row:
         """Returns the valid fields, or raises ``_Invalid`` where a required one is missing."""
         checked = {}
         for key, item in value.items():
-            own = shape.shapes.get(key, Plain())
-            if item is None and not isinstance(own, Number | Plain):
+            kind = types.get(key, Any)
+            if item is None and _is_nested(kind):
                 continue  # as good as absent
-            item = self._or_left_out(item, own, f"{path}{key}")
+            item = self._or_left_out(item, kind, f"{path}{key}")
             if item is not _LEFT_OUT:
                 checked[key] = item
-        if not all(key in checked for key in shape.required):
+        if not all(key in checked for key in required):
             raise _Invalid
         return checked
 
-    def _or_left_out(self, item: Any, shape: Shape, path: str) -> Any:
+    def _by_name(self, value: Mapping[str, Any], kind: Any, path: str) -> Row:
+        """Returns the entries; an invalid number becomes None, another entry is left out."""
+        items = {
+            name: item if item is None else self._or_left_out(item, kind, f"{path}.{name}")
+            for name, item in value.items()
+        }
+        if _is_nested(kind):
+            return {name: item for name, item in items.items() if item not in (_LEFT_OUT, None)}
+        return {name: None if item is _LEFT_OUT else item for name, item in items.items()}
+
+    def _or_left_out(self, item: Any, kind: Any, path: str) -> Any:
         before = len(self.left_out)
         try:
-            return self.valid(item, shape, f"{path}." if isinstance(shape, Fields) else path)
+            return self.valid(item, kind, path)
         except _Invalid:
             self.left_out[before:] = [(path, _short(item))]
             return _LEFT_OUT
@@ -352,19 +345,29 @@ class _Check:
 _LEFT_OUT = object()
 
 
-def _is_number(value: Any, shape: Number) -> bool:
-    if value is None:
-        return shape.may_lack
-    kinds = int if shape.is_whole else int | float
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    return is_number and shape.low <= value <= shape.high  # false of NaN
+def _form(kind: Any) -> Any:
+    """Returns a type without what is stated about it."""
+    return kind.__origin__ if get_origin(kind) is Annotated else kind
+
+
+def _is_nested(kind: Any) -> bool:
+    """Returns whether values of a type have entries."""
+    return is_typeddict(_form(kind)) or get_origin(_form(kind)) in (dict, list)
+
+
+@cache
+def _fields(form: Any) -> dict[str, Any]:
+    """Returns the types of a typed dictionary's fields."""
+    hints = get_type_hints(form, include_extras=True).items()
+    return {name: get_args(t)[0] if get_origin(t) is NotRequired else t for name, t in hints}
 
 
 def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, list | tuple | Mapping):
         items = value.values() if isinstance(value, Mapping) else value
         return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
-    return isinstance(value, str | bool) or _is_number(value, NUMBER)
+    is_number = isinstance(value, int | float) and -LARGEST <= value <= LARGEST  # false of NaN
+    return is_number or value is None or isinstance(value, str | bool)
 
 
 def _place(row: Row) -> str:

@@ -25,10 +25,17 @@ from typing import Any, Literal, Self
 
 from firm.federation.outside import legible_data, printable
 from firm.fields import PositiveFloat, configuration
+from firm.quantities import drawn
 from firm.run.comparison import compare
 from firm.run.guard import drawing
-from firm.run.quantities import QUANTITIES, Points, entries, mean_over_clients
-from firm.run.rows import as_one_training, valid_row, valid_rows
+from firm.run.rows import (
+    Points,
+    as_one_training,
+    entries,
+    mean_over_clients,
+    valid_row,
+    valid_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -266,14 +273,14 @@ def mean_name(quantity: str, *path: str) -> str:
 def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, float]:
     """Returns the means over clients of a round's rows under flat names, such as "train/kl".
 
-    They are those of the run's page: of the rewards and all registered quantities of clients, each
+    They are those of the run's page: of the rewards and all drawn quantities of clients, each
     client counts alike, and a weight that the server finds for all stands in place of theirs.
 
     >>> row = {"kind": "client", "round": 1, "rewards": {"helpful": 0.25}}
     >>> means([{**row, "client": "a"}, {**row, "client": "b"}], ["helpful"])
     {'train/reward/helpful': 0.25}
     """
-    names = {"rewards", *(name for kind, name in QUANTITIES if kind == "client")}
+    names = {"rewards", *(each.name for each in drawn() if each.kind == "client")}
     lines: dict[str, dict[str, Points]] = {}
     for row in rows:
         for (name, *path), value in entries(as_one_training(dict(row)), objectives):

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from firm.federation import Adapter, Client, Gradients, State, derive_seed
-from firm.federation.schema import Items, Metric, Number, PerObjective, register_metrics
 from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
 from firm.gradients import combine
+from firm.quantities import Quantity, register
+from firm.schema import Finite, Items, PerObjective, Share
 from firm.solvers import smoothed_weights
 from recipes.theory.critic import CriticConfig, Transitions, sample_chain, td_critic, td_errors
 from recipes.theory.exact import policy, td_fixed_point
@@ -20,10 +21,10 @@ from recipes.theory.mdp import Mdp
 PARAMETER = "theta"
 """Name of the adapter's only tensor: the policy's logits, shape [d], float64."""
 
-register_metrics(
-    theta=Metric(Items(Items(Number())), may_leave=False),
-    jacobian=Metric(Items(PerObjective(Items(Number()))), may_leave=False),
-    smoothed_weights=Items(PerObjective(Number(0, 1.001))),
+register(
+    Quantity("theta", type=Items[Items[Finite]], may_leave=False),
+    Quantity("jacobian", type=Items[PerObjective[Items[Finite]]], may_leave=False),
+    Quantity("smoothed_weights", type=Items[PerObjective[Share]]),
 )
 
 

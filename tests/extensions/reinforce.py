@@ -18,10 +18,7 @@ from firm.alignment.estimators import (
 )
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import token_logprobs
-from firm.federation.schema import Number, register_metrics
 from firm.fields import configuration
-
-register_metrics(reply_loss=Number())
 
 
 @register_estimator

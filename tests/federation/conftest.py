@@ -20,11 +20,12 @@ from firm.federation import (
     State,
 )
 from firm.federation.engines.engine import checked_reply
-from firm.federation.schema import Items, Number, PerObjective, register_metrics
 from firm.gradients import combine, jacobian
+from firm.quantities import Quantity, register
+from firm.schema import Finite, Items, PerObjective
 
 OBJECTIVES = ("left", "right")
-register_metrics(step_losses=Items(PerObjective(Number())))
+register(Quantity("step_losses", type=Items[PerObjective[Finite]]))
 
 
 @dataclass(frozen=True)

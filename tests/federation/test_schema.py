@@ -1,7 +1,6 @@
 """Schemas: what is read is fit to compute with; whatever else comes is told by its path."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +9,9 @@ from hypothesis import strategies as st
 
 from firm.federation.privacy import PrivacyConfig
 from firm.federation.schema import (
-    MAX_ITEMS,
-    MAX_NAMES,
-    METRICS,
     ByObjective,
     Fields,
     Flag,
-    Gram,
     Invalid,
     Items,
     Matrix,
@@ -30,9 +25,9 @@ from firm.federation.schema import (
     Reading,
     Record,
     Text,
-    register_metrics,
     shown,
 )
+from firm.schema import MAX_ITEMS, MAX_NAMES
 
 ADAPTER = {"b": torch.zeros(2, 3), "a": torch.zeros(4)}
 SCHEMAS = {
@@ -48,7 +43,6 @@ SCHEMAS = {
     "named": Named(Number()),
     "by objective": ByObjective(Optional(Number())),
     "by pair": ByObjective(Number(), pairs=True),
-    "gram": Gram(),
     "matrix": Matrix(),
     "jacobian": Matrix("d"),
     "parameters": Parameters(),
@@ -69,7 +63,6 @@ GOOD = {
     "named": [{}, {"rollout": 1.0}],
     "by objective": [{}, {"left": 1, "right": None}],
     "by pair": [{"left-right": 0.5}],
-    "gram": [[[1.0, 0.5], [0.5, 1.0]], [[0.0, 0.0], [0.0, 2.0]], [[4.0, -2.0], [-2.0, 1.0]]],
     "matrix": [torch.eye(2), torch.eye(2).double()],
     "jacobian": [torch.ones(2, 10), torch.ones(2, 1)],
     "parameters": [ADAPTER, dict(reversed(ADAPTER.items()))],
@@ -90,14 +83,6 @@ BAD = {
     "named": [[], {1: 1.0}, {"a" * 201: 1.0}, {str(i): 1.0 for i in range(MAX_NAMES + 1)}],
     "by objective": [{"up": 1.0}, {"left": "x"}, [1.0, 2.0]],
     "by pair": [{"right-left": 0.5}, {"left": 0.5}],
-    "gram": [
-        [[1.0, 0.5], [0.4, 1.0]],
-        [[1.0, 1.1], [1.1, 1.0]],
-        [[-1.0, 0.0], [0.0, 1.0]],
-        [[1.0]],
-        [[1e308, 0.0], [0.0, 1.0]],
-        5,
-    ],
     "matrix": [torch.ones(2, 3), torch.ones(3, 3), torch.eye(2) * math.nan, [[1.0]], torch.ones(4)],
     "jacobian": [torch.ones(2, 11), torch.ones(2, 0), torch.ones(2, 3).long()],
     "parameters": [
@@ -178,18 +163,6 @@ def test_metrics_that_nobody_registered_are_dropped_and_told():
     value = {"num_steps": 1, "kind": "run", "\x1b[2J": 3, "mine": torch.zeros(1)}
     assert Metrics().read(value, "metrics", reading) == {"num_steps": 1}
     assert reading.dropped == ["metrics.kind", "metrics.\\x1b[2J", "metrics.mine"]
-
-
-def test_a_metrics_name_is_given_once_and_never_the_servers():
-    with pytest.raises(ValueError, match="'client' is written by the server"):
-        register_metrics(client=Number())
-    with pytest.raises(ValueError, match="'num_steps' exists already"):
-        register_metrics(num_steps=Flag())
-    with pytest.raises(ValueError, match="'num_steps' exists already"):
-        register_metrics(num_steps=replace(METRICS["num_steps"], may_leave=False))
-    before = dict(METRICS)
-    register_metrics(num_steps=METRICS["num_steps"])
-    assert before == METRICS
 
 
 def test_what_is_shown_of_a_value_is_short_and_printable():

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from firm.quantities import Quantity
 from firm.report.classic_figures import (
     Outcome,
     points_panel,
@@ -15,7 +16,6 @@ from firm.report.classic_figures import (
 )
 from firm.report.drawing import INK, NUM_BANDS, Key, Panel, Series
 from firm.report.tables import Setting, quantity_panel, series_of
-from firm.run.quantities import Quantity
 from tests.figures import assert_colours_are_defined, assert_plotly_accepts, lines
 
 LEFT = ("accuracies", "left")

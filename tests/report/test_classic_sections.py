@@ -5,6 +5,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 
+from firm.quantities import QUANTITIES
 from firm.report.classic_sections import (
     STATIONARITY,
     further_section,
@@ -15,7 +16,6 @@ from firm.report.classic_sections import (
     weights_section,
 )
 from firm.report.tables import Setting
-from firm.run.quantities import QUANTITIES
 from tests.figures import lines
 
 NAN = float("nan")

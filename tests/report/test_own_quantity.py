@@ -4,12 +4,12 @@ import csv
 
 import pytest
 
+from firm.quantities import Quantity, register
 from firm.report import read_record, write_report
 from firm.report.settings_page import study_figures, write_study_page
 from firm.report.static import save_figure
-from firm.run import Quantity, register
-from firm.run.rows import Number
 from firm.run.tracking import flatten
+from firm.schema import NonNegative
 from tests.runs import edit_rows, figures_in, read_rows
 
 
@@ -17,7 +17,7 @@ from tests.runs import edit_rows, figures_in, read_rows
 def surprise(new_plugins):
     """A quantity of the clients by objective, and one of the round."""
     register(Quantity("surprise", "Surprise at {}", "bits", "How new replies are.", by="objective"))
-    register(Quantity("calm", "Calm of the server", "beats", kind="round", shape=Number(low=0)))
+    register(Quantity("calm", "Calm of the server", "beats", kind="round", type=NonNegative))
     register(
         Quantity("excess", "Length over 30", "tokens", of=lambda row: row["response_length"] - 30)
     )

@@ -27,10 +27,21 @@ from firm.alignment.kl import KLPenalty
 from firm.alignment.policy import set_mode
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, entropy, token_logprobs
-from firm.federation.schema import ByObjective, Number, Optional, register_metrics
 from firm.fields import NOT_IN_PAPER, NonNegativeFloat, PositiveFloat, configuration
+from firm.quantities import PERCENT, Quantity, register
+from firm.schema import ByObjective, Share
 
-register_metrics(zero_variance_share=ByObjective(Optional(Number(0, 1))))
+register(
+    Quantity(
+        "zero_variance_share",
+        "Groups with equal rewards, {}",
+        "share of groups",
+        "Replies to a prompt with equal rewards teach nothing of this objective.",
+        type=ByObjective[Share | None],
+        section="training",
+        axis=PERCENT,
+    )
+)
 
 
 @register_estimator

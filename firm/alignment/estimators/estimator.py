@@ -161,7 +161,7 @@ class Estimator(Protocol):
         ...
 
     def metrics(self, experience: Any) -> dict[str, float]:
-        """Returns figures of a batch, registered by ``register_metrics``."""
+        """Returns figures of a batch, registered as quantities."""
         ...
 
     def state(self) -> dict[str, Any]:

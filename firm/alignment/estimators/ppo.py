@@ -32,7 +32,6 @@ from firm.alignment.sequences import (
     entropy,
     token_logprobs,
 )
-from firm.federation.schema import ByObjective, Number, Optional, register_metrics
 from firm.fields import (
     NOT_IN_PAPER,
     Fraction,
@@ -41,9 +40,13 @@ from firm.fields import (
     PositiveFloat,
     configuration,
 )
+from firm.quantities import Quantity, register
+from firm.schema import Share
 
-register_metrics(
-    value_loss=ByObjective(Optional(Number())), clip_fraction=Number(0, 1), entropy=Number()
+register(
+    Quantity("entropy", "Entropy of the policy", "nats per token", section="training"),
+    Quantity("clip_fraction", "Clip fraction", "share of tokens", type=Share, section="training"),
+    Quantity("value_loss", "Value loss, {}", "loss", by="objective", section="training"),
 )
 
 

@@ -14,11 +14,12 @@ from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.states import StateMissing
 from firm.federation.messages import Answer
 from firm.federation.outside import printable
-from firm.federation.schema import METRICS, Invalid, Items, Reading, Schema, Text, shown
+from firm.federation.schema import Invalid, Items, Reading, Schema, Text, shown
 from firm.federation.secure import FEWEST
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 from firm.fields import did_you_mean
+from firm.quantities import of_clients
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +51,18 @@ class SitePolicy:
         if unknown := [name for name in self.tasks if name not in TASKS]:
             near = did_you_mean(unknown[0], TASKS)
             raise ValueError(f"tasks must be among {', '.join(sorted(TASKS))}, got {unknown}{near}")
-        if unknown := [name for name in self.metrics or () if name not in METRICS]:
-            near = did_you_mean(unknown[0], METRICS)
+        known = of_clients()
+        if unknown := [name for name in self.metrics or () if name not in known]:
+            near = did_you_mean(unknown[0], known)
             raise ValueError(
-                f"metrics must be among {', '.join(sorted(METRICS))}, got {unknown}{near}"
+                f"metrics must be among {', '.join(sorted(known))}, got {unknown}{near}"
             )
 
     def released(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of a client's metrics that may leave the site."""
         names = self.metrics
         if names is None:
-            names = tuple(name for name, metric in METRICS.items() if metric.may_leave)
+            names = tuple(name for name, each in of_clients().items() if each.may_leave)
         released = {name: value for name, value in metrics.items() if name in names}
         if by_objective := released.get("by_objective"):
             own = {objective: self.released(each) for objective, each in by_objective.items()}

@@ -14,11 +14,11 @@ from firm.federation.engines import (
     SitesEngine,
     SitesReturned,
 )
-from firm.federation.schema import METRICS
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
+from firm.quantities import QUANTITIES
 from tests.channels import MemoryChannel
 
 FINGERPRINT = {"version": "1", "configuration": "abc"}
@@ -311,8 +311,8 @@ def test_only_what_the_policy_names_leaves_a_site(new_network, start):
 
 
 def test_a_metric_that_may_not_leave_stays_unless_the_policy_names_it(monkeypatch):
-    kept = replace(METRICS["cosines"], may_leave=False)
-    monkeypatch.setitem(METRICS, "cosines", kept)
+    kept = replace(QUANTITIES["client", "cosines"], may_leave=False)
+    monkeypatch.setitem(QUANTITIES, ("client", "cosines"), kept)
     own = {"cosines": [[0.5]], "num_steps": 1}
     metrics = {**own, "by_objective": {"left": own}}
     released = {"num_steps": 1, "by_objective": {"left": {"num_steps": 1}}}

@@ -1,0 +1,123 @@
+"""Quantities: the numbers that runs log, each registered once, where it is computed.
+
+    register(Quantity("entropy", "Entropy of the policy", "nats per token", section="training"))
+
+The registration says what a valid value is, whether a client's may leave its site, and how pages,
+figures and dashboards draw it. It is all that a new number needs: a client's message may carry it,
+rows of a log are checked by it, and it stands on the page of a run, on that of a study, among the
+figures with their data and in W&B.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from firm.fields import metadata
+from firm.schema import ByObjective, ByPair, Finite, PerEach
+
+Kind = Literal["client", "round", "evaluation"]
+Lines = Literal["clients", "clients and mean", "means"]
+
+RESERVED = ("kind", "round", "client", "num_examples", "bytes_down", "bytes_up")
+"""Fields of a client's row in the log that the server writes itself."""
+
+CENTERED = {"autorangeoptions": {"include": [-0.2, 0.2]}}
+"""Axis of correlations, as far as they go; what is near zero looks so."""
+PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A logged number, or several by objective, by pair of objectives or by solve."""
+
+    name: str
+    """Its field in the rows."""
+    title: str = ""
+    """Above its figure; {} stands for the objective, the pair, or both objectives of two. Without
+    a title it is logged and not drawn."""
+    unit: str = ""
+    """Beside the axis."""
+    help: str = ""
+    """A sentence on what it says, for the text of its section."""
+    kind: Kind = "client"
+    """The rows that hold it."""
+    type: Any = None
+    """Type of a valid value, of `firm.schema`; by default a number, or one by name."""
+    may_leave: bool = True
+    """Whether a client's may leave a site whose policy does not name it: figures of a batch may,
+    those of one example may not."""
+    needs: tuple[str, ...] = ()
+    """Quantities that it says nothing without."""
+    noisy: Any = None
+    """Type of a value to which a client adds noise, which may leave the range; see `type_in`."""
+    section: str = "further"
+    """The part of a run's page that shows it; none where it is empty."""
+    by: Literal["", "objective", "pair"] = ""
+    """Whether there is one for all, one by objective, or one by pair; the type says it, too."""
+    lines: Lines = "clients"
+    """A line for each client, with or without their mean, or the mean by objective alone."""
+    evaluated: str = ""
+    """The field of evaluations that holds the same for the global model."""
+    reference: float | Literal["1/M"] | None = None
+    """Where a dashed line lies."""
+    axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
+    """Further attributes of plotly's y-axis."""
+    is_share: bool = False
+    """Whether the values of all objectives sum to one, so that of two the first says it all."""
+    of: Callable[[Mapping[str, Any]], float | None] | None = None
+    """Derives it from a row that does not hold it."""
+
+    def __post_init__(self) -> None:
+        named = {"": Finite, "objective": ByObjective[Finite | None], "pair": ByPair[Finite | None]}
+        by = [each.pairs for each in metadata(self.type) if isinstance(each, PerEach)]
+        if by and not self.by:
+            object.__setattr__(self, "by", "pair" if by[0] else "objective")
+        if self.type is None:
+            object.__setattr__(self, "type", named[self.by])
+
+    def type_in(self, figures: Mapping[str, Any]) -> Any:
+        """Returns its type beside a client's other figures.
+
+        A client that clips and keeps the length of its update to itself adds noise to its figures
+        (``privacy.statistics`` is noisy): cut back to their ranges, their means would be biased.
+        """
+        is_noisy = "clipped" in figures and "update_norm" not in figures
+        return self.noisy if is_noisy and self.noisy is not None else self.type
+
+
+QUANTITIES: dict[tuple[Kind, str], Quantity] = {}
+"""By kind of row and name, in the order of registration, in which pages show them."""
+
+
+def register(*quantities: Quantity) -> None:
+    """Registers quantities, or the same ones again.
+
+    Raises:
+        ValueError: A name is the server's own, or is that of another quantity of its kind.
+    """
+    for quantity in quantities:
+        if quantity.kind == "client" and quantity.name in RESERVED:
+            raise ValueError(
+                f"the quantity {quantity.name!r} is written by the server; choose another name."
+            )
+        if QUANTITIES.setdefault((quantity.kind, quantity.name), quantity) != quantity:
+            raise ValueError(f"the quantity {quantity.name!r} exists already; choose another name.")
+
+
+def shown(section: str) -> list[Quantity]:
+    """Returns the quantities that a section draws, in order."""
+    return [quantity for quantity in drawn() if quantity.section == section]
+
+
+def drawn() -> list[Quantity]:
+    """Returns the quantities that are drawn, in order."""
+    return [quantity for quantity in QUANTITIES.values() if quantity.title]
+
+
+def of_clients() -> dict[str, Quantity]:
+    """Returns the quantities that clients send, by name."""
+    return {
+        name: quantity
+        for (kind, name), quantity in QUANTITIES.items()
+        if kind == "client" and quantity.of is None
+    }

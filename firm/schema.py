@@ -1,0 +1,172 @@
+"""Types of numbers that clients send and runs log: pydantic's, with the ranges that are valid.
+
+A type such as ``Series[PerObjective[Share]]`` is stated once, where the number is computed
+(`firm.quantities`). A client's message is read by it strictly, and a row of a log leniently: there
+an invalid entry is left out, and the others stay.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Protocol, TypeVar
+
+from annotated_types import Interval, Len
+from pydantic import AfterValidator, AllowInfNan, Strict, TypeAdapter, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+LARGEST = 1e30
+"""Larger numbers measure nothing, and their squares and sums are not finite in float32."""
+SLACK = 1e-3
+"""How far rounding may take a share or a correlation beyond its range."""
+MAX_ITEMS = 10_000
+"""Most items of a list, such as the solves of one round."""
+MAX_NAMES = 1_000
+"""Most entries of a mapping with free names."""
+MAX_TEXT = 200
+"""Most characters of a name."""
+ROUNDING = 1e-6
+"""Relative asymmetry that rounding leaves in a Gram matrix."""
+
+T = TypeVar("T")
+
+
+class Objectives(Protocol):
+    """Context in which a value is checked; None where the objectives are not known."""
+
+    @property
+    def objectives(self) -> Sequence[str] | None:
+        """Names of the M objectives, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class PerEach:
+    """One entry for each objective, or for each pair of objectives as "a-b"."""
+
+    pairs: bool = False
+
+    def names(self, objectives: Sequence[str]) -> list[str]:
+        """Returns the names of the entries, in order."""
+        names = list(objectives)
+        if not self.pairs:
+            return names
+        return [f"{a}-{b}" for i, a in enumerate(names) for b in names[i + 1 :]]
+
+
+@dataclass(frozen=True)
+class Separate:
+    """The items of a list have no place: without an invalid one, the others are still valid."""
+
+
+# --- Checks that need the objectives --------------------------------------------------------------
+
+
+def _names(info: ValidationInfo, each: PerEach) -> list[str] | None:
+    objectives = info.context.objectives if info.context else None
+    return None if objectives is None else each.names(objectives)
+
+
+def _of_all(value: list[Any], info: ValidationInfo, each: PerEach) -> list[Any]:
+    names = _names(info, each)
+    if names is not None and len(value) != len(names):
+        raise PydanticCustomError("length", "a list of {count} items", {"count": len(names)})
+    return value
+
+
+def _of_some(value: dict[str, Any], info: ValidationInfo, each: PerEach) -> dict[str, Any]:
+    names = _names(info, each)
+    if names is not None and any(name not in names for name in value):
+        among = {"names": ", ".join(names)}
+        raise PydanticCustomError("names", "a mapping with names among {names}", among)
+    return value
+
+
+def _of_all_objectives(value: list[Any], info: ValidationInfo) -> list[Any]:
+    return _of_all(value, info, PerEach())
+
+
+def _of_all_pairs(value: list[Any], info: ValidationInfo) -> list[Any]:
+    return _of_all(value, info, PerEach(pairs=True))
+
+
+def _of_objectives(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return _of_some(value, info, PerEach())
+
+
+def _of_pairs(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return _of_some(value, info, PerEach(pairs=True))
+
+
+def _is_printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("printable", "a text of characters that can be printed")
+    return value
+
+
+def _is_gram(rows: list[list[float]]) -> list[list[float]]:
+    for i, row in enumerate(rows):
+        for j in range(i + 1):
+            bound = (max(row[i], 0) * max(rows[j][j], 0)) ** 0.5 * (1 + ROUNDING)
+            slack = ROUNDING * max(row[i], rows[j][j])
+            if row[i] < 0 or abs(row[j] - rows[j][i]) > slack or abs(row[j]) > bound + slack:
+                raise PydanticCustomError(
+                    "gram", "a Gram matrix, symmetric with |G_ij|² ≤ G_ii G_jj"
+                )
+    return rows
+
+
+# --- Types ----------------------------------------------------------------------------------------
+
+Finite = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=-LARGEST, le=LARGEST)]
+NonNegative = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=0, le=LARGEST)]
+Share = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=-SLACK, le=1 + SLACK)]
+Correlation = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=-1 - SLACK, le=1 + SLACK)]
+Count = Annotated[int, Strict(), Interval(ge=0, le=10**18)]
+Name = Annotated[str, Strict(), Len(0, MAX_TEXT), AfterValidator(_is_printable)]
+
+Series = Annotated[list[T], Len(1, MAX_ITEMS)]
+"""One entry for each solve, or each batch."""
+Items = Annotated[list[T], Len(0, MAX_ITEMS), Separate()]
+"""Entries that each stand for themselves."""
+PerObjective = Annotated[list[T], AfterValidator(_of_all_objectives), PerEach()]
+"""M entries."""
+PerPair = Annotated[list[T], AfterValidator(_of_all_pairs), PerEach(pairs=True)]
+"""M(M - 1)/2 entries, the pairs in the order 01, 02, ..., 12, ..."""
+ByObjective = Annotated[dict[str, T], AfterValidator(_of_objectives), PerEach()]
+"""Entries of some of the objectives."""
+ByPair = Annotated[dict[str, T], AfterValidator(_of_pairs), PerEach(pairs=True)]
+"""Entries of some pairs, as "a-b"."""
+Named = Annotated[dict[Name, T], Len(0, MAX_NAMES)]
+"""Entries with free names."""
+Gram = Annotated[PerObjective[PerObjective[Finite]], AfterValidator(_is_gram)]
+"""A Gram matrix [M, M]: symmetric, within the bound of Cauchy and Schwarz."""
+
+
+def in_words(error: Mapping[str, Any]) -> str:
+    """Returns what pydantic's error wanted in place of a value, such as "a finite number"."""
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind in ("greater_than_equal", "less_than_equal"):
+        bound = "at least" if "ge" in limits else "at most"
+        return f"{bound} {limits.get('ge', limits.get('le')):g}"
+    if kind in ("too_short", "too_long"):
+        bound = "at least" if "min_length" in limits else "at most"
+        length = limits.get("min_length", limits.get("max_length"))
+        return f"of {bound} {length} items, not {limits['actual_length']}"
+    return _WORDS.get(kind) or error["msg"].removeprefix("Input should be ")
+
+
+_WORDS = {
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "int_type": "an integer",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+}
+
+
+@cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Returns pydantic's check of a type."""
+    return TypeAdapter(kind)
