@@ -23,7 +23,7 @@ demo: install ## Align the miniature world to two objectives and write runs/<nam
 	$(OFFLINE) $(BIN)/firm demo
 
 network-demo: install ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
-	$(OFFLINE) $(BIN)/python recipes/network.py demo --config $(NETWORK) --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
+	$(OFFLINE) $(BIN)/firm network demo --config $(NETWORK) --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
 
 test: install ## Run the test suite (without network, within minutes).
 	$(OFFLINE) $(BIN)/python -m pytest -q -n 2 --dist loadfile

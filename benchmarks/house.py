@@ -108,7 +108,7 @@ def num_circles() -> int:
 TRACER = """
 import sys, threading
 from pathlib import Path
-from firm.cli.align import main
+from firm.jobs.alignment import main
 from firm.federation.server import ServerState
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse

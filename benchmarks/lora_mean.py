@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.lora_errors import averaging_error, truncation_error
 from benchmarks.measure import interleaved
-from firm.cli.align import main
 from firm.federation import Adapter, Engine, ServerState
 from firm.federation.aggregation import weighted_mean
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.fmoo.progress import Recorder
+from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, print_table
 

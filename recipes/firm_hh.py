@@ -10,7 +10,7 @@
 A run is a directory: configuration, metrics, checkpoints, the adapter, and `report.html`.
 """
 
-from firm.cli.main import run
+from firm.cli.main import COMMANDS
 
 if __name__ == "__main__":
-    run("align", description=__doc__ or "")
+    COMMANDS["align"].run(description=__doc__ or "")

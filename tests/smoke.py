@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from firm.cli.align import main
+from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
 

@@ -1,35 +1,184 @@
-"""The command `firm`: one word for every job."""
+"""The command `firm`: a table of jobs, each a function of one configuration."""
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
-from firm.cli.help_pages import page_file
 from firm.console import accept_any_text
 
+PAGES = Path(__file__).parent / "pages"
+"""What `--help` prints, in files: to import a job and its configuration takes seconds."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A job on the command line. Its modules are imported when it starts.
+
+    Functions, configurations and keys are named as MODULE:NAME below `firm.jobs`.
+    """
+
+    text: str
+    """Purpose, in one line."""
+    job: str
+    """The function that is called with the configuration."""
+    config: str
+    """The class of the configuration."""
+    default: str | None = None
+    """The configuration file that is read when the command line names none."""
+    keys: str | None = None
+    """The keys that `--help` shows, by heading; by default those in no section."""
+    resumed: Literal["run", "study"] | None = None
+    """What lies in the folder that `--resume` names."""
+    over: str | None = None
+    """The key that names a finished run, whose settings are the defaults."""
+    more: tuple[str, ...] = ()
+    """Further arguments."""
+
+    @property
+    def page(self) -> Path:
+        """Returns the file with the keys that `--help` prints."""
+        return PAGES / f"{self.job.partition(':')[0]}.txt"
+
+    def parse(self, argv: Sequence[str] | None = None, *, description: str = "") -> Any:
+        """Returns the configuration of a command line, by default the process's.
+
+        Raises:
+            UserError: The command line or a file is wrong.
+        """
+        arguments = [*(sys.argv[1:] if argv is None else argv), *self.more]
+        config = _load(self.config)
+        if self.over:
+            from firm.jobs.finished_runs import parse_over_run
+
+            return parse_over_run(config, arguments, key=self.over, description=description)
+        from firm.run import parse, run_to_resume, study_to_resume
+
+        return parse(
+            config,
+            arguments,
+            description=description,
+            default_file=self.default,
+            keys=_load(self.keys) if self.keys else None,
+            resumed={"run": run_to_resume, "study": study_to_resume, None: None}[self.resumed],
+        )
+
+    def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
+        """Calls the job with the configuration of a command line; bad input ends in one line."""
+        job = _load(self.job)
+        from firm.run import exit_on_user_error
+
+        with exit_on_user_error():
+            job(self.parse(argv, description=description))
+
+
+_ALIGN = Command(
+    "Aligns a language model to several objectives across clients.",
+    "alignment:main",
+    "alignment_config:AlignmentConfig",
+    default="configs/miniature.yaml",
+    keys="alignment_config:KEYS",
+    resumed="run",
+)
 COMMANDS = {
-    "demo": ("align", "Aligns the miniature world to two objectives, in about three minutes."),
-    "align": ("align", "Aligns a language model to several objectives across clients."),
-    "init": ("init", "Asks for model, data and reward models, and writes a configuration."),
-    "plan": ("align", "Prints what `align` would do: sizes, bytes, memory, steps."),
-    "study": ("study", "Runs several settings, each with several seeds, side by side."),
-    "sweep": ("sweep", "Runs a training for every preference, and draws the front."),
-    "evaluate": ("evaluate", "Compares adapters with their base model on held-out prompts."),
-    "chat": ("chat", "Lets the base and the aligned model answer side by side."),
-    "explore": ("explore", "Opens a page with a slider for each objective of a conditioned run."),
-    "pick": ("pick", "Picks or merges a model for a wanted trade-off."),
-    "workspace": ("workspace", "Saves a workspace in W&B with the main figures of a run's page."),
-    "network": ("network", "Runs across sites over a network: kits, server, sites, runs."),
-    "fmoo": ("fmoo", "Compares the classic algorithms on images, tables and text."),
+    "demo": replace(
+        _ALIGN, text="Aligns the miniature world to two objectives, in about three minutes."
+    ),
+    "align": _ALIGN,
+    "init": Command(
+        "Asks for model, data and reward models, and writes a configuration.",
+        "init:main",
+        "init:InitConfig",
+    ),
+    "plan": replace(
+        _ALIGN, text="Prints what `align` would do: sizes, bytes, memory, steps.", more=("--plan",)
+    ),
+    "study": Command(
+        "Runs several settings, each with several seeds, side by side.",
+        "study:main",
+        "study:StudyConfig",
+        resumed="study",
+    ),
+    "sweep": Command(
+        "Runs a training for every preference, and draws the front.",
+        "sweep:main",
+        "sweep:SweepConfig",
+        resumed="study",
+    ),
+    "evaluate": Command(
+        "Compares adapters with their base model on held-out prompts.",
+        "compare:main",
+        "compare:CompareConfig",
+        over="runs",
+    ),
+    "chat": Command(
+        "Lets the base and the aligned model answer side by side.",
+        "chat:main",
+        "chat:ChatConfig",
+        over="run",
+    ),
+    "explore": Command(
+        "Opens a page with a slider for each objective of a conditioned run.",
+        "explore_page:main",
+        "explore:ExploreConfig",
+        over="run",
+    ),
+    "pick": Command("Picks or merges a model for a trade-off.", "pick:main", "pick:PickConfig"),
+    "workspace": Command(
+        "Saves a workspace in W&B with the main figures of a run's page.",
+        "workspace:main",
+        "workspace:WorkspaceConfig",
+    ),
+    "fmoo": Command(
+        "Compares the classic algorithms on images, tables and text.",
+        "fmoo:main",
+        "fmoo_config:ClassicConfig",
+        default="configs/fmoo/two_digits.yaml",
+        resumed="study",
+    ),
+    "network provision": Command(
+        "Makes a folder for each party of a run across sites.",
+        "network_parties:provision",
+        "network_config:FederationConfig",
+    ),
+    "network start-server": Command(
+        "Runs the server until it is stopped.",
+        "network_parties:start_server",
+        "network_config:ServerConfig",
+    ),
+    "network start-site": Command(
+        "Runs a site until it is stopped.",
+        "network_parties:start_site",
+        "network_config:SiteConfig",
+    ),
+    "network submit": Command(
+        "Starts or continues the run, and waits for its end.",
+        "network_parties:submit",
+        "network_config:AdminConfig",
+    ),
+    "network status": Command(
+        "Prints which sites are connected and what runs.",
+        "network_parties:status",
+        "network_config:AdminConfig",
+    ),
+    "network stop": Command(
+        "Stops the run after its last checkpoint, from which `submit` continues.",
+        "network_parties:stop",
+        "network_config:AdminConfig",
+    ),
+    "network demo": Command(
+        "Does all of it on this machine: kits, a server, its sites, a run.",
+        "network_parties:demo",
+        "network_config:FederationConfig",
+    ),
 }
-"""Command -> module of `firm.cli`, and what it does."""
+"""All jobs, by what follows `firm` on the command line."""
 
 EXTRAS = {"nvflare": "network"}
-"""Packages that commands import at once -> the extra that installs them."""
-
-RENAMED = {"serve-point": "pick"}
-"""Commands that have another name now."""
+"""Packages that commands import -> the extra that installs them."""
 
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]
 
@@ -41,61 +190,54 @@ processes: `torchrun --nproc_per_node 4 -m firm align ...`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that the first argument names; without one it prints all of them."""
+    """Runs the command that the first arguments name; without one it prints all of them."""
     accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments[0] if arguments else ""
-    if name == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"firm {version('firm-align')}")
         return
-    if name in RENAMED:
-        print(f"firm: error: {name} is called {RENAMED[name]} now.", file=sys.stderr)
-        raise SystemExit(2)
+    num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
     if name not in COMMANDS:
-        width = max(map(len, COMMANDS))
-        lines = [f"  {command:<{width}}  {text}" for command, (_, text) in COMMANDS.items()]
-        print(USAGE.format(commands="\n".join(lines)))
-        if name not in ("", "-h", "--help"):
-            from firm.fields import did_you_mean  # imports that a command's own help does without
-
-            line = f"there is no command {name!r}{did_you_mean(name, COMMANDS)}"
-            print(f"\nfirm: error: {line}", file=sys.stderr)
-        raise SystemExit(0 if name in ("", "-h", "--help") else 2)
-    module, text = COMMANDS[name]
-    plan = ["--plan"] if name == "plan" else []
-    run(module, arguments[1:], plan, description=f"firm {name}: {text}")
-
-
-def run(
-    module: str,
-    argv: Sequence[str] | None = None,
-    more: Sequence[str] = (),
-    *,
-    description: str,
-) -> None:
-    """Runs a command; `--help` alone is read from a file, since imports take seconds.
-
-    Args:
-        module: The command's module of `firm.cli`.
-        argv: Arguments without the program's name; those of the process when None.
-        more: Further ones.
-        description: Opens the help page.
-    """
-    accept_any_text()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments in (["-h"], ["--help"]):
-        print(f"{description}\n\n{page_file(module).read_text(encoding='utf-8')}", end="")
+        _print_usage(arguments)
+    command = COMMANDS[name]
+    description = f"firm {name}: {command.text}"
+    if rest in (["-h"], ["--help"]) and command.page.exists():
+        print(f"{description}\n\n{command.page.read_text(encoding='utf-8')}", end="")
         raise SystemExit(0)
     try:
-        command = import_module(f"firm.cli.{module}").cli
+        command.run(rest, description=description)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
         print(
-            f"firm: error: firm {module} needs the package {package}, which is not installed: "
+            f"firm: error: firm {name} needs the package {package}, which is not installed: "
             f"pip install 'firm-align[{EXTRAS[package]}]'.",
             file=sys.stderr,
         )
         raise SystemExit(2) from None
-    command([*arguments, *more], description=description)
+
+
+def _print_usage(words: Sequence[str]) -> NoReturn:
+    """Prints all commands, or those that begin with the first word, and ends the program."""
+    group = [name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")]
+    asked = " ".join(words[: 2 if group else 1])
+    names = group or list(COMMANDS)
+    width = max(map(len, names))
+    lines = [f"  {name:<{width}}  {COMMANDS[name].text}" for name in names]
+    print(USAGE.format(commands="\n".join(lines)))
+    if asked.split()[len(group) > 0 :] in ([], ["-h"], ["--help"]):
+        raise SystemExit(0)
+    from firm.fields import did_you_mean  # imports that a command's help does without
+
+    first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
+    line = f"there is no command {asked!r}{did_you_mean(asked, group or first_words)}"
+    print(f"\nfirm: error: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _load(place: str) -> Any:
+    """Returns what MODULE:NAME names below `firm.jobs`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"firm.jobs.{module}"), name)

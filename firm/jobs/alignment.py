@@ -23,11 +23,7 @@ from firm.alignment import (
     Prompt,
     comparison_table,
     evaluate,
-    kl_alarm,
     load_adapter_,
-    logprobs_from,
-    mismatch_alarm,
-    ratio_alarm,
     save_adapter,
     save_folded,
 )
@@ -39,16 +35,16 @@ from firm.federation import (
     RandomStream,
     ServerState,
     State,
-    failure_alarms,
 )
 from firm.federation.engines import with_own_key
+from firm.federation.outside import legible, printable
 from firm.fronts import preference_folder, widest_gap
+from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     client_names,
     is_front_due,
     measured_preferences,
-    solves_at_preferences,
 )
 from firm.jobs.alignment_loading import (
     Given,
@@ -62,22 +58,31 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
-from firm.report import read_record, update_report
+from firm.jobs.plan import print_plan
+from firm.jobs.sources import check_sources
+from firm.report import alarms, read_record, update_report
 from firm.report.run_front import front_of_run, split_at
 from firm.report.tables import Frame, Setting
-from firm.run import Progress, Run, Tracker, UserError, dated_folder, to_dict
+from firm.run import (
+    Progress,
+    Run,
+    Tracker,
+    UserError,
+    continued_by,
+    dated_folder,
+    print_table,
+    to_dict,
+)
 from firm.run.comparison import prompts_text
 from firm.run.earlier import translated_figures
-from firm.run.guard import drawing, drawn
+from firm.run.guard import drawing
 from firm.run.rows import Row
+from firm.run.shipped import with_shipped_paths
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by row of the test data, in the run's directory."""
 FRONT_NAME = "front.json"
 """The front of a conditioned run, in its directory."""
-SPLITS = ("train", "validation", "test")
-MINIATURE = "firm/miniature/checkpoints/"
-"""Where the models and prompts that ship are."""
 FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "plan", "plugins", "resume", "tracking"),
@@ -152,6 +157,29 @@ class Report:
         """Returns what a notebook shows: the page in a frame, whole."""
         page = html.escape(self.path.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 48rem; border: 0"></iframe>'
+
+
+def main(cfg: AlignmentConfig) -> Path | None:
+    """Runs what `cfg` asks for; returns the run's directory, None after a plan."""
+    check_sources(with_shipped_paths(cfg))
+    if cfg.plan:
+        return print_plan(cfg)
+    out = run_folder(cfg)
+    with continued_by("align", out):
+        result = align(replace(cfg, out=out))
+    if result is None:  # another process prints
+        return None
+    final = result.final
+    print_table(
+        f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
+        f"{cfg.evaluation.num_samples} replies each, mean ± standard error",
+        ["", "base", "aligned", "change", "z"],
+        [row.cells() for row in result.comparison],
+    )
+    for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
+        print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
+    print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
+    return result.path
 
 
 def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
@@ -435,73 +463,6 @@ def _run_row(
         "processes": [processes.hosted(names, rank) for rank in range(processes.size)],
         "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
-
-
-def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
-    """Returns what the user should know of the configuration alone."""
-    texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
-    texts += _leftovers(cfg)
-    if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
-        return texts
-    num_steps = cfg.rounds * cfg.strategy.num_local_steps
-    alarm = kl_alarm(cfg.estimator.kl, batch_size=cfg.estimator.batch_size, num_steps=num_steps)
-    return [*texts, alarm] if alarm else texts
-
-
-def _leftovers(cfg: AlignmentConfig) -> list[str]:
-    """Returns a warning where policy or training prompts are one's own, and what measures ships."""
-    places = {
-        "policy.path": cfg.policy.path,
-        **{f"data.{split}.source": getattr(cfg.data, split).source for split in SPLITS},
-        **{f"rewards.{name}.path": reward.path for name, reward in cfg.rewards.items()},
-    }
-    own = [key for key in ("policy.path", "data.train.source") if MINIATURE not in str(places[key])]
-    left = [key for key, place in places.items() if MINIATURE in str(place)]
-    if not own or not set(left) - {"policy.path", "data.train.source"}:
-        return []
-    return [
-        f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} your own, but {', '.join(left)} "
-        f"{'is' if len(left) == 1 else 'are'} still the miniature's: `firm init` writes a whole "
-        "configuration."
-    ]
-
-
-def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
-    """Returns alarms of the rounds so far that no earlier row has.
-
-    Args:
-        cfg: The run.
-        rows: Its rows, that of the round that just ended last.
-    """
-    texts = failure_alarms(rows)
-    alarms: list[str | None] = []
-    is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
-    has_dropout = cfg.policy.lora.dropout > 0  # by which ratios are other than 1 by design
-    if is_of_generation or not has_dropout:
-        alarm = drawn(
-            "Whether an unchanged policy's ratio is 1",
-            lambda: ratio_alarm(
-                rows,
-                dtype=cfg.policy.dtype,
-                temperature=cfg.rollout.temperature,
-                key="logprob_mismatch" if has_dropout else "first_log_ratio",
-            ),
-            instead=str,
-        )
-        alarms.append(alarm)
-    if is_of_generation:
-        alarm = drawn(
-            "Whether rounding is small beside the KL",
-            lambda: mismatch_alarm(rows, cfg.estimator.kl),
-            instead=str,
-        )
-        alarms.append(alarm)
-    texts += filter(None, alarms)
-    if solves_at_preferences(cfg):  # which have no β
-        return texts
-    return texts + drawn(
-        "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
-    )
 
 
 def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:

@@ -55,6 +55,30 @@ class DataConfig:
     file whole, of a dataset the second half of its split "test"."""
 
 
+KEYS = {
+    "The run": ["out", "resume", "plan", "seed", "rounds", "num_clients"],
+    "Models": ["policy.path", "policy.lora.r", "rewards.NAME.path", "rewards.NAME.format"],
+    "Prompts and replies": [
+        "data.train.source",
+        "data.test.source",
+        "partition.kind",
+        "rollout.max_new_tokens",
+        "rollout.temperature",
+    ],
+    "A local step": [
+        "estimator.name",
+        "estimator.batch_size",
+        "estimator.actor_learning_rate",
+        "estimator.kl.coefficient",
+    ],
+    "A round": [
+        "strategy.name",
+        "strategy.num_local_steps",
+        "strategy.beta",
+        "strategy.preference",
+    ],
+}
+"""The keys that matter, which `--help` shows."""
 DEFAULT_SPLITS = {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}
 """Splits of datasets where `split` is null, by what the prompts are for."""
 

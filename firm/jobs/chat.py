@@ -1,14 +1,20 @@
 """Talks to the base and the aligned model side by side."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from firm.alignment import Calibration, score
 from firm.alignment.prompts import Message, Prompt, hh_text
 from firm.federation import RandomStream
+from firm.federation.outside import legible
 from firm.fields import configuration
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
@@ -141,3 +147,66 @@ def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibra
         reward = f" (reward {calibrations[name](value).item():.2f})" if name in calibrations else ""
         parts.append(f"{name} {value.item():.3f}{reward}")
     return parts
+
+
+COMMANDS = "/reset begins anew, /quit leaves"
+
+
+def main(cfg: ChatConfig, console: Console | None = None) -> None:
+    """Answers every line of the input until it ends."""
+    console = console or Console(highlight=False)
+    conversation = Conversation(cfg)
+    show_welcome(console, cfg, conversation.folder)
+    for turn, line in enumerate(turns(console)):
+        if line == "/reset":
+            conversation.reset()
+            say(console, "(both dialogues begin anew)")
+        elif line.startswith("/"):
+            say(console, f"(no command {line.split()[0]}: {COMMANDS})")
+        else:
+            show(console, conversation.answer(line, turn))
+
+
+def turns(console: Console) -> Iterator[str]:
+    """Yields what the person says, line by line, until /quit or the end of the input."""
+    is_person = sys.stdin.isatty()
+    while True:
+        try:
+            line = (console.input("[bold]you[/bold]: ") if is_person else input()).strip()
+        except EOFError:
+            return
+        line = line.encode(errors="replace").decode()  # bytes that are no text reach no tokenizer
+        if line == "/quit":
+            return
+        if line:
+            if not is_person:
+                say(console, f"you: {line}")
+            yield line
+
+
+def show_welcome(console: Console, cfg: ChatConfig, folder: Path) -> None:
+    """Says on a terminal who talks, and how to leave."""
+    if console.is_terminal:
+        say(console, f"base     {cfg.policy.path}\naligned  {folder}\n{COMMANDS}\n")
+
+
+def show(console: Console, answers: Mapping[str, Answer]) -> None:
+    """Prints two columns on a terminal, labelled lines elsewhere."""
+    if not console.is_terminal:
+        for side, answer in answers.items():
+            say(console, f"{side}: {answer.text}")
+            if answer.scores:
+                say(console, f"{side} scores: {'  '.join(answer.scores)}")
+        return
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+    for side in answers:
+        table.add_column(side, ratio=1)
+    table.add_row(*(Text(legible(answer.text)) for answer in answers.values()))
+    if any(answer.scores for answer in answers.values()):
+        table.add_row(*(Text("\n".join(answer.scores), style="dim") for answer in answers.values()))
+    console.print(table)
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a text as it is."""
+    console.print(Text(legible(text)), soft_wrap=True)

@@ -20,7 +20,7 @@ from firm.alignment import (
     load_prompts,
 )
 from firm.federation import RandomStream
-from firm.federation.outside import printable
+from firm.federation.outside import legible, printable
 from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
@@ -28,7 +28,7 @@ from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
 from firm.report.comparison import write_comparison
 from firm.report.samples import Reply, Sample, Turn, turns_of
-from firm.run import UserError, dated_folder, leaves, to_yaml
+from firm.run import UserError, dated_folder, leaves, print_table, to_yaml
 from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.files import whole_folder, write_csv
 from firm.run.guard import drawing
@@ -325,3 +325,24 @@ def _lines(
         ]
         for name, table in tables.items()
     }
+
+
+NUM_PRINTED_SAMPLES = 2
+"""Prompts whose replies the terminal shows; the files have `num_shown_samples`."""
+
+
+def main(cfg: CompareConfig) -> Path:
+    """Compares and prints; returns the directory of the results."""
+    result = compare(cfg)
+    for name, table in result.tables.items():
+        print_table(
+            f"\n{name} on {result.prompts}, {cfg.num_samples} replies each, mean ± standard error",
+            ["", BASE, name, "change", "z"],
+            [row.cells() for row in table],
+        )
+    for prompt, replies in result.samples[:NUM_PRINTED_SAMPLES]:
+        print(legible(prompt.strip()))
+        for name, reply in replies.items():
+            print(legible(f"{name}: {reply.text.strip()}\n"))
+    print(legible(f"page     {result.path / PAGE_NAME}\nfigures  {result.path / 'figures.csv'}"))
+    return result.path

@@ -1,6 +1,7 @@
 """Federated multi-objective learning on images, tables and text: algorithms, side by side."""
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from torch import nn
 from firm.console import accept_any_text
 from firm.federation import ServerState, State, failure_alarms
 from firm.federation.engines import with_own_key
-from firm.federation.outside import printable
+from firm.federation.outside import legible, printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
 from firm.jobs import fmoo_page
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
@@ -23,8 +24,18 @@ from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Round, Wing, train
 from firm.report.classic_sections import NUM_TABLE_USERS
 from firm.report.tables import Frame, Setting
-from firm.run import Run, Tracker, UserError, dated_folder, make_private_folder, to_dict, to_yaml
+from firm.run import (
+    Run,
+    Tracker,
+    UserError,
+    dated_folder,
+    make_private_folder,
+    print_table,
+    to_dict,
+    to_yaml,
+)
 from firm.run.files import file_errors, replace_text
+from firm.run.guard import drawing
 from firm.run.resuming import STUDY_NAME, continued_by, is_resumed
 from firm.run.rows import Row
 
@@ -259,3 +270,17 @@ def write_comparison(
         "Seeds": ", ".join(map(str, cfg.seeds)),
     }
     fmoo_page.write(out, cfg, runs, facts=facts, config=to_yaml(cfg))
+
+
+def main(cfg: ClassicConfig) -> Path:
+    """Runs what is not finished of the study, prints the table, and returns the directory."""
+    start = time.perf_counter()
+    result = run_classic(cfg)
+    title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"
+    with drawing("The table"):
+        print_table(title, *fmoo_page.summary(cfg, result.runs))
+    for where, text in fmoo_page.alarms_of(cfg, result.runs):
+        print(f"note: {printable(f'{where}: {text}', max_length=5_000)}")
+    page = result.path / fmoo_page.PAGE_NAME
+    print(legible(f"page     {page}\n{time.perf_counter() - start:.0f} s"))
+    return result.path

@@ -1,4 +1,4 @@
-"""The page and the table of a study of `recipes/fmoo.py`, from the rows of its runs."""
+"""The page and the table of a study of `firm fmoo`, from the rows of its runs."""
 
 import csv
 from collections import Counter

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import yaml
 
 from firm.alignment import read_prompts
+from firm.federation.outside import legible, printable
 from firm.fields import configuration, field_docstrings
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
@@ -187,3 +190,34 @@ def _data(prompts: str, test_prompts: str) -> list[str]:
 def _quoted(text: str) -> str:
     """Returns a text as YAML has it, in quotes where it needs them."""
     return text if re.fullmatch(r"[A-Za-z_][\w./-]*", text) else json.dumps(text)
+
+
+def main(cfg: InitConfig) -> None:
+    """Writes what `cfg` says, and prints how to go on."""
+    written = init(cfg, input if sys.stdin.isatty() else None)
+    print(legible(f"wrote {written.path}"))
+    for line in _in_words(written):
+        print(printable(line, max_length=5_000))
+    file = shlex.quote(str(written.path))
+    print(legible(f"what would run  firm plan --config {file}"))
+    print(legible(f"run it          firm align --config {file}"))
+
+
+def _in_words(written: Written) -> list[str]:
+    """Returns what was found out, and what the configuration does with it."""
+    config, found = written.config, written.inspection
+    lines = [f"{config.policy.path} is aligned to {' and '.join(config.rewards)}"]
+    if found is None:
+        lines.append("model    its files cannot be read from here, so the defaults stay")
+    else:
+        context = f"{found.context:,} positions" if found.context else "any length"
+        format = {"chat": "its chat template", "hh": "no chat template, so HH-RLHF's form"}
+        lines += [
+            f"model    {found.model_type}, {context}, {format.get(found.prompt_format)}",
+            f"ends     {' '.join(found.ends) or 'none'}",
+        ]
+    lines.append(f"adapter  on {', '.join(config.policy.lora.target_modules or [])}")
+    lines.append(f"dtype    {config.policy.dtype}, the faster one here")
+    if written.num_rows is not None:
+        lines.append(f"data     {written.num_rows:,} rows for {config.num_clients} clients")
+    return lines

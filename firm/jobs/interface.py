@@ -11,7 +11,7 @@ import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firm.alignment import Prompt, borrowed, loose_text, read_prompts, read_tokenizer
-from firm.jobs.alignment import SPLITS, Result, run_folder
+from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
 from firm.jobs.alignment_loading import Given
@@ -103,7 +103,7 @@ def align(
         **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
         "rewards": configs,
         **(settings or {}),
-        **{f"data.{split}.source": GIVEN for split in SPLITS},
+        **{f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS},
         **{
             f"data.{split}.source": str(own)
             for split, own in (("validation", validation_prompts), ("test", test_prompts))

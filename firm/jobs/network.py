@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -214,3 +215,7 @@ def _is_own(key: str) -> bool:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    site_process(Path(sys.argv[1]))

@@ -36,8 +36,8 @@ from firm.network.jobs import NAME
 from firm.run import UserError, print_table, to_yaml
 from firm.run.lock import check_not_held
 
-SITE_PROCESS = ["firm.cli.network", "site-process"]
-"""The module that a site's own process runs, and the command that it is given."""
+SITE_PROCESS = "firm.jobs.network"
+"""The module that a site's process runs, with the kit as its argument."""
 
 
 def provision(cfg: FederationConfig) -> None:
@@ -168,7 +168,7 @@ def _site(cfg: SiteConfig) -> Daemons:
     if cfg.processes > 1:
         launcher += ["torch.distributed.run", "--standalone"]
         launcher += ["--nproc_per_node", str(cfg.processes), "-m"]
-    process = [*launcher, *SITE_PROCESS, str(cfg.kit.resolve())]
+    process = [*launcher, SITE_PROCESS, str(cfg.kit.resolve())]
     connection = flare_command("client", cfg.kit, site)
     return _daemons(cfg.kit, {"connection": connection, "process": process})
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
+from firm.federation.outside import legible
 from firm.fields import did_you_mean
 from firm.fronts import (
     Expectation,
@@ -26,7 +28,7 @@ from firm.fronts import (
     reaching,
 )
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
-from firm.run import UserError, dated_folder
+from firm.run import UserError, dated_folder, print_table
 from firm.run.files import whole_folder
 
 SETTINGS_NAME = "adapter_config.json"
@@ -371,3 +373,25 @@ def _tokenizer_files(adapter: Path) -> list[Path]:
         return []
     files = (file for file in adapter.iterdir() if file.is_file() and not file.is_symlink())
     return [f for f in files if f.suffix in TOKENIZER_SUFFIXES and f.name != SETTINGS_NAME]
+
+
+def main(cfg: PickConfig) -> Path:
+    """Prints which model answers the wish; returns the adapter's folder."""
+    picked = pick(cfg)
+    print(f"wanted    {picked.in_words(picked.want)}")
+    if picked.front.is_conditioned:
+        print(f"reached   at the preference {picked.in_words(picked.preference)}")
+    for point, share in picked.parts:
+        part = f", share {share:.3f}" if cfg.merge else ""
+        preference = picked.in_words(point.preference)
+        print(f"model     {point.name}, {picked.made} {preference}{part}")
+    print_table(
+        "\nReward in [0, 1], mean ± standard error over prompts",
+        ["", "base", "expected"],
+        picked.reward_rows,
+    )
+    print(picked.evidence)
+    print(legible(f"adapter   {picked.adapter}"))
+    for what, command in picked.commands().items():
+        print(legible(f"{what:<10}{shlex.join(command)}"))
+    return picked.adapter

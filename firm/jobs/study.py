@@ -6,8 +6,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from firm.federation.outside import legible
 from firm.fields import PositiveFloat, configuration
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
 from firm.report import Record
 from firm.report.ledger import total_bytes
@@ -16,7 +18,7 @@ from firm.report.record import final_figure, final_reward, final_score, study_re
 from firm.report.settings_page import difference_table, study_figures, write_study_page
 from firm.report.static import save_figure
 from firm.report.tables import scales, settings_of
-from firm.run import Sweep, check_slugs, compose, dated_folder, slug, to_yaml
+from firm.run import Sweep, check_slugs, compose, dated_folder, print_table, slug, to_yaml
 from firm.run.guard import drawing
 
 FREE_KEYS = ("figures", "half_life")
@@ -163,3 +165,22 @@ def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> AlignmentConfig:
     """Returns the run of a setting."""
     own, source = cfg.settings[setting], f"settings.{setting}.overrides"
     return point_config(cfg, own.overrides, seed, setting=setting, source=source, base=own.base)
+
+
+def main(cfg: StudyConfig) -> Path | None:
+    """Runs what is not done yet; returns the folder, None after a plan or with runs elsewhere."""
+    if cfg.plan:
+        return print_plans(study_configs(cfg), "run")
+    result = study(cfg)
+    if result is None:
+        return None
+    print_table(
+        f"{cfg.name}: final model on the test prompts, mean ± standard deviation over "
+        f"{len(cfg.seeds)} seeds",
+        result.header,
+        result.rows,
+    )
+    for table in result.differences:
+        print_table(f"{table.title}: {table.text}", table.headings, table.rows)
+    print(legible(f"report   {result.report}"))
+    return result.path

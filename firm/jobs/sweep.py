@@ -13,18 +13,30 @@ import numpy as np
 from annotated_types import Interval
 from safetensors.numpy import load_file
 
+from firm.federation.outside import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fields import Hint, configuration
 from firm.fronts import Front, grid, preference_folder, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.plan import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
 from firm.report import read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.run_front import num_scored, point_of
 from firm.report.static import save_figure
-from firm.run import Sweep, Tracker, UserError, check_slugs, compose, dated_folder, slug, to_yaml
+from firm.run import (
+    Sweep,
+    Tracker,
+    UserError,
+    check_slugs,
+    compose,
+    dated_folder,
+    print_table,
+    slug,
+    to_yaml,
+)
 from firm.run.earlier import translated_figures
 from firm.run.guard import drawing
 
@@ -342,3 +354,32 @@ def _hypervolumes(fronts: Mapping[str, Front]) -> dict[str, float]:
         with suppress(ValueError):  # a single point, or one that is not above the reference point
             means[f"hypervolume/{method}"] = seed_hypervolumes(front).mean
     return means
+
+
+def main(cfg: SweepConfig) -> Path | None:
+    """Runs what is not done yet; returns the folder, None after a plan or with points elsewhere."""
+    if cfg.plan:
+        return print_plans(sweep_configs(cfg, cfg.out or Path("runs")), "point")
+    result = sweep(cfg)
+    if result is None:
+        return None
+    for method, front in result.fronts.items():
+        _print_front(method, front)
+    print(legible(f"report   {result.report}"))
+    return result.path
+
+
+def _print_front(method: str, front: Front) -> None:
+    rows = [
+        [
+            ", ".join(f"{share:.2f}" for share in point.preference or ()),
+            str(point.seed),
+            *(f"{point.rewards[n]:.3f} ± {point.errors[n]:.3f}" for n in front.objectives),
+            *(f"{value:.3f}" for value in point.scores.values()),
+            f"{point.kl:.2f}",
+            point.collapse or "",
+        ]
+        for point in front.points
+    ]
+    header = ["preference", "seed", *front.objectives, *front.points[0].scores, "KL", "collapsed"]
+    print_table(f"{method}: rewards in [0, 1] on {front.prompts()}", header, rows)

@@ -216,3 +216,8 @@ def _series(logged: _Logged, quantity: Quantity, entry: str) -> list[str]:
 def _line(logged: _Logged, panels: Any, names: Sequence[str], **options: Any) -> Any:
     over_seeds = {} if logged.is_one else MEAN_AND_ERROR
     return panels.LinePlot(x="round", y=list(names), **over_seeds, **options)
+
+
+def main(cfg: WorkspaceConfig) -> None:
+    """Saves the workspace that the configuration asks for."""
+    print(f"workspace {save_workspace(cfg)}")

@@ -28,10 +28,10 @@ from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.prompts import prompt_of
-from firm.cli.align import main
 from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
 from firm.fields import NOT_IN_PAPER, Paper, configuration
+from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import partition
 from firm.jobs.plan import make_plan, plan_tables, planning

@@ -21,8 +21,7 @@ from typing import Any
 import yaml
 
 import firm
-from firm.cli.main import main
-from firm.cli.network import COMMANDS as NETWORK
+from firm.cli.main import COMMANDS, main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.fmoo import ClassicConfig
 from firm.jobs.network_config import FederationConfig, SiteConfig
@@ -185,11 +184,11 @@ class Runner:
         if "--help" in words:
             expect_success(words)
         elif command == "network":
-            config = NETWORK[arguments[0]][1]
+            parse = COMMANDS[" ".join(words[:2])].parse
             if arguments[0] == "provision":
                 main(words)
             elif "--config" in arguments:
-                parse(config, arguments[1:])
+                parse(arguments[1:])
         elif command in ("explore", "workspace"):  # a page that is served, a service elsewhere
             assert Path(arguments[arguments.index("--run") + 1]).is_dir()
         else:

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 import firm.fmoo
-from firm.cli.fmoo import cli, main
+from firm.cli.main import COMMANDS
 from firm.fmoo import DataConfig, LocalConfig, TaskData, Workspace, load_data, loss, model
-from firm.jobs.fmoo import ClassicConfig, run_classic
+from firm.jobs.fmoo import ClassicConfig, main, run_classic
 from firm.run import compose, parse
 from tests.plugins import plugins_forgotten
 from tests.runs import read_rows
+
+cli = COMMANDS["fmoo"].run
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "clinics.py"

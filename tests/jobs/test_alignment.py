@@ -20,9 +20,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient, comparison_table
-from firm.cli.align import main
 from firm.federation import RoundFailed
-from firm.jobs.alignment import Result, alarms_at_start, alarms_of_rounds, align
+from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
+from firm.jobs.alignment import Result, align, main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.report import read_record
 from firm.report.tables import COLUMNS, Setting

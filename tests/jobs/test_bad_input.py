@@ -14,8 +14,8 @@ import transformers.integrations.integration_utils  # noqa: F401  # prints where
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from firm.cli import evaluate
-from firm.cli.align import main
+from firm.cli.main import COMMANDS
+from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import Run, parse, run_cli, to_dict
 from reward_models import REWARD_MODELS
@@ -377,7 +377,7 @@ def test_bad_input_ends_in_one_line_and_nothing_is_written(case, files, tmp_path
 def test_an_incompatible_adapter_ends_in_one_line_and_nothing_is_written(files, tmp_path, refusal):
     arguments = ["--adapters", f"[{files}/adapter]", "--policy.path", POLICY]
     arguments += ["--out", str(tmp_path / "out")]
-    line = refusal(evaluate.cli, arguments)
+    line = refusal(COMMANDS["evaluate"].run, arguments)
     assert f"the adapter in {files}/adapter does not fit {POLICY}" in line
     assert "use the base model that it was made for" in line
     assert contents(tmp_path) == {}

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from firm.cli.chat import cli, main
-from firm.jobs.chat import ChatConfig
+from firm.cli.main import COMMANDS
+from firm.jobs.chat import ChatConfig, main
 from firm.jobs.finished_runs import parse_over_run
 from tests.runs import edit_adapter
 from tests.smoke import POLICY
+
+cli = COMMANDS["chat"].run
 
 OVERHEARD_REWARD = """
 import json

@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firm.cli.evaluate import cli, main
+from firm.cli.main import COMMANDS
 from firm.jobs import compare as module
-from firm.jobs.compare import CompareConfig
+from firm.jobs.compare import CompareConfig, main
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
 from tests.runs import edit_adapter, read_rows, write_rows
 from tests.smoke import POLICY
+
+cli = COMMANDS["evaluate"].run
 
 COUNTED_REWARD = """
 from pathlib import Path

@@ -8,14 +8,14 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import plotly.offline
 import pytest
 
-from firm.cli import align, chat, evaluate, pick
+from firm.cli.main import COMMANDS
 from firm.federation.outside import legible, printable
 from tests.plugins import plugins_forgotten
 from tests.smoke import FRONT, POLICY, ROOT, SMOKE
@@ -51,8 +51,8 @@ class Outputs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.printed = folder, {}
 
-    def call(self, name: str, command: Callable[..., Any], *arguments: object) -> None:
-        """Calls a command's function and keeps what it prints."""
+    def call(self, name: str, command: str, *arguments: object) -> None:
+        """Runs a command and keeps what it prints."""
         streams = io.StringIO()
         with (
             contextlib.chdir(ROOT),
@@ -60,7 +60,7 @@ class Outputs:
             contextlib.redirect_stderr(streams),
             contextlib.suppress(SystemExit),
         ):
-            command([*map(str, arguments)])
+            COMMANDS[command].run([*map(str, arguments)])
         self.printed[name] = streams.getvalue()
 
     def files(self, pattern: str = "*") -> Iterator[Path]:
@@ -101,23 +101,23 @@ def outputs(tmp_path_factory) -> Outputs:
     found, out = Outputs(folder / "out"), folder / "out" / f"run {HOSTILE}"
     command = ["--config", SMOKE, "--config", file]
     with plugins_forgotten():
-        found.call("plan", align.cli, *command, *FRONT, "--plan")
+        found.call("plan", "align", *command, *FRONT, "--plan")
         offline = ("--tracking.mode", "offline")
-        found.call("align", align.cli, *command, *FRONT, *offline, "--out", out)
+        found.call("align", "align", *command, *FRONT, *offline, "--out", out)
         failing = ("--rewards.brief.name", "failing")
-        found.call("failed", align.cli, *command, *failing, "--out", folder / "out/failed")
+        found.call("failed", "align", *command, *failing, "--out", folder / "out/failed")
         code = ("--allow_code", "true")
         found.call(
-            "evaluate", evaluate.cli, "--runs", json.dumps([str(out)]), *code,
+            "evaluate", "evaluate", "--runs", json.dumps([str(out)]), *code,
             "--num_prompts", 8, "--out", folder / "out/evaluation",
         )  # fmt: skip
         found.call(
-            "pick", pick.cli, "--front", out / "front.json", "--want", "brevity=0.4,brief=0.6",
+            "pick", "pick", "--front", out / "front.json", "--want", "brevity=0.4,brief=0.6",
             "--merge", "--out", folder / f"out/merged {HOSTILE}",
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO(f"Say {HOSTILE}\n/{HOSTILE}\n"))
-            found.call("chat", chat.cli, "--run", out, *code)
+            found.call("chat", "chat", "--run", out, *code)
     return found
 
 

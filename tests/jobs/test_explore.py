@@ -14,13 +14,16 @@ from urllib.parse import urlsplit
 import pytest
 from safetensors.torch import load_file, save_file
 
-from firm.cli.explore import cli, serve
+from firm.cli.main import COMMANDS
 from firm.fronts import Front
 from firm.jobs.chat import SIDES, ChatConfig, Conversation
+from firm.jobs.explore_page import serve
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import UserError
 from tests import smoke
 from tests.explored import ask, served, slide, visit
+
+cli = COMMANDS["explore"].run
 
 POLICY = ("--policy.path", str(smoke.POLICY), "--check_base", "false")
 MARKERS = """[...document.querySelectorAll(".js-plotly-plot")].map((plot) =>

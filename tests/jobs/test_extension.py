@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from firm.cli.align import cli as align_cli
+from firm.cli.main import COMMANDS
 from firm.fronts import Front
 from firm.jobs.alignment import SCORES_NAME, align
 from firm.report import read_record
@@ -16,6 +16,8 @@ from firm.report.record import final_row
 from firm.run import read_yaml
 from tests.runs import read_adapter, read_rows
 from tests.smoke import FRONT, SMOKE, config, run
+
+align_cli = COMMANDS["align"].run
 
 OPTIONS = ("--strategy.num_local_steps", 1, "--evaluation.num_test_prompts", 4)
 

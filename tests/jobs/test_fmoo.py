@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from firm.cli.fmoo import cli, main
+from firm.cli.main import COMMANDS
 from firm.federation import ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo import DataConfig, Splits, TaskData, load_data
@@ -20,12 +20,15 @@ from firm.fmoo.metrics import delta_m
 from firm.fmoo.models import MODELS
 from firm.jobs import fmoo as module
 from firm.jobs import fmoo_loading, fmoo_measures, fmoo_page
+from firm.jobs.fmoo import main
 from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report.tables import Setting
 from firm.run import Run, UserError, parse
 from firm.run.shipped import CONFIGS
 from tests.runs import edit_rows, read_rows
 from tests.wandb_files import started
+
+cli = COMMANDS["fmoo"].run
 
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",

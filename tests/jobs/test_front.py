@@ -11,14 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from firm.alignment.adapters.conditioned import draw_preferences, fold
-from firm.cli.pick import main
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
-from firm.jobs.pick import PickConfig
+from firm.jobs.pick import PickConfig, main
 from firm.report.run_front import split_at
 from firm.run import UserError, parse
 from tests import smoke

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants
 
-from firm.cli.align import cli as align_cli
-from firm.cli.study import cli as study_cli
+from firm.cli.main import COMMANDS
 from firm.jobs.hub import HubConfig, push
 from firm.jobs.model_card import model_card
 from tests.smoke import FRONT, ROOT, SMOKE, run
+
+align_cli = COMMANDS["align"].run
+study_cli = COMMANDS["study"].run
 
 TOKEN = "hf_stand_in"
 

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from firm.cli.align import main as align
-from firm.cli.init import cli, main
-from firm.jobs.alignment import alarms_at_start
+from firm.cli.main import COMMANDS
+from firm.jobs.alarms import alarms_at_start
+from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.init import InitConfig, init
+from firm.jobs.init import InitConfig, init, main
 from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.kinds import KINDS
+
+cli = COMMANDS["init"].run
 
 POLICY = str(ROOT / "firm/miniature/checkpoints/policy")
 REWARDS = {

@@ -14,14 +14,15 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, RwkvConfig
 
 import firm
-from firm.cli import evaluate
-from firm.cli.align import cli as align_cli
+from firm.cli.main import COMMANDS
 from firm.jobs.interface import GIVEN
 from firm.run import Run, UserError
 from reward_models import RewardModelConfig
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
 from tests.smoke import POLICY, ROOT
+
+align_cli = COMMANDS["align"].run
 
 PROMPTS = [f"Tell me about number {index}." for index in range(60)]
 SETTINGS = {
@@ -126,7 +127,7 @@ def test_objects_and_paths_give_the_same_adapter(result, model, tokenizer, tmp_p
 
 def evaluated(run, out, *arguments):
     """The rows of `firm evaluate`'s figures on a run, by model and figure."""
-    evaluate.cli(["--runs", f"[{run.path}]", "--out", str(out), *map(str, arguments)])
+    COMMANDS["evaluate"].run(["--runs", f"[{run.path}]", "--out", str(out), *map(str, arguments)])
     with (out / "figures.csv").open() as file:
         return {(row["model"], row["figure"]): row for row in csv.DictReader(file)}
 
@@ -165,7 +166,7 @@ def test_a_run_that_keeps_no_texts_keeps_no_prompts_and_says_so(model, tmp_path,
     settings = {**SETTINGS, "evaluation.num_shown_samples": 0}
     run = firm.align(model, {"short": "brevity"}, PROMPTS, settings=settings, out=tmp_path / "run")
     assert not list(run.path.glob("*prompts*"))
-    line = refusal(evaluate.cli, ["--runs", f"[{run.path}]", "--out", tmp_path / "out"])
+    line = refusal(COMMANDS["evaluate"].run, ["--runs", f"[{run.path}]", "--out", tmp_path / "out"])
     assert "the run's test prompts were given to firm.align as objects and not kept" in line
     line = refusal(align_cli, ["--config", run.path / "config.yaml", "--out", tmp_path / "other"])
     assert "data.train.source: the prompts were given to firm.align as objects; call it" in line

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from firm.cli.align import main
 from firm.federation import Processes
+from firm.jobs.alignment import main
 from firm.jobs.plan import make_plan
 from firm.run import UserError
 from tests import smoke

@@ -22,14 +22,13 @@ from tests.smoke import ROOT, SMOKE
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
-import recipes.network
-from firm.cli import align
-from firm.cli.network import cli
+from firm.cli.main import main
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
 from firm.federation.engines import Agreement, SecureEngine, Site, SitePolicy, SitesEngine
 from firm.federation.masking import Key
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
+from firm.jobs import alignment
 from firm.jobs import network as jobs_network
 from firm.jobs import network_parties as network
 from firm.jobs.alignment_config import AlignmentConfig, client_names
@@ -258,9 +257,11 @@ def test_a_sites_own_key_that_does_not_exist_is_told_at_its_start(kits):
 
 def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
     with pytest.raises(SystemExit) as ended:
-        cli(["sumbit"], description=recipes.network.__doc__ or "")
+        main(["network", "sumbit"])
     assert ended.value.code == 2
-    assert "recipes/network.py submit" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "  network submit  " in printed.out
+    assert "there is no command 'network sumbit'" in printed.err
 
 
 def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp_path):
@@ -440,7 +441,7 @@ class Party:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
-                    "recipes/network.py",
+                    *("-m", "firm", "network"),
                     self.command,
                     "--kit",
                     str(self.kit),
@@ -546,7 +547,7 @@ def _adapter(folder: Path) -> bytes:
 def _alone(tmp_path, **overrides) -> Path:
     """The same run in one process."""
     settings = [*OVERRIDES.items(), *overrides.items(), ("out", tmp_path / "alone")]
-    return align.main(compose(AlignmentConfig, [SMOKE], settings))
+    return alignment.main(compose(AlignmentConfig, [SMOKE], settings))
 
 
 def _with_clients(rounds: list[list[str]], tmp_path) -> list[torch.Tensor]:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from firm.cli import align
-from firm.cli.sweep import main as sweep_main
 from firm.federation import Processes
-from firm.jobs import sweep
+from firm.jobs import alignment, sweep
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import make_plan
+from firm.jobs.sweep import main as sweep_main
 from firm.run import parse
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +38,7 @@ def test_every_file_of_the_paper_is_tested_here():
     [*((name, "hh_tinyllama") for name in OVERLAYS), ("deberta_half", "hh_llama32")],
 )
 def test_every_setting_is_planned_without_weights_and_without_a_network(name, model, capsys):
-    assert align.main(config(name, "--plan", model=model)) is None
+    assert alignment.main(config(name, "--plan", model=model)) is None
     printed = capsys.readouterr().out
     assert "optimizer steps per client and round" in printed
     cfg = config(name, model=model)

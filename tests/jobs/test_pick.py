@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firm.cli import chat, evaluate
-from firm.cli.pick import main
+from firm.cli.main import COMMANDS
 from firm.fronts import Front, Point
-from firm.jobs.finished_runs import parse_over_run
-from firm.jobs.pick import PickConfig, parse_want
+from firm.jobs.pick import PickConfig, main, parse_want
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter
 from tests.smoke import POLICY
@@ -116,12 +114,12 @@ def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, t
     printed = capsys.readouterr().out
     arguments = printed_command(printed, "evaluate")
     place = tmp_path / "evaluation"
-    evaluate.cli([*arguments, "--num_prompts", "2", "--out", str(place)])
+    COMMANDS["evaluate"].run([*arguments, "--num_prompts", "2", "--out", str(place)])
     with (place / "figures.csv").open() as file:
         models = {line.partition(",")[0] for line in file}
     assert models == {"model", "base", "low", "middle", "merged"}
     arguments = printed_command(printed, "chat")
-    cfg = parse_over_run(chat.ChatConfig, arguments, key="run", description="")
+    cfg = COMMANDS["chat"].parse(arguments)
     assert cfg.adapter == out
     assert set(cfg.rewards) == set(OBJECTIVES)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from firm.cli.align import main
+from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse, run_cli
 from tests.nursery import ROOT, two_processes
@@ -33,7 +33,7 @@ def words(completions, *, log="", dies="", **kwargs):
 
 PROGRAM = """
 import sys
-from firm.cli.align import main
+from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import run_cli
 run_cli(main, AlignmentConfig, sys.argv[1:])

@@ -25,7 +25,8 @@ import json, os, resource, signal, sys, traceback
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # imports may print
 import firm.federation.rounds
-import firm.cli.align, firm.jobs.alignment_config, firm.jobs.alignment_loading, firm.run.directory
+import firm.jobs.alignment, firm.jobs.alignment_config, firm.jobs.alignment_loading
+import firm.run.directory
 from firm.alignment import MultiObjectiveTrainer
 from firm.run import run_cli
 
@@ -77,7 +78,7 @@ for line in sys.stdin:
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             if death:
                 doom(**death)
-            run_cli(firm.cli.align.main, firm.jobs.alignment_config.AlignmentConfig, argv)
+            run_cli(firm.jobs.alignment.main, firm.jobs.alignment_config.AlignmentConfig, argv)
             status = 0
         except SystemExit as end:
             status = end.code

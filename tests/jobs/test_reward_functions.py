@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch
 
-from firm.cli.align import cli
+from firm.cli.main import COMMANDS
 from firm.federation import RoundFailed
 from tests import smoke
 from tests.runs import read_adapter, read_rows
+
+cli = COMMANDS["align"].run
 
 SHORT = ("--strategy.num_local_steps", 1, "--estimator.num_epochs", 1, "--rounds", 1)
 

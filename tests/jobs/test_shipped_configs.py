@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from firm.cli.main import COMMANDS
 from firm.jobs.network_config import FederationConfig, run_config
 from firm.jobs.study import StudyConfig, study_configs
 from firm.jobs.sweep import SweepConfig, sweep_configs
-from firm.run import parse, to_dict
+from firm.run import to_dict
 from firm.run.shipped import CONFIGS, with_shipped_paths
 
 FILES = {str(file.relative_to(CONFIGS).with_suffix("")): file for file in CONFIGS.rglob("*.yaml")}
@@ -27,10 +26,9 @@ def header_commands(file):
 def parsed(name, arguments):
     """Returns the configuration that a command would run with."""
     if name == "network":
-        return parse(FederationConfig, arguments[1:])
-    cli = import_module(f"firm.cli.{COMMANDS.get(name, (name,))[0]}").cli
+        return COMMANDS[f"network {arguments[0]}"].parse(arguments[1:])
     one_seed = ["--seeds", "[0]"] if name in ("study", "sweep") else []
-    return parse(cli.args[1], [*arguments, *one_seed], **cli.keywords)
+    return COMMANDS[name].parse([*arguments, *one_seed])
 
 
 def runs_of(cfg):

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from firm.cli.study import cli, main
+from firm.cli.main import COMMANDS
 from firm.jobs import study
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.model_card import markdown_table
 from firm.jobs.points import FREE_KEYS
+from firm.jobs.study import main
 from firm.report.__main__ import main as report
 from firm.run import Sweep, UserError, compose, parse, to_dict
 from tests.nursery import forked_workers
 from tests.smoke import ROOT, SMOKE
+
+cli = COMMANDS["study"].run
 
 
 def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):

@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from firm.cli.sweep import main
 from firm.fronts import Front, grid
-from firm.jobs.sweep import MethodConfig, SweepConfig, row_rewards
+from firm.jobs.sweep import MethodConfig, SweepConfig, main, row_rewards
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.nursery import forked_workers
@@ -284,7 +283,7 @@ def test_the_command_line_reads_methods_and_preferences():
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_ends_with_the_same_front(tmp_path, swept):
     out = tmp_path / "sweep"
-    command = [sys.executable, "recipes/pareto_sweep.py", "--out", str(out), "--resume", "auto"]
+    command = [sys.executable, *("-m", "firm", "sweep"), "--out", str(out), "--resume", "auto"]
     command += ["--base", str(SMOKE), "--overrides", json.dumps(TINY)]
     command += ["--methods", "{FIRM: {}, soups: {kind: soup}}", "--num_workers", "2"]
     command += ["--preferences", "[[2, 0], [1, 1], [0, 3]]"]

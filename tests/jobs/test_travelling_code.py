@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from firm.cli import chat, evaluate, explore, main
+from firm.cli.main import COMMANDS, main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
 from tests import smoke
@@ -51,20 +51,20 @@ def received(run, place, code, section):
     return folder
 
 
-COMMANDS = {
-    "chat": (chat.cli, "--run", "rewards"),
-    "evaluate": (evaluate.cli, "--runs", "rewards"),
-    "evaluate, a further score": (evaluate.cli, "--runs", "metrics"),
+CASES = {
+    "chat": ("chat", "--run", "rewards"),
+    "evaluate": ("evaluate", "--runs", "rewards"),
+    "evaluate, a further score": ("evaluate", "--runs", "metrics"),
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_runs_folder_gets_no_code_to_run_without_the_flag(
-    command, run, code, proof, tmp_path, refusal
+    case, run, code, proof, tmp_path, refusal
 ):
-    cli, key, section = COMMANDS[command]
+    command, key, section = CASES[case]
     folder = received(run, tmp_path / "run", code, section)
-    line = refusal(cli, [key, f"[{folder}]" if key == "--runs" else str(folder)])
+    line = refusal(COMMANDS[command].run, [key, f"[{folder}]" if key == "--runs" else str(folder)])
     assert str(folder) in line
     assert str(code) in line
     assert FLAG in line
@@ -73,7 +73,7 @@ def test_a_runs_folder_gets_no_code_to_run_without_the_flag(
 
 def test_a_page_of_a_received_run_needs_the_flag_too(bent, code, proof, tmp_path, refusal):
     folder = received(bent, tmp_path / "run", code, "rewards")
-    line = refusal(explore.cli, ["--run", folder])
+    line = refusal(COMMANDS["explore"].run, ["--run", folder])
     assert str(code) in line
     assert FLAG in line
     assert not proof.exists()
@@ -82,7 +82,7 @@ def test_a_page_of_a_received_run_needs_the_flag_too(bent, code, proof, tmp_path
 def test_with_the_flag_it_runs_and_says_so(run, code, proof, tmp_path, capsys):
     folder = received(run, tmp_path / "run", code, "rewards")
     out = tmp_path / "out"
-    evaluate.cli(["--runs", f"[{folder}]", "--allow_code", "true", "--out", str(out)])
+    COMMANDS["evaluate"].run(["--runs", f"[{folder}]", "--allow_code", "true", "--out", str(out)])
     assert proof.exists()
     assert capsys.readouterr().err.splitlines().count(f"runs Python file {code}") == 1
     assert (out / "figures.csv").exists()
@@ -91,7 +91,7 @@ def test_with_the_flag_it_runs_and_says_so(run, code, proof, tmp_path, capsys):
 def test_a_score_that_is_left_out_needs_no_flag(run, code, proof, tmp_path, monkeypatch, capsys):
     folder = received(run, tmp_path / "run", code, "rewards")
     monkeypatch.setattr("builtins.input", iter(["Hello.", "/quit"]).__next__)
-    chat.cli(["--run", str(folder), "--show_rewards", "false"])
+    COMMANDS["chat"].run(["--run", str(folder), "--show_rewards", "false"])
     assert "aligned:" in capsys.readouterr().out
     assert not proof.exists()
 
@@ -142,7 +142,7 @@ def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
     base.write_text(yaml.safe_dump({"plugins": [str(code)]}))
     folder = resumable(command, tmp_path / "run", settings(code, base))
     for options in ([], ["--allow_code", "false"], ["--plan"] if command != "fmoo" else []):
-        line = refusal(main.main, [command, "--resume", folder, *options])
+        line = refusal(main, [command, "--resume", folder, *options])
         assert f"{folder} names Python code that would run here ({code}): read it" in line
         assert line.endswith("give --allow_code.")
     assert not proof.exists()
@@ -151,8 +151,8 @@ def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
 def test_the_folder_cannot_give_the_flag_to_itself(code, proof, tmp_path, refusal):
     settings = {"plugins": [str(code)], "allow_code": True}
     folder = resumable("align", tmp_path / "run", settings)
-    assert "names Python code" in refusal(main.main, ["align", "--resume", folder])
-    line = refusal(main.main, ["align", "--config", folder / "config.yaml", "--help"])
+    assert "names Python code" in refusal(main, ["align", "--resume", folder])
+    line = refusal(main, ["align", "--config", folder / "config.yaml", "--help"])
     assert "unknown key allow_code" in line
     assert not proof.exists()
 
@@ -160,7 +160,7 @@ def test_the_folder_cannot_give_the_flag_to_itself(code, proof, tmp_path, refusa
 def test_all_code_of_a_resumed_folder_is_named_at_once(code, proof, tmp_path, refusal):
     settings = {"plugins": [str(code), "antigravity"], "rewards": {"a": reward("other.py")}}
     folder = resumable("align", tmp_path / "run", settings)
-    line = refusal(main.main, ["align", "--resume", folder, "--plugins", f"[{code}]"])
+    line = refusal(main, ["align", "--resume", folder, "--plugins", f"[{code}]"])
     assert "(antigravity, other.py)" in line  # the first is the user's own by now
     assert not proof.exists()
 
@@ -179,7 +179,7 @@ def test_a_resumed_folder_runs_code_that_its_user_allows_or_names(
         "key": ["--plugins", f"[{code}]"],
         "file": ["--config", str(own)],
     }
-    main.main(["align", "--resume", str(folder), "--plan", *options[how]])
+    main(["align", "--resume", str(folder), "--plan", *options[how]])
     assert proof.exists()
     printed = capsys.readouterr()
     assert printed.err.splitlines().count(f"runs Python file {code}") == 1
@@ -188,9 +188,9 @@ def test_a_resumed_folder_runs_code_that_its_user_allows_or_names(
 
 def test_the_flag_without_a_folder_is_an_error(tmp_path, refusal):
     given = ["align", "--config", smoke.SMOKE, "--out", tmp_path / "run", "--resume"]
-    line = refusal(main.main, [*given, "--allow_code"])
+    line = refusal(main, [*given, "--allow_code"])
     assert "--allow_code comes with --resume FOLDER" in line
-    line = refusal(main.main, ["align", "--resume", tmp_path, "--allow_code", "perhaps"])
+    line = refusal(main, ["align", "--resume", tmp_path, "--allow_code", "perhaps"])
     assert "allow_code must be bool, got 'perhaps'" in line
 
 
@@ -198,7 +198,7 @@ def test_help_on_a_resumed_folder_runs_nothing(code, proof, tmp_path, capsys):
     folder = resumable("align", tmp_path / "run", {"plugins": [str(code)]})
     for flag in ([], ["--allow_code"]):
         with pytest.raises(SystemExit) as end:
-            main.main(["align", "--resume", str(folder), *flag, "--help", "resume"])
+            main(["align", "--resume", str(folder), *flag, "--help", "resume"])
         assert not end.value.code
     assert "--allow_code" in capsys.readouterr().out
     assert not proof.exists()
@@ -215,10 +215,10 @@ def test_help_runs_nothing(key, code, proof, tmp_path, capsys):
     file.write_text(yaml.safe_dump(content))
     for topic in ([], ["all"], ["strategy"]):
         with pytest.raises(SystemExit) as end:
-            main.main(["align", "--config", str(file), "--help", *topic])
+            main(["align", "--config", str(file), "--help", *topic])
         assert not end.value.code
     with pytest.raises(SystemExit):
-        main.main(["align", "--config", str(file), "--plugins", f"[{code}]", "--help"])
+        main(["align", "--config", str(file), "--plugins", f"[{code}]", "--help"])
     printed = capsys.readouterr()
     assert "--strategy" in printed.out
     assert "runs Python" not in printed.err
@@ -228,7 +228,7 @@ def test_help_runs_nothing(key, code, proof, tmp_path, capsys):
 def test_help_says_why_it_does_not_know_what_a_plugin_registers(code, proof, tmp_path, refusal):
     file = tmp_path / "theirs.yaml"
     file.write_text(f"plugins: [{code}]\nstrategy: {{name: travelling}}\n")
-    line = refusal(main.main, ["align", "--config", str(file), "--help"])
+    line = refusal(main, ["align", "--config", str(file), "--help"])
     assert "got 'travelling'. --help imports no plugins" in line
     assert str(code) in line
     assert not proof.exists()

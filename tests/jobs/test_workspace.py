@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from firm.cli.workspace import cli
+from firm.cli.main import COMMANDS
 from firm.run import Run, Tracker, TrackingConfig
 from tests.report.conftest import FakeRun, write_run
 from tests.wandb_files import items, merged, on_a_terminal, records_of
+
+cli = COMMANDS["workspace"].run
 
 OBJECTIVES = ("helpful", "harmless")
 SAVE = """

@@ -6,6 +6,7 @@ round of the strategy without content, and memory on passes without content. It 
 """
 
 from firm.jobs.plan.planning import LEFT_OUT, make_plan
+from firm.jobs.plan.printing import print_plan, print_plans
 from firm.jobs.plan.tables import plan_tables
 
-__all__ = ["LEFT_OUT", "make_plan", "plan_tables"]
+__all__ = ["LEFT_OUT", "make_plan", "plan_tables", "print_plan", "print_plans"]

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from firm.jobs.chat import SIDES, Answer
 from firm.jobs.explore import ExploreConfig, Explorer, Place
-from firm.jobs.finished_runs import parse_over_run
-from firm.run import UserError, exit_on_user_error
+from firm.run import UserError
 
 HELP = (
     "Move the sliders to a trade-off: the model gains in each objective, of what this front has to "
@@ -266,9 +265,3 @@ def _in_words(explorer: Explorer, place: Place) -> str:
 def _escaped(text: str) -> str:
     """Returns a text in which no sign means anything to Markdown."""
     return "".join(f"\\{sign}" if sign in r"\`*_{}[]()<>#+-.!|~&" else sign for sign in text)
-
-
-def cli(argv: Sequence[str] | None = None, *, description: str = "") -> None:
-    """Runs `main` with the command line's configuration; bad input ends in one line."""
-    with exit_on_user_error():
-        main(parse_over_run(ExploreConfig, argv, key="run", description=description))

@@ -1,0 +1,77 @@
+"""Warnings of an alignment run: those of its configuration, and those of its rounds."""
+
+from firm.alignment import kl_alarm, logprobs_from, mismatch_alarm, ratio_alarm
+from firm.federation import failure_alarms
+from firm.jobs.alignment_config import DEFAULT_SPLITS, AlignmentConfig, solves_at_preferences
+from firm.run.guard import drawn
+from firm.run.rows import Row
+
+MINIATURE = "firm/miniature/checkpoints/"
+"""Where the models and prompts that ship are."""
+
+
+def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
+    """Returns what the user should know of the configuration alone."""
+    texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
+    texts += _leftovers(cfg)
+    if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
+        return texts
+    num_steps = cfg.rounds * cfg.strategy.num_local_steps
+    alarm = kl_alarm(cfg.estimator.kl, batch_size=cfg.estimator.batch_size, num_steps=num_steps)
+    return [*texts, alarm] if alarm else texts
+
+
+def _leftovers(cfg: AlignmentConfig) -> list[str]:
+    """Returns a warning where policy or training prompts are one's own, and what measures ships."""
+    places = {
+        "policy.path": cfg.policy.path,
+        **{f"data.{split}.source": getattr(cfg.data, split).source for split in DEFAULT_SPLITS},
+        **{f"rewards.{name}.path": reward.path for name, reward in cfg.rewards.items()},
+    }
+    own = [key for key in ("policy.path", "data.train.source") if MINIATURE not in str(places[key])]
+    left = [key for key, place in places.items() if MINIATURE in str(place)]
+    if not own or not set(left) - {"policy.path", "data.train.source"}:
+        return []
+    return [
+        f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} your own, but {', '.join(left)} "
+        f"{'is' if len(left) == 1 else 'are'} still the miniature's: `firm init` writes a whole "
+        "configuration."
+    ]
+
+
+def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
+    """Returns alarms of the rounds so far that no earlier row has.
+
+    Args:
+        cfg: The run.
+        rows: Its rows, that of the round that just ended last.
+    """
+    texts = failure_alarms(rows)
+    alarms: list[str | None] = []
+    is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
+    has_dropout = cfg.policy.lora.dropout > 0  # by which ratios are other than 1 by design
+    if is_of_generation or not has_dropout:
+        alarm = drawn(
+            "Whether an unchanged policy's ratio is 1",
+            lambda: ratio_alarm(
+                rows,
+                dtype=cfg.policy.dtype,
+                temperature=cfg.rollout.temperature,
+                key="logprob_mismatch" if has_dropout else "first_log_ratio",
+            ),
+            instead=str,
+        )
+        alarms.append(alarm)
+    if is_of_generation:
+        alarm = drawn(
+            "Whether rounding is small beside the KL",
+            lambda: mismatch_alarm(rows, cfg.estimator.kl),
+            instead=str,
+        )
+        alarms.append(alarm)
+    texts += filter(None, alarms)
+    if solves_at_preferences(cfg):  # which have no β
+        return texts
+    return texts + drawn(
+        "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
+    )

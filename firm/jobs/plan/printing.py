@@ -1,0 +1,32 @@
+"""Plans on the terminal."""
+
+import os
+from collections.abc import Mapping
+
+from firm.federation import Processes
+from firm.federation.outside import printable
+from firm.jobs.alarms import alarms_at_start
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.plan.planning import make_plan
+from firm.jobs.plan.tables import plan_tables
+from firm.run import print_table
+from firm.run.shipped import with_shipped_paths
+
+
+def print_plan(cfg: AlignmentConfig) -> None:
+    """Prints what would run, from the first of the launcher's processes."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
+    plan = make_plan(with_shipped_paths(cfg), client_names(cfg), processes)
+    for table in plan_tables(plan):
+        print_table(table.title, table.header, table.rows)
+    for note in [*plan.notes, *alarms_at_start(cfg)]:
+        print(printable(note, max_length=5_000))
+
+
+def print_plans(runs: Mapping[str, AlignmentConfig], what: str) -> None:
+    """Prints the names and sizes of several runs, and what the first that trains would do."""
+    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
+    print_table(f"{len(rows)} {what}s", [what, "rounds", "clients"], rows)
+    print_plan(max(runs.values(), key=lambda run: run.rounds > 0))
