@@ -14,6 +14,7 @@ from firm.alignment.adapter_files import (
     save_folded,
     select_adapter,
 )
+from firm.alignment.adapters import LoraSettings
 from firm.alignment.adapters.target_modules import default_target_modules
 from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators import EstimatorConfig, PPOConfig
@@ -28,7 +29,6 @@ from firm.alignment.evaluation import (
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.policy import (
-    LoraSettings,
     PolicyConfig,
     borrowed,
     check_context,

@@ -19,8 +19,8 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from firm.alignment.adapters import forward_of
 from firm.alignment.adapters.conditioned import fold, is_conditioned
-from firm.alignment.adapters.lora_xs import narrowed, widened
 from firm.alignment.policy import (
     PolicyConfig,
     check_fits,
@@ -218,7 +218,7 @@ def save_adapter(policy: Any, folder: Path) -> None:
 def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
     """Returns the adapter as an ordinary one, whatever the policy trains of it."""
     state = {name: values for name, values in policy.state_dict().items() if "lora_" in name}
-    return widened(policy, state)
+    return forward_of(policy).kind.as_lora(policy, state)
 
 
 def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
@@ -269,7 +269,8 @@ def fill_adapter_(
         adapter = fold(adapter, preference)
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     problem = f"the adapter in {folder} does not fit {base}"
-    adapter = narrowed(policy, _without_base(policy, adapter, problem), problem)
+    adapter = _without_base(policy, adapter, problem)
+    adapter = forward_of(policy).kind.from_lora(policy, adapter, problem)
     check_fits(adapter, slot, problem=problem, remedy="use the base model that it was made for.")
     for key, values in slot.items():
         adapter[key] = adapter[key].to(values.dtype)

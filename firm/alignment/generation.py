@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from firm.alignment.adapters.conditioned import set_preferences
+from firm.alignment.adapters import set_preferences
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
 from firm.federation import Team

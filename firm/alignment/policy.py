@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Interval, MinLen
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -26,10 +25,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from firm.alignment.adapters.conditioned import ConditioningConfig, condition_
-from firm.alignment.adapters.lora_xs import make_small_
+from firm.alignment.adapters import ADAPTERS, Lora, LoraSettings, adapt_, adapted_modules
+from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.adapters.target_modules import (
-    ATTENTION,
     adapted_layers,
     check_layers,
     excluded_modules,
@@ -39,7 +37,7 @@ from firm.alignment.prompts import PromptFormat, check_template
 from firm.federation import Adapter, RandomStream
 from firm.federation.devices import named_device
 from firm.federation.outside import first_line
-from firm.fields import NOT_IN_PAPER, Paper, PositiveFloat, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, Paper, configuration
 
 _LOADING_ERRORS = (
     OSError,
@@ -52,27 +50,6 @@ _LOADING_ERRORS = (
     StrictDataclassError,
 )
 """What transformers and its libraries raise on files that are none of a checkpoint."""
-
-
-@configuration(source=Paper("section 5"))
-class LoraSettings:
-    """The adapter, the only thing that is trained and sent."""
-
-    r: PositiveInt = 16
-    """Rank."""
-    alpha: PositiveFloat = 32.0
-    """Scale: the update is multiplied by alpha / r."""
-    dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
-    """Dropout on the adapter's input, active in updates and off in rollouts."""
-    target_modules: Annotated[list[str] | None, MinLen(1), Paper("A.1")] = field(
-        default_factory=lambda: list(ATTENTION)
-    )
-    """Names of the linear layers of the language model that get an adapter; null takes PEFT's
-    choice for the model type."""
-    freeze_a: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether A stays as it was drawn, so that B alone is trained and sent: half the adapter where
-    layers are square, and the mean of B is the mean of B·A: FFA-LoRA, Sun et al. (2024),
-    arXiv:2403.12313."""
 
 
 @configuration
@@ -94,14 +71,29 @@ class PolicyConfig:
     more time, the same gradients."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
     """How a dialogue becomes the policy's input."""
-    adapter: Annotated[Literal["lora", "lora_xs"], NOT_IN_PAPER] = "lora"
-    """lora: matrices A and B per layer. lora_xs: r² numbers per layer between fixed matrices made
-    from its own weight (arXiv:2405.17604), whose mean over clients is exact; r and alpha are those
-    of `lora`, and the step size may need to be another."""
+    adapter: Annotated[str, NOT_IN_PAPER] = "lora"
+    """Kind of the adapter, by a name that is registered (`firm.alignment.adapters`). lora: matrices
+    A and B per layer. lora_xs: r² numbers per layer between fixed matrices made from its own weight
+    (arXiv:2405.17604), whose mean over clients is exact; r and alpha are those of `lora`, and the
+    step size may need to be another."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """The adapter's rank, scale and place."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
     """Whether it depends on the preference."""
+
+    def __post_init__(self) -> None:
+        if self.adapter not in ADAPTERS:
+            names = ", ".join(sorted(ADAPTERS))
+            raise ValueError(f"adapter must be one of {names}, got {self.adapter!r}.")
+
+    def adapter_kind(self, num_objectives: int = 1) -> Lora:
+        """Returns the kind of the adapter with its settings.
+
+        Raises:
+            ValueError: A single objective, or a kind that is not linear, is to be conditioned on.
+        """
+        kind = ADAPTERS[self.adapter](self.lora)
+        return self.conditioning.conditioned(kind, num_objectives)
 
 
 def take_device(name: str, *, num_processes: int = 1) -> torch.device:
@@ -278,7 +270,7 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
         ValueError: `target_modules` match no layer or one that cannot have an adapter, the rank is
             larger than all, or a single objective is to be conditioned on.
     """
-    lora = config.lora
+    lora, kind = config.lora, config.adapter_kind(num_objectives)
     names = list(lora.target_modules or usual_names(model))
     layers: dict[str, Any] = adapted_layers(model, names, config.path)
     sizes = [size for layer in layers.values() for size in layer.weight.shape]
@@ -298,6 +290,7 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
             target_modules=names,
             exclude_modules=excluded_modules(model, names),
             fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in layers.values()),
+            **kind.peft_options(),
         )
         try:
             policy: Any = get_peft_model(model, settings)
@@ -311,12 +304,7 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
     base = Path(config.path)  # absolute, as an adapter may be read from any directory
     name = str(base.resolve()) if base.is_dir() else config.path
     policy.peft_config["default"].base_model_name_or_path = name
-    if lora.freeze_a:
-        freeze_a_(policy)
-    if config.adapter == "lora_xs":
-        make_small_(policy)
-    if config.conditioning.kind == "preference":
-        condition_(policy, num_objectives)
+    adapt_(policy, kind)
     return policy.eval()
 
 
@@ -335,8 +323,7 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
     try:
         yield
     finally:
-        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
-        for name, layer in layers:
+        for name, layer in adapted_modules(model).items():
             model.set_submodule(name, layer.get_base_layer())
         vars(model).pop("peft_config", None)
         for parameter, requires_grad in flags:
@@ -353,20 +340,6 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
 def _checkpointing(module: torch.nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module that gradient checkpointing sets."""
     return {name: value for name, value in vars(module).items() if "gradient_checkpoint" in name}
-
-
-def freeze_a_(policy: PeftModel) -> None:
-    """Freezes the A matrices of an adapter, the one that `add_adapter` makes.
-
-    peft makes an adapter trainable again whenever it switches it on, but for the names that a layer
-    declares. Versions that know no such names thaw A after the first rollout: it is trained no
-    more for that, since `adapter_parameters` is read before, but takes memory in updates.
-    """
-    for module in policy.modules():
-        if isinstance(module, LoraLayer):
-            module.frozen_peft_weight_names = {"default": ("lora_A",)}
-            for matrix in module.lora_A.values():
-                matrix.requires_grad_(False)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from firm.alignment.adapters.conditioned import set_preferences
+from firm.alignment.adapters import set_preferences
 from firm.alignment.prompts import Prompt
 from firm.alignment.rows import Rows
 

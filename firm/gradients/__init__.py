@@ -27,12 +27,13 @@ from firm.gradients.compression import (
 from firm.gradients.gram import combine, gram_matrix
 from firm.gradients.jacobian import jacobian
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
-from firm.gradients.per_sequence import PerSequenceGradients
+from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients
 from firm.gradients.quantization import QuantizingCompressor
 from firm.gradients.sketch import CountSketchCompressor, HybridCompressor
 
 __all__ = [
     "COMPRESSORS",
+    "BackwardPasses",
     "Compressor",
     "CountSketchCompressor",
     "HybridCompressor",

@@ -16,6 +16,7 @@ from firm.gradients.jacobian import (
     check_finite_rows,
     check_parameters,
     has_values,
+    jacobian,
     jacobian_buffer,
 )
 
@@ -224,6 +225,37 @@ class PerSequenceGradients:
                 f"{num_sequences} losses; its first dimension must be the sequences, or which of "
                 f"them an entry belongs to is unknown: keep that dimension, or {INSTEAD}"
             )
+
+
+class BackwardPasses:
+    """`PerSequenceGradients` by M backward passes, for parameters of any module.
+
+    Args:
+        parameters: Tensors, or a mapping of names to them; as for `jacobian`.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = check_parameters(parameters)
+
+    def __enter__(self) -> Self:
+        """Changes nothing in the forward pass."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def jacobian(
+        self,
+        losses: torch.Tensor,
+        coefficients: torch.Tensor,
+        *,
+        retain_graph: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the gradient of each Σ_b c_jb ℓ_b; see `PerSequenceGradients`."""
+        check_sequences(losses, coefficients)
+        sums = coefficients.detach().to(losses) @ losses
+        return jacobian(sums, self._parameters, retain_graph=retain_graph, out=out)
 
 
 class Route(Protocol):

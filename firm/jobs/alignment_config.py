@@ -244,23 +244,12 @@ class AlignmentConfig:
             )
         if not self.rewards:
             raise ValueError("rewards must name at least one objective, got none.")
-        is_small = self.policy.adapter == "lora_xs"
-        if self.policy.lora.freeze_a and is_small:
-            raise ValueError(
-                "policy.lora.freeze_a must be false with policy.adapter lora_xs, which trains "
-                "neither A nor B, got true."
-            )
-        if (self.policy.lora.freeze_a or is_small) and self.strategy.lora_mean == "products":
-            given = "policy.adapter lora_xs" if is_small else "policy.lora.freeze_a"
-            raise ValueError(
-                f"strategy.lora_mean must be factors with {given}, whose mean of what is trained "
-                "is exact already, got products."
-            )
-        if self.policy.lora.freeze_a and self.start:
-            raise ValueError(
-                "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
-                f"lost, got {list(self.start)}."
-            )
+        self.policy.adapter_kind(len(self.rewards)).check(
+            lora_mean=self.strategy.lora_mean,
+            ranks=self.strategy.ranks,
+            start=self.start,
+            engine=self.engine,
+        )
         _check_conditioning(self)
         for name in self.rewards:
             check_name(name, "rewards: the name of an objective")
@@ -330,11 +319,6 @@ def _check_participation(cfg: AlignmentConfig) -> None:
 def _check_ranks(cfg: AlignmentConfig) -> None:
     """Raises ``ValueError`` on ranks of clients that there are not, or that the adapter lacks."""
     names, whole = client_names(cfg), cfg.policy.lora.r
-    if cfg.strategy.ranks and cfg.policy.adapter != "lora":
-        raise ValueError(
-            "strategy.ranks are of LoRA layers; policy.adapter must be lora, got "
-            f"{cfg.policy.adapter}."
-        )
     for name, rank in cfg.strategy.ranks.items():
         if name not in names or rank > whole:
             raise ValueError(
@@ -363,10 +347,6 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
                     "one trade-off."
                 )
         return
-    if len(cfg.rewards) < 2:
-        raise ValueError(
-            "policy.conditioning.kind must be none with a single objective, got preference."
-        )
     _check_preferences("evaluation.preferences", preferences or [], cfg)
     shown = [tuple(f"{share:.3g}" for share in row) for row in measured_preferences(cfg)]
     if len(set(shown)) < len(shown):
@@ -392,10 +372,6 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         cfg.estimator.name,
         replies_per_prompt=cfg.estimator.replies_per_prompt,
     )
-    if cfg.start:
-        raise ValueError(
-            f"start must be empty with policy.conditioning.kind preference, got {list(cfg.start)}."
-        )
 
 
 def _check_solves(cfg: AlignmentConfig) -> None:

@@ -221,6 +221,14 @@ CASES = {
         ["--strategy.ranks", "{client_1: 2}", "--policy.adapter", "lora_xs"],
         ["strategy.ranks are of LoRA layers; policy.adapter must be lora, got lora_xs"],
     ),
+    "an adapter that does not exist": (
+        ["--policy.adapter", "loraxs"],
+        ["policy.adapter must be one of lora, lora_xs, got 'loraxs'"],
+    ),
+    "a mean of products of what has none": (
+        ["--strategy.lora_mean", "products", "--policy.adapter", "lora_xs"],
+        ["strategy.lora_mean must be factors with policy.adapter lora_xs", "got products"],
+    ),
     "a frozen A of what has none": (
         ["--policy.lora.freeze_a", "true", "--policy.adapter", "lora_xs"],
         ["policy.lora.freeze_a must be false with policy.adapter lora_xs, which trains neither"],

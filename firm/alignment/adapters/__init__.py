@@ -1,1 +1,31 @@
-"""Kinds of adapters, one per file, and the layers that get one."""
+"""Kinds of adapters, one per file, over one forward pass.
+
+`lora` has the kind that others derive from and their registry, `lora_xs` and `conditioned` are
+further kinds, `forward` computes adapted layers, and `target_modules` chooses the layers.
+"""
+
+from firm.alignment.adapters.conditioned import Conditioned
+from firm.alignment.adapters.forward import adapt_, forward_of, set_preferences
+from firm.alignment.adapters.lora import (
+    ADAPTERS,
+    Lora,
+    LoraSettings,
+    Rows,
+    adapted_modules,
+    register_adapter,
+)
+from firm.alignment.adapters.lora_xs import LoraXS
+
+__all__ = [
+    "ADAPTERS",
+    "Conditioned",
+    "Lora",
+    "LoraSettings",
+    "LoraXS",
+    "Rows",
+    "adapt_",
+    "adapted_modules",
+    "forward_of",
+    "register_adapter",
+    "set_preferences",
+]

@@ -8,16 +8,14 @@ Policies conditioned on a preference are Panacea's (arXiv:2402.02030), through t
 of an adapter, and PARM's (ICML 2025), through a core between its two matrices.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Interval
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from firm.alignment.adapters.lora_xs import layer_output
+from firm.alignment.adapters.lora import Lora, Rows, adapted_modules
 from firm.federation import Adapter
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
@@ -36,6 +34,10 @@ class ConditioningConfig:
     """Share of the draws that ask for one objective alone, each as often as the others."""
     draw_per: Literal["prompt", "step"] = "prompt"
     """Whether each prompt has a preference of its own, or all prompts of a local step have one."""
+
+    def conditioned(self, kind: Lora, num_objectives: int) -> Lora:
+        """Returns the kind of adapter that depends on the preference as these settings say."""
+        return kind if self.kind == "none" else Conditioned(kind, num_objectives)
 
 
 def check_estimator(config: ConditioningConfig, name: str, *, replies_per_prompt: int) -> None:
@@ -101,61 +103,84 @@ def weighted_by_preference(
     return (is_at[:, None] * coefficients).flatten(0, 1)
 
 
-class Conditioning:
-    """The preferences of the rows that are in a conditioned policy."""
+class Conditioned(Lora):
+    """An adapter of any linear kind with M - 1 further matrices B_j, gated by the preference.
 
-    def __init__(self, num_objectives: int) -> None:
-        self.num_objectives = num_objectives
-        self.gates: torch.Tensor | None = None
-        """Of the rows of the next passes, [b, M - 1]; None is equal shares for all."""
-
-    def layer(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Returns what a LoRA layer gives for x [b, ..., in]."""
-        names = gated_names(self.num_objectives)
-        matrices = (getattr(layer, name)["default"] for name in names)
-        gated = () if self.gates is None else zip(self.gates.T, matrices, strict=True)
-        return layer_output(layer, x, *args, gated=gated, **options)
-
-
-def gated_names(num_objectives: int) -> list[str]:
-    """Returns what the matrices B_1 to B_{M-1} of a layer are called."""
-    return [f"lora_B{index}" for index in range(1, num_objectives)]
-
-
-def condition_(policy: Any, num_objectives: int) -> None:
-    """Gives every LoRA layer of a policy M - 1 further matrices B_j, which are zero.
-
-    The adapter is the one that `add_adapter` makes. Without preferences the policy goes on as if it
-    were not conditioned.
+    Args:
+        kind: The kind, whose B is B₀.
+        num_objectives: M.
 
     Raises:
-        ValueError: There are fewer than two objectives.
+        ValueError: There are fewer than two objectives, or the kind is not linear.
     """
-    if num_objectives < 2:
-        raise ValueError(
-            "policy.conditioning.kind must be none with a single objective, got preference: there "
-            "is nothing to trade off."
-        )
-    policy.conditioning = conditioning = Conditioning(num_objectives)
-    for layer in [module for module in policy.modules() if isinstance(module, LoraLayer)]:
-        own: Any = layer
-        zeros = torch.zeros_like(own.lora_B["default"].weight)
-        for name in gated_names(num_objectives):
-            matrix = nn.Linear(zeros.size(1), zeros.size(0), bias=False, device="meta")
-            matrix.weight = nn.Parameter(zeros.clone())
-            own.add_module(name, nn.ModuleDict({"default": matrix}))
-        own.forward = partial(conditioning.layer, own)
+
+    def __init__(self, kind: Lora, num_objectives: int) -> None:
+        if num_objectives < 2:
+            raise ValueError(
+                "policy.conditioning.kind must be none with a single objective, got preference: "
+                "there is nothing to trade off."
+            )
+        if not kind.is_linear:
+            raise ValueError(
+                f"policy.conditioning.kind must be none with policy.adapter {kind.name}, whose "
+                "update is not linear in a matrix B, got preference."
+            )
+        super().__init__(kind.settings)
+        self.kind = kind
+        self.names = [f"lora_B{index}" for index in range(1, num_objectives)]
+        """Names of B_1 to B_{M-1} in a layer."""
+
+    def check(self, *, start: Collection[str], **run: Any) -> None:
+        """Checks that a run can train this adapter; see `Lora.check`."""
+        if start:
+            raise ValueError(
+                f"start must be empty with policy.conditioning.kind preference, got {list(start)}."
+            )
+        self.kind.check(start=start, **run)
+
+    def peft_options(self) -> dict[str, Any]:
+        """Returns those of the kind."""
+        return self.kind.peft_options()
+
+    def prepare_(self, policy: Any) -> None:
+        """Adds the B_j, which are zero, so that the preference changes nothing yet."""
+        self.kind.prepare_(policy)
+        for layer in adapted_modules(policy).values():
+            zeros = torch.zeros_like(layer.lora_B["default"].weight)
+            for name in self.names:
+                matrix = nn.Linear(zeros.size(1), zeros.size(0), bias=False, device="meta")
+                matrix.weight = nn.Parameter(zeros.clone())
+                layer.add_module(name, nn.ModuleDict({"default": matrix}))
+
+    def output(self, layer: Any, rows: Rows, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Returns the kind's output with B(p) in place of B, [b, ..., out]."""
+        return self.kind.output(layer, _AtPreferences(rows, self.names), x, result)
+
+    def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
+        """Returns the adapter with ordinary B₀ and B_j, which `fold` takes."""
+        return self.kind.as_lora(policy, adapter)
+
+    def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
+        """Returns the kind's parameters for those of a file."""
+        return self.kind.from_lora(policy, adapter, problem)
 
 
-def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
-    """Has the next passes of a policy read rows of these preferences [b, M]; None: equal shares.
+class _AtPreferences:
+    """Rows whose products with B are those with B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j."""
 
-    They stay until others are set, also for a backward pass that computes activations anew. A model
-    that is not conditioned takes none.
-    """
-    conditioning = getattr(model, "conditioning", None)
-    if conditioning is not None:
-        conditioning.gates = None if preferences is None else gates(preferences)
+    def __init__(self, rows: Rows, names: Sequence[str]) -> None:
+        self.preferences = rows.preferences
+        self.is_base, self.dropped = rows.is_base, rows.dropped
+        self._rows, self._names = rows, names
+
+    def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+        total = self._rows.product(layer, name, x)
+        if name != "lora_B" or self.preferences is None:
+            return total
+        for gate, further in zip(gates(self.preferences).T, self._names, strict=True):
+            gate = gate.to(total).view(-1, *[1] * (total.ndim - 1))  # [b, 1, ...]
+            total = total + gate * self._rows.product(layer, further, x)
+        return total
 
 
 def is_conditioned(name: str) -> bool:

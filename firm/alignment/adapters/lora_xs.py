@@ -1,131 +1,122 @@
 """LoRA-XS: r² trained numbers per layer, between fixed matrices made from the layer's own weight.
 
-ΔW = (α / r) · U R Uᵀ W, with U [out, r] the first left singular vectors of the frozen weight W, and
-R [r, r] all that is trained and sent. That is arXiv:2405.17604, whose A and B of Wᵀ are (Uᵀ W)ᵀ =
-V_r Σ_r and Uᵀ. As U and Uᵀ W are everybody's, the mean of R is the mean of ΔW. The paper draws R
-with a deviation of 1e-5; here it is zero at first, as B of LoRA is, so that the policy starts as
-the base model.
+ΔW = (α / r) · U R Uᵀ W, with U [out, r] the first left singular vectors of the frozen weight W.
+Only R [r, r] is trained and sent. This is arXiv:2405.17604, whose A and B of Wᵀ are (Uᵀ W)ᵀ =
+V_r Σ_r and Uᵀ. All clients have the same U and Uᵀ W, so the mean of R is the mean of ΔW. The paper
+draws R with a deviation of 1e-5; here it starts at zero, like B of LoRA, so that the policy starts
+as the base model.
 
-Below, a layer's A is Uᵀ W and does not change, its B is R, and U follows behind; a PEFT folder has
-A and U R, an ordinary LoRA adapter of rank r.
+Below, a layer's A is Uᵀ W and frozen, its B is R, and U is a buffer `xs_left`. A PEFT folder has A
+and U R, an ordinary LoRA adapter of rank r.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from firm.alignment.adapters.lora import (
+    Lora,
+    Rows,
+    adapted_modules,
+    freeze_a_,
+    register_adapter,
+)
 from firm.federation import Adapter
 
 CACHED_SIZE = 512
-"""Matrices of a side from here on take seconds, and are looked up."""
+"""Singular vectors of matrices from this side on take seconds, and are kept in a file."""
 
 
-def outward(layer: Any, update: torch.Tensor) -> torch.Tensor:
-    """Returns what a layer's B gives, [..., r] with LoRA-XS and [..., out] else, as [..., out]."""
-    left = getattr(layer, "xs_left", None)
-    return update if left is None else update @ left.T.to(update)
+@register_adapter
+class LoraXS(Lora):
+    """LoRA-XS. Rank, scale and layers are those of `policy.lora`."""
 
+    name: ClassVar[str] = "lora_xs"
+    has_factors: ClassVar[bool] = False
 
-def make_small_(policy: Any) -> None:
-    """Turns the fresh adapter that `add_adapter` makes into one of LoRA-XS, which changes nothing.
-
-    Raises:
-        ValueError: The rank is larger than a side of an adapted layer.
-    """
-    layers = {name: m for name, m in policy.named_modules() if isinstance(m, LoraLayer)}
-    weights = {name: _weight(layer) for name, layer in layers.items()}
-    rank = next(iter(layers.values())).r["default"]
-    for name, weight in weights.items():
-        if rank > min(weight.shape):
+    def check(self, **run: Any) -> None:
+        """Checks that a run can train this adapter; see `Lora.check`."""
+        if self.settings.freeze_a:
             raise ValueError(
-                f"policy.lora.r must be at most {min(weight.shape)} with policy.adapter lora_xs, "
-                f"the smaller side of {name.rsplit('.', 1)[-1]}, got {rank}."
+                "policy.lora.freeze_a must be false with policy.adapter lora_xs, which trains "
+                "neither A nor B, got true."
             )
-    lefts = _left_singular_vectors(weights, rank)
-    for name, layer in layers.items():
-        own: Any = layer
-        left, weight = lefts[name], weights[name]
-        first = own.lora_A["default"].weight
-        first.requires_grad_(False)
-        if not weight.is_meta:
-            first.data = (left.T @ weight.double().to(left)).to(first)
-        inner = nn.Linear(rank, rank, bias=False, device=first.device, dtype=first.dtype)
-        nn.init.zeros_(inner.weight)
-        own.lora_B["default"] = inner
-        own.frozen_peft_weight_names = {"default": ("lora_A",)}
-        own.register_buffer("xs_left", left.to(first), persistent=False)
-        own.forward = partial(layer_output, own)
+        super().check(**run)
 
+    def prepare_(self, policy: Any) -> None:
+        """Sets A to Uᵀ W and puts R = 0 in place of B; the policy is then still the base model.
 
-def layer_output(
-    layer: Any,
-    x: torch.Tensor,
-    *args: Any,
-    gated: Iterable[tuple[torch.Tensor, nn.Module]] = (),
-    **options: Any,
-) -> torch.Tensor:
-    """Returns what a LoRA layer gives, of either kind.
-
-    Args:
-        layer: The layer.
-        x: Its input, shape [b, ..., in].
-        *args: Further arguments of the base layer.
-        gated: Factors by row [b] of further matrices beside B, and these.
-        **options: Those of the base layer.
-    """
-    result = layer.base_layer(x, *args, **options)
-    if layer.disable_adapters:
-        return result
-    first = layer.lora_A["default"]
-    hidden = first(layer.lora_dropout["default"](x.to(first.weight.dtype)))
-    update = layer.lora_B["default"](hidden)
-    for gate, matrix in gated:
-        update = update + gate.to(update).view(-1, *[1] * (update.ndim - 1)) * matrix(hidden)
-    update = outward(layer, update)
-    return (result + update * layer.scaling["default"]).to(result.dtype)
-
-
-def widened(policy: Any, state: Adapter) -> Adapter:
-    """Returns an adapter with U R in place of each R, as a PEFT file has it; names are kept."""
-    lefts = _lefts(policy)
-    return {
-        name: lefts[at].to(values) @ values if (at := _layer_of(name)) in lefts else values
-        for name, values in state.items()
-    }
-
-
-def narrowed(policy: Any, adapter: Adapter, problem: str) -> Adapter:
-    """Returns a PEFT file's adapter with R in place of each U R.
-
-    Raises:
-        ValueError: A matrix is no U R, or A is not Uᵀ W; the message opens with `problem`.
-    """
-    parts = dict(adapter)
-    for at, left in _lefts(policy).items():
-        pairs: Adapter = {f"{at}.lora_A.weight": policy.get_submodule(at).lora_A["default"].weight}
-        for name in [name for name in adapter if _layer_of(name) == at]:
-            if len(adapter[name]) == len(left):
-                parts[name] = left.T.to(adapter[name]) @ adapter[name]
-                pairs[name] = left.to(adapter[name]) @ parts[name]
-        for name, own in pairs.items():  # what is missing or of another shape is found next
-            given: torch.Tensor = adapter.get(name, own)
-            if given.shape == own.shape and not torch.allclose(given, own.to(given), 1e-3, 1e-4):
+        Raises:
+            ValueError: The rank is larger than a side of an adapted layer.
+        """
+        layers = adapted_modules(policy)
+        weights = {name: _weight(layer) for name, layer in layers.items()}
+        rank = self.settings.r
+        for name, weight in weights.items():
+            if rank > min(weight.shape):
                 raise ValueError(
-                    f"{problem}: {name} is not of the layer's own singular vectors: give an "
-                    "adapter that was trained with policy.adapter lora_xs, or use lora."
+                    f"policy.lora.r must be at most {min(weight.shape)} with policy.adapter "
+                    f"lora_xs, the smaller side of {name.rsplit('.', 1)[-1]}, got {rank}."
                 )
-    return parts
+        lefts = _left_singular_vectors(weights, rank)
+        for name, layer in layers.items():
+            left, weight = lefts[name], weights[name]
+            first = layer.lora_A["default"].weight
+            if not weight.is_meta:
+                first.data = (left.T @ weight.double().to(left)).to(first)
+            inner = nn.Linear(rank, rank, bias=False, device=first.device, dtype=first.dtype)
+            nn.init.zeros_(inner.weight)
+            layer.lora_B["default"] = inner
+            # U is no part of the state: whoever has the weight computes it
+            layer.register_buffer("xs_left", left.to(first), persistent=False)
+        freeze_a_(policy)
+
+    def update(self, layer: Any, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+        """Returns U R A x, [b, ..., out]."""
+        inner = super().update(layer, rows, x)  # [b, ..., r]
+        return inner @ layer.xs_left.T.to(inner)
+
+    def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
+        """Returns the adapter with U R in place of each R; names are kept."""
+        lefts = _lefts(policy)
+        return {
+            name: lefts[at].to(values) @ values if (at := _layer_of(name)) in lefts else values
+            for name, values in adapter.items()
+        }
+
+    def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
+        """Returns the adapter with R in place of each U R.
+
+        Raises:
+            ValueError: A matrix is no U R, or A is not Uᵀ W; the message opens with `problem`.
+        """
+        parts = dict(adapter)
+        for at, left in _lefts(policy).items():
+            own_a = policy.get_submodule(at).lora_A["default"].weight
+            pairs: Adapter = {f"{at}.lora_A.weight": own_a}
+            for name in [name for name in adapter if _layer_of(name) == at]:
+                if len(adapter[name]) == len(left):
+                    parts[name] = left.T.to(adapter[name]) @ adapter[name]
+                    pairs[name] = left.to(adapter[name]) @ parts[name]
+            for name, own in pairs.items():
+                # a missing matrix or another shape is refused where the file is read
+                given: torch.Tensor = adapter.get(name, own)
+                if given.shape == own.shape and not torch.allclose(
+                    given, own.to(given), 1e-3, 1e-4
+                ):
+                    raise ValueError(
+                        f"{problem}: {name} is not of the layer's own singular vectors: give an "
+                        "adapter that was trained with policy.adapter lora_xs, or use lora."
+                    )
+        return parts
 
 
 def _lefts(policy: Any) -> dict[str, torch.Tensor]:
@@ -137,7 +128,7 @@ def _lefts(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def _layer_of(name: str) -> str:
-    """Returns which layer a matrix B belongs to; nothing for others."""
+    """Returns the name of the layer that a matrix B belongs to; empty for other parameters."""
     return name.partition(".lora_B")[0] if ".lora_B" in name else ""
 
 
@@ -150,8 +141,8 @@ def _weight(layer: Any) -> torch.Tensor:
 def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
     """Returns the first left singular vectors [out, r] of each weight, in float64.
 
-    Their signs are fixed by their largest entries, so that all who have the weights agree. Where
-    matrices are large they are looked up by the weights' hash, and kept.
+    The largest entry of each is positive, which fixes the signs for everyone with these weights.
+    Vectors of large matrices are kept in the user's cache, by the weights' hash.
     """
     if all(max(weight.shape) < CACHED_SIZE or weight.is_meta for weight in weights.values()):
         return {name: _vectors(weight, rank) for name, weight in weights.items()}
@@ -164,7 +155,7 @@ def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
     if path.is_file():
         return load_file(path)
     found = {name: _vectors(weight, rank) for name, weight in weights.items()}
-    with suppress(OSError, SafetensorError):  # a place that cannot be written costs the time alone
+    with suppress(OSError, SafetensorError):  # a cache that cannot be written costs only time
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.draft")
         save_file({name: values.contiguous() for name, values in found.items()}, draft)

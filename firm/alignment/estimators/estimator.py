@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 
-from firm.alignment.adapters.conditioned import set_preferences
+from firm.alignment.adapters import forward_of, set_preferences
 from firm.alignment.advantages import masked_mean
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import MAX_KL_ERROR, KLConfig
@@ -27,7 +27,7 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
-from firm.gradients import PerSequenceGradients, jacobian
+from firm.gradients import BackwardPasses, PerSequenceGradients, jacobian
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,14 @@ class Policy:
         """Returns the gradients of M losses in the adapter's parameters, shape [M, d]."""
         return jacobian(losses, self.parameters)
 
-    def per_sequence(self) -> PerSequenceGradients:
-        """Returns a context whose forward passes give all M gradients by one backward pass."""
+    def per_sequence(self) -> PerSequenceGradients | BackwardPasses:
+        """Returns a context for taking M gradients of one forward pass.
+
+        One backward pass gives them all, unless the kind of adapter has parameters other than
+        matrices.
+        """
+        if not forward_of(self.model).kind.is_linear:
+            return BackwardPasses(self.parameters)
         return PerSequenceGradients(self.model, self.parameters)
 
 

@@ -1,51 +1,48 @@
-"""One policy with an adapter for each of several clients, whose passes are one large batch.
+"""One policy with an adapter for each of several clients, which share forward passes.
 
-A row of a joint batch belongs to one client, and each LoRA layer gives it that client's matrices.
-The stacked matrices are each client's own: M backward passes of Σ_c L_cj give the gradients of all
-clients, and where objectives differ by one number per reply one backward pass gives them all.
+A row of a joint batch belongs to one client, and each adapted layer multiplies it by that client's
+matrices. No client's loss depends on another's matrices: M backward passes of Σ_c L_cj give the
+gradients of all clients, and where objectives differ by one number per reply one backward pass
+gives them all.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 
-from firm.alignment.adapters.conditioned import gated_names
+from firm.alignment.adapters import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
-from firm.alignment.stacked.passes import Matrix, Output, Part, Pass, Place
+from firm.alignment.stacked.passes import Output, Part, Pass, Place
 from firm.alignment.stacked.replies import Reply
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import check_sequences
 
 KEPT_SHARE = 0.9
-"""Share of the rows below which replies that go on leave those behind that have ended."""
+"""Rows are dropped from a pass when the share of unfinished replies is at most this: below 1, as
+copying the cache to fewer rows costs time."""
 
 
 class StackedModel:
-    """A policy whose LoRA layers hold an adapter for each row of a batch.
+    """A policy that applies a different client's adapter to each row of a batch.
 
-    Without a joint pass the policy is as it was: its own adapter slot stays in place.
+    Outside joint passes the policy uses its own adapter slot.
 
     Args:
-        policy: A `PeftModel` with one LoRA adapter.
+        policy: A `PeftModel` with one adapter.
 
     Raises:
-        ValueError: Its state is no cache of keys and values, as in state-space models; or its
-            activations are computed again in each backward pass under dropout, whose
-            masks would then be others.
+        ValueError: The model's state is no cache of keys and values, as in state-space models; or
+            gradient checkpointing would draw other dropout masks in the backward pass.
     """
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
-        self.matrices: dict[str, Matrix] = {}
-        """The matrices of the adapter's parameters, by their names."""
+        self._slot = adapter_parameters(policy)
         base = policy.get_base_model()
         known = inspect.signature(base.forward).parameters
         if "past_key_values" not in known:
@@ -54,18 +51,8 @@ class StackedModel:
                 "keys and values by rows, got stacked."
             )
         self._last_logits_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self._active: Pass | None = None
-        conditioning = getattr(policy, "conditioning", None)
-        conditioned = gated_names(conditioning.num_objectives) if conditioning else []
-        layers = {n: m for n, m in policy.named_modules() if isinstance(m, LoraLayer)}
-        trained = {id(p): name for name, p in adapter_parameters(policy).items()}
-        for layer_name, layer in layers.items():
-            for kind in ("lora_A", "lora_B", *conditioned):
-                weight = getattr(layer, kind)["default"].weight
-                if id(weight) in trained:
-                    self.matrices[trained[id(weight)]] = layer_name, kind
-            own: Any = layer
-            own.forward = partial(self._layer_forward, layer_name, own, own.forward)
+        self._forward = forward_of(policy)
+        self._forward.install_(policy)
         is_checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in policy.modules())
         if is_checkpointed and policy.peft_config["default"].lora_dropout > 0:
             raise ValueError(
@@ -77,7 +64,7 @@ class StackedModel:
         """Returns a client's own parameters, equal to those of the policy's slot."""
         return {
             name: torch.nn.Parameter(parameter.detach().clone())
-            for name, parameter in adapter_parameters(self.policy).items()
+            for name, parameter in self._slot.items()
         }
 
     # --- Passes -----------------------------------------------------------------------------------
@@ -86,15 +73,15 @@ class StackedModel:
         """Returns the output of each part's rows, from one forward pass over all of them."""
         set_mode(self.policy, is_training=parts[0].is_training)
         joint = self._pass(parts)
-        with self._during(joint), torch.set_grad_enabled(parts[0].has_gradient):
+        with self._forward.of(joint), torch.set_grad_enabled(parts[0].has_gradient):
             output = forward(self.policy, joint.token_ids, joint.mask)
         logits, hidden = output.logits, output.hidden_states[-1]
         return [Output(Place(joint, index), logits, hidden) for index in range(len(parts))]
 
     def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
-        """Returns the gradients of each part's losses in its own adapter, or why there are none.
+        """Returns each part's Jacobian [M, d] in its own adapter, or the error in its losses.
 
-        All are of one pass and equally many; backward passes are as many as losses of one part.
+        All parts belong to one pass and have M losses, so there are M backward passes.
         """
         joint = wanted[0].place.joint
         errors = [outcome_of(check_losses, each.losses) for each in wanted]
@@ -106,7 +93,7 @@ class StackedModel:
         joint.finish([each.place for each in wanted])
         count = len(wanted[0].losses)
         for j in range(count):
-            with self._during(joint):
+            with self._forward.of(joint):
                 gradients = torch.autograd.grad(
                     torch.stack([each.losses[j] for _, each in good]).sum(),
                     leaves,
@@ -129,7 +116,7 @@ class StackedModel:
         rows = joint.add_targets({each.place.index: each.coefficients for _, each in good})
         losses = torch.cat([each.losses for _, each in good])
         try:
-            with self._during(joint):
+            with self._forward.of(joint):
                 torch.autograd.grad(
                     losses,
                     joint.anchor,
@@ -153,8 +140,8 @@ class StackedModel:
     def generate(self, parts: list[Part]) -> list[Any]:
         """Returns samples of each part's prompts and their log-probabilities.
 
-        Each part draws from its generator what it would draw alone, and ends with its own last
-        reply. Replies that have ended are left out of the passes once they are many.
+        Each part draws the same numbers from its generator as it would alone, and ends with its
+        last reply. Passes leave out replies that have ended, once enough have (`KEPT_SHARE`).
         """
         joint = self._pass(parts)
         set_mode(self.policy, is_training=False)
@@ -163,7 +150,7 @@ class StackedModel:
         positions = mask.cumsum(1) - mask.long()
         cache, replies = None, [Reply(part) for part in parts]
         while any(reply.num_open for reply in replies):
-            with self._during(joint):
+            with self._forward.of(joint):
                 output = self.policy(
                     input_ids=inputs,
                     attention_mask=mask,
@@ -186,27 +173,12 @@ class StackedModel:
         return [reply.result() for reply in replies]
 
     def _pass(self, parts: list[Part]) -> Pass:
-        return Pass(parts, self.matrices)
-
-    @contextmanager
-    def _during(self, joint: Pass) -> Iterator[None]:
-        outer, self._active = self._active, joint
-        try:
-            yield
-        finally:
-            self._active = outer
-
-    def _layer_forward(
-        self, name: str, layer: Any, own_forward: Callable, x: torch.Tensor, *args: Any, **kw: Any
-    ) -> torch.Tensor:
-        if self._active is None:
-            return own_forward(x, *args, **kw)
-        return self._active.layer(name, layer, x)
+        return Pass(parts, {parameter: name for name, parameter in self._slot.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Losses [M] of a client, whose gradients are wanted."""
+    """A client's losses [M] that are to be differentiated."""
 
     place: Place
     losses: torch.Tensor

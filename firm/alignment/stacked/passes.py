@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 
-from firm.alignment.adapters.conditioned import gates
-from firm.alignment.adapters.lora_xs import outward
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.sequences import Queries, response_logits
 from firm.gradients.jacobian import jacobian_buffer
 from firm.gradients.per_sequence import Tap, add_weight_gradients_
-
-Matrix = tuple[str, str]
-"""A LoRA layer's name, and which of its matrices: "lora_A" or "lora_B"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,31 +77,31 @@ class Place:
 
 
 class Pass:
-    """Rows of several clients that go through the model at once, without needless padding.
+    """A batch of several clients' rows, without needless padding; see `Rows`.
 
     Args:
-        parts: Those of each client.
-        matrices: The matrices of the adapter's parameters, by their names.
+        parts: The rows of each client.
+        names: Names of the slot's trained parameters, whose values parts replace.
     """
 
-    def __init__(self, parts: Sequence[Part], matrices: Mapping[str, Matrix]) -> None:
+    def __init__(self, parts: Sequence[Part], names: Mapping[torch.nn.Parameter, str]) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
         self.targets: list[Target] = []
-        """What the backward pass fills by row."""
+        """Jacobians that the backward pass fills by row."""
         self.stacked: dict[str, torch.Tensor] = {}
         """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
-        self._by_matrix: dict[Matrix, torch.Tensor] = {}
-        self._columns: dict[Matrix, slice] = {}
+        self._names = names
+        self._columns: dict[str, slice] = {}
         self._waiting = set(range(len(parts)))
         asked = [own for part in parts if (own := part.preferences) is not None]
-        self._gates = gates(torch.cat(asked)) if asked else None
+        self.preferences = torch.cat(asked) if asked else None
         start = 0
-        for name, matrix in matrices.items() if parts[0].adapter is not None else ():
+        for name in names.values() if parts[0].adapter is not None else ():
             own = [part.adapter[name].detach() for part in parts if part.adapter is not None]
-            self.stacked[name] = self._by_matrix[matrix] = torch.stack(own)
+            self.stacked[name] = torch.stack(own)
             self.stacked[name].requires_grad_(parts[0].has_gradient)
-            self._columns[matrix] = slice(start, start + own[0].numel())
+            self._columns[name] = slice(start, start + own[0].numel())
             start += own[0].numel()
         self.counts = [len(part.token_ids) for part in parts]
         # tokens on either side of where the responses begin
@@ -143,8 +138,8 @@ class Pass:
         """Leaves out rows of each part but those at some places; returns the places of all."""
         rows = torch.cat([self.span(index).start + own for index, own in enumerate(kept)])
         self.counts = [len(own) for own in kept]
-        if self._gates is not None:
-            self._gates = self._gates[rows]
+        if self.preferences is not None:
+            self.preferences = self.preferences[rows]
         self._arrange()
         return rows
 
@@ -161,41 +156,32 @@ class Pass:
             return values[self.span(index), -before : width - before]  # nothing is missing
         return _fitted(values[self.span(index)], before, width - before, 0.0)
 
-    def layer(self, name: str, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a LoRA layer for x [N, ..., in], with all L positions of a row."""
-        result = layer.base_layer(x)
-        if not self.stacked:
-            return result
-        # latent attention has layers on [N, 1, L, in]
-        inputs = x.flatten(1, -2).to(layer.lora_A["default"].weight.dtype)
-        dropped = self._dropped(layer.lora_dropout["default"], inputs)
-        hidden = self._product((name, "lora_A"), layer, dropped)
-        update = self._product((name, "lora_B"), layer, hidden)
-        if self._gates is not None:
-            for index, gate in enumerate(self._gates.T, start=1):
-                gated = self._product((name, f"lora_B{index}"), layer, hidden)
-                update = update + gate[:, None, None] * gated
-        update = outward(layer, update).view_as(result)
-        return (result + update * layer.scaling["default"]).to(result.dtype)
+    def is_base(self, layer: Any) -> bool:
+        """Returns whether the parts use the base model; see `Rows`."""
+        return not self.stacked
 
-    def _product(self, matrix: Matrix, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        weight = self._by_matrix.get(matrix)
-        if weight is None:  # frozen, and so everybody's
-            return torch.nn.functional.linear(x, getattr(layer, matrix[1])["default"].weight)
+    def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Returns x Wᵀ with each row's client's W, for x [N, ..., in]; see `Rows`."""
+        matrix = getattr(layer, name)["default"].weight
+        if (parameter := self._names.get(matrix)) is None:  # frozen, so all clients share it
+            return torch.nn.functional.linear(x, matrix)
+        weight = self.stacked[parameter]
+        rows = x.flatten(1, -2)  # latent attention has layers on [N, 1, L, in]
         if self._is_even:
-            joint = x.reshape(len(weight), -1, x.size(-1))
-            output = torch.bmm(joint, weight.mT).view(*x.shape[:-1], -1)
+            joint = rows.reshape(len(weight), -1, rows.size(-1))
+            output = torch.bmm(joint, weight.mT).view(*rows.shape[:-1], -1)
         else:
-            output = torch.bmm(x, weight[self._members].mT)
+            output = torch.bmm(rows, weight[self._members].mT)
         if self.parts[0].is_tapped:
-            output = Tap.apply(output, x.detach(), self.anchor, self, matrix)
-        return output
+            output = Tap.apply(output, rows.detach(), self.anchor, self, parameter)
+        return output.view(*x.shape[:-1], -1)
 
-    def _dropped(self, dropout: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns what dropout leaves of x [N, L, in]; each part draws its masks as if alone.
+    def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns x [N, ..., in] after dropout with the masks that each part would draw alone.
 
-        On a GPU they are other masks than torch's own dropout draws, from the same generator.
+        On a GPU they differ from those of torch's dropout, with the same generator; see `Rows`.
         """
+        dropout = layer.lora_dropout["default"]
         probability = getattr(dropout, "p", 0.0)
         if not (dropout.training and probability > 0):
             return x
@@ -206,11 +192,11 @@ class Pass:
             for part in self.parts
         ]
         fitted = [self._placed(m, p, fill=1.0) for m, p in zip(masks, self.parts, strict=True)]
-        return x * torch.cat(fitted).div_(1 - probability)
+        return x * torch.cat(fitted).div_(1 - probability).view_as(x)
 
-    def fold(self, matrix: Matrix, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
-        """Adds a matrix's part of the rows of all targets; called by the backward pass."""
-        columns = self._columns[matrix]
+    def fold(self, name: str, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
+        """Adds a parameter's columns of all targets' rows; called by the backward pass."""
+        columns = self._columns[name]
         for target in self.targets:
             own = target.rows[..., columns], target.coefficients
             add_weight_gradients_(*own, target.of_groups(inputs), target.of_groups(deltas))

@@ -8,14 +8,15 @@ import torch
 
 from firm.alignment import AlignmentClient, RolloutConfig, copy_adapter, fill_adapter_
 from firm.alignment.adapter_files import save_adapter
-from firm.alignment.adapters import conditioned as conditionings
-from firm.alignment.adapters.conditioned import (
-    ConditioningConfig,
-    condition_,
-    draw_preferences,
-    fold,
+from firm.alignment.adapters import (
+    Conditioned,
+    Lora,
+    LoraSettings,
+    adapt_,
     set_preferences,
 )
+from firm.alignment.adapters import conditioned as conditionings
+from firm.alignment.adapters.conditioned import ConditioningConfig, draw_preferences, fold
 from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
@@ -39,7 +40,7 @@ def make_conditioned(make_policy):
 
     def make(num_objectives: int = 2, *, fresh: bool = False, **options):
         policy = make_policy(**options)
-        condition_(policy, num_objectives)
+        adapt_(policy, Conditioned(Lora(LoraSettings()), num_objectives))
         generator = torch.Generator().manual_seed(2)
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
@@ -455,4 +456,4 @@ def test_an_adapter_of_one_trade_off_and_a_single_objective_are_refused(make_pol
     with pytest.raises(ValueError, match=r"has no conditioned\.safetensors, and so one trade-off"):
         fill_adapter_(policy, tmp_path, "base", preference=[1, 1])
     with pytest.raises(ValueError, match="must be none with a single objective"):
-        condition_(policy, 1)
+        Conditioned(Lora(LoraSettings()), 1)

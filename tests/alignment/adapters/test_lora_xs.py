@@ -18,7 +18,8 @@ from firm.alignment import (
 )
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.adapters import lora_xs as module
-from firm.alignment.adapters.conditioned import ConditioningConfig, set_preferences
+from firm.alignment.adapters import set_preferences
+from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import (
     adapter_parameters,
     load_adapter_,

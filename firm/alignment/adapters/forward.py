@@ -1,0 +1,99 @@
+"""The forward pass of adapted layers, which all kinds of adapters and joint passes share.
+
+PEFT's own layers compute plain LoRA. Where a kind adds something else, and where rows of several
+clients share a batch, `AdapterForward` computes their output: the base layer's, and what the kind
+adds for the rows of the pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from firm.alignment.adapters.lora import Lora, LoraSettings, Rows, adapted_modules
+
+
+class OwnRows:
+    """Rows that all use the policy's own adapter, by the modules that PEFT has made."""
+
+    def __init__(self) -> None:
+        self.preferences: torch.Tensor | None = None
+
+    def is_base(self, layer: Any) -> bool:
+        """Returns whether PEFT has switched the adapter off; see `Rows`."""
+        return layer.disable_adapters
+
+    def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns x after the adapter's dropout; see `Rows`."""
+        return layer.lora_dropout["default"](x)
+
+    def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Returns x Wᵀ; see `Rows`. Hooks of the linear layer take gradients by sequence."""
+        return getattr(layer, name)["default"](x)
+
+
+class AdapterForward:
+    """The kind of a policy's adapter, and the rows of the pass that is running.
+
+    Args:
+        kind: The kind of the adapter.
+    """
+
+    def __init__(self, kind: Lora) -> None:
+        self.kind = kind
+        self.rows: Rows = OwnRows()
+
+    def install_(self, policy: Any) -> None:
+        """Computes the output of the policy's adapted layers from now on."""
+        for layer in adapted_modules(policy).values():
+            layer.forward = partial(self, layer)
+
+    @contextmanager
+    def of(self, rows: Rows) -> Iterator[None]:
+        """Takes the passes inside for these rows."""
+        outer, self.rows = self.rows, rows
+        try:
+            yield
+        finally:
+            self.rows = outer
+
+    def __call__(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Returns a layer's output for x [b, ..., in]; further arguments are the base layer's."""
+        result = layer.base_layer(x, *args, **options)
+        if self.rows.is_base(layer):
+            return result
+        return self.kind.output(layer, self.rows, x, result)
+
+
+def adapt_(policy: Any, kind: Lora) -> None:
+    """Changes the fresh LoRA adapter of a policy into one of a kind.
+
+    Raises:
+        ValueError: As `Lora.prepare_`.
+    """
+    kind.prepare_(policy)
+    policy.adapter_forward = forward = AdapterForward(kind)
+    is_peft_own = type(kind).update is Lora.update and type(kind).output is Lora.output
+    if not is_peft_own:  # PEFT's layers know LoRA and its own variants
+        forward.install_(policy)
+
+
+def forward_of(policy: Any) -> AdapterForward:
+    """Returns how a policy's adapted layers compute; LoRA where PEFT alone has made the adapter."""
+    forward = getattr(policy, "adapter_forward", None)
+    if forward is None:
+        policy.adapter_forward = forward = AdapterForward(Lora(LoraSettings()))
+    return forward
+
+
+def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
+    """Sets the preferences [b, M] of the rows in a policy's next passes; None is equal shares.
+
+    They stay until others are set, since gradient checkpointing computes activations again in the
+    backward pass. An adapter that is not conditioned ignores them.
+    """
+    forward = getattr(model, "adapter_forward", None)
+    if forward is not None:
+        forward.rows.preferences = preferences
