@@ -11,7 +11,6 @@ from firm.federation.engines import check_engine
 from firm.federation.engines.engine import ENGINES
 from firm.federation.engines.site import SitePolicy
 from firm.federation.sampling import sample_clients
-from firm.federation.schema import METRICS
 from firm.federation.tasks import TASKS
 from firm.fmoo.config import by_name
 from firm.fmoo.data import DATASETS
@@ -23,6 +22,7 @@ from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.pick import parse_want
 from firm.jobs.study import StudyConfig
 from firm.jobs.sweep import SweepConfig
+from firm.quantities import of_clients
 from firm.run import UserError, parse
 from firm.run.config import forms_of, lay_out, members_of
 from reward_models.registry import REWARD_MODELS, check_name
@@ -85,7 +85,7 @@ REGISTRIES: Mapping[str, tuple[Any, Any]] = {
     "engine": (check_engine, ENGINES),
     "attack": (lambda name: Attacker(None, name), get_args(UpdateAttack)),  # type: ignore[arg-type]
     "task of a site": (lambda name: SitePolicy(tasks=(name,)), TASKS),
-    "quantity of a site": (lambda name: SitePolicy(metrics=(name,)), METRICS),
+    "quantity of a site": (lambda name: SitePolicy(metrics=(name,)), of_clients()),
     "client": (
         lambda name: sample_clients(["north", "south"], seed=0, round_number=1, always=[name]),
         ["north", "south"],
