@@ -35,14 +35,14 @@ from firm.federation.engines import (
     Agreement,
     Budget,
     Lost,
-    SecureEngine,
     Site,
     SitePolicy,
     SitesEngine,
 )
-from firm.federation.masking import Key, added, masked
 from firm.federation.messages import Request
-from firm.federation.privacy import PrivacyConfig
+from firm.federation.options.masking import Key, added, masked
+from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.options.secure import SecureEngine
 from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES

@@ -6,7 +6,7 @@ import torch
 
 from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
-from firm.federation.lora import lora_pairs, mean_product
+from firm.federation.options.lora_mean import lora_pairs, mean_product
 
 
 def truncation_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> float:

@@ -31,6 +31,7 @@ from benchmarks.lora_errors import averaging_error, truncation_error
 from benchmarks.measure import interleaved
 from firm.federation import Adapter, Engine, ServerState
 from firm.federation.aggregation import weighted_mean
+from firm.federation.options.lora_mean import product_mean
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.fmoo.progress import Recorder
@@ -160,8 +161,8 @@ def measure_seconds() -> None:
     for share in SPREADS:
         adapters, weights = made_up(share), [1.0] * NUM_CLIENTS
         ways = {
-            way: partial(weighted_mean, adapters, weights, lora_mean=way)
-            for way in ("factors", "products")
+            "factors": partial(weighted_mean, adapters, weights),
+            "products": partial(product_mean, adapters, weights),
         }
         rows.append(
             [

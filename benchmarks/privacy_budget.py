@@ -15,7 +15,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from firm.federation.accounting import gaussian_epsilon
+from firm.federation.options.accounting import gaussian_epsilon
 from firm.run import print_table
 
 

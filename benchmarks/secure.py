@@ -3,7 +3,7 @@
     python benchmarks/secure.py
     python benchmarks/secure.py --num_parameters 4096 --num_clients 100
 
-Masks (``firm.federation.masking``) beside homomorphic encryption by TenSEAL, where the extra
+Masks (``options.masking``) beside homomorphic encryption by TenSEAL, where the extra
 `bench` is installed: CKKS, which is approximate, and BFV, which is exact on whole numbers. All
 three give every site one key and the server none. By number of parameters: the bytes of an update
 in multiples of its float32 numbers, the seconds that a client takes to hide it, the server to add
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from firm.federation.masking import Key, added, masked, opened
+from firm.federation.options.masking import Key, added, masked, opened
 from firm.run import print_table
 
 NUM_REPEATS = 5

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 
 from firm.federation.client import Adapter
-from firm.federation.lora import LoraMean, product_mean
 
 Aggregation = Literal["uniform", "by_examples"]
 
@@ -23,9 +22,7 @@ def shares(updates: Sequence[Any], *, by: Aggregation) -> list[int]:
     return counts
 
 
-def weighted_mean(
-    adapters: Sequence[Adapter], weights: Sequence[float], *, lora_mean: LoraMean = "factors"
-) -> Adapter:
+def weighted_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
     """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order, in the first one's dtypes.
 
     Equal adapters give the same adapter back, bit for bit, and equal adapters in equal order the
@@ -34,10 +31,7 @@ def weighted_mean(
     Args:
         adapters: At least one; all with the same parameter names and shapes.
         weights: Non-negative, with a positive sum.
-        lora_mean: Whether LoRA's A and B are averaged apart, or their products (``product_mean``).
     """
-    if lora_mean == "products":
-        return product_mean(adapters, weights)
     total = sum(weights)
     mean = {}
     for name, parameter in adapters[0].items():
@@ -55,13 +49,11 @@ def server_step(
     *,
     learning_rate: float = 1.0,
     lengths: Sequence[float] | None = None,
-    lora_mean: LoraMean = "factors",
 ) -> Adapter:
     """Returns θ_{t+1} = θ_t + η Σ λᵢ uᵢ with λ = w / Σw: the server's step along weighted updates.
 
     uᵢ is θᵢ - θ_t, divided by its length where lengths are given; a zero update stays zero. Without
-    them a step of η = 1 is ``weighted_mean`` itself, bit for bit, and only then may ``lora_mean``
-    be products.
+    them a step of η = 1 is ``weighted_mean`` itself, bit for bit.
 
     Args:
         start: θ_t.
@@ -69,15 +61,9 @@ def server_step(
         weights: w, non-negative, with a positive sum.
         learning_rate: η.
         lengths: What each update is divided by.
-        lora_mean: As in ``weighted_mean``.
     """
     if lengths is None and learning_rate == 1.0:
-        return weighted_mean(adapters, weights, lora_mean=lora_mean)
-    if lora_mean == "products":
-        raise ValueError(
-            f"products can only be averaged; learning_rate must be 1 (got {learning_rate}) and "
-            "lengths None."
-        )
+        return weighted_mean(adapters, weights)
     total = sum(weights)
     factors = [learning_rate * weight / total for weight in weights]
     return moved(start, adapters, per_length(factors, lengths))
@@ -100,44 +86,6 @@ def moved(start: Adapter, adapters: Sequence[Adapter], factors: Sequence[float])
         for adapter, factor in zip(adapters, factors, strict=True):
             accumulator += factor * (adapter[name].double() - origin)
         result[name] = accumulator.to(parameter.dtype)
-    return result
-
-
-def mean_where_trained(
-    start: Adapter,
-    adapters: Sequence[Adapter],
-    weights: Sequence[float],
-    trained: Sequence[torch.Tensor | None],
-    *,
-    learning_rate: float = 1.0,
-) -> Adapter:
-    """Returns θ_t + η Σ wᵢ mᵢ (θᵢ - θ_t) / Σ wᵢ mᵢ, coordinate by coordinate.
-
-    Each parameter is averaged over the clients that train it, as in HeteroFL (Diao et al. 2021,
-    arXiv:2010.01264); one that nobody trains stays. Zeros in the place of what a client lacks, as
-    in HetLoRA (Cho et al. 2024, arXiv:2401.06432), would draw it towards where it was.
-
-    Args:
-        start: θ_t.
-        adapters: θᵢ, at least one.
-        weights: w, not negative.
-        trained: mᵢ, bool [d] over the adapter's parameters; None where a client trains all.
-        learning_rate: η.
-    """
-    sizes = [parameter.numel() for parameter in start.values()]
-    masks = [torch.ones(sum(sizes), dtype=torch.bool) if mask is None else mask for mask in trained]
-    total = torch.stack([w * mask.double() for w, mask in zip(weights, masks, strict=True)]).sum(0)
-    result, place = {}, 0
-    for (name, parameter), size in zip(start.items(), sizes, strict=True):
-        part = slice(place, place + size)
-        origin = parameter.double().reshape(-1)
-        moves = torch.zeros_like(origin)
-        for adapter, weight, mask in zip(adapters, weights, masks, strict=True):
-            delta = adapter[name].double().reshape(-1) - origin
-            moves += weight * mask[part] * delta
-        step = moves / total[part].where(total[part] > 0, 1.0)
-        result[name] = (origin + learning_rate * step).view_as(parameter).to(parameter.dtype)
-        place += size
     return result
 
 

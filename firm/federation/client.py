@@ -82,9 +82,11 @@ class Client(ABC):
     """Optional methods that clients of this class implement."""
     shared: slice = slice(None)
     """The Jacobian's columns that all objectives share."""
-    upload_error: torch.Tensor | None = None
-    """What rounding took of the client's update, shape [d], for the next one to have; engines keep
-    it with ``state``."""
+
+    @cached_property
+    def carried(self) -> dict[str, Any]:
+        """What options carry from one of the client's rounds to the next, kept with ``state``."""
+        return {}
 
     @abstractmethod
     def load(self, adapter: Adapter, round: int = 1) -> None:

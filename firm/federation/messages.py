@@ -6,7 +6,7 @@ client can serve an older server.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from firm.federation.client import Adapter
@@ -18,12 +18,12 @@ from firm.federation.schema import (
     Model,
     Named,
     Number,
+    Parameters,
     Reading,
     Text,
     fields_of,
     shown,
 )
-from firm.federation.uploads import SentParameters
 
 MAX_ROUND = 10**9
 """More rounds than any run has."""
@@ -101,10 +101,12 @@ class Request(Message):
     Attributes:
         task: Name of the registered task that carries it out; no code travels.
         answer: Type of the answer.
+        tells_of_data: Whether an answer says something new about a client's data.
     """
 
     task: ClassVar[str]
     answer: ClassVar[type[Answer]]
+    tells_of_data: ClassVar[bool] = True
 
     round: Steps
     """The round that is being run, from 1."""
@@ -168,13 +170,47 @@ DECIDED_BY_SERVER = "decided by the server"
 """Stands in place of a field that a strategy's server decides in each round."""
 
 
+SENT_FORMS: dict[str, type] = {}
+"""Dataclasses of one field that may travel in the place of an adapter, by the field's name."""
+
+
+def sent_form(kind: type) -> type:
+    """Registers a dataclass of one field that an option sends in the place of an adapter.
+
+    Raises:
+        ValueError: The field's name is taken.
+    """
+    (form,) = fields(kind)
+    if form.name in SENT_FORMS:
+        raise ValueError(f"a sent form {form.name!r} exists already; choose another name.")
+    SENT_FORMS[form.name] = kind
+    return kind
+
+
+@dataclass(frozen=True)
+class SentParameters:
+    """θ_c with the names, shapes and types of θ_t, or a form that an option sends in its place."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> Any:
+        """Returns the adapter, or the form."""
+        if type(value) in SENT_FORMS.values():
+            value = vars(value)
+        if isinstance(value, Mapping) and len(value) == 1:
+            ((name, content),) = value.items()
+            if name in SENT_FORMS:
+                return SENT_FORMS[name](
+                    fields_of(SENT_FORMS[name]).schemas[name].read(content, path, reading)
+                )
+        return Parameters().read(value, path, reading)
+
+
 @dataclass(frozen=True)
 class Update(Answer):
     """The answer to a local training."""
 
     client: Annotated[str, Text()]
     adapter: Annotated[Any, SentParameters()]
-    """θ_c: an ``Adapter``, or on its way what ``uploads.sent`` makes of it."""
+    """θ_c: an ``Adapter``, or on its way a registered form (``sent_form``)."""
     num_examples: Examples
     """Size of the client's shard."""
     metrics: MetricsByName

@@ -9,22 +9,17 @@ import torch
 
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
-from firm.federation.lora import trained_ranks
-from firm.federation.masking import STEP, added
 from firm.federation.messages import Request, Update
-from firm.federation.outside import by_reason
 from firm.federation.randomness import derive_seed
+from firm.federation.round_config import RoundConfig
 from firm.federation.sampling import sample_clients
-from firm.federation.secure import OpenSum, with_mean
 from firm.federation.server import (
     Check,
-    RoundFailed,
     ServerState,
     accept,
     num_refused,
     round_metrics,
 )
-from firm.federation.strategy import StrategyConfig
 from firm.federation.transforms import ServerStep
 from firm.solvers import fixed_weights
 
@@ -35,7 +30,7 @@ class Round:
     """A round under way: its clients, its failures and its bytes so far."""
 
     def __init__(
-        self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: StrategyConfig
+        self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: RoundConfig
     ) -> None:
         self._start = time.perf_counter()
         self._state, self._engine, self._cfg = state, engine, cfg
@@ -48,9 +43,11 @@ class Round:
             count=cfg.clients_per_round,
             always=cfg.always,
         )
-        self._failures: list[Failure] = []
+        self.failures: list[Failure] = []
+        """Clients that did not answer, or whose answers were refused, so far."""
         self._bytes: dict[str, list[int]] = {}  # down and up, by client
-        self._entries: State = {}  # of the round's row
+        self.entries: State = {}
+        """Entries of the round's row so far, JSON-able."""
 
     def seed(self, purpose: str) -> int:
         """Returns a seed that all clients of this round share, and no other round does."""
@@ -74,23 +71,25 @@ class Round:
         *,
         check: Check | None = None,
         common: Callable[[Any], int] | None = None,
+        may_fail: bool = False,
     ) -> list[Reply]:
         """Returns the valid replies of these clients, in order; the others become failures.
 
-        The arguments ``check`` and ``common``, and the error, are those of ``accept``.
+        The further arguments, and the error, are those of ``accept``.
         """
         replies, failures = self._engine.map(request, clients)
         for item in [*replies, *failures]:
             count = self._bytes.setdefault(item.client, [0, 0])
             count[0] += item.bytes_down
             count[1] += item.bytes_up
-        replies, self._failures = accept(
+        replies, self.failures = accept(
             request,
             replies,
-            [*self._failures, *failures],
+            [*self.failures, *failures],
             cfg=self._cfg,
             check=check,
             common=common,
+            may_fail=may_fail,
         )
         return replies
 
@@ -98,8 +97,6 @@ class Round:
         self, fields: Mapping[str, Any], *, clients: Sequence[str] | None = None
     ) -> list[Reply]:
         """Returns the valid replies of a local training, from the sampled clients by default.
-
-        With secure aggregation each has the mean of all in the place of its own adapter.
 
         Args:
             fields: Those of ``LocalTraining`` that ``StrategyConfig.training`` gave, and what the
@@ -114,36 +111,9 @@ class Round:
             return losses_problem(losses, request.objectives) if request.share_losses else None
 
         replies = self.ask(request, self.sampled if clients is None else clients, check=check)
-        return with_mean(replies, self._opened(replies)) if self._cfg.secure else replies
-
-    def _opened(self, replies: Sequence[Reply]) -> Adapter:
-        """Returns the mean of masked updates, from the first of their clients that can open it.
-
-        The clients take turns at being asked first.
-
-        Raises:
-            RoundFailed: None can.
-        """
-        start = time.perf_counter()
-        updates = [reply.content for reply in replies]
-        total = added([update.masked for update in updates])
-        nonces = [update.nonce for update in updates]
-        request = self.request(OpenSum, {"total": total, "nonces": nonces})
-        turn = self.number % len(replies)
-        for reply in (*replies[turn:], *replies[:turn]):
-            if answers := self.ask(request, [reply.client]):
-                self._entries["secure"] = {
-                    "num_updates": len(updates),
-                    "masked_bytes": total.numel() * len(updates),
-                    "seconds": time.perf_counter() - start,
-                    "rounding": STEP / 2,
-                }
-                return answers[0].content.adapter
-        reasons = by_reason((each.client, each.reason) for each in self._failures)
-        raise RoundFailed(
-            f"no client could open the sum of round {self.number} ({'; '.join(reasons)}); repair "
-            f"the cause, then resume from round {self.number - 1}."
-        )
+        for option in self._cfg.options:
+            replies = option.collected(self, replies)
+        return replies
 
     def finish(
         self,
@@ -164,16 +134,17 @@ class Round:
             also: Clients without an update whose states count as after this round all the same.
             entries: What else the round's row holds, JSON-able.
         """
-        entries, hidden = {**self._entries, **(entries or {})}, ()
+        entries, hidden = {**self.entries, **(entries or {})}, ()
         if adapter is None:
             step = self._cfg.server(self._state.round)(self._step(replies, memory))
             adapter, memory, hidden = step.adapter, step.memory, step.hidden
             entries |= step.entries
-        if self._cfg.privacy is not None and "privacy" not in entries:
-            raise RuntimeError(
-                "with privacy a round ends with the server's noise, which Privacy adds at the end "
-                "of the server's step; finish it without an adapter."
-            )
+        for option in self._cfg.options:
+            if option.row_entry is not None and option.row_entry not in entries:
+                raise RuntimeError(
+                    f"{option.key} is part of the server's step that the configuration composes; "
+                    "finish the round without an adapter."
+                )
         names = [reply.client for reply in replies]
         after = self._state.advance(adapter, [*names, *also], memory=memory)
         totals = [
@@ -181,7 +152,7 @@ class Round:
             for reply, (down, up) in ((reply, self._bytes[reply.client]) for reply in replies)
         ]
         seconds = time.perf_counter() - self._start
-        rows = round_metrics(self._state, after, totals, self._failures, seconds=seconds)
+        rows = round_metrics(self._state, after, totals, self.failures, seconds=seconds)
         down, up = (sum(counts) for counts in zip(*self._bytes.values(), strict=True))
         rows["round"].update(bytes_down=down, bytes_up=up, **entries)
         for name in hidden:
@@ -195,12 +166,8 @@ class Round:
             round=self.number,
             sampled=self.sampled,
             num_clients=self._num_clients,
-            num_refused=num_refused(self._failures),
+            num_refused=num_refused(self.failures),
             memory=self._state.memory if memory is None else memory,
-            trained=[
-                trained_ranks(self._state.adapter, self._cfg.ranks, reply.client)
-                for reply in replies
-            ],
         )
 
 

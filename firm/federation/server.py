@@ -20,10 +20,8 @@ from firm.federation.diagnostics import (
 )
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason, printable
-from firm.federation.privacy import breach
+from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid
-from firm.federation.secure import FEWEST, MaskedTraining, OpenSum
-from firm.federation.strategy import StrategyConfig
 from firm.quantities import Quantity, register
 from firm.schema import Count, Named, NonNegative
 
@@ -85,26 +83,28 @@ def accept(
     replies: Sequence[Reply],
     failures: Sequence[Failure],
     *,
-    cfg: StrategyConfig,
+    cfg: RoundConfig,
     check: Check | None = None,
     common: Callable[[Any], int] | None = None,
+    may_fail: bool = False,
 ) -> tuple[list[Reply], list[Failure]]:
     """Returns the replies that are valid in this round, and all failures.
 
     The engine has read every answer by its schema. Here an update must be within the norm limit
-    when there is one, and clipped where privacy asks clients for that alone.
+    when there is one, and as the options have clients send it.
 
     Args:
         request: What was asked.
         replies: What came back.
         failures: Of those from whom nothing came.
-        cfg: The round's quorum and norm limit.
+        cfg: The round's quorum, norm limit and options.
         check: What the strategy checks in an answer.
         common: What all answers must have in common, such as the number of columns of a Jacobian;
             those that differ from the most frequent value are refused.
+        may_fail: Whether the round goes on without an answer.
 
     Raises:
-        RoundFailed: Fewer are left than ``cfg.quorum``, or than the robust rule needs.
+        RoundFailed: Fewer are left than ``cfg.quorum``, or than an option needs.
     """
     replies, problems = list(replies), []
     for place, reply in enumerate(replies):
@@ -121,21 +121,13 @@ def accept(
             all_failures.append(failure)
         else:
             accepted.append(reply)
-    num_attackers = cfg.robust.attackers_left(num_refused(all_failures))
-    quorum = max(cfg.quorum, cfg.robust.updates_needed(num_attackers))
-    if isinstance(request, MaskedTraining):
-        quorum = max(quorum, FEWEST)
-    if isinstance(request, OpenSum):
-        quorum = 0  # its caller asks another client
-    if len(accepted) < quorum:
+    quorum, why = cfg.least_answers(num_refused(all_failures))
+    if len(accepted) < quorum and not may_fail:
         reasons = "; ".join(by_reason((each.client, each.reason) for each in all_failures))
         causes = [failure.cause for failure in all_failures if failure.cause]
-        whose = ""
-        if quorum > cfg.quorum:
-            whose = f" of robust.rule {cfg.robust.rule} with {num_attackers} attackers left"
         raise RoundFailed(
             f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
-            f"{request.round}, quorum {quorum}{whose} ({reasons or 'no failures'}); repair the "
+            f"{request.round}, quorum {quorum}{why} ({reasons or 'no failures'}); repair the "
             f"cause, then resume from round {request.round - 1}."
         ) from (causes[0] if causes else None)
     return accepted, all_failures
@@ -170,16 +162,13 @@ def _received(reply: Reply, request: Request) -> tuple[Reply, str | None]:
         return reply, printable(f"its answer is refused: {error}")
 
 
-def _problem(
-    content: Any, request: Request, cfg: StrategyConfig, check: Check | None
-) -> str | None:
+def _problem(content: Any, request: Request, cfg: RoundConfig, check: Check | None) -> str | None:
     if not isinstance(content, request.answer):
         return f"its answer is no {request.answer.__name__} but {type(content).__name__}"
     try:
         if isinstance(content, Update):
-            if reason := too_long(content.adapter, request.adapter, cfg.max_update_norm):
-                return reason
-            if reason := breach(content, request.adapter, cfg.privacy):
+            reason = too_long(content.adapter, request.adapter, cfg.max_update_norm)
+            if reason is not None:
                 return reason
         return check(content) if check else None
     except Exception as error:  # whatever checking a hostile answer may raise is its sender's

@@ -8,7 +8,7 @@ al. 2023, arXiv:2310.09866).
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from firm import schema as types
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
-from firm.federation.lora import trained_ranks
 from firm.federation.messages import (
     MAX_CLIENTS,
     Answer,
@@ -32,7 +31,7 @@ from firm.federation.messages import (
     Steps,
     Update,
 )
-from firm.federation.privacy import PrivacyConfig, errors_kept_back, protected
+from firm.federation.option import OptionsByKey
 from firm.federation.schema import (
     ByObjective,
     Fields,
@@ -55,7 +54,6 @@ from firm.federation.sharing import (
     start_losses,
 )
 from firm.federation.tasks import task
-from firm.federation.uploads import UploadConfig, received, sent
 from firm.gradients import gram_matrix
 from firm.quantities import Quantity, register
 from firm.solvers import fixed_weights
@@ -131,14 +129,8 @@ class LocalTraining(Request):
     """Batches that are drawn and left before the first one that is used."""
     factors: Annotated[list[float], PerObjective(Number(0))] | None = None
     """Factor of each objective's fixed weight, shape [M]."""
-    privacy: PrivacyConfig | None = None
-    """Limits of what leaves the client."""
-    upload: UploadConfig | None = None
-    """How the update is quantised; None sends it in its own type."""
-    ranks: Annotated[dict[str, int], Named(Number(1, 2**20, is_integer=True), MAX_CLIENTS)] = field(
-        default_factory=dict
-    )
-    """Ranks that some clients train, the first ones of each LoRA layer."""
+    options: Annotated[dict[str, Any], OptionsByKey()] = field(default_factory=dict)
+    """Options that clients need, by key, each an ``Option``; the first wraps the training first."""
 
     @property
     def num_trainings(self) -> int:
@@ -156,7 +148,7 @@ class LocalTraining(Request):
 
     def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
         """Returns the bytes of the update's numbers."""
-        return adapter_bytes if self.upload is None else self.upload.num_bytes(num_parameters)
+        return next(iter(self._sizes(num_parameters)), adapter_bytes)
 
     def _num_weights(self, num_passes: int) -> int:
         return self.num_local_steps if self.solve_per == "batch" else num_passes
@@ -176,33 +168,42 @@ class LocalTraining(Request):
             **sizes.metrics,
             **({"gram": [[digits] * count] * count} if self.share_gram else {}),
         }
-        # a quantised update names no parameters
-        return Update(client, self.adapter if self.upload is None else {}, 1000, metrics)
+        # an update in a form of its own names no parameters
+        return Update(client, {} if self._sizes(1) else self.adapter, 1000, metrics)
+
+    def _sizes(self, num_parameters: int) -> list[int]:
+        """Returns the bytes of an update's numbers by each option that sets them."""
+        sizes = (option.num_bytes(num_parameters) for option in self.options.values())
+        return [size for size in sizes if size is not None]
 
     def of(self, *clients: str) -> "LocalTraining":
         """Returns the request as it goes to some clients."""
         options = self.options_by_client
         own = {name: options[name] for name in clients if name in options}
-        ranks = {name: self.ranks[name] for name in clients if name in self.ranks}
-        return replace(super().of(*clients), options_by_client=own, ranks=ranks)
+        parts = {key: option.of(clients) for key, option in self.options.items()}
+        return replace(super().of(*clients), options_by_client=own, options=parts)
 
     def trained(self, client: str) -> torch.Tensor | None:
         """Returns which of the parameters a client trains, bool [d]; None: all."""
-        return trained_ranks(self.adapter, self.ranks, client)
+        masks = (option.trained(self.adapter, client) for option in self.options.values())
+        return next((mask for mask in masks if mask is not None), None)
 
     def received(self, content: Any, client: str) -> Any:
         """Returns an update with the adapter that was sent, whole."""
         if not isinstance(content, Update):
             return content
-        trained = self.trained(client)
-        adapter = received(content.adapter, self.adapter, cfg=self.upload, trained=trained)
-        return replace(content, adapter=adapter)
+        for option in reversed(self.options.values()):
+            content = option.received(content, self)
+        if not isinstance(content.adapter, dict):
+            form = type(content.adapter).__name__
+            raise Invalid(f"its update must come as an adapter, got a {form}")
+        return content
 
     def to_network(self, *clients: str) -> "LocalTraining":
-        """Returns the request without a seed of the noise, which is each site's own."""
+        """Returns the request without what each site decides for itself."""
         own = self.of(*clients)
-        privacy = own.privacy and replace(own.privacy, noise_seed=None)
-        return replace(own, privacy=privacy)
+        options = {key: option.to_network() for key, option in own.options.items()}
+        return replace(own, options=options)
 
 
 @dataclass(frozen=True)
@@ -281,23 +282,10 @@ def local_training(client: Client, request: LocalTraining) -> Update:
     weights need no Gram matrix, and a client with the capability "weighted_gradients" no Jacobian
     either. A client that serves some of the objectives finds the weights of these alone.
 
-    A client that trains some ranks alone has no gradient in the others. With privacy the update is
-    what ``protected`` lets out, and no more. Quantised uploads come last, and their rounding errors
-    are the client's to keep.
+    The request's options are wrapped around this, the first of them innermost.
     """
-    with errors_kept_back(request.privacy):
-        update = _trained(client, request)
-    if request.privacy is not None:
-        update = protected(update, request.adapter, request.privacy, request.round)
-    content = sent(
-        client,
-        update.adapter,
-        request.adapter,
-        cfg=request.upload,
-        trained=request.trained(client.name),
-        round=request.round,
-    )
-    return replace(update, adapter=content)
+    train = reduce(lambda inner, option: option.wrap(inner), request.options.values(), _trained)
+    return train(client, request)
 
 
 def _trained(client: Client, request: LocalTraining) -> Update:
@@ -352,20 +340,19 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     if "preference" in options:  # data with preferences of their own are solved at these
         gradients_of = client.gradients_by_preference
     num_steps, solves = 0, []
-    trained = request.trained(client.name)
     weights = torch.empty(0)
     for batch in _batches(client, request):
         num_steps += 1
         if request.solve_per == "batch":
-            gradients = _within(client.gradients(batch.whole), trained)
+            gradients = client.gradients(batch.whole)
             weights, solve = _solve(gradients, find, served)
             solves.append(solve)
         for minibatch in batch.minibatches():
             if request.solve_per == "batch":
-                gradients = _within(client.weighted_gradients(minibatch, weights), trained)
+                gradients = client.weighted_gradients(minibatch, weights)
                 factors = torch.ones(1)
             else:
-                gradients = _within(gradients_of(minibatch), trained)
+                gradients = gradients_of(minibatch)
                 weights, solve = _solve(gradients, find, served)
                 solves.append(solve)
                 factors = weights
@@ -390,8 +377,7 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
     )
     factors = torch.tensor(request.factors or [1.0] * count, dtype=torch.float64)
     num_steps, num_passes = 0, 0
-    trained = request.trained(client.name)
-    if request.skipped_batches == 0 and trained is None:
+    if request.skipped_batches == 0:
         num_steps = num_passes = client.weighted_steps(
             _num_steps(client, request), weights * factors, proximal=request.proximal
         )
@@ -399,7 +385,7 @@ def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
         num_steps += 1
         for minibatch in batch.minibatches():
             num_passes += 1
-            gradients = _within(client.weighted_gradients(minibatch, weights * factors), trained)
+            gradients = client.weighted_gradients(minibatch, weights * factors)
             client.step(_pulled_back(gradients, client, request), torch.ones(1))
     return {**client.metrics(), "weights": [weights.tolist()] * num_passes, "num_steps": num_steps}
 
@@ -413,14 +399,6 @@ def _num_steps(client: Client, request: LocalTraining) -> int:
     if request.num_local_epochs is None:
         return request.num_local_steps
     return request.num_local_epochs * client.batches_per_epoch
-
-
-def _within(gradients: Gradients, trained: torch.Tensor | None) -> Gradients:
-    """Returns gradients without what is not trained, bool [d]."""
-    if trained is None:
-        return gradients
-    rows = gradients.jacobian
-    return replace(gradients, jacobian=rows * trained.to(rows))
 
 
 def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:

@@ -12,7 +12,7 @@ MINIATURE = "firm/miniature/checkpoints/"
 
 def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
     """Returns what the user should know of the configuration alone."""
-    texts = [] if cfg.strategy.privacy is None else cfg.strategy.privacy.notes()
+    texts = [note for option in cfg.strategy.options for note in option.notes()]
     texts += _leftovers(cfg)
     if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
         return texts

@@ -36,7 +36,6 @@ from firm.federation import (
     ServerState,
     State,
 )
-from firm.federation.engines import with_own_key
 from firm.federation.outside import legible, printable
 from firm.fronts import preference_folder, widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
@@ -211,7 +210,7 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     if isinstance(engine, ProcessesEngine) and not processes.is_server:
         engine.serve()
         return None
-    engine = with_own_key(engine, cfg.strategy.secure)
+    engine = cfg.strategy.around(engine)
     return run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from firm.console import accept_any_text
 from firm.federation import ServerState, State, failure_alarms
-from firm.federation.engines import with_own_key
 from firm.federation.outside import legible, printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
 from firm.jobs import fmoo_page
@@ -163,7 +162,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
             job_type=name,
             tags=(federation.cfg.name, name, f"seed {seed}"),
         ) as tracker,
-        closing(with_own_key(federation.engine, federation.cfg.secure)) as engine,
+        closing(federation.cfg.around(federation.engine)) as engine,
     ):
         replace_text(study / STUDY_NAME, to_yaml(cfg))
         how = "of all clients in one pass" if federation.has_joint_passes else "client by client"

@@ -17,7 +17,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine
-from firm.federation.engines import Agreement, Ledger, SecureEngine, Site, SitesEngine
+from firm.federation.engines import Agreement, Ledger, Site, SitesEngine
+from firm.federation.options.secure import SecureEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PartitionConfig, client_names

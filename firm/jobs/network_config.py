@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from firm.federation.engines import SitePolicy
-from firm.federation.masking import Key
+from firm.federation.options.masking import Key
 from firm.federation.outside import check_name
 from firm.fields import PositiveFloat, PositiveInt, configuration
 from firm.jobs.alignment_config import AlignmentConfig

@@ -8,7 +8,7 @@ import torch
 from firm.federation import Update
 from firm.federation.engines.engine import request_sizes
 from firm.federation.messages import Request, Sizes
-from firm.federation.privacy import PrivacyConfig
+from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import Invalid, Reading, fields_of
 from firm.federation.serialization import pack, unpack
 from firm.federation.sharing import CorrectionRequest, JacobianRequest
@@ -16,6 +16,7 @@ from firm.federation.tasks import TASKS
 from firm.federation.training import LocalTraining, ObjectiveTraining
 
 ADAPTER = {"a": torch.zeros(2)}
+PRIVACY = PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0, noise_seed=5)
 REQUEST = LocalTraining(
     round=12,
     objectives=("left", "right"),
@@ -25,7 +26,7 @@ REQUEST = LocalTraining(
     weighting="firm",
     weighting_options={"beta": 0.1, "preference": (0.5, 0.5)},
     options_by_client={"x": {"beta": 1.0}, "z": {"beta": 2.0}},
-    privacy=PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0, noise_seed=5),
+    options={"privacy": PRIVACY},
 )
 READING = Reading(("left", "right"), ADAPTER)
 
@@ -37,7 +38,7 @@ def test_a_request_is_read_as_it_was_sent(same):
         unpack(pack(replace(REQUEST, objectives=["left", "right"])))
         | {"weighting_options": {"beta": 0.1, "preference": [0.5, 0.5]}},
     )
-    assert read.privacy == REQUEST.privacy
+    assert read.options == REQUEST.options
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,16 @@ def test_a_request_is_read_as_it_was_sent(same):
         ({"extra": 1}, "the message has the unknown field 'extra'"),
         ({"round": 0}, "round must be an integer from 1 to 1e\\+09, got 0"),
         ({"weighting_options": {"gamma": 1}}, "weighting_options has the unknown field 'gamma'"),
-        ({"privacy": {"clip_norm": 1.0}}, "privacy lacks the field 'noise_multiplier'"),
-        ({"privacy": {"clip_norm": 0.0, "noise_multiplier": 1.0}}, "privacy: clip_norm must be"),
+        (
+            {"options": {"privacy": {"clip_norm": 1.0}}},
+            "options.privacy lacks the field",
+        ),
+        ({"options": {"magic": {}}}, "options has the unknown option 'magic'"),
+        ({"options": 3}, "options must be a mapping, got 3"),
+        (
+            {"options": {"privacy": {"clip_norm": 0.0, "noise_multiplier": 1.0}}},
+            "options.privacy: clip_norm must be",
+        ),
         ({"solve_per": "epoch"}, "solve_per must be one of minibatch, batch, got 'epoch'"),
     ],
 )
@@ -58,8 +67,8 @@ def test_a_request_with_anything_else_is_refused(change, reason):
 
 def test_a_request_that_lacks_a_field_without_default_is_refused():
     content = unpack(pack(REQUEST))
-    del content["privacy"]  # it has a default
-    assert LocalTraining.read(content, READING).privacy is None
+    del content["options"]  # it has a default
+    assert LocalTraining.read(content, READING).options == {}
     del content["num_local_steps"]
     with pytest.raises(Invalid, match="the message lacks the field 'num_local_steps'"):
         LocalTraining.read(content, READING)
@@ -76,13 +85,13 @@ def test_to_a_client_goes_what_concerns_it_alone():
     own = REQUEST.of("x")
     assert own.accepted == {"x": 11}
     assert own.options_by_client == {"x": {"beta": 1.0}}
-    assert own.privacy == REQUEST.privacy
+    assert own.options == REQUEST.options
     assert REQUEST.of("y").options_by_client == {}
 
 
 def test_the_seed_of_the_noise_never_leaves_the_program():
-    assert REQUEST.to_network("x").privacy == replace(REQUEST.privacy, noise_seed=None)
-    assert replace(REQUEST, privacy=None).to_network("x").privacy is None
+    assert REQUEST.to_network("x").options == {"privacy": replace(PRIVACY, noise_seed=None)}
+    assert replace(REQUEST, options={}).to_network("x").options == {}
 
 
 @pytest.mark.parametrize("client", ["x", "y", "z", "nobody"])

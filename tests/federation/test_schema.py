@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.federation.privacy import PrivacyConfig
+from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import (
     ByObjective,
     Fields,

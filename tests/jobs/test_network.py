@@ -24,8 +24,9 @@ pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 from firm.cli.main import main
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
-from firm.federation.engines import Agreement, SecureEngine, Site, SitePolicy, SitesEngine
-from firm.federation.masking import Key
+from firm.federation.engines import Agreement, Site, SitePolicy, SitesEngine
+from firm.federation.options.masking import Key
+from firm.federation.options.secure import SecureEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import alignment

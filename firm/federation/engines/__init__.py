@@ -4,7 +4,6 @@ from firm.federation.engines.agreement import Agreement, Budget, Ledger
 from firm.federation.engines.engine import ENGINES, Engine, check_engine, engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
-from firm.federation.engines.secure import SecureEngine, with_own_key
 from firm.federation.engines.site import Site, SitePolicy
 from firm.federation.engines.sites import Channel, Lost, SitesEngine, SitesReturned
 from firm.federation.engines.stacked import StackedEngine
@@ -23,7 +22,6 @@ __all__ = [
     "MemoryStates",
     "Processes",
     "ProcessesEngine",
-    "SecureEngine",
     "Site",
     "SitePolicy",
     "SitesEngine",
@@ -32,5 +30,4 @@ __all__ = [
     "Team",
     "check_engine",
     "engine",
-    "with_own_key",
 ]

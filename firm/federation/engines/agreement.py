@@ -15,11 +15,9 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
-from firm.federation.accounting import message_epsilon
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
+from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, shown
-from firm.federation.secure import OpenSum
-from firm.federation.strategy import StrategyConfig
 from firm.federation.tasks import TASKS
 from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
 
@@ -36,13 +34,13 @@ class Agreement:
 
     def __init__(
         self,
-        strategy: StrategyConfig,
+        strategy: RoundConfig,
         *,
         objectives: Sequence[str],
         num_rounds: int,
         clients: Sequence[str],
     ) -> None:
-        self.privacy, self.num_rounds = strategy.privacy, num_rounds
+        self.spent_epsilon, self.num_rounds = strategy.spent_epsilon, num_rounds
         self._objectives, self._clients = tuple(objectives), tuple(clients)
         self._fields = {
             kind.task: _with_defaults(kind, agreed)
@@ -136,7 +134,7 @@ class Ledger:
     """
 
     def __init__(self, agreement: Agreement, budget: Budget, path: Path | None = None) -> None:
-        self._privacy, self._budget, self._path = agreement.privacy, budget, path
+        self._spends, self._budget, self._path = agreement.spent_epsilon, budget, path
         self.answers: Counter[tuple[str, str]] = Counter()
         """Answers by client and task."""
         self.num_refusals = 0
@@ -147,17 +145,13 @@ class Ledger:
             else:
                 self.answers[row["client"], row["task"]] += 1
         limit = budget.max_epsilon
-        if limit is None and self._privacy is not None:
-            limit = message_epsilon(self._privacy, 2 * agreement.num_rounds)
-        self._max_epsilon = inf if limit is None else limit
+        self._max_epsilon = self._spends(2 * agreement.num_rounds) if limit is None else limit
 
     def epsilon(self, client: str, *, more: int = 0) -> float:
         """Returns what a client's answers so far, and as many more, spend."""
-        if self._privacy is None:
-            return inf
         answers = self.answers.items()
-        count = sum(n for (name, task), n in answers if name == client and task != OpenSum.task)
-        return message_epsilon(self._privacy, count + more)
+        count = sum(n for (name, task), n in answers if name == client and _tells_of_data(task))
+        return self._spends(count + more)
 
     def check(self, clients: Sequence[str], task: str) -> None:
         """Raises ``Refused`` unless one more answer of these clients is within the budget."""
@@ -165,8 +159,7 @@ class Ledger:
         for client in clients:
             if most is not None and self.answers[client, task] >= most:
                 raise Refused(f"the budget of {most} answers of {client} to {task} is spent")
-            more = int(task != OpenSum.task)  # a mean is of updates that are counted
-            if self._privacy is not None and self.epsilon(client, more=more) > self._max_epsilon:
+            if self.epsilon(client, more=int(_tells_of_data(task))) > self._max_epsilon:
                 raise Refused(f"the budget of ε {self._max_epsilon:.4g} of {client} is spent")
 
     def answered(self, round: int, client: str, task: str) -> None:
@@ -189,6 +182,10 @@ class Ledger:
             file.write(json.dumps({"time": round(time.time()), **row}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _tells_of_data(task: str) -> bool:
+    return TASKS[task].request.tells_of_data
 
 
 def _rows(path: Path | None) -> list[dict[str, Any]]:

@@ -192,13 +192,13 @@ class LocalEngine:
 
 
 def _state_of(client: Client) -> State:
-    """Returns all of a client that shapes later rounds: its state, and its upload's error."""
-    error = client.upload_error
-    return client.state() if error is None else {**client.state(), "upload_error": error}
+    """Returns all of a client that shapes later rounds: its state, and what options carry."""
+    return {**client.state(), **({"carried": dict(client.carried)} if client.carried else {})}
 
 
 def _restore(client: Client, state: State) -> None:
     """Restores a client from what ``_state_of`` gave."""
     own = dict(state)
-    client.upload_error = own.pop("upload_error", None)
+    client.carried.clear()
+    client.carried.update(own.pop("carried", {}))
     client.restore(own)

@@ -15,7 +15,6 @@ from firm.federation.engines.states import StateMissing
 from firm.federation.messages import Answer
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid, Items, Reading, Schema, Text, shown
-from firm.federation.secure import FEWEST
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 from firm.fields import did_you_mean
@@ -23,6 +22,8 @@ from firm.quantities import of_clients
 
 logger = logging.getLogger(__name__)
 
+FEWEST = 2
+"""Fewest updates in a sum that does not tell of each."""
 MAX_BYTES = 4 * 2**30
 """Most bytes of a server's message."""
 

@@ -5,7 +5,7 @@ arXiv:1812.06127) with a proximal term; and FedAvg-n, FedAvg with updates of uni
 al. (2022), arXiv:2006.11489.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from firm.federation.messages import Request
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.federation.transforms import Count, Mean, Robust, ServerStep, UnitLengths, chain
+from firm.federation.transforms import Count, Mean, Transform, UnitLengths
 from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers import fixed_weights
 
@@ -73,22 +73,13 @@ class FedAvgConfig(ScalarConfig):
 
     sends_adapters_only: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.lora_mean == "products" and self.decay < 1:
-            raise ValueError(
-                f"lora_mean products is for the mean itself; decay must be 1, got {self.decay}."
-            )
-        super().__post_init__()
-
-    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
-        """Returns the server's step, along the mean of the updates or of their directions."""
-        return chain(
-            Robust(self.robust),
+    def steps(self, num_rounds: int) -> list[Transform]:
+        """Returns the server's steps, along the mean of the updates or of their directions."""
+        return [
             *([UnitLengths()] if self.normalize_updates else []),
             Count(self.aggregation),
-            Mean(self.lora_mean, self.learning_rate(num_rounds)),
-            *self.protections(),
-        )
+            Mean(self.learning_rate(num_rounds)),
+        ]
 
 
 @strategy

@@ -3,7 +3,7 @@
 Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment" (Nourzad et al.).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -18,7 +18,7 @@ from firm.federation.schema import Flag, Items, Number, Optional, Text
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import weighting
-from firm.federation.transforms import Count, Mean, Rate, Robust, ServerStep, chain
+from firm.federation.transforms import Count, Mean, Rate, Transform
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
@@ -73,15 +73,9 @@ class FirmConfig(StrategyConfig):
         for client in self.preferences:
             self.of_client(client).check(objectives)
 
-    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
-        """Returns the server's step: towards the mean, by η."""
-        return chain(
-            Robust(self.robust),
-            Count(self.aggregation),
-            Mean(self.lora_mean),
-            Rate(self.server_learning_rate),
-            *self.protections(),
-        )
+    def steps(self, num_rounds: int) -> list[Transform]:
+        """Returns the server's steps: towards the mean, by η."""
+        return [Count(self.aggregation), Mean(), Rate(self.server_learning_rate)]
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns the alarm about a β that does nothing, where there is one."""

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.accounting import message_epsilon
 from firm.federation.engines import Agreement, Budget, Ledger, Site, SitePolicy
 from firm.federation.engines.agreement import Refused
-from firm.federation.privacy import PrivacyConfig
+from firm.federation.options.accounting import message_epsilon
+from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedcmoo import FedCmooConfig
@@ -38,9 +38,9 @@ def _content(start, cfg, **changes):
 def test_the_agreed_request_is_carried_out_with_the_sites_own_values(start):
     cfg = FirmConfig(privacy=replace(PRIVACY, noise_seed=5), num_local_steps=2)
     content = _content(start, cfg)
-    assert content["privacy"]["noise_seed"] is None  # it stays where it is
+    assert content["options"]["privacy"]["noise_seed"] is None  # it stays where it is
     request = _agreement(cfg).request("local_training", content)
-    assert request.privacy == cfg.privacy
+    assert request.options == {"privacy": cfg.privacy}
     assert request.num_local_steps == 2
     assert torch.equal(request.adapter["first"], start.adapter["first"])
 
@@ -48,11 +48,17 @@ def test_the_agreed_request_is_carried_out_with_the_sites_own_values(start):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"privacy": None}, "privacy must be "),
-        ({"privacy": {"noise_multiplier": 0.0}}, "privacy.noise_multiplier must be 1.0, as agreed"),
-        ({"privacy": {"clip_norm": 1e6}}, "privacy.clip_norm must be 0.1"),
-        ({"privacy": {"noise_seed": 3}}, "privacy.noise_seed must be None, as agreed, got 3"),
-        ({"privacy": {"statistics": "exact"}}, "privacy.statistics must be 'none'"),
+        ({"options": {}}, "options must be "),
+        (
+            {"privacy": {"noise_multiplier": 0.0}},
+            "options.privacy.noise_multiplier must",
+        ),
+        ({"privacy": {"clip_norm": 1e6}}, "options.privacy.clip_norm must be 0.1"),
+        (
+            {"privacy": {"noise_seed": 3}},
+            "options.privacy.noise_seed must be None",
+        ),
+        ({"privacy": {"statistics": "exact"}}, "options.privacy.statistics must be 'none'"),
         ({"share_gram": True}, "share_gram must be False, as agreed, got True"),
         ({"share_losses": True}, "share_losses must be False"),
         ({"solve_per": "batch"}, "solve_per must be 'minibatch'"),
@@ -71,8 +77,9 @@ def test_the_agreed_request_is_carried_out_with_the_sites_own_values(start):
 def test_a_request_for_anything_else_is_refused(start, change, reason):
     cfg = FirmConfig(privacy=PRIVACY)
     content = _content(start, cfg)
-    if isinstance(change.get("privacy"), dict):
-        change = {"privacy": {**content["privacy"], **change["privacy"]}}
+    if "privacy" in change:
+        own = content["options"]["privacy"]
+        change = {"options": {"privacy": {**own, **change["privacy"]}}}
     with pytest.raises(Refused, match=f"^{reason.split('{')[0]}"):
         _agreement(cfg).request("local_training", {**content, **change})
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, ServerState
-from firm.federation.privacy import PrivacyConfig
+from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.serialization import pack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig

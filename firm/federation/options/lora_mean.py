@@ -4,13 +4,16 @@ mean(B)·mean(A) is not mean(B·A), which is computed here and brought back to r
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 
 from firm.federation.client import Adapter
+from firm.federation.option import Need, Option
+from firm.federation.round_config import RoundConfig
+from firm.federation.transforms import Mean, ServerStep, Transform
 
 LoraMean = Literal["factors", "products"]
 
@@ -22,6 +25,45 @@ NUM_HALVINGS = 100
 
 _FACTOR = re.compile(r"(.*\blora_)([AB])((?:\.[^.]+)?\.weight)")
 _FURTHER = re.compile(r"(.*\blora_B)(\d+)((?:\.[^.]+)?\.weight)")
+
+
+_WHY = "products of factors are averaged as they are"
+
+
+class LoraProducts(Option):
+    """Averages the products B·A of LoRA layers."""
+
+    key: ClassVar[str] = "lora_mean"
+    scope: ClassVar[str] = "mean"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("server_learning_rate", 1.0, _WHY),
+        Need("decay", 1.0, _WHY),
+        Need("normalize_updates", False, _WHY),
+    )
+
+    def check(self, cfg: RoundConfig) -> None:
+        """Raises ``ValueError`` on a conflict with other keys of the strategy."""
+        super().check(cfg)
+        rule = getattr(cfg, "robust").rule  # noqa: B009  # a key of strategies, not of rounds
+        if rule not in ("none", "multi_krum"):
+            raise ValueError(
+                "lora_mean products takes whole adapters, which of the robust rules only "
+                f"multi_krum leaves several of; set lora_mean to factors with robust.rule {rule}."
+            )
+
+    def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
+        """Returns the steps with a mean of products."""
+        return [ProductMean() if isinstance(step, Mean) else step for step in steps]
+
+
+@dataclass(frozen=True)
+class ProductMean:
+    """Takes the weighted mean of the updates' products; see ``product_mean``."""
+
+    def __call__(self, step: ServerStep) -> ServerStep:
+        """Returns the step with θ_{t+1}."""
+        adapters = [update.adapter for update in step.updates]
+        return replace(step, adapter=product_mean(adapters, step.weights), learning_rate=1.0)
 
 
 @dataclass(frozen=True)
@@ -66,35 +108,6 @@ def lora_pairs(adapter: Adapter) -> list[LoraPair]:
                 )
             pairs.append(pair)
     return pairs
-
-
-def rank_mask(adapter: Adapter, rank: int) -> torch.Tensor:
-    """Returns which of the parameters belong to the first ranks of their layers, bool [d].
-
-    These are rows of A, and columns of B and of a conditioned adapter's further matrices.
-
-    Raises:
-        ValueError: A parameter is no factor of LoRA, or its layer has fewer ranks.
-    """
-    parts = []
-    for name, parameter in adapter.items():
-        factor = _FACTOR.fullmatch(name) or _FURTHER.fullmatch(name)
-        if factor is None:
-            raise ValueError(f"{name!r} is no factor of LoRA, of which a client could train ranks.")
-        axis = 0 if factor[2] == "A" else 1
-        if parameter.size(axis) < rank:
-            raise ValueError(
-                f"{name!r} has {parameter.size(axis)} ranks; a client cannot train {rank} of them."
-            )
-        mask = torch.zeros(parameter.shape, dtype=torch.bool)
-        mask.narrow(axis, 0, rank).fill_(True)
-        parts.append(mask.reshape(-1))
-    return torch.cat(parts)
-
-
-def trained_ranks(adapter: Adapter, ranks: Mapping[str, int], client: str) -> torch.Tensor | None:
-    """Returns which of the parameters a client trains, bool [d]; None: all, as it has no rank."""
-    return rank_mask(adapter, ranks[client]) if client in ranks else None
 
 
 def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:

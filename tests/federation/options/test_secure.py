@@ -10,16 +10,20 @@ from firm.federation import Engine, LocalEngine, RoundFailed
 from firm.federation.engines import (
     Agreement,
     Ledger,
-    SecureEngine,
     Site,
     SitePolicy,
     SitesEngine,
-    with_own_key,
 )
-from firm.federation.masking import STEP, Key
-from firm.federation.privacy import PrivacyConfig
-from firm.federation.robust import RobustConfig
-from firm.federation.secure import MaskedUpdate, OpenedMean, OpenSum
+from firm.federation.options.masking import STEP, Key
+from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.options.robust import RobustConfig
+from firm.federation.options.secure import (
+    MaskedUpdate,
+    OpenedMean,
+    OpenSum,
+    SecureEngine,
+    SecureSums,
+)
 from firm.federation.serialization import unpack
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig
@@ -80,7 +84,7 @@ def _distance(first, second):
 def test_a_run_ends_where_it_would_without(name, options, new_clients, start):
     strategy, kind = STRATEGIES[name]
     plain, plain_rows = _run(strategy, LocalEngine(new_clients()), start, kind(**options))
-    engine = with_own_key(LocalEngine(new_clients()), "masks")
+    engine = SecureSums().around(LocalEngine(new_clients()))
     secure, rows = _run(strategy, engine, start, kind(**options, secure="masks"))
     assert _distance(start.adapter, plain.adapter) > 0
     assert _distance(plain.adapter, secure.adapter) < CLOSE
@@ -123,7 +127,7 @@ def test_one_round_is_right_to_half_a_step(new_clients, start):
 def test_a_client_that_drops_out_is_not_in_the_mean(option, new_clients, start):
     cfg = FedAvgConfig(aggregation="by_examples")
     plain, _ = _run(fedavg, LocalEngine(new_clients(b=option)), start, cfg)
-    engine = with_own_key(LocalEngine(new_clients(b=option)), "masks")
+    engine = SecureSums().around(LocalEngine(new_clients(b=option)))
     secure, rows = _run(fedavg, engine, start, replace(cfg, secure="masks"))
     assert [row["round"]["clients"] for row in rows] == [NAMES, ["a", "c"], NAMES]
     assert rows[1]["round"]["failures"][0]["client"] == "b"
@@ -131,15 +135,14 @@ def test_a_client_that_drops_out_is_not_in_the_mean(option, new_clients, start):
 
 
 def test_a_single_update_is_no_mean(new_clients, start):
-    engine = with_own_key(
-        LocalEngine(new_clients(a={"fails_in": (1,)}, b={"fails_in": (1,)})), "masks"
-    )
+    clients = new_clients(a={"fails_in": (1,)}, b={"fails_in": (1,)})
+    engine = SecureSums().around(LocalEngine(clients))
     with pytest.raises(RoundFailed, match="1 client finished round 1, quorum 2"):
         fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
 
 
 def test_a_site_keeps_back_an_update_that_is_too_long(new_clients, start):
-    engine = with_own_key(LocalEngine(new_clients()), "masks")
+    engine = SecureSums().around(LocalEngine(new_clients()))
     cfg = FedAvgConfig(secure="masks", max_update_norm=0.01)
     with pytest.raises(RoundFailed, match=r"norm 0\.\d+, above max_update_norm 0.01, and stays"):
         fedavg(start, NAMES, engine, cfg)
@@ -147,7 +150,7 @@ def test_a_site_keeps_back_an_update_that_is_too_long(new_clients, start):
 
 def test_a_site_keeps_back_an_update_that_masks_cannot_hold(new_clients, start):
     clients = new_clients(b={"lr": 1e4})
-    engine = with_own_key(LocalEngine(clients), "masks")
+    engine = SecureSums().around(LocalEngine(clients))
     _, rows = fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
     assert rows["round"]["clients"] == ["a", "c"]
     assert "cannot be added under masks" in rows["round"]["failures"][0]["reason"]
@@ -156,7 +159,7 @@ def test_a_site_keeps_back_an_update_that_masks_cannot_hold(new_clients, start):
 def test_noise_of_clients_goes_under_masks(new_clients, start):
     privacy = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client", noise_seed=3)
     plain, rows = _run(fedavg, LocalEngine(new_clients()), start, FedAvgConfig(privacy=privacy))
-    engine = with_own_key(LocalEngine(new_clients()), "masks")
+    engine = SecureSums().around(LocalEngine(new_clients()))
     cfg = FedAvgConfig(privacy=privacy, secure="masks")
     secure, secure_rows = _run(fedavg, engine, start, cfg)
     assert _distance(plain.adapter, secure.adapter) < CLOSE
@@ -363,9 +366,9 @@ def test_opening_spends_no_epsilon(new_network, start):
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        (FedCmooConfig, {}, "secure aggregation covers the mean of adapters.*firm, got FedCmoo"),
-        (FsmgdaConfig, {}, "secure aggregation covers the mean of adapters"),
-        (QFedAvgConfig, {}, "secure aggregation covers the mean of adapters"),
+        (FedCmooConfig, {}, "secure covers the mean of adapters.*firm, got fedcmoo"),
+        (FsmgdaConfig, {}, "secure covers the mean of adapters"),
+        (QFedAvgConfig, {}, "secure covers the mean of adapters"),
         (FirmConfig, {"robust": RobustConfig("median")}, "robust.rule must be none, got median"),
         (FirmConfig, {"lora_mean": "products"}, "lora_mean must be factors, got products"),
         (FedAvgConfig, {"normalize_updates": True}, "normalize_updates must be false"),

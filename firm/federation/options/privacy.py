@@ -3,7 +3,7 @@
 DP-FedAvg of McMahan et al. (2018), arXiv:1710.06963, on adapters. A client's whole contribution to
 a round is one vector, its delta θ_c - θ_t over all parameters together. It is clipped to a length
 before it leaves the client; Gaussian noise is added there, or by a server that is trusted to. What
-ε that gives, ``firm.federation.accounting`` computes.
+ε that gives, ``firm.federation.options.accounting`` computes.
 
 Noise is drawn from the operating system's entropy, byte for byte: a generator would narrow it to
 its seed, of which torch's on the CPU keeps 32 bits. So a run with noise is not repeated by its
@@ -18,10 +18,9 @@ of the Least Significant Bits for Differential Privacy"); ε does not count that
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
-from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -29,9 +28,14 @@ from annotated_types import Interval
 from scipy.special import ndtri
 
 from firm.federation.aggregation import update_length
-from firm.federation.client import Adapter, State
+from firm.federation.client import Adapter, Client
 from firm.federation.messages import Update
+from firm.federation.option import Need, Option, Train, option
+from firm.federation.options.accounting import message_epsilon, require_accountant, spend
 from firm.federation.randomness import derive_seed
+from firm.federation.round_config import RoundConfig
+from firm.federation.schema import Invalid
+from firm.federation.transforms import ServerStep, Transform
 from firm.federation.user_code import ENDS
 from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, configuration
 from firm.quantities import Quantity, register
@@ -47,9 +51,26 @@ ROUNDING = 1e-6
 of 4.5e6 float64 squares two orders of summing differ by less than 1e-9."""
 
 
+@option
 @configuration(source=NOT_IN_PAPER)
-class PrivacyConfig:
+class PrivacyConfig(Option):
     """Differential privacy of a client's part in a round."""
+
+    key: ClassVar[str] = "privacy"
+    travels: ClassVar[bool] = True
+    row_entry: ClassVar[str | None] = "privacy"
+    scope: ClassVar[str] = "adapters"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need(
+            "aggregation", "uniform", "one client must not change the mean by more than its share"
+        ),
+        Need(
+            "max_update_norm", None, "privacy.clip_norm limits updates, and a refusal tells of one"
+        ),
+        Need("normalize_updates", False, "privacy limits the updates' lengths itself"),
+        Need("lora_mean", "factors", "privacy clips A and B, whose products have no such limit"),
+        Need("robust.rule", "none", "privacy is accounted for the plain mean"),
+    )
 
     clip_norm: PositiveFloat
     """Longest delta ‖θ_c - θ_t‖ that leaves a client, S; a longer one is scaled down to it."""
@@ -69,8 +90,55 @@ class PrivacyConfig:
     """null draws noise from the operating system's entropy. A number makes runs repeatable bit for
     bit, for tests and replays, and lets all who know it subtract the noise."""
 
+    def check(self, cfg: RoundConfig) -> None:
+        """Raises ``ValueError`` where ε would not hold of what clients send."""
+        super().check(cfg)
+        if cfg.share_gram and self.statistics != "exact":
+            raise ValueError(
+                "share_gram sends exact Gram matrices; with privacy set it to false, or "
+                f"privacy.statistics to exact, got {self.statistics}."
+            )
+        if getattr(cfg, "upload", None) is not None and self.at == "server":
+            raise ValueError(
+                "rounding makes a clipped update longer than privacy.clip_norm, which the server "
+                "refuses; with upload set privacy.at to client, got server."
+            )
+        require_accountant()
+
+    def wrap(self, train: Train) -> Train:
+        """Returns the training with errors kept back and an update that may leave the client."""
+
+        def private_training(client: Client, request: Any) -> Update:
+            with errors_kept_back():
+                update = train(client, request)
+            return protected(update, request.adapter, self, request.round)
+
+        return private_training
+
+    def to_network(self) -> Self:
+        """Returns the settings without a seed of the noise, which is each site's own."""
+        return replace(self, noise_seed=None)
+
+    def received(self, update: Update, request: Any) -> Update:
+        """Returns the update; raises ``Invalid`` where it is not clipped though it must be."""
+        if self.at == "server":
+            norm = update_length(request.adapter, update.adapter)
+            if norm > self.clip_norm * (1 + ROUNDING):
+                raise Invalid(
+                    f"the update has norm {norm:.4g}, above privacy.clip_norm {self.clip_norm:g}"
+                )
+        return update
+
+    def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
+        """Returns the steps, with the server's noise and the account of ε at the end."""
+        return [*steps, ServerNoise(self, has_regulars=bool(cfg.always))]
+
+    def spent_epsilon(self, num_messages: int) -> float:
+        """Returns the ε that so many messages of one client spend; see ``message_epsilon``."""
+        return message_epsilon(self, num_messages)
+
     def notes(self) -> list[str]:
-        """Returns what a user of these options has to know beside ε; nothing of the defaults."""
+        """Returns what a user of these settings has to know beside ε; nothing of the defaults."""
         notes = []
         if self.noise_multiplier == 0:
             notes.append("privacy.noise_multiplier is 0: deltas are clipped, nobody is protected.")
@@ -177,19 +245,45 @@ def statistics_radius(num_objectives: int) -> float:
     return (2 + 4 * num_pairs + 1) ** 0.5 / 2
 
 
-def breach(update: Update, start: Adapter, cfg: PrivacyConfig | None) -> str | None:
-    """Returns why an update that should be clipped is not; None if it is, or carries noise."""
-    if cfg is None or cfg.at == "client":
-        return None
-    norm = update_length(start, update.adapter)
-    if norm <= cfg.clip_norm * (1 + ROUNDING):
-        return None
-    return f"the update has norm {norm:.4g}, above privacy.clip_norm {cfg.clip_norm:g}"
+@dataclass(frozen=True)
+class ServerNoise:
+    """Adds the server's noise to the mean, where the server adds it, and accounts for ε."""
+
+    cfg: PrivacyConfig
+    has_regulars: bool
+    """Whether some clients take part in every round, unsampled."""
+
+    def __call__(self, step: ServerStep) -> ServerStep:
+        """Returns the step with noise, the ledger in its memory, and the row's "privacy"."""
+        adapter = server_noised(
+            step.adapter,
+            self.cfg,
+            num_updates=len(step.updates),
+            learning_rate=step.learning_rate,
+            round_number=step.round,
+        )
+        ledger, spent = spend(
+            self.cfg,
+            step.memory.get("privacy", {}),
+            step.updates,
+            asked=step.sampled,
+            num_clients=step.num_clients,
+            has_regulars=self.has_regulars,
+        )
+        # the drift is that of deltas without noise
+        is_exact = self.cfg.at == "client" or self.cfg.statistics == "exact"
+        return replace(
+            step,
+            adapter=adapter,
+            memory={**step.memory, "privacy": ledger},
+            entries={**step.entries, "privacy": spent},
+            hidden=step.hidden if is_exact else (*step.hidden, "drift"),
+        )
 
 
 @contextmanager
-def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
-    """Raises a client's error again by its type alone, where there is privacy.
+def errors_kept_back() -> Iterator[None]:
+    """Raises a client's error again by its type alone.
 
     Its text may quote the client's data; it stays the cause in the client's own process.
     """
@@ -198,8 +292,6 @@ def errors_kept_back(cfg: PrivacyConfig | None) -> Iterator[None]:
     except ENDS:
         raise
     except BaseException as error:  # any of them may quote data
-        if cfg is None:
-            raise
         raise RuntimeError(
             f"{type(error).__name__} in the local training; with privacy its text stays with the "
             "client, in its log at level DEBUG"
@@ -222,12 +314,6 @@ def server_noised(
         return adapter
     std = learning_rate * cfg.noise_multiplier * cfg.clip_norm / num_updates
     return noised(adapter, std, noise_source(cfg.noise_seed, "server", round_number))
-
-
-def share_clipped(updates: Sequence[Update]) -> State:
-    """Returns {"clipped": mean of the clients' reports}; nothing where they report none."""
-    shares = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
-    return {"clipped": fmean(shares)} if shares else {}
 
 
 def _noisy_statistics(

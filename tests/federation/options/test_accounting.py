@@ -6,9 +6,10 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from firm.federation import Update, accounting
-from firm.federation.accounting import gaussian_epsilon, spend
-from firm.federation.privacy import PrivacyConfig
+from firm.federation import Update
+from firm.federation.options import accounting
+from firm.federation.options.accounting import gaussian_epsilon, spend
+from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.strategies.firm import FirmConfig
 
 DELTA = 1e-5

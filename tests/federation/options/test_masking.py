@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.federation.masking import (
+from firm.federation.options.masking import (
     KEY_BYTES,
     LARGEST,
     MAX_MESSAGES,

@@ -1,18 +1,22 @@
 """Quantised uploads: small, right in the long run or in the mean, and exact to resume."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from firm.federation import LocalEngine, ServerState, Update
 from firm.federation.aggregation import flat
-from firm.federation.privacy import PrivacyConfig
-from firm.federation.robust import RobustConfig
+from firm.federation.messages import SentParameters
+from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.options.robust import RobustConfig
+from firm.federation.options.uploads import CARRIED, UploadConfig
 from firm.federation.schema import Invalid, Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.uploads import SentParameters, UploadConfig, received, sent
+from tests.update_wire import received, sent, training
 
 START = {"first": torch.zeros(30, 20), "second": torch.full((57,), 0.5)}
 SIZE = 657
@@ -29,13 +33,14 @@ def _adapter(seed, scale=0.01):
 
 def _arrived(client, adapter, cfg, round=1):
     """What arrives of a client's update, θ_t + Q(θ_c - θ_t), over the wire."""
-    message = sent(client, adapter, START, cfg=cfg, trained=None, round=round)
+    request = replace(training(START, cfg), round=round)
+    message = sent(client, adapter, request)
     content = SentParameters().read(unpack(pack(message)), "adapter", Reading((), START))
-    return received(content, START, cfg=cfg, trained=None)
+    return received(content, request)
 
 
 def _message(client, adapter, start, cfg):
-    return sent(client, adapter, start, cfg=cfg, trained=None, round=1)
+    return sent(client, adapter, training(start, cfg))
 
 
 def _delta(adapter):
@@ -62,7 +67,7 @@ def test_what_arrives_in_many_rounds_is_what_was_meant_but_for_one_error(new_cli
         meant += _delta(adapter)
         arrived += _delta(_arrived(client, adapter, cfg, round))
         forgotten += _delta(_arrived(new_client(), adapter, cfg, round))
-    assert (meant - arrived - client.upload_error).abs().max() < 1e-4
+    assert (meant - arrived - client.carried[CARRIED]).abs().max() < 1e-4
     assert (meant - arrived).abs().max() < 0.5
     assert (meant - forgotten)[:128].abs().max() > 0.11  # of 0.12: the small steps never arrived
 
@@ -70,7 +75,7 @@ def test_what_arrives_in_many_rounds_is_what_was_meant_but_for_one_error(new_cli
 def test_random_rounding_is_right_in_the_mean_and_keeps_nothing(new_client):
     cfg, client, adapter = UploadConfig(bits=2, rounding="random"), new_client(), _adapter(1)
     rounds = [_delta(_arrived(client, adapter, cfg, round)) for round in range(1, 1001)]
-    assert client.upload_error is None
+    assert client.carried == {}
     rows, delta = torch.stack(rounds), _delta(adapter)
     error = delta.abs().max() / 2 / len(rounds) ** 0.5  # at most, with levels that far apart
     assert ((rows.mean(0) - delta).abs() < 5 * error).all()
@@ -117,7 +122,7 @@ def test_a_run_resumes_bit_for_bit_with_the_errors_that_it_kept(new_engine, star
     engine = new_engine()
     half, _ = _run(start, engine, cfg, 3)
     server, clients = unpack(pack([half.to_state(), engine.client_states(half.accepted)]))
-    assert any("upload_error" in each["state"] for each in clients.values())
+    assert any("upload_error" in each["state"]["carried"] for each in clients.values())
 
     def end():
         engine = new_engine()
@@ -126,7 +131,7 @@ def test_a_run_resumes_bit_for_bit_with_the_errors_that_it_kept(new_engine, star
 
     assert same(end(), whole.adapter)
     for each in clients.values():
-        each["state"].pop("upload_error", None)
+        each["state"]["carried"].pop("upload_error")
     assert not same(end(), whole.adapter)
 
 
@@ -135,10 +140,11 @@ def test_a_refused_update_leaves_its_error_as_it_was(new_client, start):
     client = new_client("a", diverges_in=(2,))
     engine = LocalEngine([client, new_client("b")])
     state, _ = fedavg(start, ["a", "b"], engine, cfg)
-    kept = engine.client_states(state.accepted)["a"]["state"]["upload_error"].clone()
+    kept = engine.client_states(state.accepted)["a"]["state"]["carried"]["upload_error"].clone()
     state, rows = fedavg(state, ["a", "b"], engine, cfg)
     assert rows["round"]["failures"][0]["client"] == "a"
-    assert torch.equal(engine.client_states(state.accepted)["a"]["state"]["upload_error"], kept)
+    after = engine.client_states(state.accepted)["a"]["state"]["carried"]["upload_error"]
+    assert torch.equal(after, kept)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +172,14 @@ def test_an_update_beyond_all_bounds_is_refused(scale, new_client):
     content["quantized"]["scales"].fill_(scale)
     message = SentParameters().read(content, "adapter", Reading((), START))
     with pytest.raises(Invalid, match=r"entries beyond 1e\+18"):
-        received(message, START, cfg=UploadConfig(), trained=None)
+        received(message, training(START, UploadConfig()))
 
 
 def test_runs_that_are_said_to_be_very_long_take_no_memory(new_client):
     small = {"first": torch.zeros(3)}
     message = _message(new_client(), {"first": torch.ones(3)}, small, UploadConfig())
     message.quantized["bucket"] = 10**12
-    arrived = received(message, small, cfg=UploadConfig(), trained=None)
+    arrived = received(message, training(small, UploadConfig()))
     assert torch.allclose(arrived["first"], torch.ones(3))
 
 
@@ -181,14 +187,14 @@ def test_an_update_of_another_size_is_refused(new_client):
     small = {"first": torch.zeros(3)}
     content = _message(new_client(), small, small, UploadConfig())
     with pytest.raises(Invalid, match="its update must be 657 numbers, got 3"):
-        received(content, START, cfg=UploadConfig(), trained=None)
+        received(content, training(START, UploadConfig()))
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
         (FsmgdaConfig, {}, "FSMGDA's clients send one per objective"),
-        (FirmConfig, {"secure": "masks"}, "upload must be null with secure aggregation, got 8"),
+        (FirmConfig, {"secure": "masks"}, "with secure, upload must be null, got"),
         (
             FirmConfig,
             {"privacy": PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0)},

@@ -4,16 +4,18 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, RoundFailed, ServerState
-from firm.federation.aggregation import flat, mean_where_trained, server_step
-from firm.federation.lora import rank_mask
-from firm.federation.privacy import PrivacyConfig
-from firm.federation.robust import RobustConfig
+from firm.federation.aggregation import flat, server_step
+from firm.federation.messages import SentParameters
+from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.options.ranks import PartialUpdate, Ranks, mean_where_trained, rank_mask
+from firm.federation.options.robust import RobustConfig
+from firm.federation.options.uploads import UploadConfig
 from firm.federation.schema import Invalid, Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.uploads import PartialUpdate, SentParameters, UploadConfig, received, sent
+from tests.update_wire import received, sent, training
 
 A, B, FURTHER = "q.lora_A.weight", "q.lora_B.weight", "q.lora_B1.weight"
 START = {A: torch.full((4, 3), 0.1), B: torch.full((2, 4), 0.2), FURTHER: torch.zeros(2, 4)}
@@ -76,9 +78,10 @@ def test_what_nobody_trains_stays_and_what_all_train_is_the_plain_mean(same):
 @pytest.mark.parametrize("cfg", [None, UploadConfig(bits=16)], ids=["floats", "quantised"])
 def test_the_ranks_that_are_trained_travel_and_no_other(cfg, new_client):
     mask, adapter = rank_mask(START, 1), _adapter(0)
-    message = sent(new_client(), adapter, START, cfg=cfg, trained=mask, round=1)
+    request = training(START, *([] if cfg is None else [cfg]), Ranks({"a": 1}))
+    message = sent(new_client("a"), adapter, request)
     wire = SentParameters().read(unpack(pack(message)), "adapter", Reading((), START))
-    arrived = flat(received(wire, START, cfg=cfg, trained=mask))
+    arrived = flat(received(wire, request))
     assert torch.equal(arrived[~mask], flat(START)[~mask])
     assert torch.allclose(arrived[mask], flat(adapter)[mask], atol=1e-5)
     numbers = wire.partial if cfg is None else wire.quantized["shape"][1]
@@ -86,17 +89,17 @@ def test_the_ranks_that_are_trained_travel_and_no_other(cfg, new_client):
 
 
 @pytest.mark.parametrize(
-    ("content", "trained", "reason"),
+    ("content", "ranks", "reason"),
     [
-        (START, rank_mask(START, 1), "must come as some of its ranks, got an adapter"),
-        (PartialUpdate(torch.zeros(7)), None, "must come as an adapter, got some of its ranks"),
-        (PartialUpdate(torch.zeros(6)), rank_mask(START, 1), "must be 7 numbers, got a tensor"),
-        (PartialUpdate(torch.zeros(7).double()), rank_mask(START, 1), "must be 7 numbers"),
+        (START, {"a": 1}, "must come as some of its ranks, got an adapter"),
+        (PartialUpdate(torch.zeros(7)), {}, "must come as an adapter, got a PartialUpdate"),
+        (PartialUpdate(torch.zeros(6)), {"a": 1}, "must be 7 numbers, got a tensor"),
+        (PartialUpdate(torch.zeros(7).double()), {"a": 1}, "must be 7 numbers"),
     ],
 )
-def test_an_update_of_other_ranks_is_refused(content, trained, reason):
+def test_an_update_of_other_ranks_is_refused(content, ranks, reason):
     with pytest.raises(Invalid, match=reason):
-        received(content, START, cfg=None, trained=trained)
+        received(content, training(START, Ranks(ranks)))
 
 
 @pytest.mark.parametrize(
@@ -189,8 +192,8 @@ def test_errors_of_rounding_are_kept_for_the_ranks_that_are_trained(new_engine):
     _run(cfg, engine)
     states = engine.client_states(dict.fromkeys("abc", 3))
     mask = rank_mask(START, 1)
-    assert states["a"]["state"]["upload_error"].shape == (int(mask.sum()),)
-    assert states["b"]["state"]["upload_error"].shape == (mask.numel(),)
+    assert states["a"]["state"]["carried"]["upload_error"].shape == (int(mask.sum()),)
+    assert states["b"]["state"]["carried"]["upload_error"].shape == (mask.numel(),)
 
 
 @pytest.mark.parametrize(

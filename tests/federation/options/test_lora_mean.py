@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lora_errors import averaging_error, truncation_error
-from firm.federation.aggregation import server_step, weighted_mean
-from firm.federation.lora import lora_pairs, product_mean
+from firm.federation.aggregation import weighted_mean
+from firm.federation.options.lora_mean import lora_pairs, product_mean
 from firm.federation.strategies.afl import AflConfig
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
@@ -224,16 +224,6 @@ def test_an_adapter_without_pairs_is_refused():
 # --- The option -----------------------------------------------------------------------------------
 
 
-def test_aggregation_and_the_servers_step_take_products_where_asked():
-    clients = clients_of(7)
-    mean = weighted_mean(clients, [1, 2, 3, 4], lora_mean="products")
-    assert_same(mean, product_mean(clients, [1, 2, 3, 4]), rtol=0, atol=0)
-    stepped = server_step(clients[0], clients, [1, 2, 3, 4], lora_mean="products")
-    assert_same(stepped, mean, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"learning_rate must be 1 \(got 0.5\)"):
-        server_step(clients[0], clients, [1] * 4, learning_rate=0.5, lora_mean="products")
-
-
 @pytest.mark.parametrize(
     ("strategy", "config"),
     [(firm_round, FirmConfig), (fedavg, FedAvgConfig), (fedcmoo, FedCmooConfig)],
@@ -251,7 +241,7 @@ def test_strategies_that_average_hand_the_option_on(
 
 @pytest.mark.parametrize("config", [AflConfig, FedMgdaConfig, QFedAvgConfig, FsmgdaConfig])
 def test_strategies_that_combine_updates_otherwise_refuse_products(config):
-    with pytest.raises(ValueError, match=f"clients' mean .*; {config.__name__} needs factors"):
+    with pytest.raises(ValueError, match="lora_mean is for strategies that take the clients' mean"):
         config(lora_mean="products")
     assert config().lora_mean == "factors"
 

@@ -15,13 +15,16 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from math import inf, isfinite
-from typing import Any, NotRequired, TypedDict
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from firm.federation.client import State
 from firm.federation.messages import Update
-from firm.federation.privacy import PrivacyConfig, share_clipped
 from firm.quantities import Quantity, register
 from firm.schema import Finite, NonNegative, Share
+
+if TYPE_CHECKING:
+    from firm.federation.options.privacy import PrivacyConfig
 
 
 class PrivacyFigures(TypedDict):
@@ -78,7 +81,7 @@ def gaussian_epsilon(
 
 
 def spend(
-    cfg: PrivacyConfig,
+    cfg: "PrivacyConfig",
     ledger: State,
     updates: Sequence[Update],
     *,
@@ -134,7 +137,7 @@ def spend(
     )
 
 
-def message_epsilon(cfg: PrivacyConfig, num_messages: int) -> float:
+def message_epsilon(cfg: "PrivacyConfig", num_messages: int) -> float:
     """Returns what so many messages of one client have spent of ε at ``cfg.delta``.
 
     It holds against whoever reads the messages, where the client adds the noise; where the server
@@ -148,7 +151,13 @@ def message_epsilon(cfg: PrivacyConfig, num_messages: int) -> float:
     return _compose(message, statistics, cfg.delta)
 
 
-def _models(cfg: PrivacyConfig, sizes: Sequence[int]) -> Counter[float]:
+def share_clipped(updates: Sequence[Update]) -> State:
+    """Returns {"clipped": mean of the clients' reports}; nothing where they report none."""
+    shares = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
+    return {"clipped": fmean(shares)} if shares else {}
+
+
+def _models(cfg: "PrivacyConfig", sizes: Sequence[int]) -> Counter[float]:
     """Counts rounds by the noise of their mean, in multiples of what one client changes.
 
     n independent noises of clients are √n times as strong in the sum as one.

@@ -1,0 +1,1 @@
+"""Options of federations, one file each; see ``firm.federation.option``."""

@@ -1,0 +1,224 @@
+"""Ranks of single clients: some train and send the first ranks of each LoRA layer alone."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self
+
+import torch
+
+from firm.federation.aggregation import flat, unflattened
+from firm.federation.client import Adapter, Client, Gradients
+from firm.federation.messages import MAX_CLIENTS, Update, sent_form
+from firm.federation.option import Need, Option, Train, option
+from firm.federation.round_config import RoundConfig
+from firm.federation.schema import LARGEST_ENTRY, Invalid, Named, Number, Reading, shown
+from firm.federation.transforms import Mean, ServerStep, Transform
+
+_FACTOR = re.compile(r".*\blora_([AB])\d*(?:\.[^.]+)?\.weight")
+_WHY = "each rank is averaged over the clients that train it"
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Schema of a vector of floats, at most as many as θ_t has parameters."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> torch.Tensor:
+        """Returns the vector."""
+        size = sum(parameter.numel() for parameter in reading.adapter.values())
+        return _checked_numbers(value, path, size)
+
+
+@sent_form
+@dataclass(frozen=True)
+class PartialUpdate:
+    """Those numbers of θ_c that a client trains, as they travel in its place."""
+
+    partial: Annotated[torch.Tensor, _Numbers()]
+    """The numbers one after the other, [k]."""
+
+
+@option
+@dataclass(frozen=True)
+class Ranks(Option):
+    """Ranks that some clients train, the first ones of each LoRA layer."""
+
+    key: ClassVar[str] = "ranks"
+    travels: ClassVar[bool] = True
+    scope: ClassVar[str] = "adapters"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("robust.rule", "none", _WHY),
+        Need("lora_mean", "factors", _WHY),
+        Need("normalize_updates", False, _WHY),
+        Need("privacy", None, _WHY),
+        Need("secure", None, _WHY),
+    )
+
+    ranks: Annotated[Mapping[str, int], Named(Number(1, 2**20, is_integer=True), MAX_CLIENTS)]
+    """Ranks by client; the others train all."""
+
+    def of(self, clients: Sequence[str]) -> Self:
+        """Returns the ranks of these clients."""
+        return replace(self, ranks={c: self.ranks[c] for c in clients if c in self.ranks})
+
+    def trained(self, adapter: Adapter, client: str) -> torch.Tensor | None:
+        """Returns which of the parameters a client trains, bool [d]; None: all."""
+        return rank_mask(adapter, self.ranks[client]) if client in self.ranks else None
+
+    def wrap(self, train: Train) -> Train:
+        """Returns the training without gradients in other ranks, and with the trained numbers."""
+
+        def partial_training(client: Client, request: Any) -> Update:
+            trained = self.trained(request.adapter, client.name)
+            if trained is None:
+                return train(client, request)
+            limited: Any = _LimitedClient(client, trained)
+            update = train(limited, request)
+            if not isinstance(update.adapter, dict):  # another option has packed it
+                return update
+            return replace(update, adapter=PartialUpdate(flat(update.adapter, None)[trained]))
+
+        return partial_training
+
+    def received(self, update: Update, request: Any) -> Update:
+        """Returns the update whole, with the numbers of θ_t where the client trains none.
+
+        Raises:
+            Invalid: It has other numbers than the client trains.
+        """
+        content, trained = update.adapter, self.trained(request.adapter, update.client)
+        if trained is None or not isinstance(content, dict | PartialUpdate):
+            return update
+        if isinstance(content, dict):
+            raise Invalid("its update must come as some of its ranks, got an adapter")
+        numbers = flat(request.adapter, None).clone()
+        size = int(trained.sum())
+        if content.partial.shape != (size,) or content.partial.dtype != numbers.dtype:
+            raise Invalid(f"its update must be {size} numbers, got {shown(content.partial)}")
+        numbers[trained] = content.partial
+        return replace(update, adapter=unflattened(numbers, request.adapter))
+
+    def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
+        """Returns the steps with a mean of each parameter over those who train it."""
+        return [
+            RankMean(self, step.learning_rate) if isinstance(step, Mean) else step for step in steps
+        ]
+
+
+class _LimitedClient:
+    """A client whose gradients are zero where it trains nothing; all else is the client's own."""
+
+    def __init__(self, client: Client, trained: torch.Tensor) -> None:
+        self._client, self._trained = client, trained
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def gradients(self, minibatch: Any) -> Gradients:
+        return self._within(self._client.gradients(minibatch))
+
+    def gradients_by_preference(self, minibatch: Any) -> Gradients:
+        return self._within(self._client.gradients_by_preference(minibatch))
+
+    def weighted_gradients(self, minibatch: Any, weights: torch.Tensor) -> Gradients:
+        return self._within(self._client.weighted_gradients(minibatch, weights))
+
+    def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
+        return 0  # steps at once know nothing of ranks
+
+    def _within(self, gradients: Gradients) -> Gradients:
+        rows = gradients.jacobian
+        return replace(gradients, jacobian=rows * self._trained.to(rows))
+
+
+@dataclass(frozen=True)
+class RankMean:
+    """Takes the mean of each parameter over the clients that train it."""
+
+    ranks: Ranks
+    learning_rate: float
+    """η, inside the sum."""
+
+    def __call__(self, step: ServerStep) -> ServerStep:
+        """Returns the step with θ_{t+1}."""
+        adapter = mean_where_trained(
+            step.start,
+            [update.adapter for update in step.updates],
+            step.weights,
+            [self.ranks.trained(step.start, update.client) for update in step.updates],
+            learning_rate=self.learning_rate,
+        )
+        return replace(step, adapter=adapter, learning_rate=self.learning_rate)
+
+
+def rank_mask(adapter: Adapter, rank: int) -> torch.Tensor:
+    """Returns which of the parameters belong to the first ranks of their layers, bool [d].
+
+    These are rows of A, and columns of B and of a conditioned adapter's further matrices.
+
+    Raises:
+        ValueError: A parameter is no factor of LoRA, or its layer has fewer ranks.
+    """
+    parts = []
+    for name, parameter in adapter.items():
+        factor = _FACTOR.fullmatch(name)
+        if factor is None:
+            raise ValueError(f"{name!r} is no factor of LoRA, of which a client could train ranks.")
+        axis = 0 if factor[1] == "A" else 1
+        if parameter.size(axis) < rank:
+            raise ValueError(
+                f"{name!r} has {parameter.size(axis)} ranks; a client cannot train {rank} of them."
+            )
+        mask = torch.zeros(parameter.shape, dtype=torch.bool)
+        mask.narrow(axis, 0, rank).fill_(True)
+        parts.append(mask.reshape(-1))
+    return torch.cat(parts)
+
+
+def mean_where_trained(
+    start: Adapter,
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    trained: Sequence[torch.Tensor | None],
+    *,
+    learning_rate: float = 1.0,
+) -> Adapter:
+    """Returns θ_t + η Σ wᵢ mᵢ (θᵢ - θ_t) / Σ wᵢ mᵢ, coordinate by coordinate.
+
+    Each parameter is averaged over the clients that train it, as in HeteroFL (Diao et al. 2021,
+    arXiv:2010.01264); one that nobody trains stays. Zeros in the place of what a client lacks, as
+    in HetLoRA (Cho et al. 2024, arXiv:2401.06432), would draw it towards where it was.
+
+    Args:
+        start: θ_t.
+        adapters: θᵢ, at least one.
+        weights: w, not negative.
+        trained: mᵢ, bool [d] over the adapter's parameters; None where a client trains all.
+        learning_rate: η.
+    """
+    sizes = [parameter.numel() for parameter in start.values()]
+    masks = [torch.ones(sum(sizes), dtype=torch.bool) if mask is None else mask for mask in trained]
+    total = torch.stack([w * mask.double() for w, mask in zip(weights, masks, strict=True)]).sum(0)
+    result, place = {}, 0
+    for (name, parameter), size in zip(start.items(), sizes, strict=True):
+        part = slice(place, place + size)
+        origin = parameter.double().reshape(-1)
+        moves = torch.zeros_like(origin)
+        for adapter, weight, mask in zip(adapters, weights, masks, strict=True):
+            delta = adapter[name].double().reshape(-1) - origin
+            moves += weight * mask[part] * delta
+        step = moves / total[part].where(total[part] > 0, 1.0)
+        result[name] = (origin + learning_rate * step).view_as(parameter).to(parameter.dtype)
+        place += size
+    return result
+
+
+def _checked_numbers(numbers: Any, path: str, size: int) -> torch.Tensor:
+    is_tensor = isinstance(numbers, torch.Tensor) and numbers.layout == torch.strided
+    if not is_tensor or not numbers.is_floating_point() or numbers.ndim != 1:
+        raise Invalid(f"{path} must be a vector of floats, got {shown(numbers)}")
+    if numbers.numel() > size:
+        raise Invalid(f"{path} must be of at most {size} numbers, got {numbers.numel()}")
+    if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
+        raise Invalid(f"{path} is not finite")
+    return numbers

@@ -1,0 +1,213 @@
+"""Robust aggregation: means that a few attacking clients cannot move at will.
+
+A rule takes the updates of N clients, f of whom may send anything finite, and computes in float64.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, TypeVar
+
+import torch
+
+from firm.federation.aggregation import moved
+from firm.federation.client import Adapter, State
+from firm.federation.messages import Update
+from firm.federation.option import Need, Option
+from firm.federation.round_config import RoundConfig
+from firm.federation.transforms import ServerStep, Transform
+from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
+
+Function = TypeVar("Function", bound=Callable[..., tuple[list[Update], State]])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A registered rule; see ``robust_rule``."""
+
+    function: Callable[..., tuple[list[Update], State]]
+    margin: int
+    needs_attackers: bool
+
+
+RULES: dict[str, Rule] = {}
+"""Every robust rule by name."""
+
+
+def robust_rule(
+    name: str, *, margin: int = 1, needs_attackers: bool = False
+) -> Callable[[Function], Function]:
+    """Returns a decorator that registers a robust rule.
+
+    The function takes (θ_t, updates, ``RobustConfig``, number of attackers f). It returns the
+    updates whose plain mean the server takes, and an entry of the round's row.
+
+    Args:
+        name: Its name, which ``strategy.robust.rule`` has.
+        margin: m, for at least 2f + m updates in a round.
+        needs_attackers: Whether the rule means nothing without an assumed attacker.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(function: Function) -> Function:
+        if name in RULES or name == "none":
+            raise ValueError(f"a robust rule {name!r} exists already; choose another name.")
+        RULES[name] = Rule(function, margin, needs_attackers)
+        return function
+
+    return register
+
+
+@configuration(source=NOT_IN_PAPER)
+class RobustConfig(Option):
+    """Robust aggregation; by default the mean is that of all updates, as they are.
+
+    What clients send beside their updates is not covered: FedCMOO's weights come of all Jacobians,
+    an attacker's among them.
+    """
+
+    key: ClassVar[str] = "robust"
+    scope: ClassVar[str] = "mean"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("aggregation", "uniform", "clients report their own number of examples"),
+        Need(
+            "normalize_updates",
+            False,
+            "a robust rule sees to the updates' lengths, and rule normalization gives all their "
+            "median length",
+        ),
+    )
+
+    rule: str = "none"
+    """none: all updates. median, trimmed_mean: one that is merged coordinate by coordinate. krum,
+    multi_krum: the one, or the N - num_attackers, with the nearest neighbours. norm_clipping: all,
+    none longer than clip_norm. normalization: all, each with their median length."""
+    num_attackers: NonNegativeInt = 0
+    """Clients among those of a round that may send anything, f; what trimmed_mean leaves out on
+    each side. A round needs 2f + 1 updates, 2f + 3 for krum and multi_krum."""
+    clip_norm: Annotated[PositiveFloat | None, Hint("null takes the median length")] = None
+    """Length ‖θ_c - θ_t‖ that norm_clipping clips to; null takes the median of the lengths."""
+
+    def __post_init__(self) -> None:
+        if self.rule != "none" and self.rule not in RULES:
+            raise ValueError(f"rule must be one of none, {', '.join(RULES)}, got {self.rule!r}.")
+        if self.rule == "none" and self.num_attackers > 0:
+            raise ValueError(
+                f"num_attackers needs a rule that bears them, got {self.num_attackers} with rule "
+                "none."
+            )
+        if self.rule in RULES and RULES[self.rule].needs_attackers and self.num_attackers < 1:
+            raise ValueError(
+                f"rule {self.rule} needs num_attackers of at least 1, got {self.num_attackers}."
+            )
+        if self.clip_norm is not None and self.rule != "norm_clipping":
+            raise ValueError(
+                f"clip_norm belongs to rule norm_clipping, got {self.clip_norm} with {self.rule}."
+            )
+
+    @property
+    def min_updates(self) -> int:
+        """The fewest updates that the rule needs with all attackers among them."""
+        return self.updates_needed(self.num_attackers)
+
+    def updates_needed(self, num_attackers: int) -> int:
+        """Returns the fewest updates that the rule needs with so many attackers among them.
+
+        Without an attacker left one is enough, for every rule.
+        """
+        if num_attackers == 0 or self.rule == "none":
+            return 1
+        return 2 * num_attackers + RULES[self.rule].margin
+
+    def attackers_left(self, num_refused: int) -> int:
+        """Returns how many attackers can be among the updates that were accepted.
+
+        Every refused answer is that of one of the f assumed attackers. A client that fails or is
+        silent is not counted: an honest one may.
+        """
+        return max(0, self.num_attackers - num_refused)
+
+    def check(self, cfg: RoundConfig) -> None:
+        """Raises ``ValueError`` on a conflict with other keys of the strategy."""
+        super().check(cfg)
+        if cfg.clients_per_round is not None and cfg.clients_per_round < self.min_updates:
+            raise ValueError(
+                f"robust.rule {self.rule} with num_attackers {self.num_attackers} needs "
+                f"clients_per_round of at least {self.min_updates}, got {cfg.clients_per_round}."
+            )
+
+    def quorum(self, num_refused: int) -> tuple[int, str]:
+        """Returns the fewest updates that the rule needs with the attackers that are left."""
+        left = self.attackers_left(num_refused)
+        return self.updates_needed(left), f" of robust.rule {self.rule} with {left} attackers left"
+
+    def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
+        """Returns the steps with the rule before all others."""
+        return [self._chosen, *steps]
+
+    def _chosen(self, step: ServerStep) -> ServerStep:
+        updates, entries = robust_updates(
+            step.start, step.updates, self, num_refused=step.num_refused
+        )
+        return replace(step, updates=updates, entries={**step.entries, **entries})
+
+
+def robust_updates(
+    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, *, num_refused: int = 0
+) -> tuple[list[Update], State]:
+    """Returns the updates whose plain mean the server takes, and an entry of the round's row.
+
+    Coordinates, lengths and distances are those of LoRA's A and B, not of their products.
+
+    Args:
+        start: θ_t.
+        updates: As many as the rule needs with the attackers that are left, all finite and with the
+            start's names and shapes.
+        cfg: The rule.
+        num_refused: Clients whose answers were refused; they count as attackers.
+
+    Returns:
+        The updates, and {"robust": ...} with "rule" and who was "chosen", or "clipped", or how far
+        from the result each was. Without a rule the updates themselves and no entry; equal updates
+        come back bit for bit, unless they are longer than a given ``clip_norm``.
+    """
+    if cfg.rule == "none":
+        return list(updates), {}
+    num_attackers = cfg.attackers_left(num_refused)
+    needed = cfg.updates_needed(num_attackers)
+    if len(updates) < needed:
+        raise ValueError(
+            f"{cfg.rule} needs {needed} updates with {num_attackers} attackers left, "
+            f"got {len(updates)}."
+        )
+    counted, entry = RULES[cfg.rule].function(start, updates, cfg, num_attackers)
+    return counted, {"robust": {"rule": cfg.rule, "num_attackers": num_attackers, **entry}}
+
+
+def stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each parameter of all adapters, float64 [N, ...], one at a time to save memory."""
+    for name in start:
+        yield name, torch.stack([update.adapter[name].double() for update in updates])
+
+
+def scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
+    """Returns θ_t + a (θ_c - θ_t) for each; θ_c itself where a is 1."""
+    return [
+        update if factor == 1 else replace(update, adapter=moved(start, [update.adapter], [factor]))
+        for update, factor in zip(updates, factors.tolist(), strict=True)
+    ]
+
+
+def merged_update(merged: Adapter, start: Adapter) -> Update:
+    """Returns one update in the place of all, in the adapter's own types."""
+    adapter = {name: merged[name].to(parameter.dtype) for name, parameter in start.items()}
+    return Update("merged", adapter, 1, {})
+
+
+def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Returns the mean over the rows, added up in their order, whatever torch's own order is."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row
+    return total / len(rows)

@@ -1,0 +1,123 @@
+"""Quantised uploads: a client's update in a few bits per number.
+
+A client sends Q(θ_c - θ_t), from which the server has θ_t + Q(θ_c - θ_t). Rounded to the nearest
+level, what rounding took is kept and added to the client's next update: error feedback, by which
+the updates that arrived and those that were meant differ by one rounding error however many rounds
+there are (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). Rounded at random, every
+update is right in the mean by itself (QSGD, Alistarh et al. 2017, arXiv:1610.02132).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Interval
+
+from firm.federation.aggregation import flat, unflattened
+from firm.federation.client import Client
+from firm.federation.messages import Update, sent_form
+from firm.federation.option import Option, Train, option
+from firm.federation.randomness import derive_seed
+from firm.federation.schema import LARGEST_ENTRY, Invalid, Reading, shown
+from firm.fields import NOT_IN_PAPER, configuration
+from firm.gradients import QuantizingCompressor, message_from_dict, message_to_dict
+from firm.gradients.compression import FLOAT_BYTES
+from firm.gradients.quantization import MAX_BITS
+
+CARRIED = "upload_error"
+"""Name under which a client carries what rounding took of its last update, [d], to the next."""
+
+
+@dataclass(frozen=True)
+class _QuantizedMessage:
+    """Schema of a quantised update as ``message_to_dict`` gives it."""
+
+    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
+        """Returns the message's fields."""
+        size = sum(parameter.numel() for parameter in reading.adapter.values())
+        return _checked_message(value, path, size)
+
+
+@sent_form
+@dataclass(frozen=True)
+class QuantizedUpdate:
+    """θ_c - θ_t in a few bits per number, as it travels in the place of θ_c."""
+
+    quantized: Annotated[dict[str, Any], _QuantizedMessage()]
+    """The numbers that the client trains, as a Jacobian of one row (``message_to_dict``)."""
+
+
+@option
+@configuration(source=NOT_IN_PAPER)
+class UploadConfig(Option):
+    """How many bits clients' updates are sent in."""
+
+    key: ClassVar[str] = "upload"
+    travels: ClassVar[bool] = True
+
+    bits: Annotated[int, Interval(ge=2, le=MAX_BITS)] = 8
+    """Bits of each number of an update; a scale of 4 bytes for every 128 of them comes on top."""
+    rounding: Literal["nearest", "random"] = "nearest"
+    """nearest has the smallest error, which a client keeps and adds to its next update; random is
+    right in the mean, and nothing is kept."""
+
+    def num_bytes(self, num_parameters: int) -> int:
+        """Returns the bytes of so many numbers and their scales."""
+        num_scales = -(-num_parameters // QuantizingCompressor.bucket)
+        return -(-num_parameters * self.bits // 8) + FLOAT_BYTES * num_scales
+
+    def wrap(self, train: Train) -> Train:
+        """Returns the training with a quantised update, whose rounding error the client keeps."""
+
+        def quantized_training(client: Client, request: Any) -> Update:
+            update = train(client, request)
+            trained = request.trained(client.name)
+            kept = slice(None) if trained is None else trained
+            delta = (flat(update.adapter) - flat(request.adapter))[kept]
+            if self.rounding == "nearest" and CARRIED in client.carried:
+                delta = delta + client.carried[CARRIED]
+            compressor = QuantizingCompressor(bits=self.bits, rounding=self.rounding)
+            seed = derive_seed(0, "upload", client.name, request.round)
+            message = compressor.compress(
+                delta[None], generator=torch.Generator().manual_seed(seed)
+            )
+            if self.rounding == "nearest":
+                client.carried[CARRIED] = delta - message.reconstruct()[0]
+            return replace(update, adapter=QuantizedUpdate(message_to_dict(message)))
+
+        return quantized_training
+
+    def received(self, update: Update, request: Any) -> Update:
+        """Returns the update with θ_t + Q(θ_c - θ_t); what the client does not train is θ_t's.
+
+        Raises:
+            Invalid: It was sent in another way.
+        """
+        content = update.adapter
+        if not isinstance(content, QuantizedUpdate):
+            raise Invalid(f"its update must come quantised, got {type(content).__name__}")
+        trained = request.trained(update.client)
+        numbers = flat(request.adapter, None).clone()
+        size = numbers.numel() if trained is None else int(trained.sum())
+        kept = slice(None) if trained is None else trained
+        message = message_from_dict(content.quantized)
+        if message.shape != (1, size):
+            raise Invalid(f"its update must be {size} numbers, got {message.shape[1]}")
+        delta = message.reconstruct()[0].double()
+        numbers[kept] = (numbers[kept].double() + delta).to(numbers.dtype)
+        if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
+            raise Invalid(f"its update leads to entries beyond {LARGEST_ENTRY:g}")
+        return replace(update, adapter=unflattened(numbers, request.adapter))
+
+
+def _checked_message(content: Any, path: str, size: int) -> dict[str, Any]:
+    if not isinstance(content, Mapping) or content.get("kind") != "quantizing":
+        raise Invalid(f"{path} must be a quantised update, got {shown(content)}")
+    try:
+        count, num_columns = message_from_dict(dict(content)).shape
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise Invalid(f"{path} cannot be read: {shown(str(error))}") from error
+    if count != 1 or num_columns > size:
+        raise Invalid(f"{path} must be of at most {size} numbers, got {count} x {num_columns}")
+    return dict(content)

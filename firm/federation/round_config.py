@@ -1,0 +1,161 @@
+"""Settings of a round that every strategy has."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from firm.federation.aggregation import Aggregation
+from firm.federation.client import Capability, Client, missing
+from firm.federation.messages import Request
+from firm.federation.option import Option
+from firm.federation.training import LocalTraining
+from firm.federation.transforms import Count, Mean, ServerStep, Transform, chain
+from firm.fields import NOT_IN_PAPER, Hint, NumRounds, PositiveFloat, PositiveInt, configuration
+
+if TYPE_CHECKING:
+    from firm.federation.engines.engine import Engine
+
+
+@configuration
+class RoundConfig:
+    """Settings of a round that every strategy has, without options."""
+
+    name: str = ""
+    """The strategy."""
+    num_local_steps: Annotated[NumRounds, Ge(1), NOT_IN_PAPER] = 1
+    """Local steps per round and client, K, each on a fresh batch."""
+    num_local_epochs: Annotated[PositiveInt | None, Hint("null counts in num_local_steps")] = None
+    """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of
+    a number of steps: a client's K is then E times the whole batches in its shard. null counts in
+    num_local_steps, which must stay 1 otherwise."""
+    aggregation: Aggregation = "uniform"
+    """Whether clients count alike (1/C, as in Algorithm 1 of FIRM) or by their number of
+    examples."""
+    clients_per_round: Annotated[PositiveInt | None, Hint("null takes all")] = None
+    """Clients drawn for each round, without replacement; null takes all, as the paper does."""
+    always: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
+    """Names of clients that take part in every round, such as attackers; the others are drawn for
+    the places that are left."""
+    quorum: Annotated[PositiveInt, NOT_IN_PAPER] = 1
+    """Fewest clients whose updates a round needs; with fewer the run stops."""
+    max_update_norm: Annotated[PositiveFloat | None, Hint("null accepts any"), NOT_IN_PAPER] = None
+    """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length."""
+    share_gram: Annotated[bool, NOT_IN_PAPER] = False
+    """Whether clients send the Gram matrix of their first solve, M² numbers, with each update: at
+    the common model θ_t it bounds the disagreement drift and, for the batches drawn there, how far
+    θ_t is from Pareto stationarity."""
+    server_learning_rate: PositiveFloat = 1.0
+    """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
+    Algorithm 1 of FIRM does."""
+
+    preference_key: ClassVar[str | None] = None
+    """Name of the key that takes a preference of the objectives; None where there is none."""
+    sends_adapters_only: ClassVar[bool] = False
+    """Whether clients send nothing that trains the model but their adapters, which is all that
+    privacy covers."""
+    reads_losses: ClassVar[bool] = False
+    """Whether clients send their losses at θ_t."""
+    solves_on_server: ClassVar[bool] = False
+    """Whether the server solves for weights in every round."""
+    averages: ClassVar[bool] = True
+    """Whether the server takes a mean of the clients' updates."""
+
+    def __post_init__(self) -> None:
+        if self.num_local_epochs is not None and self.num_local_steps != 1:
+            raise ValueError(
+                "local training has num_local_steps or num_local_epochs, got both, "
+                f"{self.num_local_steps} and {self.num_local_epochs}; leave one of them out."
+            )
+        if len(set(self.always)) < len(self.always):
+            raise ValueError(f"always must name each client once, got {list(self.always)}.")
+        if self.clients_per_round is not None and self.clients_per_round <= len(self.always):
+            raise ValueError(
+                f"clients_per_round must be more than the {len(self.always)} that always take "
+                f"part, got {self.clients_per_round}."
+            )
+        if self.clients_per_round is not None and self.quorum > self.clients_per_round:
+            raise ValueError(
+                f"quorum must be at most clients_per_round ({self.clients_per_round}), "
+                f"got {self.quorum}."
+            )
+        for option in self.options:
+            option.check(self)
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The options that are on, in the order in which they wrap a client's training."""
+        return ()
+
+    def steps(self, num_rounds: int) -> list[Transform]:
+        """Returns the server's steps from updates to θ_{t+1}, after so many finished rounds."""
+        return [Count(self.aggregation), Mean(self.server_learning_rate)]
+
+    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
+        """Returns the server's step, the options' steps included, after so many rounds."""
+        steps: Sequence[Transform] = self.steps(num_rounds)
+        for option in self.options:
+            steps = option.steps(steps, self)
+        return chain(*steps)
+
+    def check(self, objectives: Sequence[str]) -> None:
+        """Raises ``ValueError`` on settings that do not fit these objectives; by default all do."""
+
+    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+        """Returns the fields of every request of a round beside ``ENVELOPE``, by its type.
+
+        A field that is not among them has its default, and one whose value is ``DECIDED_BY_SERVER``
+        is the server's to decide in each round. A site agrees to these requests and to no others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
+
+    def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns alarms to show after a round, each text once, from the log's rows so far."""
+        return []
+
+    def check_clients(self, kind: type[Client]) -> None:
+        """Raises ``ValueError`` on a class of clients that lacks a needed capability."""
+        needs: dict[Capability, bool] = {
+            "losses": self.reads_losses,
+            "epochs": self.num_local_epochs is not None,
+        }
+        for capability, is_needed in needs.items():
+            if is_needed and capability not in kind.capabilities:
+                name = f"strategy.name {self.name}"
+                raise ValueError(missing(kind.__name__, capability, strategy=name))
+
+    def least_answers(self, num_refused: int) -> tuple[int, str]:
+        """Returns the fewest answers that a round needs, and words on why, for the message."""
+        needs = [(self.quorum, ""), *(option.quorum(num_refused) for option in self.options)]
+        return max(needs, key=lambda need: need[0])
+
+    def spent_epsilon(self, num_messages: int) -> float:
+        """Returns the ε that so many messages of one client spend; infinite without privacy."""
+        spent = (option.spent_epsilon(num_messages) for option in self.options)
+        return next((epsilon for epsilon in spent if epsilon is not None), inf)
+
+    def around(self, engine: "Engine") -> "Engine":
+        """Returns the engine of a run in one place, with the sites' part of the options."""
+        for option in self.options:
+            engine = option.around(engine)
+        return engine
+
+    def training_requests(self, training: dict[str, Any]) -> dict[type[Request], dict[str, Any]]:
+        """Returns the fields of the requests by which clients train, that of the training first.
+
+        These are the given ones of ``LocalTraining``, or what an option makes of them.
+        """
+        requests: dict[type[Request], dict[str, Any]] = {LocalTraining: training}
+        for option in self.options:
+            requests = option.requests(requests, self)
+        return requests
+
+    def local_work(self) -> dict[str, Any]:
+        """Returns the fields of a request that say how long local training is."""
+        return {"num_local_steps": self.num_local_steps, "num_local_epochs": self.num_local_epochs}
+
+    def training(self) -> dict[str, Any]:
+        """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
+        options = {option.key: option for option in self.options if option.travels}
+        return {**self.local_work(), "share_gram": self.share_gram, "options": options}
