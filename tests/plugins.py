@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 REGISTRIES = {
+    "firm.alignment.adapters": "ADAPTERS",
     "firm.alignment.estimators": "ESTIMATORS",
     "firm.federation.engines": "ENGINES",
     "firm.federation.strategies": "STRATEGIES",

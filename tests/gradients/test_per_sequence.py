@@ -8,7 +8,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.gradients import jacobian, per_sequence
-from firm.gradients.per_sequence import PerSequenceGradients, add_weight_gradients_
+from firm.gradients.per_sequence import (
+    BackwardPasses,
+    PerSequenceGradients,
+    add_weight_gradients_,
+)
 
 # names that transformers changed within its version 5, and peft and this file still use
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is dep:FutureWarning")
@@ -242,6 +246,21 @@ def test_columns_follow_the_parameters_order_and_may_be_few(network):
         losses = _network_losses(network)
         rows = gradients.jacobian(losses, _coefficients(2), retain_graph=True)
         _assert_rows_equal(rows, _loop(losses, _coefficients(2), parameters), FLOAT32)
+
+
+def test_backward_passes_give_the_same_rows_whatever_the_modules(network):
+    parameters = dict(network.named_parameters())
+    coefficients = _coefficients(3)
+    with PerSequenceGradients(network, parameters) as gradients:
+        expected = gradients.jacobian(_network_losses(network), coefficients)
+    with BackwardPasses(parameters) as gradients:
+        losses = _network_losses(network)
+        rows = gradients.jacobian(losses, coefficients, retain_graph=True)
+        _assert_rows_equal(rows, expected, FLOAT32)
+        out = torch.empty_like(rows)
+        assert gradients.jacobian(losses, coefficients, out=out) is out
+        with pytest.raises(ValueError, match="one per objective and sequence"):
+            gradients.jacobian(losses, coefficients[:, 1:])
 
 
 def test_a_mapping_of_names_gives_the_same_rows(network):
