@@ -7,10 +7,69 @@
     python recipes/firm_hh.py --resume runs/mine                 # continue after a stop
     torchrun --nproc_per_node 4 recipes/firm_hh.py               # clients on 4 GPUs
 
-A run is a directory: configuration, metrics, checkpoints, the adapter, and `report.html`.
+A run is a directory: configuration, metrics, checkpoints, the adapter, and `report.html`. The
+command `firm align` does the same.
 """
 
-from firm.cli.main import COMMANDS
+from firm.federation import Processes
+from firm.federation.strategies import STRATEGIES
+from firm.jobs import alignment_loading as loading
+from firm.jobs.alignment import claim_folder, open_wing, print_result, progress_of, write_result
+from firm.jobs.alignment_config import KEYS, AlignmentConfig, client_names
+from firm.jobs.plan import print_plan
+from firm.jobs.sources import check_sources
+from firm.run import continued_by, run_cli, run_to_resume
+from firm.run.shipped import with_shipped_paths
+
+
+def main(cfg: AlignmentConfig) -> None:
+    """Aligns a policy and compares it with its base model."""
+    check_sources(with_shipped_paths(cfg))
+    if cfg.plan:
+        print_plan(cfg)
+        return
+    processes = Processes.join(per_client=cfg.processes_per_client)  # one, or torchrun's
+    out, names, progress = claim_folder(cfg, processes), client_names(cfg), progress_of(cfg)
+
+    # The policy with its adapter, the reward models and the prompts; each process loads its own.
+    loaded = loading.load(cfg, processes, on_event=progress.event)
+
+    # Every reward model has another scale. Maps to [0, 1], fixed by replies of the base model,
+    # make rewards comparable across objectives and clients.
+    calibrations = loading.shared_calibrations(loaded, cfg, out, on_event=progress.event)
+
+    # A client has a shard of the prompts, an optimizer, value heads and random streams. Clients of
+    # one process share its policy, into which each of them loads its adapter in turn.
+    clients = loading.build_clients(loaded, cfg, calibrations, on_event=progress.event)
+    engine = loading.build_engine(clients, cfg, processes, on_event=progress.event)
+    if not processes.is_server:  # its clients work for the first process until the run ends
+        loading.serve(engine)
+        return
+
+    with (
+        continued_by("align", out),
+        open_wing(loaded, cfg, calibrations, engine, progress, out) as wing,
+    ):
+        # A round of Algorithm 1 is firm/federation/strategies/firm.py: each client takes K local
+        # steps along the direction that its weights λ give, and the server averages the adapters.
+        play_round = STRATEGIES[cfg.strategy.name]
+        state = wing.begin(engine)  # a fresh adapter, or the last checkpoint's
+        while state.round < cfg.rounds:
+            before = state
+            state, metrics = play_round(before, names, engine, cfg.strategy)
+            wing.end_round(engine, before, state, metrics)  # validates, logs, saves and draws
+
+        # Base and aligned model reply to prompts that no client trains on.
+        base, final = wing.finish(state)
+    print_result(cfg, write_result(cfg, out, base, final))
+
 
 if __name__ == "__main__":
-    COMMANDS["align"].run(description=__doc__ or "")
+    run_cli(
+        main,
+        AlignmentConfig,
+        description=__doc__ or "",
+        default_file="configs/miniature.yaml",
+        keys=KEYS,
+        resumed=run_to_resume,
+    )

@@ -3,13 +3,14 @@
 import io
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
 from firm.cli import main as firm
 from firm.cli.main import COMMANDS
 from firm.console import accept_any_text
-from firm.run import print_table
+from firm.run import print_table, run_cli
 from tests import smoke
 
 ENCODINGS = ("ascii", "cp1252")
@@ -74,6 +75,17 @@ def test_a_table_keeps_its_frame_and_shows_escapes(encoding, console):
     assert title == {"ascii": r"\u03bb \xb1 \u03b5", "cp1252": r"\u03bb ± \u03b5"}[encoding]
     assert r"0.5 \u221e" in "\n".join(lines)
     assert r"\u2500" not in "\n".join(lines)  # the frame is one of ASCII
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_command_line_of_a_recipe_prints_any_text(encoding, console):
+    @dataclass(frozen=True)
+    class Config:
+        seed: int = 0
+
+    shown = console(encoding)
+    run_cli(lambda cfg: sys.stdout.write("λ\n"), Config, [])
+    assert shown() == r"\u03bb" + "\n"
 
 
 def test_a_console_that_knows_all_characters_shows_them(console):

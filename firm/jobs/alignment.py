@@ -2,8 +2,8 @@
 
 import html
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from firm.federation import (
     Adapter,
     Engine,
     Processes,
-    ProcessesEngine,
     RandomStream,
     ServerState,
     State,
@@ -48,11 +47,12 @@ from firm.jobs.alignment_config import (
 from firm.jobs.alignment_loading import (
     Given,
     LoadedRun,
-    as_calibrations,
     as_figures,
+    build_clients,
     build_engine,
-    common_calibrations,
     load,
+    serve,
+    shared_calibrations,
 )
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, Round, Wing, train
@@ -168,16 +168,7 @@ def main(cfg: AlignmentConfig) -> Path | None:
         result = align(replace(cfg, out=out))
     if result is None:  # another process prints
         return None
-    final = result.final
-    print_table(
-        f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
-        f"{cfg.evaluation.num_samples} replies each, mean ± standard error",
-        ["", "base", "aligned", "change", "z"],
-        [row.cells() for row in result.comparison],
-    )
-    for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
-        print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
-    print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
+    print_result(cfg, result)
     return result.path
 
 
@@ -193,24 +184,15 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
         UserError: Something of the configuration cannot be had, or the run's directory is taken.
     """
     processes = Processes.join(per_client=cfg.processes_per_client)
-    out = run_folder(cfg)
-    if processes.is_server:  # before minutes of loading
-        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
-        _check_rounds(out, cfg)
+    out = claim_folder(cfg, processes)
     progress = progress_of(cfg)
-    if processes.is_server:
-        progress.event("loading")
-    loaded = load(cfg, processes, given=given)
-    if processes.is_server:
-        calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)
-        processes.broadcast(as_figures(calibrations))
-    else:
-        calibrations = as_calibrations(processes.broadcast())
-    engine = build_engine(loaded, cfg, calibrations, on_event=progress.event)
-    if isinstance(engine, ProcessesEngine) and not processes.is_server:
-        engine.serve()
+    loaded = load(cfg, processes, given=given, on_event=progress.event)
+    calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
+    clients = build_clients(loaded, cfg, calibrations, on_event=progress.event)
+    engine = build_engine(clients, cfg, processes, on_event=progress.event)
+    if not processes.is_server:
+        serve(engine)
         return None
-    engine = cfg.strategy.around(engine)
     return run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
 
@@ -223,14 +205,30 @@ def run_rounds(
     out: Path,
 ) -> Result:
     """Trains, measures, writes and shows, wherever the engine's clients are."""
-    settings, objectives = to_dict(cfg), tuple(cfg.rewards)
+    with open_wing(loaded, cfg, calibrations, engine, progress, out) as wing:
+        state = train(wing, engine, client_names(cfg), cfg.strategy)
+        base, final = wing.finish(state)
+    return write_result(cfg, out, base, final)
+
+
+@contextmanager
+def open_wing(
+    loaded: LoadedRun,
+    cfg: AlignmentConfig,
+    calibrations: Mapping[str, Calibration],
+    engine: Engine,
+    progress: Progress,
+    out: Path,
+) -> Iterator["_LanguageWing"]:
+    """Opens the run's folder, its tracker and its progress, and closes the engine at the end."""
+    settings = to_dict(cfg)
     with (
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS, renew=RENEWED_KEYS) as run,
         Tracker(
             cfg.tracking,
             run.path,
             settings,
-            objectives=objectives,
+            objectives=tuple(cfg.rewards),
             job_type=cfg.strategy.name,
             tags=(cfg.strategy.name, f"seed {cfg.seed}"),
         ) as tracker,
@@ -238,28 +236,53 @@ def run_rounds(
         closing(engine),
     ):
         progress.event("started", alarms=[*alarms_at_start(cfg), *loaded.notes])
-        wing = _LanguageWing(Logbook(run, tracker), loaded, cfg, calibrations, progress)
-        keep_last = cfg.checkpoints.keep_last
-        state = train(wing, engine, client_names(cfg), cfg.strategy, keep_last=keep_last)
-        base, final = wing.finish(state)
-        policy = loaded.trainer.policy_model
-        save_adapter(policy, run.path / "adapter")
-        loaded.tokenizer.save_pretrained(str(run.path / "adapter"))
-        shutil.rmtree(run.path / "front", ignore_errors=True)  # of an end with fewer rounds
-        for preference in wing.preferences:
-            folder = run.path / "front" / preference_folder(preference)
-            save_folded(policy, folder, preference)
-            loaded.tokenizer.save_pretrained(str(folder))
-            _folded_card(cfg, preference).save(folder / "README.md")
-        _card(cfg, base, final, run).save(run.path / "adapter" / "README.md")
-    report = update_report(run.path, final=True)
+        yield _LanguageWing(Logbook(run, tracker), loaded, cfg, calibrations, progress)
+
+
+def write_result(cfg: AlignmentConfig, out: Path, base: Evaluation, final: Evaluation) -> Result:
+    """Writes the page and the front of a finished run, and pushes its adapter where asked to.
+
+    Args:
+        cfg: The run.
+        out: Its directory.
+        base: The base model on the held-out prompts.
+        final: The aligned model on the same.
+    """
+    report = update_report(out, final=True)
     with drawing("The front of the run"):
-        if front := front_of_run(read_record(run.path)):
-            front.save(run.path / FRONT_NAME)
+        if front := front_of_run(read_record(out)):
+            front.save(out / FRONT_NAME)
     if cfg.hub.repo:
-        beside = (FRONT_NAME, report.name) if wing.preferences else ()
-        push(cfg.hub, run.path / "adapter", run.path, beside)
-    return Result(run.path, run.path / "adapter", report, base, final)
+        beside = (FRONT_NAME, report.name) if measured_preferences(cfg) else ()
+        push(cfg.hub, out / "adapter", out, beside)
+    return Result(out, out / "adapter", report, base, final)
+
+
+def print_result(cfg: AlignmentConfig, result: Result) -> None:
+    """Prints the comparison with the base model, the warnings, and where page and adapter are."""
+    final = result.final
+    print_table(
+        f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
+        f"{cfg.evaluation.num_samples} replies each, mean ± standard error",
+        ["", "base", "aligned", "change", "z"],
+        [row.cells() for row in result.comparison],
+    )
+    for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
+        print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
+    print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
+
+
+def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:
+    """Returns the run's directory, once it is known that the run may begin or continue there.
+
+    Raises:
+        UserError: It holds another run, or its run cannot continue with this configuration.
+    """
+    out = run_folder(cfg)
+    if processes.is_server:  # before minutes of loading
+        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
+        _check_rounds(out, cfg)
+    return out
 
 
 def _check_rounds(out: Path, cfg: AlignmentConfig) -> None:
@@ -310,7 +333,7 @@ class _LanguageWing(Wing):
         calibrations: Mapping[str, Calibration],
         progress: Progress,
     ) -> None:
-        super().__init__(book)
+        super().__init__(book, keep_last=cfg.checkpoints.keep_last)
         self._loaded, self._cfg, self._progress = loaded, cfg, progress
         self._calibrations = calibrations
         self._base: dict[str, Evaluation] = {}
@@ -371,9 +394,9 @@ class _LanguageWing(Wing):
         self._progress.event("round_finished", row=by_kind["round"], scores=means)
 
     def finish(self, state: ServerState) -> tuple[Evaluation, Evaluation]:
-        """Returns the base model and the final one on the held-out prompts, once they are logged.
+        """Returns the base model and the final one on the held-out prompts.
 
-        The policy is left with the final adapter.
+        Logs both and saves the final adapter, which the policy is left with.
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
         self.book.log(final.row(base, round=state.round, split="test"))
@@ -381,7 +404,22 @@ class _LanguageWing(Wing):
             self.book.log(row)
         self._log_samples(final, state)
         save_file(final.by_row(), self.book.run.path / SCORES_NAME)
+        self._save_adapters(base, final)
         return base, final
+
+    def _save_adapters(self, base: Evaluation, final: Evaluation) -> None:
+        """Saves the policy's adapter, and of a conditioned one the folds that were measured."""
+        run, loaded = self.book.run, self._loaded
+        policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
+        save_adapter(policy, run.path / "adapter")
+        tokenizer.save_pretrained(str(run.path / "adapter"))
+        shutil.rmtree(run.path / "front", ignore_errors=True)  # of an end with fewer rounds
+        for preference in self.preferences:
+            folder = run.path / "front" / preference_folder(preference)
+            save_folded(policy, folder, preference)
+            tokenizer.save_pretrained(str(folder))
+            _folded_card(self._cfg, preference).save(folder / "README.md")
+        _card(self._cfg, base, final, run).save(run.path / "adapter" / "README.md")
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
         """Returns what a conditioned policy is worth at each of the preferences."""

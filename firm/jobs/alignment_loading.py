@@ -110,8 +110,11 @@ def load(
     *,
     measures: bool = True,
     given: Given | None = None,
+    on_event: Callable[..., None] | None = None,
 ) -> LoadedRun:
     """Loads prompts, models and reward models in this process, but for those that are given."""
+    if on_event and processes.is_server:
+        on_event("loading")
     given = given or Given()
     cfg = with_shipped_paths(cfg)
     device = take_device(cfg.policy.device, num_processes=processes.size)
@@ -215,16 +218,41 @@ def common_calibrations(
     return calibrations
 
 
+def shared_calibrations(
+    loaded: LoadedRun,
+    cfg: AlignmentConfig,
+    out: Path,
+    *,
+    on_event: Callable[..., None] | None = None,
+) -> dict[str, Calibration]:
+    """Returns ``common_calibrations``, which the first process sends to those beside it."""
+    if not loaded.processes.is_server:
+        return as_calibrations(loaded.processes.broadcast())
+    calibrations = common_calibrations(loaded, cfg, out, on_event=on_event)
+    loaded.processes.broadcast(as_figures(calibrations))
+    return calibrations
+
+
 def build_clients(
     loaded: LoadedRun,
     cfg: AlignmentConfig,
     calibrations: Mapping[str, Calibration],
-    names: Sequence[str],
+    names: Sequence[str] | None = None,
     *,
     prompts: Mapping[str, list[Prompt]] | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> list[Client]:
-    """Builds the clients of these names, on their shards of the training prompts or on others."""
+    """Builds clients on their shards of the training prompts, or on other prompts.
+
+    Args:
+        loaded: What all clients share.
+        cfg: The run.
+        calibrations: The maps from scores to rewards.
+        names: The clients; by default those of this process.
+        prompts: Prompts by client; by default a partition of the training prompts.
+        on_event: Is told how far a client is.
+    """
+    names = loaded.processes.hosted(client_names(cfg)) if names is None else names
     loaded.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
     own: dict[str, tuple[Judges, GroupConfig]] = {}  # of clients that are in a group
     for group, config in cfg.groups.items():
@@ -251,24 +279,35 @@ def build_clients(
 
 
 def build_engine(
-    loaded: LoadedRun,
+    clients: Sequence[Client],
     cfg: AlignmentConfig,
-    calibrations: Mapping[str, Calibration],
+    processes: Processes,
     *,
     on_event: Callable[..., None] | None = None,
 ) -> Engine:
-    """Returns the engine of this process and of those that a launcher started beside it."""
-    names, processes = client_names(cfg), loaded.processes
-    own = processes.hosted(names)
-    clients = build_clients(loaded, cfg, calibrations, own, on_event=on_event)
+    """Returns the engine of this process and of those that a launcher started beside it.
+
+    Args:
+        clients: Those of this process.
+        cfg: The run.
+        processes: This one and those beside it.
+        on_event: Is told of clients that start and end.
+    """
     engine = own_engine(clients, cfg, processes, on_event=on_event)
-    if processes.size == 1:
-        return engine
-    if not isinstance(engine, LocalEngine):
-        raise UserError(
-            f"engine must be local or stacked with {processes.size} processes, got {cfg.engine}."
-        )
-    return ProcessesEngine(processes, names, engine, on_event=on_event)
+    if processes.size > 1:
+        if not isinstance(engine, LocalEngine):
+            raise UserError(
+                f"engine must be local or stacked with {processes.size} processes, got "
+                f"{cfg.engine}."
+            )
+        engine = ProcessesEngine(processes, client_names(cfg), engine, on_event=on_event)
+    return cfg.strategy.around(engine) if processes.is_server else engine
+
+
+def serve(engine: Engine) -> None:
+    """Lets this process work for the first one of a launcher until the run ends."""
+    assert isinstance(engine, ProcessesEngine)
+    engine.serve()
 
 
 def own_engine(

@@ -168,7 +168,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         how = "of all clients in one pass" if federation.has_joint_passes else "client by client"
         print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {how}"), flush=True)
         wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)
-        train(wing, engine, federation.names, federation.cfg, keep_last=1)
+        train(wing, engine, federation.names, federation.cfg)
         return run.rows()
 
 
@@ -184,7 +184,7 @@ class _ClassicWing(Wing):
         seed: int,
         federation: Federation,
     ) -> None:
-        super().__init__(book)
+        super().__init__(book, keep_last=1)
         self._cfg, self._name, self._splits, self._seed = cfg, name, splits, seed
         self._federation = federation
         self._num_rounds = cfg.algorithms[name].rounds or cfg.rounds

@@ -63,10 +63,46 @@ class Wing(ABC):
 
     Args:
         book: The run's logs.
+        keep_last: Checkpoints that stay beside the best one.
     """
 
-    def __init__(self, book: Logbook) -> None:
+    def __init__(self, book: Logbook, *, keep_last: int) -> None:
         self.book = book
+        self._keep_last = keep_last
+
+    def begin(self, engine: Engine) -> ServerState:
+        """Returns the state that rounds start from: the run's last checkpoint, or a fresh one."""
+        if checkpoint := self.book.run.latest_checkpoint():
+            state = ServerState.from_state(checkpoint[1]["server"])
+            engine.restore_client_states(checkpoint[1]["clients"])
+            self.restore(checkpoint[1])
+            self.book.repeat_to_tracker()
+        else:
+            state, quality = self.start()
+            self._keep(engine, state, quality)
+        self.show(state, ())
+        return state
+
+    def end_round(
+        self, engine: Engine, before: ServerState, after: ServerState, metrics: dict[str, Any]
+    ) -> None:
+        """Measures a round that has just ended, logs it, writes a checkpoint and shows it."""
+        measured = self.measure(before, after, metrics)
+        for row in measured.rows:
+            self.book.log(row)
+        if measured.is_kept:
+            self._keep(engine, after, measured.quality)
+        self.show(after, measured.rows)
+
+    def _keep(self, engine: Engine, state: ServerState, quality: float | None) -> None:
+        content = {
+            "server": state.to_state(),
+            "clients": engine.client_states(state.accepted),
+            **self.content(),
+        }
+        self.book.run.save_checkpoint(
+            state.round, content, keep_last=self._keep_last, quality=quality
+        )
 
     @abstractmethod
     def start(self) -> tuple[ServerState, float | None]:
@@ -93,9 +129,7 @@ class Wing(ABC):
         """Shows a round that is logged and kept, or, without rows, that rounds begin or go on."""
 
 
-def train(
-    wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfig, *, keep_last: int
-) -> ServerState:
+def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfig) -> ServerState:
     """Runs rounds until the wing is done, from the run's last checkpoint if there is one.
 
     Args:
@@ -103,39 +137,14 @@ def train(
         engine: Where the clients are.
         clients: Names of all clients, in the order in which their updates are summed.
         cfg: The strategy and its settings.
-        keep_last: Checkpoints that stay beside the best one.
 
     Returns:
         The server's last state.
     """
-    book = wing.book
-
-    def keep(state: ServerState, quality: float | None) -> None:
-        content = {
-            "server": state.to_state(),
-            "clients": engine.client_states(state.accepted),
-            **wing.content(),
-        }
-        book.run.save_checkpoint(state.round, content, keep_last=keep_last, quality=quality)
-
-    if checkpoint := book.run.latest_checkpoint():
-        state = ServerState.from_state(checkpoint[1]["server"])
-        engine.restore_client_states(checkpoint[1]["clients"])
-        wing.restore(checkpoint[1])
-        book.repeat_to_tracker()
-    else:
-        state, quality = wing.start()
-        keep(state, quality)
-    wing.show(state, ())
-
+    state = wing.begin(engine)
     while not wing.is_done(state):
         before = state
         with user_code(f"strategy {cfg.name!r}", but=(Exception,)):  # which may end the program
             state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
-        measured = wing.measure(before, state, metrics)
-        for row in measured.rows:
-            book.log(row)
-        if measured.is_kept:
-            keep(state, measured.quality)
-        wing.show(state, measured.rows)
+        wing.end_round(engine, before, state, metrics)
     return state

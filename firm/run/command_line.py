@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from firm.console import accept_any_text
 from firm.run.config import build, lay_out, members_of
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page
@@ -32,6 +33,7 @@ def run_cli(
 
     The arguments are those of `parse`; errors end as `exit_on_user_error` says.
     """
+    accept_any_text()
     with exit_on_user_error():
         main(
             parse(
