@@ -167,7 +167,7 @@ def honest_answer(task: str) -> dict[str, Any]:
     STRATEGIES[strategy](new_state(), [CULPRIT], Recorder([Quadratic(CULPRIT)]), cfg)
     answer = answers[0]
     if "metrics" in answer:
-        others = example(schemas.Metrics(), READING)
+        others = example(schemas.Metrics, READING)
         answer["metrics"] = {**others, **answer["metrics"]}
     return answer
 
@@ -281,7 +281,7 @@ def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
     for what, content in mutated_messages(kind, message["request"], READING):
         requests.append((what, {**message, "request": content}))
     for name in ("do", "task", "clients"):
-        for what, changed in mutations(schemas.Text(), message[name], READING):
+        for what, changed in mutations(schemas.Text, message[name], READING):
             requests.append((f"{name} {what}", {**message, name: changed}))
     requests.extend((f"task is {task}", {**message, "task": task}) for task in TASKS)
     requests.append(("clients are of another site", {**message, "clients": [HONEST]}))

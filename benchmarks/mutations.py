@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
-from firm.federation import schema as schemas
-from firm.federation.schema import Reading
+from firm.federation.schema import Metrics, OneOf, Reading, fields_of, shown
+from firm.federation.training import OwnMetrics
 from firm.quantities import of_clients
 from firm.schema import MAX_ITEMS, MAX_NAMES, Finite, Gram, PerEach
 
@@ -38,42 +38,23 @@ JUNK: tuple[Any, ...] = (
 NAMES = ("", "../../x", "\x1b[2J", "kind", "round", "n" * 10_000)
 
 
-def example(schema: Any, reading: Reading) -> Any:
-    """Returns a value that a schema, or a type of `firm.schema`, accepts."""
-    match schema:
-        case schemas.Optional():
-            return example(schema.schema, reading)
-        case schemas.PerObjective(pairs=pairs):
-            count = len(reading.objectives)
-            return [example(schema.schema, reading)] * (
-                count * (count - 1) // 2 if pairs else count
-            )
-        case schemas.Items():
-            return [example(schema.schema, reading)] * max(2, schema.min_length)
-        case schemas.ByObjective(pairs=True):
-            return {"-".join(reading.objectives): example(schema.schema, reading)}
-        case schemas.ByObjective():
-            return {name: example(schema.schema, reading) for name in reading.objectives}
-        case schemas.Named():
-            return {"name": example(schema.schema, reading)}
-        case schemas.Metrics():
-            return {name: example(each.type, reading) for name, each in of_clients().items()}
-        case schemas.Number():
-            return int(max(schema.low, 1)) if schema.is_integer else float(max(schema.low, 0.5))
-        case schemas.Text():
-            return next(iter(schema.choices)) if schema.choices else "text"
-    form, notes = _parts(schema)
-    if schema == Gram:
+def example(kind: Any, reading: Reading) -> Any:
+    """Returns a value of a type, or {} where a check of it is all that is known."""
+    form, notes = _parts(kind)
+    if kind == Gram:
         return [[1.0, 0.2], [0.2, 2.0]]
+    if kind == Metrics:
+        return {name: example(each.type, reading) for name, each in of_clients().items()}
+    if kind == OwnMetrics:
+        return {}
+    each = next((note for note in notes if isinstance(note, PerEach)), None)
     if get_origin(form) is list:
-        each = next((note for note in notes if isinstance(note, PerEach)), None)
         count = 2 if each is None else len(each.names(reading.objectives))
         return [example(get_args(form)[0], reading)] * count
     if get_origin(form) is dict:
-        each = next((note for note in notes if isinstance(note, PerEach)), None)
         names = ["name"] if each is None else each.names(reading.objectives)
         return {name: example(get_args(form)[1], reading) for name in names}
-    return {float: 0.5, int: 1}.get(form, {})  # or a mapping with fields of its own
+    return {float: 0.5, int: 1, str: "text"}.get(form, {})
 
 
 def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -85,49 +66,43 @@ def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return kind, ()
 
 
-def mutations(schema: Any, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yields values in place of one that a schema accepts, and what was done."""
+def mutations(kind: Any, value: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
+    """Yields values in place of one of a type, and what was done."""
     for junk in JUNK:
-        yield f"is {schemas.shown(junk)}", junk
-    if isinstance(schema, schemas.Optional):
-        schema = schema.schema
-    if isinstance(schema, schemas.Text) and schema.choices:
-        yield from ((f"is {choice}", choice) for choice in schema.choices if choice != value)
-    if isinstance(schema, schemas.Flag):
+        yield f"is {shown(junk)}", junk
+    form, notes = _parts(kind)
+    choices = [name for note in notes if isinstance(note, OneOf) for name in note.names]
+    choices += get_args(form) if get_origin(form) is Literal else []
+    yield from ((f"is {choice}", choice) for choice in choices if choice != value)
+    if isinstance(value, bool):
         yield f"is {not value}", not value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float):
         yield from ((f"is {other}", other) for other in (value + 1, value * 2, 2**63))
     if isinstance(value, torch.Tensor):
         yield from _tensors(value)
     elif isinstance(value, dict):
-        yield from _dictionaries(schema, value, reading)
+        yield from _dictionaries(kind, value, reading)
     elif isinstance(value, list | tuple) and value:
         yield "lacks an item", list(value[:-1])
         yield "has an item twice", [*value, value[-1]]
         yield "is very long", [value[0]] * (MAX_ITEMS + 1)
-        for what, item in mutations(_inner(schema), value[-1], reading):
+        for what, item in mutations(_inner(kind), value[-1], reading):
             yield f"'s item {what}", [*value[:-1], item]
-        if schema == Gram:
+        if kind == Gram:
             yield "is asymmetric", [[1.0, 0.5], [-0.5, 1.0]]
             yield "is of no gradients", [[1.0, 9.0], [9.0, 1.0]]
             yield "is negative", [[-1.0, 0.0], [0.0, 1.0]]
 
 
-def _dictionaries(
-    schema: Any, value: dict[str, Any], reading: Reading
-) -> Iterator[tuple[str, Any]]:
+def _dictionaries(kind: Any, value: dict[str, Any], reading: Reading) -> Iterator[tuple[str, Any]]:
     for name in NAMES:
-        yield f"has the name {schemas.shown(name)}", {**value, name: 1.0}
+        yield f"has the name {shown(name)}", {**value, name: 1.0}
     many = {f"name {index}": 1.0 for index in range(MAX_NAMES + 1)}
     yield "has very many names", {**value, **many}
+    known = of_clients() if kind == Metrics else {}
     for name, item in value.items():
         yield f"lacks {name}", {key: value[key] for key in value if key != name}
-        if isinstance(schema, schemas.Metrics):
-            inner = of_clients()[name].type
-        elif isinstance(schema, schemas.Fields):
-            inner = schema.schemas[name]
-        else:
-            inner = _inner(schema)
+        inner = known[name].type if name in known else _inner(kind)
         for what, changed in mutations(inner, item, reading):
             yield f".{name} {what}", {**value, name: changed}
 
@@ -155,21 +130,20 @@ def _tensors(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"has {entry} as its entry {index}", changed
 
 
-def _inner(schema: Any) -> Any:
+def _inner(kind: Any) -> Any:
     """Returns what a container's items are; numbers where it does not say."""
-    if hasattr(schema, "schema"):
-        return schema.schema
-    return [Finite, *get_args(_parts(schema)[0])][-1]
+    inner = [part for part in get_args(_parts(kind)[0]) if part not in (Any, ...)]
+    return inner[-1] if inner else Finite
 
 
 def mutated_messages(
     kind: type[Any], fields: Mapping[str, Any], reading: Reading
 ) -> Iterator[tuple[str, Any]]:
     """Yields a message's fields with one of them mutated, or something else in place of all."""
-    yield from ((f"message is {schemas.shown(junk)}", junk) for junk in JUNK)
+    yield from ((f"message is {shown(junk)}", junk) for junk in JUNK)
     yield "message has an unknown field", {**fields, "extra": 1}
-    for name, schema in schemas.fields_of(kind).schemas.items():
+    for name, own in fields_of(kind)[0].items():
         yield f"{name} is missing", {key: fields[key] for key in fields if key != name}
         if name in fields:
-            for what, changed in mutations(schema, fields[name], reading):
+            for what, changed in mutations(own, fields[name], reading):
                 yield f"{name} {what}", {**fields, name: changed}

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Annotated, Any, Protocol, TypeVar
 
 from annotated_types import Interval, Len
-from pydantic import AfterValidator, AllowInfNan, Strict, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, AllowInfNan, ConfigDict, Strict, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-LARGEST = 1e30
-"""Larger numbers measure nothing, and their squares and sums are not finite in float32."""
+LARGEST = 1e36
+"""Largest magnitude of a number: it is finite in float32, and its square in float64."""
 SLACK = 1e-3
 """How far rounding may take a share or a correlation beyond its range."""
 MAX_ITEMS = 10_000
@@ -117,20 +117,20 @@ def _is_gram(rows: list[list[float]]) -> list[list[float]]:
 
 # --- Types ----------------------------------------------------------------------------------------
 
-Finite = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=-LARGEST, le=LARGEST)]
-NonNegative = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=0, le=LARGEST)]
-Share = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=-SLACK, le=1 + SLACK)]
-Correlation = Annotated[float, Strict(), AllowInfNan(False), Interval(ge=-1 - SLACK, le=1 + SLACK)]
-Count = Annotated[int, Strict(), Interval(ge=0, le=10**18)]
-Name = Annotated[str, Strict(), Len(0, MAX_TEXT), AfterValidator(_is_printable)]
+Finite = Annotated[float, AllowInfNan(False), Interval(ge=-LARGEST, le=LARGEST)]
+NonNegative = Annotated[float, AllowInfNan(False), Interval(ge=0, le=LARGEST)]
+Share = Annotated[float, AllowInfNan(False), Interval(ge=-SLACK, le=1 + SLACK)]
+Correlation = Annotated[float, AllowInfNan(False), Interval(ge=-1 - SLACK, le=1 + SLACK)]
+Count = Annotated[int, Interval(ge=0, le=10**18)]
+Name = Annotated[str, Len(0, MAX_TEXT), AfterValidator(_is_printable)]
 
-Series = Annotated[list[T], Len(1, MAX_ITEMS)]
+Series = Annotated[list[T], Strict(False), Len(1, MAX_ITEMS)]
 """One entry for each solve, or each batch."""
-Items = Annotated[list[T], Len(0, MAX_ITEMS), Separate()]
+Items = Annotated[list[T], Strict(False), Len(0, MAX_ITEMS), Separate()]
 """Entries that each stand for themselves."""
-PerObjective = Annotated[list[T], AfterValidator(_of_all_objectives), PerEach()]
+PerObjective = Annotated[list[T], Strict(False), AfterValidator(_of_all_objectives), PerEach()]
 """M entries."""
-PerPair = Annotated[list[T], AfterValidator(_of_all_pairs), PerEach(pairs=True)]
+PerPair = Annotated[list[T], Strict(False), AfterValidator(_of_all_pairs), PerEach(pairs=True)]
 """M(M - 1)/2 entries, the pairs in the order 01, 02, ..., 12, ..."""
 ByObjective = Annotated[dict[str, T], AfterValidator(_of_objectives), PerEach()]
 """Entries of some of the objectives."""
@@ -148,6 +148,8 @@ def in_words(error: Mapping[str, Any]) -> str:
     if kind in ("greater_than_equal", "less_than_equal"):
         bound = "at least" if "ge" in limits else "at most"
         return f"{bound} {limits.get('ge', limits.get('le')):g}"
+    if kind == "string_too_long":
+        return f"a text of at most {limits['max_length']} characters"
     if kind in ("too_short", "too_long"):
         bound = "at least" if "min_length" in limits else "at most"
         length = limits.get("min_length", limits.get("max_length"))
@@ -168,5 +170,5 @@ _WORDS = {
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Returns pydantic's check of a type."""
-    return TypeAdapter(kind)
+    """Returns pydantic's check of a type; but a tuple for a list, nothing is converted."""
+    return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))

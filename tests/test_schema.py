@@ -32,7 +32,7 @@ KINDS = {
     "gram": schema.Gram,
 }
 GOOD = {
-    "finite": [0, -1.5, 1e30],
+    "finite": [0, -1.5, 1e36],
     "share": [0, 1, 0.5, 1 + SLACK],
     "correlation": [-1, 1, 0.5],
     "count": [0, 3],
@@ -46,7 +46,7 @@ GOOD = {
     "gram": [[[1.0, 0.5], [0.5, 1.0]], [[0.0, 0.0], [0.0, 2.0]], [[4.0, -2.0], [-2.0, 1.0]]],
 }
 BAD = {
-    "finite": [math.nan, math.inf, 1e31, 10**400, True, "1", None, [0.5]],
+    "finite": [math.nan, math.inf, 1e37, 10**400, True, "1", None, [0.5]],
     "share": [-0.1, 1.1, math.nan],
     "correlation": [-1.1, 1.1],
     "count": [1.0, -1, True, "1", None, 10**19],

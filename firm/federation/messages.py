@@ -1,6 +1,6 @@
 """Messages: one frozen dataclass for what each task asks of a client, and one for its answer.
 
-Every field carries its schema, by which it is read when it arrives, whatever engine brought it. An
+Every field has a type, by which it is read when it arrives, whatever engine brought it. An
 unknown field of a request is refused; of an answer it is left out and counted, so that a newer
 client can serve an older server.
 """
@@ -9,20 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
-from firm.federation.client import Adapter
+from annotated_types import Interval, Len
+from pydantic import PlainValidator, Strict, ValidationInfo
+
 from firm.federation.outside import printable
 from firm.federation.schema import (
-    Invalid,
-    Items,
     Metrics,
     Model,
-    Named,
-    Number,
     Parameters,
     Reading,
     Text,
+    context,
     fields_of,
-    shown,
+    invalid,
+    read,
+    read_fields,
 )
 
 MAX_ROUND = 10**9
@@ -31,10 +32,9 @@ MAX_CLIENTS = 10**6
 """More clients than any federation has."""
 MAX_EXAMPLES = 10**9
 """More examples than any client has."""
-Count = Annotated[int, Number(0, MAX_ROUND, is_integer=True)]
-Steps = Annotated[int, Number(1, MAX_ROUND, is_integer=True)]
-Examples = Annotated[int, Number(1, MAX_EXAMPLES, is_integer=True)]
-MetricsByName = Annotated[dict[str, Any], Metrics()]
+Count = Annotated[int, Interval(ge=0, le=MAX_ROUND)]
+Steps = Annotated[int, Interval(ge=1, le=MAX_ROUND)]
+Examples = Annotated[int, Interval(ge=1, le=MAX_EXAMPLES)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Message:
-    """A message between a server and a client; each field's annotation has its schema.
+    """A message between a server and a client; each field's annotation has its type.
 
     Attributes:
         column_fields: Names of the fields whose tensors grow with a Jacobian's columns.
@@ -66,12 +66,13 @@ class Message:
         ``reading.dropped`` receives what was left out.
 
         Raises:
-            Invalid: A field is missing, unknown, or not what its schema says.
+            Invalid: A field is missing, unknown, or not of its type.
         """
         values = vars(content) if isinstance(content, cls) else content
         if not isinstance(values, Mapping):
-            raise Invalid(f"the message must be of type {cls.__name__}, got {shown(content)}")
-        message = cls(**fields_of(cls).read(values, "", reading))
+            raise invalid(f"of type {cls.__name__}", content, at="the message")
+        kinds, required = fields_of(cls)
+        message = cls(**read_fields(kinds, values, reading, required=required))
         message.check(reading)
         return message
 
@@ -87,7 +88,7 @@ class Answer(Message):
     def read(cls, content: Any, reading: Reading) -> Self:
         """Returns the answer that arrived; see ``Message``."""
         if isinstance(content, Mapping):
-            known = fields_of(cls).schemas
+            known, _ = fields_of(cls)
             strangers = [name for name in content if name not in known]
             reading.dropped.extend(printable(name, max_length=40) for name in strangers)
             content = {name: content[name] for name in content if name in known}
@@ -110,13 +111,11 @@ class Request(Message):
 
     round: Steps
     """The round that is being run, from 1."""
-    objectives: Annotated[tuple[str, ...], Items(Text(), 1, 100)]
+    objectives: Annotated[tuple[Text, ...], Strict(False), Len(1, 100)]
     """Names of the M objectives, in order."""
-    adapter: Annotated[Adapter, Model()]
+    adapter: Model
     """θ_t."""
-    accepted: Annotated[
-        dict[str, int], Named(Number(0, MAX_ROUND, is_integer=True), MAX_CLIENTS)
-    ] = field(default_factory=dict)
+    accepted: Annotated[dict[Text, Count], Len(0, MAX_CLIENTS)] = field(default_factory=dict)
     """The last round whose update was accepted, by client; clients without one are absent."""
 
     @property
@@ -187,31 +186,29 @@ def sent_form(kind: type) -> type:
     return kind
 
 
-@dataclass(frozen=True)
-class SentParameters:
-    """θ_c with the names, shapes and types of θ_t, or a form that an option sends in its place."""
+def _sent_parameters(value: Any, info: ValidationInfo) -> Any:
+    if type(value) in SENT_FORMS.values():
+        value = vars(value)
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((name, content),) = value.items()
+        if name in SENT_FORMS:
+            kinds, _ = fields_of(SENT_FORMS[name])
+            return SENT_FORMS[name](read(kinds[name], content, "", context(info)))
+    return read(Parameters, value, "", context(info))
 
-    def read(self, value: Any, path: str, reading: Reading) -> Any:
-        """Returns the adapter, or the form."""
-        if type(value) in SENT_FORMS.values():
-            value = vars(value)
-        if isinstance(value, Mapping) and len(value) == 1:
-            ((name, content),) = value.items()
-            if name in SENT_FORMS:
-                return SENT_FORMS[name](
-                    fields_of(SENT_FORMS[name]).schemas[name].read(content, path, reading)
-                )
-        return Parameters().read(value, path, reading)
+
+SentParameters = Annotated[Any, PlainValidator(_sent_parameters)]
+"""θ_c with the names, shapes and types of θ_t, or a form that an option sends in its place."""
 
 
 @dataclass(frozen=True)
 class Update(Answer):
     """The answer to a local training."""
 
-    client: Annotated[str, Text()]
-    adapter: Annotated[Any, SentParameters()]
+    client: Text
+    adapter: SentParameters
     """θ_c: an ``Adapter``, or on its way a registered form (``sent_form``)."""
     num_examples: Examples
     """Size of the client's shard."""
-    metrics: MetricsByName
+    metrics: Metrics
     """Registered metrics of the local training."""

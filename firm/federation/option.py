@@ -8,13 +8,14 @@ option that is off does not exist: a round without options calls nothing of them
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
+from pydantic import PlainValidator, ValidationInfo
 
 from firm.federation.client import Adapter, Client, Reply
 from firm.federation.messages import Request, Update
-from firm.federation.schema import Invalid, Reading, Record
+from firm.federation.schema import Invalid, context, invalid, read_record, shown
 from firm.federation.transforms import Transform
 
 if TYPE_CHECKING:
@@ -158,21 +159,20 @@ def option(kind: Kind) -> Kind:
     return kind
 
 
-@dataclass(frozen=True)
-class OptionsByKey:
-    """Schema of the options in a request: registered ones, by key, in the order of application."""
+def _options(value: Any, info: ValidationInfo) -> dict[str, Option]:
+    if not isinstance(value, Mapping):
+        raise invalid("a mapping", value)
+    for key in value:
+        if key not in OPTIONS:
+            raise Invalid(f" has the unknown option {shown(key)}")
+    return {
+        key: read_record(OPTIONS[key], item, f".{key}", context(info))
+        for key, item in value.items()
+    }
 
-    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Option]:
-        """Returns the options."""
-        if not isinstance(value, Mapping):
-            raise Invalid(f"{path} must be a mapping, got {value!r:.40}")
-        for key in value:
-            if key not in OPTIONS:
-                raise Invalid(f"{path} has the unknown option {key!r:.40}")
-        return {
-            key: Record(OPTIONS[key]).read(item, f"{path}.{key}", reading)
-            for key, item in value.items()
-        }
+
+OptionsByKey = Annotated[dict[str, Any], PlainValidator(_options)]
+"""Options of a request: registered ones, by key, in the order of application."""
 
 
 _SCOPES = {

@@ -9,45 +9,49 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Interval, Len
+from pydantic import PlainValidator, Strict, ValidationInfo
 
 from firm.federation.client import Adapter, Batch, Client
 from firm.federation.messages import Answer, Request, Sizes
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import (
     Invalid,
-    Items,
+    Jacobian,
     Matrix,
-    Number,
-    PerObjective,
+    OneOf,
     Reading,
-    Text,
+    context,
+    invalid,
     shown,
 )
 from firm.federation.tasks import task
 from firm.gradients import COMPRESSORS, Message, message_from_dict, message_to_dict, two_way_reply
+from firm.schema import Finite, PerObjective
 
-SkippedBatches = Annotated[int, Number(0, 100, is_integer=True)]
+SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
+Objective = Annotated[int, Interval(ge=0, le=99)]
 
 
-@dataclass(frozen=True)
-class _Compressed:
-    """A compressed Jacobian as a mapping; ``message_from_dict`` checks every field of it."""
+def _compressed(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise invalid("a compressed Jacobian", value)
+    reading = context(info)
+    size = reading.num_parameters
+    try:
+        count, width = message_from_dict(dict(value)).shape
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise Invalid(f" cannot be read: {shown(str(error))}") from error
+    if count != len(reading.objectives) or not 1 <= width <= size:
+        raise Invalid(
+            f" must be of {len(reading.objectives)} rows and at most {size} columns, got "
+            f"{count} and {width}"
+        )
+    return dict(value)
 
-    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
-        """Returns the mapping."""
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            raise Invalid(f"{path} must be a compressed Jacobian, got {shown(value)}")
-        size = sum(parameter.numel() for parameter in reading.adapter.values())
-        try:
-            count, width = message_from_dict(dict(value)).shape
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise Invalid(f"{path} cannot be read: {shown(str(error))}") from error
-        if count != len(reading.objectives) or not 1 <= width <= size:
-            raise Invalid(
-                f"{path} must be of {len(reading.objectives)} rows and at most {size} columns, got "
-                f"{count} and {width}"
-            )
-        return dict(value)
+
+Compressed = Annotated[dict[str, Any], PlainValidator(_compressed)]
+"""A compressed Jacobian as a mapping; ``message_from_dict`` checks every field of it."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,15 @@ class JacobianShare(Answer):
 
     column_fields: ClassVar[tuple[str, ...]] = ("jacobian", "message")
 
-    served: Annotated[list[int], Items(Number(0, 99, is_integer=True), 1, 100)]
+    served: Annotated[list[Objective], Strict(False), Len(1, 100)]
     """Indices of the objectives that the client serves."""
-    jacobian: Annotated[torch.Tensor, Matrix("d")] | None = None
+    jacobian: Jacobian | None = None
     """float32 [M, d] over the shared parameters; None where it is compressed."""
-    message: Annotated[dict[str, Any], _Compressed()] | None = None
+    message: Compressed | None = None
     """The compressed Jacobian (``message_to_dict``); None where it is whole."""
-    start_losses: Annotated[list[float], PerObjective(Number())] | None = None
+    start_losses: PerObjective[Finite] | None = None
     """Losses at θ_t, shape [M]; None where they were not asked for."""
-    scored: Annotated[list[int], Items(Number(0, 99, is_integer=True), 0, 100)] | None = None
+    scored: Annotated[list[Objective], Strict(False), Len(0, 100)] | None = None
     """Indices of the served objectives that the batch has losses for, rows of the others are zero;
     None where it has them for all."""
 
@@ -91,11 +95,11 @@ class JacobianRequest(Request):
     task: ClassVar[str] = "share_jacobian"
     answer: ClassVar[type[Answer]] = JacobianShare
 
-    compressor: Annotated[str, Text(tuple(COMPRESSORS))] | None = None
+    compressor: Annotated[str, OneOf(COMPRESSORS)] | None = None
     """How it is compressed; None sends it whole."""
-    budget: Annotated[float, Number(0, 1e6)] = 1.0
+    budget: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
     """Numbers of the upload, in multiples of the number of shared parameters."""
-    seed: Annotated[int, Number(0, 2**64, is_integer=True)] = 0
+    seed: Annotated[int, Interval(ge=0, le=2**64)] = 0
     """Of the round."""
     skipped_batches: SkippedBatches = 0
     """Batches that are drawn and left before the one that is used."""
@@ -123,9 +127,9 @@ class JacobianRequest(Request):
 class GramCorrection(Answer):
     """A client's second upload of two-way communication."""
 
-    own_gram: Annotated[torch.Tensor, Matrix()]
+    own_gram: Matrix
     """[M, M]."""
-    correction: Annotated[torch.Tensor, Matrix()]
+    correction: Matrix
     """[M, M]."""
 
 
@@ -137,7 +141,7 @@ class CorrectionRequest(JacobianRequest):
     answer: ClassVar[type[Answer]] = GramCorrection
     column_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
 
-    broadcast: Annotated[dict[str, Any], _Compressed()]
+    broadcast: Compressed
     """The server's message to all (``message_to_dict``)."""
 
     def example(self, client: str, sizes: Sizes) -> Answer:

@@ -6,7 +6,7 @@ al. 2023, arXiv:2310.09866).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -14,18 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 from annotated_types import Len
 from pydantic import PlainValidator, ValidationInfo
-from pydantic_core import PydanticCustomError
 
-from firm import schema as types
 from firm.federation.aggregation import flat
-from firm.federation.client import Adapter, Batch, Client, Gradients
+from firm.federation.client import Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
 from firm.federation.messages import (
     MAX_CLIENTS,
     Answer,
     Count,
     Examples,
-    MetricsByName,
     Request,
     Sizes,
     Steps,
@@ -33,18 +30,15 @@ from firm.federation.messages import (
 )
 from firm.federation.option import OptionsByKey
 from firm.federation.schema import (
-    ByObjective,
-    Fields,
     Invalid,
     Metrics,
-    Named,
-    Number,
-    Optional,
+    OneOf,
     Parameters,
-    PerObjective,
     Reading,
-    Schema,
     Text,
+    context,
+    read,
+    read_fields,
 )
 from firm.federation.sharing import (
     SkippedBatches,
@@ -56,33 +50,41 @@ from firm.federation.sharing import (
 from firm.federation.tasks import task
 from firm.gradients import gram_matrix
 from firm.quantities import Quantity, register
+from firm.schema import ByObjective, Finite, Named, NonNegative, PerObjective
 from firm.solvers import fixed_weights
 
 MAX_STAGES = 50
 """Most stages that a client times."""
 WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {}
 """Functions that find weights, by the name that travels; see ``weighting``."""
-_OPTIONS: dict[str, Schema] = {}
-_GIVEN = Fields(_OPTIONS)
+_OPTIONS: dict[str, Any] = {}
+"""Types of their options."""
 
 WeightingFunction = TypeVar("WeightingFunction", bound=Callable[..., torch.Tensor])
 
 
-def weighting(name: str, **options: Schema) -> Callable[[WeightingFunction], WeightingFunction]:
+def _options(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    return read_fields(_OPTIONS, value, context(info), path="")
+
+
+WeightingOptions = Annotated[dict[str, Any], PlainValidator(_options)]
+
+
+def weighting(name: str, **options: Any) -> Callable[[WeightingFunction], WeightingFunction]:
     """Returns a decorator that registers how a local training finds its weights.
 
     The function takes a Gram matrix [M, M], the indices of the objectives that the client serves
-    and, by keyword, options with the schemas that are given here. It returns weights [M].
+    and, by keyword, options of the types that are given here. It returns weights [M].
 
     Raises:
-        ValueError: The name is taken, or an option has another schema elsewhere.
+        ValueError: The name is taken, or an option has another type elsewhere.
     """
 
     def register(function: WeightingFunction) -> WeightingFunction:
         if name in WEIGHTINGS:
             raise ValueError(f"a weighting {name!r} exists already; choose another name.")
-        for option, schema in options.items():
-            if _OPTIONS.setdefault(option, schema) != schema:
+        for option, kind in options.items():
+            if _OPTIONS.setdefault(option, kind) != kind:
                 raise ValueError(f"the option {option!r} exists already; choose another name.")
         WEIGHTINGS[name] = function
         return function
@@ -90,7 +92,7 @@ def weighting(name: str, **options: Schema) -> Callable[[WeightingFunction], Wei
     return register
 
 
-@weighting("fixed", weights=Optional(PerObjective(Number(0))))
+@weighting("fixed", weights=PerObjective[NonNegative] | None)
 def _fixed(
     gram: torch.Tensor, served: Sequence[int], *, weights: Sequence[float] | None = None
 ) -> torch.Tensor:
@@ -108,11 +110,11 @@ class LocalTraining(Request):
     """Local steps K."""
     num_local_epochs: Steps | None = None
     """Local epochs E in place of K."""
-    weighting: Annotated[str, Text(WEIGHTINGS)]
+    weighting: Annotated[str, OneOf(WEIGHTINGS)]
     """How weights are found, a name in ``WEIGHTINGS``."""
-    weighting_options: Annotated[dict[str, Any], _GIVEN] = field(default_factory=dict)
+    weighting_options: WeightingOptions = field(default_factory=dict)
     """Arguments of that function."""
-    options_by_client: Annotated[dict[str, dict[str, Any]], Named(_GIVEN, MAX_CLIENTS)] = field(
+    options_by_client: Annotated[dict[Text, WeightingOptions], Len(0, MAX_CLIENTS)] = field(
         default_factory=dict
     )
     """Arguments of clients that have their own."""
@@ -123,13 +125,13 @@ class LocalTraining(Request):
     """Whether the first solve's Gram matrix is sent along, as "gram": that of θ_t itself."""
     share_losses: bool = False
     """Whether the losses at θ_t are sent along, as "start_losses"."""
-    proximal: Annotated[float, Number(0)] = 0.0
+    proximal: NonNegative = 0.0
     """μ, for a local loss with + μ/2 ‖θ - θ_t‖²."""
     skipped_batches: SkippedBatches = 0
     """Batches that are drawn and left before the first one that is used."""
-    factors: Annotated[list[float], PerObjective(Number(0))] | None = None
+    factors: PerObjective[NonNegative] | None = None
     """Factor of each objective's fixed weight, shape [M]."""
-    options: Annotated[dict[str, Any], OptionsByKey()] = field(default_factory=dict)
+    options: OptionsByKey = field(default_factory=dict)
     """Options that clients need, by key, each an ``Option``; the first wraps the training first."""
 
     @property
@@ -210,18 +212,18 @@ class LocalTraining(Request):
 class ObjectiveUpdates(Answer):
     """One update per objective that a client serves."""
 
-    updates: Annotated[dict[str, Adapter], ByObjective(Parameters())]
+    updates: ByObjective[Parameters]
     """θ_{s,c} by objective; at least one."""
     num_examples: Examples
     """Size of the client's shard."""
     num_shared: Count
     """How many parameters, the first ones, all objectives share."""
-    metrics: MetricsByName
+    metrics: Metrics
     """Those of each training under "by_objective"."""
 
     def check(self, reading: Reading) -> None:
         """Raises ``Invalid`` without updates, or with more shared parameters than there are."""
-        size = sum(parameter.numel() for parameter in reading.adapter.values())
+        size = reading.num_parameters
         if not self.updates:
             raise Invalid(f"updates are of none of {', '.join(reading.objectives)}")
         if not 0 < self.num_shared <= size:
@@ -258,18 +260,19 @@ class ObjectiveTraining(Request):
 
 
 def _own_metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
-    """Returns the metrics of one training among several, which has no trainings of its own."""
-    if not isinstance(value, Mapping) or "by_objective" in value:
-        raise PydanticCustomError("metrics", "the metrics of one training alone")
-    assert info.context is not None
-    return Metrics().read(value, "", info.context)
+    if isinstance(value, dict) and "by_objective" in value:
+        raise Invalid(" must have no trainings of its own")
+    return read(Metrics, value, "", context(info))
 
+
+OwnMetrics = Annotated[dict[str, Any], PlainValidator(_own_metrics)]
+"""Metrics of one training among several; theirs have no trainings of their own."""
 
 register(
-    Quantity("num_steps", type=types.Count),
-    Quantity("seconds", type=Annotated[types.Named[types.NonNegative], Len(0, MAX_STAGES)]),
-    Quantity("start_losses", type=types.PerObjective[types.Finite]),
-    Quantity("by_objective", type=types.ByObjective[Annotated[Any, PlainValidator(_own_metrics)]]),
+    Quantity("num_steps", type=Count),
+    Quantity("seconds", type=Annotated[Named[NonNegative], Len(0, MAX_STAGES)]),
+    Quantity("start_losses", type=PerObjective[Finite]),
+    Quantity("by_objective", type=ByObjective[OwnMetrics]),
 )
 
 

@@ -9,7 +9,7 @@ from firm.federation import Update
 from firm.federation.engines.engine import request_sizes
 from firm.federation.messages import Request, Sizes
 from firm.federation.options.privacy import PrivacyConfig
-from firm.federation.schema import Invalid, Reading, fields_of
+from firm.federation.schema import Invalid, Reading, fields_of, read
 from firm.federation.serialization import pack, unpack
 from firm.federation.sharing import CorrectionRequest, JacobianRequest
 from firm.federation.tasks import TASKS
@@ -45,7 +45,7 @@ def test_a_request_is_read_as_it_was_sent(same):
     ("change", "reason"),
     [
         ({"extra": 1}, "the message has the unknown field 'extra'"),
-        ({"round": 0}, "round must be an integer from 1 to 1e\\+09, got 0"),
+        ({"round": 0}, "round must be at least 1, got 0"),
         ({"weighting_options": {"gamma": 1}}, "weighting_options has the unknown field 'gamma'"),
         (
             {"options": {"privacy": {"clip_norm": 1.0}}},
@@ -55,9 +55,9 @@ def test_a_request_is_read_as_it_was_sent(same):
         ({"options": 3}, "options must be a mapping, got 3"),
         (
             {"options": {"privacy": {"clip_norm": 0.0, "noise_multiplier": 1.0}}},
-            "options.privacy: clip_norm must be",
+            "options.privacy.clip_norm must be",
         ),
-        ({"solve_per": "epoch"}, "solve_per must be one of minibatch, batch, got 'epoch'"),
+        ({"solve_per": "epoch"}, "solve_per must be 'minibatch' or 'batch', got 'epoch'"),
     ],
 )
 def test_a_request_with_anything_else_is_refused(change, reason):
@@ -100,13 +100,14 @@ def test_the_size_of_a_request_is_that_of_the_clients_own(client):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_field_of_every_message_has_a_schema(task):
+def test_every_field_of_every_message_has_a_type_that_is_checked(task):
     kind = TASKS[task].request
     assert issubclass(kind, Request)
     assert kind.task == task
     for message in (kind, kind.answer):
-        for name, schema in fields_of(message).schemas.items():
-            assert callable(schema.read), name
+        for name, field in fields_of(message)[0].items():
+            with pytest.raises(Invalid, match=f"^{name}"):
+                read(field, object(), name, READING)
 
 
 OBJECTIVES, LARGER = ("left", "right"), {"a": torch.zeros(4)}

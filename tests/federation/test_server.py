@@ -84,9 +84,12 @@ INVALID = {
     ),
     "no examples": (
         _update(num_examples=0),
-        "num_examples must be an integer from 1 to 1e+09, got 0",
+        "num_examples must be at least 1, got 0",
     ),
-    "too many examples": (_update(num_examples=10**400), "num_examples must be an integer from 1"),
+    "too many examples": (
+        _update(num_examples=10**400),
+        "num_examples must be at most 1e+09",
+    ),
     "an examples' count that is none": (
         _update(num_examples="many"),
         "num_examples must be an integer, got 'many'",

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
 from firm.federation.round_config import RoundConfig
-from firm.federation.schema import Model, Reading, shown
+from firm.federation.schema import Model, Reading, read, shown
 from firm.federation.tasks import TASKS
 from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
 
@@ -64,7 +64,7 @@ class Agreement:
         kind = TASKS[task].request
         adapter = content.get("adapter") if isinstance(content, Mapping) else None
         reading = Reading(self._objectives, adapter={})
-        reading.adapter = Model().read(adapter, "adapter", reading)
+        reading.adapter = read(Model, adapter, "adapter", reading)
         request = kind.read(content, reading)
         if tuple(request.objectives) != self._objectives:
             raise Refused(f"objectives must be {', '.join(self._objectives)}, as agreed")

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from annotated_types import Interval
+from annotated_types import Interval, Len
 
 from firm.federation.client import Failure, ProcessLost, Reply, State
 from firm.federation.engines.agreement import Agreement, Budget, Ledger, Refused
@@ -14,7 +14,7 @@ from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.states import StateMissing
 from firm.federation.messages import Answer
 from firm.federation.outside import printable
-from firm.federation.schema import Invalid, Items, Reading, Schema, Text, shown
+from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 from firm.fields import did_you_mean
@@ -144,8 +144,8 @@ class Site:
         return {"clients": self._clients}
 
     def _map(self, message: dict[str, Any]) -> dict[str, Any]:
-        task = _ASKED["task"].read(message.get("task"), "task", _NOTHING)
-        clients = _ASKED["clients"].read(message.get("clients"), "clients", _NOTHING)
+        task = read(Text, message.get("task"), "task", _NOTHING)
+        clients = read(_Clients, message.get("clients"), "clients", _NOTHING)
         if task not in self._policy.tasks:
             raise Refused(
                 f"this site's policy does not allow the task {task!r}, only "
@@ -187,7 +187,7 @@ class Site:
 
 
 _NOTHING = Reading((), {})
-_ASKED: dict[str, Schema] = {"task": Text(), "clients": Items(Text(), 1, 1000)}
+_Clients = Annotated[list[Text], Len(1, 1000)]
 
 
 def differences(server: Mapping[str, Any], site: Mapping[str, Any]) -> str:

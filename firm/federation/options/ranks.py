@@ -6,27 +6,34 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from annotated_types import Interval, Len
+from pydantic import PlainValidator, ValidationInfo
 
 from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Adapter, Client, Gradients
 from firm.federation.messages import MAX_CLIENTS, Update, sent_form
 from firm.federation.option import Need, Option, Train, option
 from firm.federation.round_config import RoundConfig
-from firm.federation.schema import LARGEST_ENTRY, Invalid, Named, Number, Reading, shown
+from firm.federation.schema import Invalid, Text, context, finite, invalid, shown
 from firm.federation.transforms import Mean, ServerStep, Transform
 
 _FACTOR = re.compile(r".*\blora_([AB])\d*(?:\.[^.]+)?\.weight")
+Rank = Annotated[int, Interval(ge=1, le=2**20)]
 _WHY = "each rank is averaged over the clients that train it"
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Schema of a vector of floats, at most as many as θ_t has parameters."""
+def _numbers(value: Any, info: ValidationInfo) -> torch.Tensor:
+    size = context(info).num_parameters
+    is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    if not is_tensor or not value.is_floating_point() or value.ndim != 1:
+        raise invalid("a vector of floats", value)
+    if value.numel() > size:
+        raise Invalid(f" must be of at most {size} numbers, got {value.numel()}")
+    return finite(value)
 
-    def read(self, value: Any, path: str, reading: Reading) -> torch.Tensor:
-        """Returns the vector."""
-        size = sum(parameter.numel() for parameter in reading.adapter.values())
-        return _checked_numbers(value, path, size)
+
+Numbers = Annotated[torch.Tensor, PlainValidator(_numbers)]
+"""A vector of floats, at most as many as θ_t has parameters."""
 
 
 @sent_form
@@ -34,7 +41,7 @@ class _Numbers:
 class PartialUpdate:
     """Those numbers of θ_c that a client trains, as they travel in its place."""
 
-    partial: Annotated[torch.Tensor, _Numbers()]
+    partial: Numbers
     """The numbers one after the other, [k]."""
 
 
@@ -54,7 +61,7 @@ class Ranks(Option):
         Need("secure", None, _WHY),
     )
 
-    ranks: Annotated[Mapping[str, int], Named(Number(1, 2**20, is_integer=True), MAX_CLIENTS)]
+    ranks: Annotated[Mapping[Text, Rank], Len(0, MAX_CLIENTS)]
     """Ranks by client; the others train all."""
 
     def of(self, clients: Sequence[str]) -> Self:
@@ -211,14 +218,3 @@ def mean_where_trained(
         result[name] = (origin + learning_rate * step).view_as(parameter).to(parameter.dtype)
         place += size
     return result
-
-
-def _checked_numbers(numbers: Any, path: str, size: int) -> torch.Tensor:
-    is_tensor = isinstance(numbers, torch.Tensor) and numbers.layout == torch.strided
-    if not is_tensor or not numbers.is_floating_point() or numbers.ndim != 1:
-        raise Invalid(f"{path} must be a vector of floats, got {shown(numbers)}")
-    if numbers.numel() > size:
-        raise Invalid(f"{path} must be of at most {size} numbers, got {numbers.numel()}")
-    if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
-        raise Invalid(f"{path} is not finite")
-    return numbers

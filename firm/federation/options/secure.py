@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
+from annotated_types import Len
+from pydantic import PlainValidator, Strict, StringConstraints, ValidationInfo
 
 from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Adapter, Client, Failure, Reply, State
@@ -21,7 +23,6 @@ from firm.federation.engines.site import FEWEST
 from firm.federation.messages import (
     DECIDED_BY_SERVER,
     Answer,
-    MetricsByName,
     Request,
     Sizes,
     Update,
@@ -32,14 +33,11 @@ from firm.federation.outside import by_reason
 from firm.federation.round_config import RoundConfig
 from firm.federation.rounds import Round
 from firm.federation.schema import (
-    Invalid,
-    Items,
-    Number,
-    Optional,
+    Metrics,
     Parameters,
-    Reading,
     Text,
-    shown,
+    context,
+    invalid,
 )
 from firm.federation.serialization import pack
 from firm.federation.server import RoundFailed, too_long
@@ -68,42 +66,30 @@ class SecureFigures(TypedDict):
 register(Quantity("secure", kind="round", type=SecureFigures))
 
 
-@dataclass(frozen=True)
-class _MaskedNumbers:
-    """Masked numbers, one for each parameter of θ_t and one for the weight: uint8 [d + 1, 6]."""
-
-    def read(self, value: Any, path: str, reading: Reading) -> torch.Tensor:
-        """Returns the tensor."""
-        size = sum(parameter.numel() for parameter in reading.adapter.values())
-        shape = (size + 1, masking.NUM_BYTES)
-        is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        if not is_tensor or value.dtype != torch.uint8 or value.shape != shape:
-            raise Invalid(f"{path} must be uint8 of shape {list(shape)}, got {shown(value)}")
-        return value
+def _masked_numbers(value: Any, info: ValidationInfo) -> torch.Tensor:
+    shape = (context(info).num_parameters + 1, masking.NUM_BYTES)
+    is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    if not is_tensor or value.dtype != torch.uint8 or value.shape != shape:
+        raise invalid(f"uint8 of shape {list(shape)}", value)
+    return value
 
 
-@dataclass(frozen=True)
-class _Nonce:
-    """A nonce in hexadecimal digits."""
-
-    def read(self, value: Any, path: str, reading: Reading) -> str:
-        """Returns the text."""
-        text = Text(max_length=2 * masking.NONCE_BYTES).read(value, path, reading)
-        if len(text) != 2 * masking.NONCE_BYTES or set(text) - set("0123456789abcdef"):
-            raise Invalid(f"{path} must be {2 * masking.NONCE_BYTES} hexadecimal digits")
-        return text
+MaskedNumbers = Annotated[torch.Tensor, PlainValidator(_masked_numbers)]
+"""Masked numbers, one for each parameter of θ_t and one for the weight: uint8 [d + 1, 6]."""
+Nonce = Annotated[str, StringConstraints(pattern=f"^[0-9a-f]{{{2 * masking.NONCE_BYTES}}}$")]
+"""A nonce in hexadecimal digits."""
 
 
 @dataclass(frozen=True)
 class MaskedUpdate(Answer):
     """The answer to a local training whose update the server must not see."""
 
-    client: Annotated[str, Text()]
-    masked: Annotated[torch.Tensor, _MaskedNumbers()]
+    client: Text
+    masked: MaskedNumbers
     """w_c (θ_c - θ_t) and w_c under a mask, uint8 [d + 1, 6]."""
-    nonce: Annotated[str, _Nonce()]
+    nonce: Nonce
     """Which mask it is."""
-    metrics: MetricsByName
+    metrics: Metrics
     """Registered metrics of the local training."""
 
 
@@ -116,7 +102,7 @@ class MaskedTraining(LocalTraining):
 
     aggregation: Literal["uniform", "by_examples"] = "uniform"
     """What the client's weight w_c is: 1, or its number of examples over EXAMPLES_PER_WEIGHT."""
-    max_update_norm: Annotated[float | None, Optional(Number(0))] = None
+    max_update_norm: NonNegative | None = None
     """Longest update that leaves the site."""
 
     def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
@@ -140,7 +126,7 @@ class MaskedTraining(LocalTraining):
 class OpenedMean(Answer):
     """The mean of the clients' adapters."""
 
-    adapter: Annotated[Adapter, Parameters()]
+    adapter: Parameters
     """θ_t + Σ w_c (θ_c - θ_t) / Σ w_c."""
 
 
@@ -152,9 +138,9 @@ class OpenSum(Request):
     answer: ClassVar[type[Answer]] = OpenedMean
     tells_of_data: ClassVar[bool] = False  # the sum is of updates that were counted
 
-    total: Annotated[torch.Tensor, _MaskedNumbers()]
+    total: MaskedNumbers
     """The sum, uint8 [d + 1, 6]."""
-    nonces: Annotated[list[str], Items(_Nonce(), 1, masking.MAX_MESSAGES)]
+    nonces: Annotated[list[Nonce], Strict(False), Len(1, masking.MAX_MESSAGES)]
     """Of the updates that are in it."""
 
     def example(self, client: str, sizes: Sizes) -> Answer:

@@ -13,13 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Interval
+from pydantic import PlainValidator, ValidationInfo
 
 from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Client
 from firm.federation.messages import Update, sent_form
 from firm.federation.option import Option, Train, option
 from firm.federation.randomness import derive_seed
-from firm.federation.schema import LARGEST_ENTRY, Invalid, Reading, shown
+from firm.federation.schema import LARGEST_ENTRY, Invalid, context, invalid, shown
 from firm.fields import NOT_IN_PAPER, configuration
 from firm.gradients import QuantizingCompressor, message_from_dict, message_to_dict
 from firm.gradients.compression import FLOAT_BYTES
@@ -29,14 +30,21 @@ CARRIED = "upload_error"
 """Name under which a client carries what rounding took of its last update, [d], to the next."""
 
 
-@dataclass(frozen=True)
-class _QuantizedMessage:
-    """Schema of a quantised update as ``message_to_dict`` gives it."""
+def _message(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or value.get("kind") != "quantizing":
+        raise invalid("a quantised update", value)
+    try:
+        count, num_columns = message_from_dict(dict(value)).shape
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise Invalid(f" cannot be read: {shown(str(error))}") from error
+    size = context(info).num_parameters
+    if count != 1 or num_columns > size:
+        raise Invalid(f" must be of at most {size} numbers, got {count} x {num_columns}")
+    return dict(value)
 
-    def read(self, value: Any, path: str, reading: Reading) -> dict[str, Any]:
-        """Returns the message's fields."""
-        size = sum(parameter.numel() for parameter in reading.adapter.values())
-        return _checked_message(value, path, size)
+
+QuantizedMessage = Annotated[dict[str, Any], PlainValidator(_message)]
+"""A quantised update as ``message_to_dict`` gives it."""
 
 
 @sent_form
@@ -44,7 +52,7 @@ class _QuantizedMessage:
 class QuantizedUpdate:
     """θ_c - θ_t in a few bits per number, as it travels in the place of θ_c."""
 
-    quantized: Annotated[dict[str, Any], _QuantizedMessage()]
+    quantized: QuantizedMessage
     """The numbers that the client trains, as a Jacobian of one row (``message_to_dict``)."""
 
 
@@ -109,15 +117,3 @@ class UploadConfig(Option):
         if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
             raise Invalid(f"its update leads to entries beyond {LARGEST_ENTRY:g}")
         return replace(update, adapter=unflattened(numbers, request.adapter))
-
-
-def _checked_message(content: Any, path: str, size: int) -> dict[str, Any]:
-    if not isinstance(content, Mapping) or content.get("kind") != "quantizing":
-        raise Invalid(f"{path} must be a quantised update, got {shown(content)}")
-    try:
-        count, num_columns = message_from_dict(dict(content)).shape
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-        raise Invalid(f"{path} cannot be read: {shown(str(error))}") from error
-    if count != 1 or num_columns > size:
-        raise Invalid(f"{path} must be of at most {size} numbers, got {count} x {num_columns}")
-    return dict(content)

@@ -5,7 +5,7 @@ Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment"
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ from firm.federation.diagnostics import beta_alarm
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
 from firm.federation.rounds import Round
-from firm.federation.schema import Flag, Items, Number, Optional, Text
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import weighting
 from firm.federation.transforms import Count, Mean, Rate, Transform
 from firm.fields import NOT_IN_PAPER, Paper, configuration
+from firm.schema import Finite, Items, NonNegative
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers.regularised import Solver
 
@@ -124,13 +124,13 @@ class FirmConfig(StrategyConfig):
 
 @weighting(
     "firm",
-    beta=Number(0),
-    preference=Optional(Items(Number(0))),
-    preference_strength=Number(0),
-    normalize=Flag(),
-    norm_power=Number(),
-    solver=Text(get_args(Solver)),
-    constraints=Items(Items(Number())),
+    beta=NonNegative,
+    preference=Items[NonNegative] | None,
+    preference_strength=NonNegative,
+    normalize=bool,
+    norm_power=Finite,
+    solver=Solver,
+    constraints=Items[Items[Finite]],
 )
 def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) -> torch.Tensor:
     """Returns FIRM's weights of the served objectives' own problem, 0 for the others, shape [M].

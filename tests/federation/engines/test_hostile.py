@@ -27,8 +27,8 @@ def test_no_request_of_a_hostile_server_gets_more_than_was_agreed(agreement):
 
 
 def test_the_suite_notices_what_it_looks_for(monkeypatch):
-    """Without the schemas a hostile answer ends the run; without the agreement it gets the lot."""
-    monkeypatch.setattr(hostile.schemas.Number, "read", lambda self, value, path, reading: value)
+    """Without the types a hostile answer ends the run; without the agreement it gets the lot."""
+    monkeypatch.setattr(hostile.schemas, "read", lambda kind, value, path, reading: value)
     broken = hostile.answers_in_memory(["local_training"], most=100)
     assert any(each.outcome.startswith("THE RUN ENDED") for each in broken)
 

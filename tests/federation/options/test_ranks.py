@@ -10,7 +10,7 @@ from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.ranks import PartialUpdate, Ranks, mean_where_trained, rank_mask
 from firm.federation.options.robust import RobustConfig
 from firm.federation.options.uploads import UploadConfig
-from firm.federation.schema import Invalid, Reading
+from firm.federation.schema import Invalid, Reading, read
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig
@@ -80,7 +80,7 @@ def test_the_ranks_that_are_trained_travel_and_no_other(cfg, new_client):
     mask, adapter = rank_mask(START, 1), _adapter(0)
     request = training(START, *([] if cfg is None else [cfg]), Ranks({"a": 1}))
     message = sent(new_client("a"), adapter, request)
-    wire = SentParameters().read(unpack(pack(message)), "adapter", Reading((), START))
+    wire = read(SentParameters, unpack(pack(message)), "adapter", Reading((), START))
     arrived = flat(received(wire, request))
     assert torch.equal(arrived[~mask], flat(START)[~mask])
     assert torch.allclose(arrived[mask], flat(adapter)[mask], atol=1e-5)
@@ -107,7 +107,7 @@ def test_an_update_of_other_ranks_is_refused(content, ranks, reason):
 )
 def test_what_is_no_vector_of_numbers_is_refused(numbers):
     with pytest.raises(Invalid, match=r"adapter (must be|is not finite)"):
-        SentParameters().read({"partial": numbers}, "adapter", Reading((), START))
+        read(SentParameters, {"partial": numbers}, "adapter", Reading((), START))
 
 
 # --- rounds ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from firm.federation.messages import SentParameters
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.robust import RobustConfig
 from firm.federation.options.uploads import CARRIED, UploadConfig
-from firm.federation.schema import Invalid, Reading
+from firm.federation.schema import Invalid, Reading, read
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.firm import FirmConfig, firm_round
@@ -35,7 +35,7 @@ def _arrived(client, adapter, cfg, round=1):
     """What arrives of a client's update, θ_t + Q(θ_c - θ_t), over the wire."""
     request = replace(training(START, cfg), round=round)
     message = sent(client, adapter, request)
-    content = SentParameters().read(unpack(pack(message)), "adapter", Reading((), START))
+    content = read(SentParameters, unpack(pack(message)), "adapter", Reading((), START))
     return received(content, request)
 
 
@@ -163,14 +163,14 @@ def test_a_refused_update_leaves_its_error_as_it_was(new_client, start):
 def test_what_is_no_quantised_update_is_refused(change, reason, new_client):
     content = unpack(pack(_message(new_client(), _adapter(0), START, UploadConfig())))
     with pytest.raises(Invalid, match=reason):
-        SentParameters().read(change(content["quantized"]), "adapter", Reading((), START))
+        read(SentParameters, change(content["quantized"]), "adapter", Reading((), START))
 
 
 @pytest.mark.parametrize("scale", [1e25, 3e38])
 def test_an_update_beyond_all_bounds_is_refused(scale, new_client):
     content = unpack(pack(_message(new_client(), _adapter(0), START, UploadConfig())))
     content["quantized"]["scales"].fill_(scale)
-    message = SentParameters().read(content, "adapter", Reading((), START))
+    message = read(SentParameters, content, "adapter", Reading((), START))
     with pytest.raises(Invalid, match=r"entries beyond 1e\+18"):
         received(message, training(START, UploadConfig()))
 

@@ -152,7 +152,7 @@ BROKEN = {
     "no updates": (lambda content: {}, "the message lacks the field 'updates'"),
     "a stranger": (
         lambda content: {**content, "updates": {"up": content["updates"]["left"]}},
-        "updates has 'up', which is none of left, right",
+        "updates must be a mapping with names among left, right",
     ),
     "nothing": (lambda content: {**content, "updates": {}}, "updates are of none of left, right"),
     "columns": (
