@@ -285,8 +285,8 @@ def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
             requests.append((f"{name} {what}", {**message, name: changed}))
     requests.extend((f"task is {task}", {**message, "task": task}) for task in TASKS)
     requests.append(("clients are of another site", {**message, "clients": [HONEST]}))
-    if message["request"].get("privacy"):
-        agreed = message["request"]["privacy"]
+    options = message["request"].get("options") or {}
+    if agreed := options.get("privacy"):
         for change in (
             {"noise_multiplier": 0.0},
             {"noise_multiplier": 0.999},
@@ -297,7 +297,8 @@ def mutated_requests(agreement: str) -> list[tuple[str, Any]]:
             {"noise_seed": 3},
             {"delta": 0.5},
         ):
-            request = {**message["request"], "privacy": {**agreed, **change}}
+            changed = {**options, "privacy": {**agreed, **change}}
+            request = {**message["request"], "options": changed}
             requests.append((f"privacy has {change}", {**message, "request": request}))
     return requests
 

@@ -41,6 +41,7 @@ class Agreement:
         clients: Sequence[str],
     ) -> None:
         self.spent_epsilon, self.num_rounds = strategy.spent_epsilon, num_rounds
+        self.counts_epsilon = any(each.spent_epsilon(0) is not None for each in strategy.options)
         self._objectives, self._clients = tuple(objectives), tuple(clients)
         self._fields = {
             kind.task: _with_defaults(kind, agreed)
@@ -145,7 +146,9 @@ class Ledger:
             else:
                 self.answers[row["client"], row["task"]] += 1
         limit = budget.max_epsilon
-        self._max_epsilon = self._spends(2 * agreement.num_rounds) if limit is None else limit
+        if limit is None or not agreement.counts_epsilon:
+            limit = self._spends(2 * agreement.num_rounds)
+        self._max_epsilon = limit
 
     def epsilon(self, client: str, *, more: int = 0) -> float:
         """Returns what a client's answers so far, and as many more, spend."""

@@ -168,7 +168,7 @@ def test_the_record_outlives_the_sites_process(new_client, start, tmp_path):
 
 def test_a_number_of_answers_can_be_the_budget_without_privacy(new_client, start):
     cfg = FirmConfig()
-    site = _site(new_client, cfg, SitePolicy(budget=Budget(max_answers=2)))
+    site = _site(new_client, cfg, SitePolicy(budget=Budget(max_answers=2, max_epsilon=1.0)))
     answers = [_ask(site, start, cfg) for _ in range(3)]
     assert answers[2]["problem"] == "the budget of 2 answers of a to local_training is spent"
     assert site.ledger.answers["a", "local_training"] == 2
