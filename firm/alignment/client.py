@@ -358,7 +358,7 @@ class AlignmentClient(Client):
         """Takes over a state that `state()` gave."""
         self._learner = self._common
         self._common.restore(state["learner"])
-        alone = state.get("alone", {})  # none in checkpoints of earlier versions
+        alone = state["alone"]
         self._alone = {name: self._alone.get(name) or self._new_learner() for name in alone}
         for name, learner in alone.items():
             self._alone[name].restore(learner)

@@ -37,8 +37,7 @@ class Learner:
         """Restores what `state()` returned; the given state stays untouched."""
         state = _copied(state)
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
-        # checkpoints of earlier versions have the estimator's entries beside the optimizer's
-        self.estimator.restore(state.get("estimator", state))
+        self.estimator.restore(state["estimator"])
         self.num_steps = 0
 
 

@@ -73,7 +73,6 @@ from firm.run import (
     to_dict,
 )
 from firm.run.comparison import prompts_text
-from firm.run.earlier import translated_figures
 from firm.run.guard import drawing
 from firm.run.rows import Row
 from firm.run.shipped import with_shipped_paths
@@ -352,10 +351,7 @@ class _LanguageWing(Wing):
         return replace(state, adapter=loaded.start), self._quality(self._base.get("validation"))
 
     def restore(self, content: State) -> None:
-        self._base = {
-            split: Evaluation(**translated_figures(figures))
-            for split, figures in content["base"].items()
-        }
+        self._base = {split: Evaluation(**figures) for split, figures in content["base"].items()}
         was = next((row.get("rounds") for row in self.book.rows if row.get("kind") == "run"), None)
         if was not in (None, self._cfg.rounds):
             note = f"rounds was {was}, is {self._cfg.rounds}: the run goes on to the new number."

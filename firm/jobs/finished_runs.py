@@ -171,7 +171,7 @@ def frozen_calibrations(
     """Returns the maps to [0, 1] that a run froze, for the rewards that are still its own."""
 
     def is_the_runs(config: RewardModelConfig, settings: Mapping[str, Any]) -> bool:
-        given = to_dict(config)  # a run of an older version lacks keys that were added since
+        given = to_dict(config)
         return all(given.get(k) == value for k, value in settings.items() if k not in SPEED_KEYS)
 
     maps, settings = record.header.get("calibration") or {}, record.settings.get("rewards") or {}

@@ -37,7 +37,6 @@ from firm.run import (
     slug,
     to_yaml,
 )
-from firm.run.earlier import translated_figures
 from firm.run.guard import drawing
 
 
@@ -224,16 +223,15 @@ def front_of(
     )
 
 
-def row_rewards(sweep: Sweep, front: Front) -> tuple[np.ndarray, np.ndarray | None]:
+def row_rewards(sweep: Sweep, front: Front) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rewards of a front's points by row of the test data, and the rows' prompts.
 
-    The rewards have the shape [N, R, M], NaN for a row without one; the prompts are numbers, [R],
-    None in runs of earlier versions, whose rows have a prompt each.
+    The rewards have the shape [N, R, M], NaN for a row without one; the prompts are numbers, [R].
     """
     files = [sweep.run_path(point.name) / SCORES_NAME for point in front.points]
-    tables = [translated_figures(load_file(file)) for file in files]
+    tables = [load_file(file) for file in files]
     rewards = [np.stack([t[f"rewards/{n}"] for n in front.objectives], axis=1) for t in tables]
-    return np.stack(rewards), tables[0].get("prompt")
+    return np.stack(rewards), tables[0]["prompt"]
 
 
 def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:

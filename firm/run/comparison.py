@@ -126,5 +126,5 @@ def _measure(row: Mapping[str, Any], figures: str, name: str) -> Measure | None:
     if entry.get("mean") is None:
         return None
     of_all = row.get("num_prompts")
-    count = entry.get("num_prompts", of_all)  # earlier logs have it where others have no score
+    count = entry.get("num_prompts", of_all)
     return Measure(entry["mean"], entry.get("se"), count, is_partial=count != of_all)

@@ -40,7 +40,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from firm.federation.outside import printable
 from firm.fields import choice_in_words, did_you_mean
-from firm.run.earlier import translated_settings
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
 from firm.run.shipped import find_config
@@ -84,10 +83,10 @@ def lay_out(
     Settings in `base`, plain data by what messages call their place, come before the files. With
     `has_plugins` false no plugin is imported, and forms that one would register are unknown.
     """
-    contents = [(place, translated_settings(settings)) for place, settings in (base or {}).items()]
+    contents = list((base or {}).items())
     for file in map(str, files):
         with _named_in_errors(file):
-            contents.append((file, translated_settings(_read_file(file))))
+            contents.append((file, _read_file(file)))
     plugins: Sequence[str] = ()
     if "plugins" in get_type_hints(config_class):
         mappings = [content for _, content in contents if isinstance(content, Mapping)]

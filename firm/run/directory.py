@@ -32,7 +32,6 @@ from firm.fields import Hint, PositiveInt, configuration
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
 from firm.run.differences import differences, leaves
-from firm.run.earlier import translated_figures, translated_run
 from firm.run.errors import UserError
 from firm.run.files import (
     file_errors,
@@ -276,7 +275,7 @@ class Run:
     def settings(self) -> Any:
         """Returns what config.yaml holds, as plain data."""
         path = self.path / _CONFIG
-        return translated_run(read_yaml(read_text(path, remedy=_RESTORE), str(path)))
+        return read_yaml(read_text(path, remedy=_RESTORE), str(path))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl.
@@ -303,8 +302,7 @@ class Run:
     def checked_rows(self) -> tuple[list[Row], list[str]]:
         """Returns the rows and what `valid_rows` left out of them."""
         load_quantities(self.settings() if (self.path / _CONFIG).exists() else None)
-        rows = read_rows(self.path / _METRICS, remedy=_RESTORE)
-        return valid_rows([translated_figures(row) for row in rows])
+        return valid_rows(read_rows(self.path / _METRICS, remedy=_RESTORE))
 
     def samples(self) -> list[Row]:
         """Returns what is valid of the rows of samples.jsonl, empty without the file."""

@@ -136,8 +136,8 @@ def sync(path: Path) -> None:
 def read_rows(path: Path, *, remedy: str) -> list[Any]:
     """Returns the JSON objects in the lines of a file; empty without the file.
 
-    A last line that is still being written is left out. One that is nested too deeply is None:
-    earlier versions took such from a site, and `valid_rows` leaves it out.
+    A last line that is still being written is left out. One that is nested too deeply is None,
+    which `valid_rows` leaves out.
 
     Raises:
         UserError: A line is not UTF-8, or holds no JSON object; the message names file and line.
@@ -151,5 +151,5 @@ def read_rows(path: Path, *, remedy: str) -> list[Any]:
         try:
             rows.append(parse_object(line, where=f"{path}, line {number}", remedy=remedy))
         except TooDeep:
-            rows.append(None)  # what an older version took from a site; `valid_rows` leaves it out
+            rows.append(None)
     return rows

@@ -29,7 +29,7 @@ def find_config(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if not path.suffix and (own := path.with_suffix(".yaml")).is_file():
+    if path.name and not path.suffix and (own := path.with_suffix(".yaml")).is_file():
         return own
     if path.exists():
         return path

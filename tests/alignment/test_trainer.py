@@ -274,10 +274,7 @@ def test_sgd_takes_the_plain_gradient_step_of_algorithm_1(make_trainer, letter_c
     torch.testing.assert_close(after, expected)
 
 
-@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
-def test_a_learner_continues_from_its_state_as_if_it_had_not_stopped(
-    make_trainer, letter_count, is_of_an_earlier_version
-):
+def test_a_learner_continues_from_its_state_as_if_it_had_not_stopped(make_trainer, letter_count):
     trainer = make_trainer(rewards={"a": letter_count("a")})
     experience = some_experience(trainer)
     weights = torch.ones(1)
@@ -289,8 +286,6 @@ def test_a_learner_continues_from_its_state_as_if_it_had_not_stopped(
     step()
     adapter = [p.detach().clone() for p in trainer.adapter_parameters.values()]
     state = trainer.learner.state()
-    if is_of_an_earlier_version:
-        state |= state.pop("estimator")
     step()
     expected = [p.detach().clone() for p in trainer.adapter_parameters.values()]
     trainer.learner = trainer.new_learner()

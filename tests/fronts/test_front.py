@@ -56,7 +56,7 @@ def test_a_front_says_how_many_prompts_its_rewards_are_of(build_front, build_poi
     front.save(tmp_path / "front.json")
     assert Front.load(tmp_path / "front.json") == front
     content = json.loads((tmp_path / "front.json").read_text())
-    del content["num_scored"]  # as earlier versions wrote it
+    del content["num_scored"]  # which fronts whose prompts all have scores may lack
     (tmp_path / "front.json").write_text(json.dumps(content))
     assert Front.load(tmp_path / "front.json").prompts("test prompts") == "100 test prompts"
 

@@ -24,11 +24,9 @@ from firm.federation import RoundFailed
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment import Result, align, main
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.report import read_record
-from firm.report.tables import COLUMNS, Setting
+from firm.report.tables import COLUMNS
 from firm.run import parse
-from firm.run.checkpoint import load_state, save_state
-from firm.run.earlier import FIGURES
+from firm.run.checkpoint import load_state
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
 from tests.smoke import POLICY, ROOT, SMOKE, config, run
@@ -308,40 +306,6 @@ def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, 
         assert text in html
     adapters = [read_adapter(path) for path in (out, finished)]
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[1])
-
-
-def as_earlier(row: dict) -> dict:
-    """A row with the names that earlier versions gave its figures."""
-    names = {new: old for old, new in FIGURES.items()}
-    names["rewards"] = "reward" if row.get("kind") == "client" else "normalized"
-    if row.get("kind") != "client":
-        del names["scores"]
-    return {names.get(name, name): value for name, value in row.items()}
-
-
-def test_a_run_that_an_earlier_version_began_goes_on_in_unbroken_curves(finished, tmp_path):
-    out = tmp_path / "earlier"
-    shutil.copytree(finished, out)
-    shutil.rmtree(out / "checkpoints/round_0002")
-    config = (out / "config.yaml").read_text()
-    (out / "config.yaml").write_text(config.replace("    form: k1", "    estimator: k1"))
-    checkpoint, log = load_state(out / "checkpoints/round_0001"), out / "metrics.jsonl"
-    lines = log.read_bytes()[: checkpoint["log_bytes"][log.name]].splitlines()
-    log.write_text("".join(json.dumps(as_earlier(json.loads(line))) + "\n" for line in lines))
-    checkpoint["log_bytes"][log.name] = log.stat().st_size
-    base = checkpoint["state"]["base"]
-    checkpoint["state"]["base"] = {split: as_earlier(figures) for split, figures in base.items()}
-    shutil.rmtree(out / "checkpoints/round_0001")
-    save_state(out / "checkpoints/round_0001", checkpoint)
-
-    assert run("--out", out, "--resume", "true") == out
-    before, after = (row for row in read_rows(out, "client") if row["client"] == "client_0")
-    assert {"reward", "reward_raw"} <= before.keys()
-    assert {"scores", "rewards"} <= after.keys()
-    tables = [Setting.of("run", 0, [read_record(path)]).table for path in (out, finished)]
-    same = [table[table["quantity"] != "seconds"] for table in tables]
-    assert same[0].equals(same[1])
-    assert set(same[0].query("quantity == 'scores'")["round"]) == {1, 2}
 
 
 def test_three_objectives_run_whole(tmp_path):
