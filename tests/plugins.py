@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 REGISTRIES = {
     "firm.alignment.adapters": "ADAPTERS",
+    "firm.alignment.adapters.conditioned": "PREFERENCE_SAMPLERS",
     "firm.alignment.estimators": "ESTIMATORS",
     "firm.federation.engines": "ENGINES",
     "firm.federation.strategies": "STRATEGIES",

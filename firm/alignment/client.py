@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firm.alignment.adapters.conditioned import draw_preferences
+from firm.alignment.adapters.conditioned import PreferenceStream, check_estimator
 from firm.alignment.advantages import masked_mean
 from firm.alignment.estimators import Experience
 from firm.alignment.estimators.estimator import LOG_RATIO
@@ -156,8 +156,8 @@ class AlignmentClient(Client):
         seed: Seed of the run; the streams are derived from it and `stream_name`.
         judges: Reward functions of its own; the trainer's by default. Gradients of objectives that
             are not among them are zero.
-        corners: Preferences between which a conditioned policy is trained here; by default those
-            for single objectives, so that any may be drawn.
+        preferences: Draws the preferences of a conditioned policy's prompts; None for other
+            policies.
         stream_name: By default `name`; equal for clients that are to be identical.
         on_event: Called with progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
@@ -172,7 +172,7 @@ class AlignmentClient(Client):
         *,
         seed: int,
         judges: Judges | None = None,
-        corners: Sequence[Sequence[float]] | None = None,
+        preferences: PreferenceStream | None = None,
         stream_name: str | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
@@ -197,15 +197,11 @@ class AlignmentClient(Client):
         )
         self._prompts = PromptStream(prompts, prompt_order)
         self._streams = {"prompts": self._prompts, "rollout": self._rollout, "update": self._update}
-        shares = (
-            torch.tensor(corners, dtype=torch.float64)
-            if corners
-            else torch.eye(len(self.objectives))
-        )
-        self._corners = shares / shares.sum(1, keepdim=True)
-        self._preferences = RandomStream(seed, stream_name or name, "preferences")
-        if trainer.conditioning.kind == "preference":
-            self._streams["preferences"] = self._preferences
+        self._preferences = preferences
+        if preferences is not None:
+            estimator = trainer.config
+            check_estimator(estimator.name, replies_per_prompt=estimator.replies_per_prompt)
+            self._streams["preferences"] = preferences
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
@@ -270,10 +266,8 @@ class AlignmentClient(Client):
         trainer = self._trainer
         prompts = self._prompts.draw(trainer.config.num_prompts)
         queries = trainer.encode(prompts)
-        if trainer.conditioning.kind == "preference":
-            with self._preferences:
-                drawn = draw_preferences(trainer.conditioning, len(prompts), self._corners)
-            queries = replace(queries, preferences=drawn)
+        if self._preferences is not None:
+            queries = replace(queries, preferences=self._preferences.draw(len(prompts)))
         with self._rollout:
             rollouts = trainer.sample(queries, measures_mismatch=self._round == 1)
         experience = trainer.experience(rollouts)
@@ -290,8 +284,6 @@ class AlignmentClient(Client):
 
     def gradients_by_preference(self, minibatch: Experience) -> Gradients:
         """Returns the losses, and the gradients at each preference; see ``Client``."""
-        if self._trainer.conditioning.kind == "none":
-            return self.gradients(minibatch)
         return self._of_served_alone(self._gradients(minibatch, by_preference=True), minibatch)
 
     def _of_served_alone(self, gradients: Gradients, minibatch: Experience) -> Gradients:

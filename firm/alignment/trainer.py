@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from firm.alignment.adapters.conditioned import ConditioningConfig, check_estimator
 from firm.alignment.estimators import (
     EstimatorConfig,
     Experience,
@@ -58,7 +57,6 @@ class MultiObjectiveTrainer:
         value_model: What the estimator trains beside the adapter; by default a fresh one.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
-        conditioning: Whether the policy depends on a preference, and how clients draw it.
         use_cpu: Whether the policy stays on the CPU where there is an accelerator.
         stack: What joins the passes of several trainers of one policy, each with an adapter of its
             own; by default the policy's own adapter is trained.
@@ -80,7 +78,6 @@ class MultiObjectiveTrainer:
         num_rounds: int,
         value_model: torch.nn.Module | None = None,
         team: Team = ALONE,
-        conditioning: ConditioningConfig | None = None,
         use_cpu: bool = False,
         stack: StackedModel | None = None,
     ) -> None:
@@ -91,10 +88,6 @@ class MultiObjectiveTrainer:
             )
         self.config = config
         self.team = team
-        self.conditioning = conditioning or ConditioningConfig()
-        check_estimator(
-            self.conditioning, config.name, replies_per_prompt=config.replies_per_prompt
-        )
         self.rollout_config = rollout_config
         self.num_rounds = num_rounds
         self._rounds_done = 0.0
@@ -147,7 +140,6 @@ class MultiObjectiveTrainer:
             calibrations=self.calibrations,
             num_rounds=self.num_rounds,
             value_model=self._critic,
-            conditioning=self.conditioning,
             use_cpu=self._use_cpu,
             stack=StackedModel(self.policy_model),
         )

@@ -367,11 +367,7 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             _check_preferences(key, config.preferences, cfg)
     if solves_at_preferences(cfg):
         _check_solves(cfg)
-    check_estimator(
-        cfg.policy.conditioning,
-        cfg.estimator.name,
-        replies_per_prompt=cfg.estimator.replies_per_prompt,
-    )
+    check_estimator(cfg.estimator.name, replies_per_prompt=cfg.estimator.replies_per_prompt)
 
 
 def _check_solves(cfg: AlignmentConfig) -> None:

@@ -175,7 +175,6 @@ def load(
         reward_fns={name: reward_fns[name] for name in cfg.rewards},
         num_rounds=max(1, cfg.rounds),
         team=processes.team(),
-        conditioning=cfg.policy.conditioning,
         use_cpu=device.type == "cpu",
     )
     check_passes(policy, cfg.policy.path)
@@ -271,7 +270,11 @@ def build_clients(
             new_trainer(),
             seed=cfg.seed,
             judges=judges,
-            corners=group and group.preferences,
+            preferences=cfg.policy.conditioning.preferences(
+                RandomStream(cfg.seed, name, "preferences"),
+                len(cfg.rewards),
+                group and group.preferences,
+            ),
             on_event=on_event,
         )
         clients.append(as_attacker(client, group and group.attack, seed=cfg.seed))

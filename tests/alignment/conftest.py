@@ -158,7 +158,6 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
         dropout=0.0,
         policy=None,
         num_rounds=3,
-        conditioning=None,
         build=build_trainer,
         **changes,
     ) -> MultiObjectiveTrainer:
@@ -181,7 +180,6 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
             reward_fns=rewards,
             num_rounds=num_rounds,
             value_model=value_model,
-            conditioning=conditioning,
             use_cpu=True,
         )
 

@@ -267,7 +267,6 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
         rewards={letter: letter_count(letter) for letter in "ab"},
         policy=load_policy(policy, stream=RandomStream(0, "adapter"), num_objectives=2),
         estimator="critic_free",
-        conditioning=conditioning,
     )
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))

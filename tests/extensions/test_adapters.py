@@ -1,4 +1,4 @@
-"""Kinds of adapters of another package: one file each, chosen by `policy.adapter`."""
+"""Kinds of adapters and a sampler of preferences of another package: one file each."""
 
 from pathlib import Path
 
@@ -16,7 +16,12 @@ from firm.alignment import (
     save_adapter,
     save_folded,
 )
-from firm.alignment.adapters import Lora, register_adapter, set_preferences
+from firm.alignment.adapters import (
+    Lora,
+    PreferenceStream,
+    register_adapter,
+    set_preferences,
+)
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
 from firm.alignment.sequences import forward
@@ -132,6 +137,23 @@ def test_a_conditioned_one_folds_at_each_preference(tmp_path):
 def test_an_option_that_a_kind_lacks_is_refused(kind, options, reason):
     with pytest.raises(UserError, match=reason):
         smoke.config(*chosen(kind), *options)
+
+
+def test_clients_draw_preferences_by_the_sampler_of_another_package(tmp_path, monkeypatch):
+    drawn, own = [], PreferenceStream.draw
+
+    def noted(*arguments):
+        drawn.append(own(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(PreferenceStream, "draw", noted)
+    plugin = ("--plugins", f"[{FOLDER / 'lattice'}.py]", "--policy.conditioning.sampler", "lattice")
+    smoke.run(*smoke.FRONT, *plugin, "--rounds", 1, "--out", tmp_path / "run")
+    preferences = torch.cat(drawn)
+    assert torch.equal(preferences * 4, (preferences * 4).round())
+    assert len(preferences.unique(dim=0)) > 1
+    with pytest.raises(UserError, match=r"conditioning\.sampler must be one of dirichlet, lattice"):
+        smoke.config(*smoke.FRONT, *plugin[:2], "--policy.conditioning.sampler", "grid")
 
 
 def test_a_name_is_registered_once():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from firm.alignment.adapters.conditioned import draw_preferences, fold
+from firm.alignment.adapters.conditioned import PreferenceStream, fold
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
@@ -193,13 +193,13 @@ def test_firm_solves_at_the_preferences_that_were_drawn(trained, tmp_path, engin
 
 
 def test_a_group_draws_between_its_own_preferences(tmp_path, monkeypatch):
-    drawn, own = [], draw_preferences
+    drawn, own = [], PreferenceStream.draw
 
     def noted(*arguments):
         drawn.append(own(*arguments))
         return drawn[-1]
 
-    monkeypatch.setattr("firm.alignment.client.draw_preferences", noted)
+    monkeypatch.setattr(PreferenceStream, "draw", noted)
     groups = "{careful: {clients: [1], preferences: [[1, 3]]}}"
     smoke.run(*FRONT, "--groups", groups, "--rounds", 1, "--out", tmp_path / "run")
     first, second = (torch.cat(drawn[at : at + 2]) for at in (0, 2))  # two local steps each

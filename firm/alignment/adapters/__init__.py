@@ -4,7 +4,7 @@
 further kinds, `forward` computes adapted layers, and `target_modules` chooses the layers.
 """
 
-from firm.alignment.adapters.conditioned import Conditioned
+from firm.alignment.adapters.conditioned import Conditioned, PreferenceStream, preference_sampler
 from firm.alignment.adapters.forward import adapt_, forward_of, set_preferences
 from firm.alignment.adapters.lora import (
     ADAPTERS,
@@ -22,10 +22,12 @@ __all__ = [
     "Lora",
     "LoraSettings",
     "LoraXS",
+    "PreferenceStream",
     "Rows",
     "adapt_",
     "adapted_modules",
     "forward_of",
+    "preference_sampler",
     "register_adapter",
     "set_preferences",
 ]

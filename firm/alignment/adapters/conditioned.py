@@ -8,15 +8,15 @@ Policies conditioned on a preference are Panacea's (arXiv:2402.02030), through t
 of an adapter, and PARM's (ICML 2025), through a core between its two matrices.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from annotated_types import Interval
 from torch import nn
 
 from firm.alignment.adapters.lora import Lora, Rows, adapted_modules
-from firm.federation import Adapter
+from firm.federation import Adapter, RandomStream
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
 
@@ -27,6 +27,9 @@ class ConditioningConfig:
     kind: Literal["none", "preference"] = "none"
     """none: one trade-off. preference: the adapter depends on the preference, and each prompt's
     replies are sampled, and compared, at a preference that is drawn for it."""
+    sampler: str = "dirichlet"
+    """How preferences are drawn, by a name that is registered
+    (`firm.alignment.adapters.preference_sampler`)."""
     concentration: PositiveFloat = 1.0
     """Of the Dirichlet distribution that preferences are drawn from: 1 is uniform on the simplex,
     less is nearer to its corners."""
@@ -35,40 +38,114 @@ class ConditioningConfig:
     draw_per: Literal["prompt", "step"] = "prompt"
     """Whether each prompt has a preference of its own, or all prompts of a local step have one."""
 
+    def __post_init__(self) -> None:
+        if self.sampler not in PREFERENCE_SAMPLERS:
+            names = ", ".join(sorted(PREFERENCE_SAMPLERS))
+            raise ValueError(f"sampler must be one of {names}, got {self.sampler!r}.")
+
     def conditioned(self, kind: Lora, num_objectives: int) -> Lora:
         """Returns the kind of adapter that depends on the preference as these settings say."""
         return kind if self.kind == "none" else Conditioned(kind, num_objectives)
 
+    def preferences(self, *arguments: Any, **options: Any) -> "PreferenceStream | None":
+        """Returns a client's preferences as these settings draw them; see `PreferenceStream`.
 
-def check_estimator(config: ConditioningConfig, name: str, *, replies_per_prompt: int) -> None:
-    """Raises ``ValueError`` where a conditioned policy's replies would not be compared in groups.
+        A policy that does not depend on the preference has none.
+        """
+        return None if self.kind == "none" else PreferenceStream(self, *arguments, **options)
 
-    Rewards at different preferences differ by the preference, which no common mean takes off.
+
+PreferenceSampler = Callable[[ConditioningConfig, int, torch.Tensor], torch.Tensor]
+"""Returns `count` preferences [count, M] from the settings, `count` and corners [K, M].
+
+The corners are preferences, rows of sum 1, that the drawn ones lie between: the identity for the
+whole simplex, a single row for a client with one preference. Random numbers come from torch's
+global generator.
+"""
+
+PREFERENCE_SAMPLERS: dict[str, PreferenceSampler] = {}
+"""Samplers, by the name that `policy.conditioning.sampler` chooses them by."""
+
+Sampler = TypeVar("Sampler", bound=PreferenceSampler)
+
+
+def preference_sampler(name: str) -> Callable[[Sampler], Sampler]:
+    """Returns a decorator that registers a sampler of preferences under a name.
+
+    Raises:
+        ValueError: The name is taken.
     """
-    if config.kind == "preference" and replies_per_prompt < 2:
+
+    def register(sampler: Sampler) -> Sampler:
+        if name in PREFERENCE_SAMPLERS:
+            raise ValueError(f"there is a sampler {name!r} already; choose another name.")
+        PREFERENCE_SAMPLERS[name] = sampler
+        return sampler
+
+    return register
+
+
+@preference_sampler("dirichlet")
+def dirichlet(config: ConditioningConfig, count: int, corners: torch.Tensor) -> torch.Tensor:
+    """Returns preferences with Dirichlet shares of the corners; some are a corner itself."""
+    concentrations = torch.full((len(corners),), config.concentration, dtype=torch.float64)
+    shares = torch.distributions.Dirichlet(concentrations).sample((count,))
+    alone = torch.eye(len(corners), dtype=torch.float64)
+    alone = alone[torch.randint(len(corners), (count,))]
+    is_corner = torch.rand(count) < config.corner_share
+    return torch.where(is_corner[:, None], alone, shares) @ corners.double()
+
+
+class PreferenceStream:
+    """Draws the preferences of a client's prompts.
+
+    Args:
+        config: How they are drawn.
+        stream: Random numbers for this purpose alone.
+        num_objectives: M.
+        corners: Preferences that all others lie between, not negative, scaled to sum 1; by default
+            those for one objective alone, so that any preference may be drawn.
+    """
+
+    def __init__(
+        self,
+        config: ConditioningConfig,
+        stream: RandomStream,
+        num_objectives: int,
+        corners: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        self._config, self._stream = config, stream
+        shares = torch.tensor(corners or torch.eye(num_objectives).tolist(), dtype=torch.float64)
+        self._corners = shares / shares.sum(1, keepdim=True)
+
+    def draw(self, count: int) -> torch.Tensor:
+        """Returns the preferences of the next prompts, shape [count, M], rows of sum 1."""
+        num_draws = count if self._config.draw_per == "prompt" else 1
+        with self._stream:
+            sampler = PREFERENCE_SAMPLERS[self._config.sampler]
+            drawn = sampler(self._config, num_draws, self._corners)
+        return drawn.expand(count, -1).float()
+
+    def state(self) -> dict[str, Any]:
+        """Returns a copy of the state of the random numbers."""
+        return self._stream.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a state that `state` returned."""
+        self._stream.restore(state)
+
+
+def check_estimator(name: str, *, replies_per_prompt: int) -> None:
+    """Raises ``ValueError`` for an estimator that does not compare replies to the same prompt.
+
+    Rewards at different preferences differ by the preference, which only a mean over replies at the
+    same preference removes.
+    """
+    if replies_per_prompt < 2:
         raise ValueError(
             "policy.conditioning.kind preference needs an estimator that compares replies at the "
             f"same preference, such as critic_free, got estimator {name}."
         )
-
-
-def draw_preferences(config: ConditioningConfig, count: int, corners: torch.Tensor) -> torch.Tensor:
-    """Returns preferences between some corners, shape [count, M], by the global generator.
-
-    Args:
-        config: How their shares are drawn.
-        count: How many.
-        corners: Preferences that the others lie between, rows of sum 1, shape [K, M]: the identity
-            for the whole simplex, a single one for a client with one preference.
-    """
-    num_draws = count if config.draw_per == "prompt" else 1
-    concentrations = torch.full((len(corners),), config.concentration, dtype=torch.float64)
-    shares = torch.distributions.Dirichlet(concentrations).sample((num_draws,))
-    alone = torch.eye(len(corners), dtype=torch.float64)
-    alone = alone[torch.randint(len(corners), (num_draws,))]
-    is_corner = torch.rand(num_draws) < config.corner_share
-    drawn = torch.where(is_corner[:, None], alone, shares) @ corners.double()
-    return drawn.expand(count, -1).float()
 
 
 def gates(preferences: torch.Tensor) -> torch.Tensor:

@@ -15,13 +15,12 @@ from firm.alignment.adapters import (
     adapt_,
     set_preferences,
 )
-from firm.alignment.adapters import conditioned as conditionings
-from firm.alignment.adapters.conditioned import ConditioningConfig, draw_preferences, fold
+from firm.alignment.adapters.conditioned import ConditioningConfig, PreferenceStream, fold
 from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
 from firm.alignment.sequences import Sequences, forward, response_logprobs
-from firm.federation import LocalEngine, ServerState
+from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.firm import FirmConfig, firm_round
@@ -134,9 +133,9 @@ def test_replies_and_their_log_probabilities_are_those_of_the_folds(
 
 @pytest.mark.parametrize("draw_per", ["prompt", "step"])
 def test_preferences_are_on_the_simplex_and_as_often_at_its_corners_as_asked(draw_per):
-    torch.manual_seed(0)
     config = ConditioningConfig(kind="preference", corner_share=0.25, draw_per=draw_per)
-    drawn = torch.cat([draw_preferences(config, 4, torch.eye(3)) for _ in range(1000)])
+    stream = PreferenceStream(config, RandomStream(0), 3)
+    drawn = torch.cat([stream.draw(4) for _ in range(1000)])
     torch.testing.assert_close(drawn.sum(1), torch.ones(4000))
     assert (drawn >= 0).all()
     assert (drawn.amax(1) == 1).float().mean() == pytest.approx(0.25, abs=0.05)
@@ -146,9 +145,9 @@ def test_preferences_are_on_the_simplex_and_as_often_at_its_corners_as_asked(dra
 
 
 def test_a_larger_concentration_stays_nearer_to_equal_shares():
-    torch.manual_seed(0)
     configs = [ConditioningConfig(concentration=value) for value in (0.5, 1, 4)]
-    spreads = [draw_preferences(config, 2000, torch.eye(2))[:, 0].std() for config in configs]
+    streams = [PreferenceStream(config, RandomStream(0), 2) for config in configs]
+    spreads = [stream.draw(2000)[:, 0].std() for stream in streams]
     # of Beta(c, c): the square root of 1 / (4 (2 c + 1))
     torch.testing.assert_close(
         torch.stack(spreads), torch.tensor([8.0, 12, 36]).rsqrt(), rtol=0.05, atol=0
@@ -166,6 +165,15 @@ def test_a_client_of_its_own_preferences_draws_between_them(make_client):
     assert drawn[:, 0].std() > 0.1
 
 
+def client_of(
+    trainer, name="client_0", prompts=PROMPTS, *, corners=None, cfg=PREFERENCE, **options
+):
+    """A client whose prompts have preferences."""
+    stream = RandomStream(3, name, "preferences")
+    preferences = cfg.preferences(stream, len(trainer.objectives), corners)
+    return AlignmentClient(name, prompts, trainer, seed=3, preferences=preferences, **options)
+
+
 @pytest.fixture
 def make_client(make_trainer, make_conditioned, letter_count):
     """A client whose replies count letters."""
@@ -175,10 +183,9 @@ def make_client(make_trainer, make_conditioned, letter_count):
             rewards={letter: letter_count(letter) for letter in objectives},
             estimator="critic_free",
             policy=policy or make_conditioned(len(objectives), fresh=True, dropout=dropout),
-            conditioning=PREFERENCE,
             **options,
         )
-        return AlignmentClient("client_0", PROMPTS, trainer, seed=3, corners=corners), trainer
+        return client_of(trainer, corners=corners), trainer
 
     return make
 
@@ -281,9 +288,8 @@ def test_a_preference_is_solved_for_the_objectives_that_its_replies_have_scores_
         rewards=rewards,
         estimator="critic_free",
         policy=make_conditioned(2),
-        conditioning=PREFERENCE,
     )
-    client = AlignmentClient("client_0", PROMPTS, trainer, seed=3)
+    client = client_of(trainer)
     steps = []
     monkeypatch.setattr(client, "step", lambda *arguments: steps.append(arguments))
     monkeypatch.setattr(client, "metrics", dict)
@@ -312,11 +318,11 @@ def test_a_client_that_serves_some_objectives_solves_for_these(
         rewards=rewards,
         estimator="critic_free",
         policy=make_conditioned(3),  # away from the base model, so that its KL counts in rewards
-        conditioning=replace(PREFERENCE, corner_share=1),
     )
     own = Judges({letter: rewards[letter] for letter in "ac"})
     corners = [[0, 1, 0], [1, 0, 1]]  # of which the first asks for what it does not serve
-    client = AlignmentClient("client_0", PROMPTS, trainer, seed=3, judges=own, corners=corners)
+    only_corners = replace(PREFERENCE, corner_share=1)
+    client = client_of(trainer, judges=own, corners=corners, cfg=only_corners)
     start = copy_adapter(trainer.adapter_parameters)
     client.load(start)
     (batch,) = client.batches(1)
@@ -344,10 +350,7 @@ def test_stacked_clients_end_as_in_turn(make_client, strategy, cfg, max_rows):
         _, trainer = make_client("abc", dropout=0.1, micro_batch_size=3)
         new_trainer = trainer.stacked() if engine == "stacked" else lambda own=trainer: own
         names = ["client_0", "client_1", "client_2"]
-        clients = [
-            AlignmentClient(name, PROMPTS[at:], new_trainer(), seed=3)
-            for at, name in enumerate(names)
-        ]
+        clients = [client_of(new_trainer(), name, PROMPTS[at:]) for at, name in enumerate(names)]
         options = {"max_rows": max_rows} if engine == "stacked" else {}
         runs = {"local": LocalEngine, "stacked": StackedEngine}[engine](clients, **options)
         start = copy_adapter(trainer.adapter_parameters)
@@ -366,14 +369,14 @@ def test_stacked_clients_end_as_in_turn(make_client, strategy, cfg, max_rows):
 )
 def test_the_order_of_two_objectives_decides_nothing(make_client, monkeypatch, strategy, cfg):
     ends = []
-    own = conditionings.draw_preferences
+    own = PreferenceStream.draw
     for objectives in ("ab", "ba"):
         order = [0, 1] if objectives == "ab" else [1, 0]
 
         def drawn(*arguments, order=order):
             return own(*arguments)[:, order]
 
-        monkeypatch.setattr("firm.alignment.client.draw_preferences", drawn)
+        monkeypatch.setattr(PreferenceStream, "draw", drawn)
         client, trainer = make_client(objectives)
         start = copy_adapter(trainer.adapter_parameters)
         state = ServerState(start, objectives=tuple(objectives), seed=3)
@@ -447,7 +450,7 @@ def test_a_conditioned_adapter_without_a_layer_s_matrix_is_refused(make_conditio
 def test_an_estimator_that_compares_no_replies_is_refused(make_trainer, letter_count):
     rewards = {letter: letter_count(letter) for letter in "ab"}
     with pytest.raises(ValueError, match="compares replies at the same preference"):
-        make_trainer(rewards=rewards, conditioning=PREFERENCE)
+        client_of(make_trainer(rewards=rewards))
 
 
 def test_an_adapter_of_one_trade_off_and_a_single_objective_are_refused(make_policy, tmp_path):
