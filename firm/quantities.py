@@ -66,6 +66,8 @@ class Quantity:
     """Whether the values of all objectives sum to one, so that of two the first says it all."""
     of: Callable[[Mapping[str, Any]], float | None] | None = None
     """Derives it from a row that does not hold it."""
+    better: Literal["", "higher", "lower"] = ""
+    """Which values are better, for evaluated quantities by which settings are compared."""
 
     def __post_init__(self) -> None:
         named = {"": Finite, "objective": ByObjective[Finite | None], "pair": ByPair[Finite | None]}

@@ -25,6 +25,15 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
     (folder / "metrics.jsonl").write_text(text)
 
 
+def write_classic_run(folder: Path, rows: Iterable[Row], **settings: Any) -> Path:
+    """Writes the log and the configuration of one run of a classic study; returns its folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps({"seeds": [0]} | settings))
+    (folder / "run.json").write_text("{}")
+    write_rows(folder, rows)
+    return folder
+
+
 def edit_rows(folder: Path, change: Callable[[Row], Row | None]) -> None:
     """Applies `change` to every row of a run's log; a row for which it gives None goes."""
     changed = map(change, read_rows(folder))

@@ -46,7 +46,17 @@ register(
     _measured("commonest_share", type=Share),
     _measured("empty_share", type=Share),
     *(_measured(name, type=Count) for name in ("num_prompts", "num_rows", "num_samples")),
-    *(_measured(name, type=dict[str, Measure]) for name in ("scores", "rewards", "change")),
+    _measured(
+        "rewards",
+        "reward",
+        "mean reward in [0, 1]",
+        "Rewards are mapped to [0, 1] by a calibration that is frozen before training.",
+        type=dict[str, Measure],
+        by="objective",
+        axis={},
+        better="higher",
+    ),
+    *(_measured(name, type=dict[str, Measure]) for name in ("scores", "change")),
 )
 
 

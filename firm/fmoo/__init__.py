@@ -3,8 +3,8 @@
 `data` loads the papers' data sets as `TaskData`, inputs in memory with one target per objective;
 `models` builds their networks of `modules`, one encoder that all objectives share and one head for
 each; `workspace` holds a model that clients take turns on, `client` is the federation's client over
-it; `attacks` inflates losses, `metrics` are the papers' own. The algorithms are strategies of the
-federation, the same as for language models.
+it; `attacks` inflates losses. The papers' measures are `firm.fronts.measures`. The algorithms are
+strategies of the federation, the same as for language models.
 
 All of them train any PyTorch model on any data. Data are samples of an input and M targets, a torch
 data set for each client. A loss takes a batch of what the model returns for one objective, and of

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -51,25 +52,17 @@ class LocalConfig:
             raise ValueError(f"momentum belongs to sgd, got {self.momentum} with adam.")
 
 
+_evaluated = partial(Quantity, kind="evaluation", section="")
 register(
-    Quantity(
-        "losses",
-        "loss",
-        "loss",
-        kind="evaluation",
-        type=ByObjective[Finite | None],
-        section="",
-        axis={},
-    ),
-    Quantity(
+    _evaluated(
         "accuracies",
         "accuracy",
         "accuracy",
-        kind="evaluation",
         type=ByObjective[Share | None],
-        section="",
         axis={"tickformat": "~%"},
+        better="higher",
     ),
+    _evaluated("losses", "loss", "loss", type=ByObjective[Finite | None], axis={}, better="lower"),
 )
 
 

@@ -1,6 +1,7 @@
 """Federated multi-objective learning on images, tables and text: algorithms, side by side."""
 
 import copy
+import csv
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -16,12 +17,15 @@ from firm.console import accept_any_text
 from firm.federation import ServerState, State, failure_alarms
 from firm.federation.outside import legible, printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
-from firm.jobs import fmoo_page
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import Federation, federate, partition
 from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, Round, Wing, train
-from firm.report.classic_sections import NUM_TABLE_USERS
+from firm.report import read_record
+from firm.report.criteria import comparable, criteria_of
+from firm.report.page import write_page
+from firm.report.settings_page import alarms_of, settings_page
+from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
 from firm.report.tables import Frame, Setting
 from firm.run import (
     Run,
@@ -37,6 +41,18 @@ from firm.run.files import file_errors, replace_text
 from firm.run.guard import drawing
 from firm.run.resuming import STUDY_NAME, continued_by, is_resumed
 from firm.run.rows import Row
+
+PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
+METHOD = (
+    "Every algorithm starts from the same model and has the same clients and samples in the order "
+    "that the seed draws; learning rates are chosen per algorithm. {measured} A run's directory "
+    "holds its configuration, every row of its metrics and its last checkpoint."
+)
+MEASURED = {
+    "train": "Values are measured on the clients' own training samples.",
+    "validation": "Values are measured on validation samples that no client has.",
+    "test": "Values are measured on test samples that no client has.",
+}
 
 
 @dataclass(frozen=True)
@@ -117,10 +133,11 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     runs = []
     with continued_by("fmoo", out):
         for color, name in enumerate(cfg.algorithms):
-            seeds = [run_seed(cfg, name, splits, out / name / f"seed_{s}", s) for s in cfg.seeds]
-            logs = [Run(out / name / f"seed_{s}") for s in cfg.seeds]
-            left_out = [text for log in logs for text in log.checked_rows()[1]]
-            runs.append(Setting(name, color, seeds, left_out))
+            folders = {seed: out / name / f"seed_{seed}" for seed in cfg.seeds}
+            for seed, folder in folders.items():
+                run_seed(cfg, name, splits, folder, seed)
+            records = [read_record(folder) for folder in folders.values()]
+            runs.append(Setting.of(name, color, records))
             write_comparison(cfg, runs, splits, out)
 
     def new_model(seed: int) -> nn.Module:
@@ -129,8 +146,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     return ClassicResult(out, cfg.seeds, runs, new_model)
 
 
-def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: int) -> list[Row]:
-    """Returns the rows of one run, which is trained as far as it is not yet."""
+def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: int) -> None:
+    """Trains one run as far as it is not trained yet."""
     algorithm = cfg.algorithms[name]
     source = name if name == cfg.progress_from else None
     settings = to_dict(
@@ -138,9 +155,9 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
     )
     rounds = algorithm.rounds or cfg.rounds
     if is_there := bool(cfg.resume) and (path / "run.json").exists():
-        measured = last_evaluation(rows := Run(path).rows())
+        measured = last_evaluation(Run(path).rows())
         if is_done(measured, rounds, cfg.target_loss):
-            return rows
+            return
         if measured is not None and measured["round"] > rounds:
             raise UserError(
                 f"rounds must be at least the {measured['round']} that the run at {path} has done, "
@@ -169,7 +186,6 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {how}"), flush=True)
         wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)
         train(wing, engine, federation.names, federation.cfg)
-        return run.rows()
 
 
 class _ClassicWing(Wing):
@@ -257,18 +273,40 @@ def progress_line(path: Path, row: dict[str, Any]) -> str:
 def write_comparison(
     cfg: ClassicConfig, runs: Sequence[Setting], splits: Splits, out: Path
 ) -> None:
-    """Writes the page and the table of what has run so far."""
-    model = build_model(cfg.model, splits.train, seed=0)
-    num_clients = len(partition(splits.train, cfg, cfg.num_clients, cfg.seeds[0]))
-    facts = {
-        "Data": f"{cfg.data.name}, {len(splits.train):,} samples",
-        "Objectives": ", ".join(splits.train.objectives),
-        "Model": f"{cfg.model.name}, {num_parameters(model):,} parameters",
-        "Clients": f"{num_clients}, {cfg.partition.kind}",
-        "Rounds": str(cfg.rounds),
-        "Seeds": ", ".join(map(str, cfg.seeds)),
-    }
-    fmoo_page.write(out, cfg, runs, facts=facts, config=to_yaml(cfg))
+    """Writes the page and the table of what has run so far.
+
+    A page that cannot be written is a warning, and the study goes on.
+    """
+    with drawing(f"The table {TABLE_NAME}"):
+        header, lines = summary(runs)
+        with (out / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["algorithm", *header[1:]], *lines])
+    with drawing(f"The page {PAGE_NAME}"):
+        model = build_model(cfg.model, splits.train, seed=0)
+        num_clients = len(partition(splits.train, cfg, cfg.num_clients, cfg.seeds[0]))
+        facts = {
+            "Data": f"{cfg.data.name}, {len(splits.train):,} samples",
+            "Objectives": ", ".join(splits.train.objectives),
+            "Model": f"{cfg.model.name}, {num_parameters(model):,} parameters",
+            "Clients": f"{num_clients}, {cfg.partition.kind}",
+        }
+        page = settings_page(
+            runs,
+            folder=out,
+            title=f"Algorithms on {cfg.data.name}",
+            facts=facts,
+            method=METHOD.format(measured=MEASURED[cfg.split]),
+            config=to_yaml(cfg),
+        )
+        write_page(out / PAGE_NAME, page)
+
+
+def summary(runs: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and the rows of the final figures, means over the seeds."""
+    settings, _ = comparable(runs)
+    criteria = criteria_of(settings)
+    texts = further_texts(settings, criteria)
+    return summary_table(settings, criteria[0], texts, has_spread=False)
 
 
 def main(cfg: ClassicConfig) -> Path:
@@ -277,9 +315,9 @@ def main(cfg: ClassicConfig) -> Path:
     result = run_classic(cfg)
     title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"
     with drawing("The table"):
-        print_table(title, *fmoo_page.summary(cfg, result.runs))
-    for where, text in fmoo_page.alarms_of(cfg, result.runs):
+        print_table(title, *summary(result.runs))
+    for where, text in alarms_of(result.runs):
         print(f"note: {printable(f'{where}: {text}', max_length=5_000)}")
-    page = result.path / fmoo_page.PAGE_NAME
+    page = result.path / PAGE_NAME
     print(legible(f"page     {page}\n{time.perf_counter() - start:.0f} s"))
     return result.path

@@ -7,8 +7,8 @@ import torch
 from firm.federation import ServerState, State
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo import Scores, Splits, TaskData
-from firm.fmoo.metrics import improved_share, local_progress
 from firm.fmoo.progress import local_models
+from firm.fronts.measures import improved_share, local_progress
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.fmoo_loading import Federation
 from firm.quantities import Quantity, register
@@ -24,7 +24,6 @@ register(
         "something.",
         kind="round",
         type=Share,
-        section="",
         axis={"tickformat": "~%"},
     ),
     Quantity("users", kind="evaluation", type=dict[str, Share]),

@@ -1,9 +1,7 @@
 """Runs a study: several settings of a run, each with several seeds, side by side."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from firm.federation.outside import legible
@@ -11,11 +9,11 @@ from firm.fields import PositiveFloat, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
-from firm.report import Record
-from firm.report.ledger import total_bytes
+from firm.report.criteria import criteria_of
 from firm.report.page import PAGE_NAME, Table
-from firm.report.record import final_figure, final_reward, final_score, study_records
-from firm.report.settings_page import difference_table, study_figures, write_study_page
+from firm.report.record import study_records
+from firm.report.settings_page import study_figures, write_settings_page
+from firm.report.settings_tables import difference_table, summary_table
 from firm.report.static import save_figure
 from firm.report.tables import scales, settings_of
 from firm.run import Sweep, check_slugs, compose, dated_folder, print_table, slug, to_yaml
@@ -100,8 +98,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     if sweep is None:
         return None
     by_setting = study_records(sweep)
-    header, rows = table(by_setting)
-    page = write_study_page(
+    page = write_settings_page(
         out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
     )
     sets = {slug(name): labels for name, labels in cfg.figures.items()}
@@ -109,8 +106,14 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     for name, figure in figures.items():
         with drawing(f"The figure {name}"):
             save_figure(figure, out / "figures" / name)
-    groups = [group for group in scales(settings_of(by_setting)) if len(group) > 1]
-    return StudyResult(out, header, rows, [difference_table(group) for group in groups], page)
+    settings = settings_of(by_setting)
+    header, rows = summary_table(settings, criteria_of(settings)[0], {}, has_spread=True)
+    differences = [
+        difference_table(group, criteria_of(group)[0])
+        for group in scales(settings)
+        if len(group) > 1
+    ]
+    return StudyResult(out, header, rows, differences, page)
 
 
 def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:
@@ -131,34 +134,6 @@ def study_of(sweep: Sweep) -> StudyConfig:
     """Returns the configuration of a study that was begun; keys that may change are defaults."""
     settings = list(sweep.manifest["config"].items())
     return compose(StudyConfig, [], settings, source=f"the study {sweep.path}")
-
-
-def table(by_setting: Mapping[str, Sequence[Record]]) -> tuple[list[str], list[list[str]]]:
-    """Returns header and rows: rewards, further scores, KL and bytes of every setting."""
-    final = {setting: [_figures(record) for record in runs] for setting, runs in by_setting.items()}
-    names = dict.fromkeys(name for runs in final.values() for run in runs for name in run)
-    rows = [
-        [setting, *(_spread([run[name] for run in runs if name in run]) for name in names)]
-        for setting, runs in final.items()
-    ]
-    return ["", *names], rows
-
-
-def _figures(record: Record) -> dict[str, float]:
-    """Returns what the last evaluation on the test prompts and the rounds say."""
-    figures = {
-        **{name: final_reward(name)(record) for name in record.objectives},
-        **{name: final_score(name)(record) for name in record.extra_scores()},
-        "KL": final_figure("kl")(record),
-        "MB up": total_bytes(record, "bytes_up") / 1e6,
-    }
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def _spread(values: list[float]) -> str:
-    if not values:
-        return ""
-    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> AlignmentConfig:

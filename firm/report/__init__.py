@@ -1,16 +1,17 @@
 """Runs → one tidy table → figures → pages.
 
-`record` reads a run directory and `tables` makes one tidy table of its numbers, of one run or of
-several settings over seeds. `firm.quantities` names them. `drawing`, `plane`, `run_figures`,
-`classic_figures` and `scaling` draw them in one style as plain data for plotly; `static` draws the
-same figures as PNG and SVG with the data beside them. `page` is the one model of a page with its
-template. On it stand `run_page` (one run), `settings_page` (settings over seeds), `front_page` (a
-sweep over preferences), `classic_page` (vision and tables) and `comparison` (evaluated adapters).
+`record` reads a run directory, and `tables` puts the numbers of one run, or of several settings
+over seeds, into one tidy table. `firm.quantities` registers their titles and units. `drawing`,
+`plane`, `run_figures`, `outcome_figures` and `scaling` draw them in one style as plain data for
+plotly; `static` draws the same figures as PNG and SVG and writes their data as CSV. `page` is the
+model of every page, with its template. There are four pages: `run_page` (one run), `settings_page`
+(settings over seeds, of language models or classic algorithms), `front_page` (a sweep over
+preferences) and `comparison` (evaluated adapters). `terminal` prints what a study reached.
 
-A page is one self-contained file that asks nothing of the network; those of a sweep or study and
-its points share the plotly.min.js in its folder. What cannot be drawn, because
-the files of a run hold what they should not, is a note on its page and a warning; a run never ends
-for it. `python -m firm.report FOLDER` makes the page of any run, sweep or study one file.
+A page is one self-contained file that needs no network; pages of a sweep or study share the
+plotly.min.js in its folder. A section that cannot be drawn, because the files of a run hold
+invalid values, becomes a note on the page and a warning; it never ends a run.
+`python -m firm.report FOLDER` makes the page of a run, sweep or study one file.
 """
 
 from firm.report.page import alarms

@@ -1,9 +1,8 @@
-"""Rewrites the report of a run in one file, or prints how the settings of a study compare.
+"""Rewrites the report of a run as one file, or prints how the settings of a study compare.
 
-`python -m firm.report RUN`, also for a point of a sweep or study, whose pages share a file else;
-`python -m firm.report FOLDER` puts that file into the page of the sweep or study itself.
-`python -m firm.report STUDY --against FIRM` for a study of language models; `python -m firm.report
-STUDY --rounds 50 100 --against FSMGDA` for a classic one.
+`python -m firm.report FOLDER` makes the page of a run, sweep or study stand alone: pages of a sweep
+or study otherwise share one file of plotly. `python -m firm.report STUDY --against SETTING` prints
+the differences at the end; `--rounds 50 100` prints the values, and the differences, at rounds.
 """
 
 import argparse
@@ -11,10 +10,9 @@ import sys
 from pathlib import Path
 
 from firm.console import accept_any_text
-from firm.report.classic_rounds import print_rounds
 from firm.report.page import PAGE_NAME, stand_alone
 from firm.report.run_page import write_report
-from firm.report.settings_page import print_differences
+from firm.report.terminal import print_differences, print_rounds
 from firm.run.errors import exit_on_user_error
 from firm.run.sweep import SWEEP_NAME
 
@@ -23,12 +21,12 @@ def main(argv: list[str] | None = None) -> None:
     """Writes a self-contained report.html into the directory and prints where it lies."""
     parser = argparse.ArgumentParser(
         prog="python -m firm.report",
-        description="Rewrite report.html of a run, sweep or study, in one file; with --against, "
-        "print how a study of language models ends beside one of its settings; with --rounds, what "
-        "a study of classic algorithms had come to in these rounds.",
+        description="Rewrite report.html of a run, sweep or study as one file; with --against, "
+        "print how the settings of a study differ from one of them; with --rounds, print what they "
+        "had reached in these rounds.",
     )
     parser.add_argument("run_path", type=Path, metavar="DIR", help="directory of the run or study")
-    parser.add_argument("--rounds", type=int, nargs="+", help="rounds of a classic study")
+    parser.add_argument("--rounds", type=int, nargs="+", help="evaluated rounds of a study")
     parser.add_argument("--against", help="setting that the others are compared with, by seed")
     accept_any_text()
     options = parser.parse_args(argv)

@@ -47,6 +47,7 @@ from firm.report.page import (
 )
 from firm.report.plane import KL, REWARD, Cloud, Spot, clouds_of, planes
 from firm.report.record import Record
+from firm.report.settings_tables import ledger_table
 from firm.report.static import PaperFigure, plane_figure
 from firm.report.tables import Frame, Setting, mean_and_error, settings_of
 from firm.run.errors import UserError
@@ -96,6 +97,7 @@ def front_page(
     notes: list[str] = []
     part = partial(drawn_part, notices)
     rewards = row_rewards or {}
+    objectives = next(iter(fronts.values())).objectives
     settings = part("The trainings", lambda: _settings(fronts, runs), [])
     draws: dict[str, Callable[[], Block]] = {
         "trade-off": lambda: plane_section(fronts),
@@ -108,12 +110,12 @@ def front_page(
     }
     if settings:
         draws |= {
-            "ledger": lambda: sections.ledger_table(settings),
+            "ledger": lambda: ledger_table(settings),
             "samples": lambda: sections.shared_samples(settings),
-            "weights": lambda: sections.weights_section(settings),
+            "weights": lambda: sections.weights_section(settings, objectives, "weights"),
         }
     blocks = [drawn_block(name, draw) for name, draw in draws.items()]
-    blocks += sections.training_blocks(settings) if settings else []
+    blocks += sections.training_blocks(settings, objectives) if settings else []
     # the trainings' figures have a line and a button for each method and preference
     keys = [setting.key for setting in [*_methods(fronts), *settings]]
     records = {record.path: record for own in runs.values() for record in own.values()}

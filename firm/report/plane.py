@@ -87,15 +87,18 @@ class Cloud:
 def clouds_of(
     groups: Mapping[Setting, Sequence[tuple[Mapping[str, str], Sequence[Spot]]]],
     objectives: Sequence[str],
+    *,
+    sign: int = 1,
 ) -> list[Cloud]:
     """Returns the means of groups of models, by setting, and the models behind means of several.
 
     A mean is dominated where another one, of any setting, is at least as good in all rewards and
-    better in one. With each group of models stand the facts that open those of its mean.
+    better in one. Each group of models comes with the first facts of its mean. A sign of -1 says
+    that lower values are better.
     """
     means = {setting: [_mean(*group) for group in own] for setting, own in groups.items()}
     everything = [mean for own in means.values() for mean in own]
-    places = [[mean.place[name] for name in objectives] for mean in everything]
+    places = [[sign * mean.place[name] for name in objectives] for mean in everything]
     kept = iter(non_dominated(places)) if places else iter(())
     return [
         Cloud(
@@ -129,6 +132,7 @@ def planes(
     *,
     unit: str = REWARD,
     base: Place | None = None,
+    base_name: str = "base model",
     reference: Place | None = None,
 ) -> list[Panel]:
     """Returns one plane per pair of objectives; with a single one, its value against the KL.
@@ -146,7 +150,7 @@ def planes(
         middle = fmean(axes[0]["range"])
         traces = [t for cloud in clouds for t in _traces(cloud, x, y, middle) if t["x"]]
         if base and _has(base, x, y):
-            traces.append(_mark(base, x, y, Key("base model", INK), "asterisk-open"))
+            traces.append(_mark(base, x, y, Key(base_name, INK), "asterisk-open"))
         notes = {}
         if reference and _has(reference, x, y):
             key = Key("reference point", MUTED)

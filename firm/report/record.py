@@ -42,13 +42,19 @@ class Record:
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run."""
-        return self.settings.get("seed")
+        """The seed of the run; the configuration of a classic run has a list of one."""
+        (only,) = self.settings.get("seeds") or [None]
+        return self.settings.get("seed", only)
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """The configuration in which runs of a study differ; of a classic run its algorithm's."""
+        return next(iter((self.settings.get("algorithms") or {}).values()), self.settings)
 
     @property
     def preference(self) -> tuple[float, ...] | None:
         """What the strategy was asked for: its preference or fixed weights; None without one."""
-        strategy = self.settings.get("strategy") or {}
+        strategy = self.method.get("strategy") or {}
         shares = strategy.get("preference") or strategy.get("weights")
         return tuple(shares) if isinstance(shares, list) else None
 

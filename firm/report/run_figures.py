@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import combinations
 
+from firm.federation.rivals import RIVALS
 from firm.quantities import Quantity, shown
 from firm.report import formats
 from firm.report.drawing import INK, MUTED, Key, Panel, Trace, bars, curve, nonempty, rounds_figure
@@ -43,10 +44,8 @@ CUT = Key("replies that the length limit cut", MUTED, "dash")
 UP = Key("clients to server", "var(--up)")
 DOWN = Key("server to clients", "var(--down)", "dash")
 """Nearly equal in most runs: the dashes let both be seen."""
-WOULD_SEND = {
-    "FedCMOO-A": Key("FedCMOO-A would have sent up", "var(--client-3)", "dot", is_thin=True),
-    "FSMGDA": Key("FSMGDA would have sent up", "var(--client-4)", "dot", is_thin=True),
-}
+RIVAL_COLOR = 3
+"""Place of the first rival's colour among those of the clients."""
 SERVER = Key("weights of the server", "var(--round-last)", "dash")
 VIEWS = {
     "epsilon": Key("for those who see the models and know who took part", INK),
@@ -54,6 +53,19 @@ VIEWS = {
     "epsilon_server": Key("for the server", "var(--round-last)", "dot"),
 }
 """Against whom the row of a round states the privacy spent, by its key."""
+
+
+def rival_keys() -> dict[str, Key]:
+    """Returns the keys of the algorithms that would have sent more in a run's place, by name."""
+    return {
+        name: Key(
+            f"{name} would have sent up",
+            f"var(--client-{(RIVAL_COLOR + place) % NUM_CLIENT_COLORS})",
+            "dot",
+            is_thin=True,
+        )
+        for place, name in enumerate(RIVALS)
+    }
 
 
 def objective_color(record: Record, objective: str) -> str:
@@ -313,7 +325,7 @@ def cost_curves(run: Setting) -> list[Panel]:
     ]
     if len(record.objectives) > 1:
         traffic += [
-            curve(key, uploads_so_far(record, name), size=0) for name, key in WOULD_SEND.items()
+            curve(key, uploads_so_far(record, name), size=0) for name, key in rival_keys().items()
         ]
     seconds = []
     rounds = [row["round"] for row in record.rounds]

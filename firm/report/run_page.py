@@ -10,13 +10,14 @@ from statistics import fmean
 
 from markupsafe import Markup
 
+from firm.federation.rivals import RIVALS
 from firm.quantities import shown
 from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table
 from firm.report.drawing import INK, MUTED, Key
 from firm.report.front_page import plane_section, preference_section
-from firm.report.ledger import WOULD_BE, total_bytes, uploads_so_far
+from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.page import (
     PAGE_NAME,
     Block,
@@ -326,7 +327,7 @@ def _cost(run: Setting) -> Section:
         [
             figures.UP,
             figures.DOWN,
-            *(figures.WOULD_SEND.values() if would_send else ()),
+            *(figures.rival_keys().values() if would_send else ()),
             *figures.stage_keys([run]),
             Key("whole round", INK),
         ],
@@ -335,14 +336,14 @@ def _cost(run: Setting) -> Section:
 
 def _would_send(record: Record) -> str:
     """Returns what other algorithms would have uploaded, in a sentence; empty if unknown."""
-    ends = {name: uploads_so_far(record, name)[-1:] for name in WOULD_BE}
+    ends = {name: uploads_so_far(record, name)[-1:] for name in RIVALS}
     if len(record.objectives) < 2 or not all(ends.values()):
         return ""
     others = " and ".join(f"{formats.size(end[0][1])} with {name}" for name, end in ends.items())
     return (
         f" The clients sent {formats.size(total_bytes(record, 'bytes_up'))} up; with as many "
-        f"clients it would have been {others}, by the sizes of what these send: the adapter and "
-        "the uncompressed Jacobian, and one adapter per objective."
+        f"clients it would have been {others}, by the sizes of what these send: "
+        f"{'; '.join(rival.text for rival in RIVALS.values())}."
     )
 
 

@@ -1,125 +1,407 @@
-"""Sections of pages that compare settings: curves over the rounds, costs, and shared samples."""
+"""Sections of the page that compares settings; without quantities for it a section is empty."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from firm.quantities import QUANTITIES, Quantity, shown
+import numpy as np
+
+from firm.fronts.measures import preference_correlation
+from firm.quantities import QUANTITIES, Kind, Quantity, shown
 from firm.report import formats
+from firm.report.criteria import Criterion
 from firm.report.drawing import Panel, Series, axis, bars, figure, nonempty, series_panel
-from firm.report.ledger import FLOAT_BYTES, WOULD_BE, total_bytes, uploads_so_far
-from firm.report.page import Block, Samples, Section, Table, drawn_block
+from firm.report.outcome_figures import (
+    PreferenceOutcome,
+    points_panel,
+    preference_plane,
+    radar_panel,
+    ratios_panel,
+    user_histograms,
+)
+from firm.report.page import Block, Samples, Section, drawn_block
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
-from firm.report.tables import Setting, drawn_objectives, mean_and_error, quantity_panel, seeds_text
+from firm.report.settings_tables import NUM_TABLE_USERS, least_values, user_values
+from firm.report.tables import (
+    Setting,
+    drawn_objectives,
+    mean_and_error,
+    quantity_panel,
+    reference_of,
+    seeds_text,
+    series_of,
+)
+from firm.run.differences import leaves
 
+NUM_OWN_PANELS = 8
+"""Up to this many objectives have panels of their own."""
 NUM_SAMPLES = 8
+NUM_WINDOWS = 12
+"""Noisy lines are running means over this part of their values: a shape rather than a thicket."""
+RUN_KEYS = ("name", "out", "seed", "seeds", "resume", "tracking")
+"""Top-level keys in which runs differ without being other methods."""
 
 
-def is_validated(settings: Sequence[Setting]) -> bool:
-    """Returns whether every setting was scored on validation prompts while it trained."""
-    return all(len(s.records[0].evaluations.get("validation", [])) > 1 for s in settings)
+# --- Criteria -------------------------------------------------------------------------------------
 
 
-def reward_quantity(settings: Sequence[Setting]) -> Quantity:
-    """Returns the calibrated reward, on the validation prompts or in the clients' training."""
-    name = "validation/rewards" if is_validated(settings) else "rewards"
-    return Quantity(name, "{}", "mean reward in [0, 1]", by="objective", axis={})
-
-
-def further_quantities() -> list[Quantity]:
-    """Returns whatever else is registered to be compared."""
-    return [
-        quantity
-        for quantity in shown("further")
-        if quantity.kind != "evaluation" and quantity.by != "pair"
-    ]
-
-
-def objective_panels(name: str, settings: Sequence[Setting], quantity: Quantity) -> list[Panel]:
-    """Returns the figures of a quantity, a line for each setting: one, or one by objective."""
-    if not quantity.by:
-        return [quantity_panel(name, settings, quantity)]
-    return [
-        quantity_panel(f"{name}-{objective}", settings, quantity, objective)
-        for objective in drawn_objectives(quantity, settings[0].objectives)
-    ]
-
-
-def reward_section(settings: Sequence[Setting], name: str) -> Section:
-    """Returns rewards and KL over the rounds, of one scale."""
-    validated = is_validated(settings)
-    kl = QUANTITIES["client", "kl"]
-    kl = replace(kl, name="validation/kl") if validated else kl
+def curve_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
+    """Returns a criterion over the rounds: mean, single objectives or the worst one, and the KL."""
+    entry, objectives = replace(criterion.quantity, name=criterion.curve), criterion.objectives
+    lines: list[tuple[str, str, dict[str, Any]]] = []
+    if len(objectives) > 1:
+        lines.append(("mean", "Mean over the objectives", {}))
+    if len(objectives) <= NUM_OWN_PANELS:
+        lines += [(objective, objective, {"objective": objective}) for objective in objectives]
+    else:
+        lines.append(("worst", "Worst objective of each round", {"how": criterion.worst_how}))
     panels = [
-        *objective_panels(name, settings, reward_quantity(settings)),
-        quantity_panel(f"{name}-kl", settings, kl),
+        quantity_panel(f"{name}-{key}", settings, entry, title=title, **options)
+        for key, title, options in lines
     ]
-    which = (
-        "Of the global model on the validation prompts"
-        if validated
-        else "Of the clients' replies while they train, means over the clients"
+    for kl in registered(("client", "kl")):
+        own = replace(kl, name=criterion.beside_curve("kl"))
+        panels.append(quantity_panel(f"{name}-kl", settings, own))
+    split = criterion.curve.rpartition("/")[0]
+    is_training = not split and any(
+        client for s in settings for n in objectives for client in s.lines(criterion.curve, n)
     )
-    text = f"{which}, mapped to [0, 1] by the frozen calibration. {seeds_text(settings)}"
-    return Section(name, "Rewards over the rounds", text, nonempty(panels))
-
-
-def weights_section(settings: Sequence[Setting], name: str = "weights") -> Section:
-    """Returns the weights λ over the rounds and how far the clients' are apart, of one scale."""
-    spread = QUANTITIES["round", "weights_spread"]
-    spread = replace(spread, title="Spread of λ of {} between clients")
-    panels = []
-    if len(settings[0].objectives) > 1:
-        panels += objective_panels(name, settings, QUANTITIES["client", "weights"])
-        panels += objective_panels(f"{name}-spread", settings, spread)
+    what = "Means over the clients while they train" if is_training else "Of the global model"
     return Section(
         name,
-        "Weights of the objectives",
-        "How much each objective's gradient counts in a step, mean over the clients and their "
-        "solves, or the server's weight where it finds one for all. At the dashed line all count "
-        "alike. The spread is the standard deviation between the clients of a round. "
-        f"{seeds_text(settings)}",
+        f"{split.capitalize()} {entry.title} over the rounds".strip(),
+        " ".join(filter(None, [f"{what}.", entry.help, seeds_text(settings)])),
         nonempty(panels),
     )
 
 
-def training_blocks(settings: Sequence[Setting]) -> list[Block]:
-    """Returns the sections on drift and everything else that is compared, and on the cost."""
-    draws = {"drift": _drift_section, "further": _further_section, "cost": _cost_section}
-    return [drawn_block(name, partial(draw, settings)) for name, draw in draws.items()]
+def upload_section(
+    settings: Sequence[Setting], criteria: Sequence[Criterion], name: str
+) -> Section:
+    """Returns the means of all criteria over the uploaded megabytes."""
+    panels = []
+    for criterion in criteria:
+        entry = replace(criterion.quantity, name=criterion.curve)
+        title = f"{'Mean ' if len(criterion.objectives) > 1 else ''}{entry.title}".capitalize()
+        panel_name = f"{name}-{criterion.quantity.name}"
+        panels.append(quantity_panel(panel_name, settings, entry, title=title, over="megabytes"))
+    return Section(
+        name,
+        "The same over uploaded data",
+        "Uploads of all clients together, in megabytes of 10⁶ bytes: an algorithm that sends one "
+        "update per objective spends its budget in fewer rounds.",
+        nonempty(panels),
+    )
 
 
-def _drift_section(settings: Sequence[Setting]) -> Section:
+def radar_section(settings: Sequence[Setting], criteria: Sequence[Criterion], name: str) -> Section:
+    """Returns the final values of three or more objectives; diverged settings are left out."""
+    panels = []
+    for criterion in (criterion for criterion in criteria if len(criterion.objectives) > 2):
+        means = {s.key: own for s in settings if (own := criterion.mean(s)) is not None}
+        if not means:
+            continue
+        word = criterion.quantity.title
+        if criterion.is_higher_better:
+            # one tenth below the lowest value: small differences between good settings show
+            center = max(float(np.floor(10 * np.min(list(means.values())))) - 1, 0) / 10
+            heading = f"Final {word}, from {center:.0%} at the centre"
+            span, ticks = (center, 1.0), {"tickformat": "~%"}
+        else:
+            largest = np.max(list(means.values()), axis=0)
+            scale = np.where(largest > 0, largest, 1.0)
+            means = {key: values / scale for key, values in means.items()}
+            heading = f"Final {word}, relative to the largest of all settings"
+            span, ticks = (0.0, 1.0), {}
+        radii = {key: values.tolist() for key, values in means.items()}
+        panel_name = f"{name}-{criterion.quantity.name}"
+        panels.append(
+            radar_panel(panel_name, heading, radii, criterion.objectives, span=span, **ticks)
+        )
+    return Section(
+        name,
+        "Objective by objective",
+        "Each spoke is an objective, each line a setting, averaged over the seeds. Of losses the "
+        "inner line is better, of everything else the outer one.",
+        panels,
+    )
+
+
+# --- Configurations -------------------------------------------------------------------------------
+
+
+def swept_parameters(settings: Sequence[Setting]) -> dict[str, dict[str, dict[float, Setting]]]:
+    """Returns the numbers that alone differ in a family of settings: by key, family and value.
+
+    The settings of a family have the same name up to a comma.
+    """
+    families: dict[str, list[Setting]] = {}
+    for setting in settings:
+        families.setdefault(setting.name.partition(",")[0], []).append(setting)
+    swept: dict[str, dict[str, dict[float, Setting]]] = {}
+    for family, members in families.items():
+        configs = [_method_leaves(setting) for setting in members]
+        keys = dict.fromkeys(chain.from_iterable(configs))
+        changed = [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+        if len(changed) == 1:
+            values: list[Any] = [config.get(changed[0]) for config in configs]
+            if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+                own = {float(v): setting for v, setting in zip(values, members, strict=True)}
+                swept.setdefault(changed[0], {})[family] = own
+    return swept
+
+
+def _method_leaves(setting: Setting) -> dict[str, Any]:
+    """Returns the values of a method's configuration by dotted key."""
+    return dict(leaves({k: v for k, v in setting.method.items() if k not in RUN_KEYS}))
+
+
+def parameter_section(
+    families: Mapping[str, Mapping[float, Setting]],
+    criteria: Sequence[Criterion],
+    name: str,
+    *,
+    key: str,
+) -> Section:
+    """Returns the final means over the objectives against a parameter.
+
+    Each family is a line, in the colour of its first setting; a value with which a seed diverged
+    has no point.
+    """
+    panels, legend, has_gap = [], {}, False
+    for criterion in criteria:
+        lines = [_against_parameter(family, own, criterion) for family, own in families.items()]
+        if len({x for line in lines for x in line.xs.tolist()}) < 2:
+            continue
+        lines = [line for line in lines if len(line.xs)]
+        entry = criterion.quantity
+        title, x_title = f"Final {entry.title}, mean over the objectives", key.rpartition(".")[2]
+        axes = {"x_title": x_title.replace("_", " "), "y_title": entry.unit, **entry.axis}
+        panels.append(points_panel(f"{name}-{entry.name}", title, lines, **axes))
+        legend |= {line.key.label: line.key for line in lines}
+        has_gap |= any(len(line.xs) < len(families[line.key.label]) for line in lines)
+    text = (
+        "Final values at each value of the parameter; the values are evenly spaced, whatever their "
+        f"distance. {seeds_text([s for own in families.values() for s in own.values()])}"
+        f"{' Values with which a run diverged have no point.' if has_gap else ''}"
+    )
+    return Section(name, f"The setting {key}", text, panels, list(legend.values()))
+
+
+def _against_parameter(
+    family: str, settings: Mapping[float, Setting], criterion: Criterion
+) -> Series:
+    """Returns the final means over the objectives by rising value; those that diverged left out."""
+    ends = {value: criterion.finals(setting).mean(axis=1) for value, setting in settings.items()}
+    known = [value for value in sorted(ends) if len(ends[value]) and np.isfinite(ends[value]).all()]
+    figures = [mean_and_error(ends[value][:, None]) for value in known]  # each [1], [1]
+    means, ses = np.concatenate(figures, axis=1) if figures else np.empty((2, 0))
+    key = replace(next(iter(settings.values())).key, label=family)
+    return Series(key, np.array(known), means, ses)
+
+
+def preference_section(settings: Sequence[Setting], losses: Criterion, name: str) -> Section:
+    """Returns the ratios of two losses that preferences ask for, and those that runs reached.
+
+    A preference r, positive, asks for r₁F₁ = r₂F₂.
+    """
+    outcomes = []
+    for setting in settings if len(losses.objectives) == 2 else ():
+        preference = (setting.method.get("strategy") or {}).get("preference")
+        ends = losses.finals(setting)  # [S, 2]
+        ends = ends[np.isfinite(ends).all(axis=1)]
+        if isinstance(preference, list) and min(preference) > 0 and len(ends):
+            outcomes.append(PreferenceOutcome(setting.key, tuple(preference), ends))
+    if not outcomes:
+        return Section(name, "", "", [])
+    first, second = objectives = losses.objectives
+    text = (
+        f"A preference a : b asks that a times the loss of {first} equal b times that of {second}. "
+        "All such losses lie on one ray, dotted in the first figure; the point of the same colour "
+        "is the mean of the runs that asked for it, with one standard error if there are several. "
+        "In the second figure each point is one run; those on the dashed line reached the ratio "
+        "that they asked for."
+    )
+    limits = least_values(settings, losses)
+    if limits:
+        text += (
+            " The grey region lies below the lowest losses of training for one objective alone; no "
+            "model is expected there."
+        )
+    pairs = [(outcome.preference, row) for outcome in outcomes for row in outcome.losses]
+    correlation = preference_correlation(*zip(*pairs, strict=True))
+    if correlation is not None:
+        text += (
+            " The rank correlation of the ratios asked for and reached is "
+            f"{formats.correlation(correlation, len(pairs))}, with an approximate 95 % interval; "
+            "it is 1 if they come in the same order."
+        )
+    box = (limits[0], limits[1]) if limits else None
+    panels = [
+        preference_plane(name, "Final losses", outcomes, objectives=objectives, limits=box),
+        ratios_panel("ratios", "Ratio of the final losses", outcomes, objectives=objectives),
+    ]
+    legend = [outcome.key for outcome in outcomes]
+    return Section(name, "Losses asked for and reached", text, panels, legend)
+
+
+def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
+    """Returns histograms of the users' final accuracies, one for each setting.
+
+    Only users that all seeds of a setting measured count. Ten or fewer fit into the table.
+    """
+    users = {
+        s.key: user_values(s, criterion).dropna(axis="columns").to_numpy(dtype=float)
+        for s in settings
+    }
+    users = {key: own for key, own in users.items() if own.shape[1] > NUM_TABLE_USERS}
+    if not users:
+        return Section(name, "", "", [])
+    text = (
+        "Final accuracy of the global model on each user's own samples, of "
+        f"{next(iter(users.values())).shape[1]} users, all seeds together. The dashed line marks "
+        "the mean; SD is the standard deviation over the users, in percentage points. Of two "
+        "settings with the same mean, the narrower one treats its users more alike."
+    )
+    return Section(name, "Accuracy, user by user", text, user_histograms(name, users))
+
+
+# --- Over the rounds ------------------------------------------------------------------------------
+
+
+def objective_panels(
+    name: str,
+    settings: Sequence[Setting],
+    quantity: Quantity,
+    objectives: Sequence[str],
+    window: int,
+) -> list[Panel]:
+    """Returns the figures of a quantity, a line for each setting: one, or one by objective."""
+    quantity = replace(quantity, reference=reference_of(quantity, objectives))
+    if not quantity.by:
+        return [quantity_panel(name, settings, quantity, window=window)]
+    return [
+        quantity_panel(f"{name}-{objective}", settings, quantity, objective, window=window)
+        for objective in drawn_objectives(quantity, objectives)
+    ]
+
+
+def quantities_section(
+    settings: Sequence[Setting],
+    objectives: Sequence[str],
+    quantities: Sequence[Quantity],
+    name: str,
+    *,
+    title: str,
+    text: str = "",
+) -> Section:
+    """Returns registered quantities over the rounds, with their help texts."""
+    panels, helps = [], [text]
+    window = max((_window(settings, quantity.name) for quantity in quantities), default=1)
+    for quantity in quantities:
+        place = name if quantity.by and quantity.name == name else f"{name}-{quantity.name}"
+        own = nonempty(objective_panels(place, settings, quantity, objectives, window))
+        panels += own
+        helps += [quantity.help] if own else []
+    sentences = [*helps, _smoothing(window), seeds_text(settings)]
+    return Section(name, title, " ".join(filter(None, sentences)), panels)
+
+
+def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name: str) -> Section:
+    """Returns the weights λ over the rounds and how far apart those of the clients are."""
+    if not 2 <= len(objectives) <= NUM_OWN_PANELS:
+        return Section(name, "", "", [])
+    spread = QUANTITIES["round", "weights_spread"]
     quantities = [
-        QUANTITIES["round", "drift"],
-        QUANTITIES["round", "stationarity"],
-        QUANTITIES["client", "entropy"],
+        replace(QUANTITIES["client", "weights"], help=""),
+        replace(spread, title="Spread of λ of {} between clients", help=""),
     ]
     text = (
-        f"{quantities[0].help} The bound on Pareto stationarity is the most that "
-        "the squared norm of the shortest common gradient can be, on the batches that a round "
-        "draws first, where clients or server saw the Gram matrix; where the server reads "
-        "compressed gradients it is an estimate. Entropy is the clients' mean while they train."
+        "How much each objective's gradient counts in a step: the mean over the clients and their "
+        "solves, or the server's weight where it solves for all. At the dashed line all objectives "
+        "count alike. The spread is the standard deviation between the clients of a round."
     )
-    panels = [
-        panel for q in quantities for panel in objective_panels(f"drift-{q.name}", settings, q)
-    ]
-    return Section("drift", "Drift and stationarity", text, nonempty(panels))
+    title = "Weights of the objectives"
+    return quantities_section(settings, objectives, quantities, name, title=title, text=text)
 
 
-def _further_section(settings: Sequence[Setting]) -> Section:
-    quantities = further_quantities()
-    panels = [
-        panel for q in quantities for panel in objective_panels(f"further-{q.name}", settings, q)
-    ]
-    text = " ".join(q.help for q in quantities if q.help)
-    return Section("further", "Further quantities", text, nonempty(panels))
+def training_blocks(settings: Sequence[Setting], objectives: Sequence[str]) -> list[Block]:
+    """Returns the sections on drift, on everything else that was logged, and on the cost."""
+    drift = registered(("round", "drift"), ("round", "stationarity"), ("client", "entropy"))
+    # the bound falls by orders of magnitude, of which a linear axis shows the first alone
+    log = {"type": "log", "tickformat": "~g", "nticks": 6}
+    drift = [replace(q, axis=log) if q.name == "stationarity" else q for q in drift]
+    own = partial(quantities_section, settings, objectives)
+    draws: dict[str, Callable[[str], Section]] = {
+        "drift": lambda name: own(drift, name, title="Drift and stationarity"),
+        "further": lambda name: own(further_quantities(), name, title="Further quantities"),
+        "cost": lambda name: cost_section(settings, name),
+    }
+    return [drawn_block(name, partial(draw, name)) for name, draw in draws.items()]
 
 
-def _cost_section(settings: Sequence[Setting]) -> Section:
+def registered(*places: tuple[Kind, str]) -> list[Quantity]:
+    """Returns the quantities of these kinds and names that a part of the program registered."""
+    return [QUANTITIES[place] for place in places if place in QUANTITIES]
+
+
+def further_quantities() -> list[Quantity]:
+    """Returns the registered quantities that no other section shows."""
+    return [q for q in shown("further") if q.kind != "evaluation" and q.by != "pair"]
+
+
+def progress_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
+    """Returns how far a local training of each setting lowers the losses, from the same models.
+
+    A setting that measured "progress" is a panel: by setting and objective, the loss before a local
+    training from the round's global model less that after it, averaged over the clients.
+    """
+    opening = criterion.beside("progress/")
+    measured = {s: quantities for s in settings if (quantities := s.quantities(opening))}
+    names = dict.fromkeys(chain.from_iterable(measured.values()))
+    window = max((_window(settings, quantity) for quantity in names), default=1)
+    labels = [*(s.name for s in settings), *(n.removeprefix(opening) for n in names)]
+    # a setting that has not run yet is trained from these models, too, and needs a colour
+    keys = {label: Setting(label, at, ()).key for at, label in enumerate(dict.fromkeys(labels))}
+    keys |= {setting.name: setting.key for setting in settings}
+    panels, legend = [], {}
+    for source, quantities in measured.items():
+        lines = [
+            series_of(source, quantity, window=window, key=keys[quantity.removeprefix(opening)])
+            for quantity in quantities
+        ]
+        lines = [line for line in lines if line]
+        legend |= {line.key.label: line.key for line in lines}
+        title, panel_name = f"From the models of {source.name}", f"{name}-{len(panels)}"
+        axes: Any = {"y_title": "fall of the loss", "rangemode": "tozero"}
+        panels.append(series_panel(panel_name, title, lines, **axes))
+    text = (
+        "By how much one round's local training lowers the losses on the client's own samples, "
+        "mean over clients and objectives. All settings start from the same global models, those "
+        f"of the run that the figure names. {_smoothing(window)}"
+    )
+    return Section(name, "Progress of a local training", text, panels, list(legend.values()))
+
+
+def _window(settings: Sequence[Setting], quantity: str) -> int:
+    """Returns over how many measured rounds the lines of a quantity are averaged."""
+    counts = [s.values(quantity).query("seed == 0")["round"].nunique() for s in settings]
+    return max(1, max(counts) // NUM_WINDOWS)
+
+
+def _smoothing(window: int) -> str:
+    return f"Each point is the mean of the last {window} values measured." if window > 1 else ""
+
+
+# --- Costs and samples ----------------------------------------------------------------------------
+
+
+def cost_section(settings: Sequence[Setting], name: str) -> Section:
     """Returns the bytes sent so far, and the seconds of a round by stage."""
     panels = []
     for key, way in (("up", "Clients to server"), ("down", "Server to clients")):
@@ -131,27 +413,28 @@ def _cost_section(settings: Sequence[Setting]) -> Section:
                 series.append(Series(setting.key, xs, *mean_and_error(sent.to_numpy().T)))
         axes: Any = {"y_title": "MB so far", "rangemode": "tozero"}
         panels.append(
-            series_panel(f"cost-megabytes_{key}", way, series, num_bands=len(series), **axes)
+            series_panel(f"{name}-megabytes_{key}", way, series, num_bands=len(series), **axes)
         )
-    text = (
-        "What the federation sent so far, as serialised, in MB of 10⁶ bytes. The bars are seconds "
-        "per stage of a round, summed over its clients, means over rounds and seeds; they are "
-        "those of machines that may have done other work as well."
-    )
-    panels = nonempty([*panels, _seconds_panel(settings)])
-    return Section("cost", "Bytes and seconds", text, panels, stage_keys(settings))
+    text = "Traffic of the federation so far, as serialised, in MB of 10⁶ bytes."
+    if stages := stage_keys(settings):
+        panels.append(_seconds_panel(settings, f"{name}-seconds"))
+        text += (
+            " The bars are seconds per stage of a round, summed over its clients, means over "
+            "rounds and seeds; the machines may have done other work as well."
+        )
+    return Section(name, "Bytes and seconds", text, nonempty(panels), stages)
 
 
-def _seconds_panel(settings: Sequence[Setting]) -> Panel:
+def _seconds_panel(settings: Sequence[Setting], name: str) -> Panel:
     """Returns stacked bars, one for each setting."""
     traces = []
     for setting in settings:
-        seconds, name = stage_seconds(setting), escape(setting.name)
+        seconds, label = stage_seconds(setting), escape(setting.name)
         for key in stage_keys(settings):
-            hover = f"{name}<br>{escape(key.label)}: %{{x:.3g}} s"
-            options = {"legendgroup": name, "showlegend": setting is settings[0]}
+            hover = f"{label}<br>{escape(key.label)}: %{{x:.3g}} s"
+            options = {"legendgroup": label, "showlegend": setting is settings[0]}
             traces.append(
-                bars(key, [seconds.get(key.label, 0.0)], [name], hover, orientation="h", **options)
+                bars(key, [seconds.get(key.label, 0.0)], [label], hover, orientation="h", **options)
             )
     made = figure(
         traces,
@@ -161,7 +444,7 @@ def _seconds_panel(settings: Sequence[Setting]) -> Panel:
         barmode="stack",
         bargap=0.25,
     )
-    return Panel("cost-seconds", "Seconds per round, by stage", made)
+    return Panel(name, "Seconds per round, by stage", made)
 
 
 def stage_seconds(setting: Setting) -> dict[str, float]:
@@ -177,43 +460,15 @@ def stage_seconds(setting: Setting) -> dict[str, float]:
     return seconds
 
 
-def ledger_table(settings: Sequence[Setting]) -> Table:
-    """Returns what each setting sent, and what others would have sent in its place."""
-    rows = []
-    for setting in settings:
-        records = setting.records
-        num_rounds = max(1, round(fmean(record.last_round for record in records)))
-        up, down = (
-            fmean(total_bytes(r, key) for r in records) for key in ("bytes_up", "bytes_down")
-        )
-        others = []
-        for name in WOULD_BE:
-            ends = [uploads_so_far(record, name)[-1:] for record in records]
-            mean = fmean(end[0][1] for end in ends) if all(ends) else None
-            others.append(formats.MISSING if mean is None else formats.size(mean))
-        sizes = [formats.size(value) for value in (up / num_rounds, up, down / num_rounds, down)]
-        rows.append([setting.name, *sizes, *others])
-    headings = ["setting", "up per round", "up in total", "down per round", "down in total"]
-    return Table(
-        "Communication",
-        "Bytes as serialised, all clients together, means over the seeds. The last columns are "
-        "what FedCMOO-A and FSMGDA would have uploaded with as many clients in as many rounds, by "
-        f"the sizes of what they send: FedCMOO-A the adapter and an uncompressed Jacobian of "
-        f"M × d numbers of {FLOAT_BYTES} bytes, FSMGDA M adapters, each without the names and "
-        "metrics that come on top of what was measured.",
-        [*headings, *(f"up with {name}" for name in WOULD_BE)],
-        rows,
-    )
-
-
 def shared_samples(settings: Sequence[Setting]) -> Samples:
-    """Returns prompts that all settings' first runs answered, with their replies, and who replied.
+    """Returns the prompts that the first runs of all settings answered, with their replies.
 
     The base model's reply, which is that of the first setting's run, comes first.
     """
     by_setting = {
         setting: {s.turns: s for s in samples_of(setting.records[0]) if len(s.replies) > 1}
         for setting in settings
+        if setting.records
     }
     named = {setting: own for setting, own in by_setting.items() if own}
     first = next(iter(named.values()), {})

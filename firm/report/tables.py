@@ -1,7 +1,7 @@
 """Runs as one tidy table, and its means over clients, objectives and seeds."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 from statistics import fmean
@@ -27,7 +27,7 @@ COLORS = (
 DASHES = ("solid", "dash", "dot")
 """Lines past the number of colours are told apart by their dashes."""
 
-How = Literal["mean", "worst"]
+How = Literal["mean", "lowest", "highest"]
 Frame = Any
 """A pandas.DataFrame: without stubs, type checkers take most of its methods for something else."""
 Place = tuple[int, str, str, str]
@@ -96,8 +96,6 @@ class Setting:
     runs: Sequence[Sequence[Row]]
     """Rows of each run. "round" is in every row; round 0 is the initial model. What belongs to a
     round may stand in one row or in several."""
-    left_out: Sequence[str] = ()
-    """What was not valid in the logs behind the rows."""
     records: Sequence[Record] = ()
     """The runs, where they come from directories."""
 
@@ -116,6 +114,21 @@ class Setting:
     def objectives(self) -> tuple[str, ...]:
         """The objectives of the runs' directories."""
         return self.records[0].objectives if self.records else ()
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seed of each run; rows without a directory are numbered."""
+        return [record.seed for record in self.records] or list(range(len(self.runs)))
+
+    @property
+    def method(self) -> Mapping[str, Any]:
+        """The configuration in which the settings of a study differ, that of the first run."""
+        return self.records[0].method if self.records else {}
+
+    def at(self, places: Sequence[int]) -> "Setting":
+        """Returns the setting with some of its runs."""
+        kept = [[own[place] for place in places if own] for own in (self.runs, self.records)]
+        return replace(self, runs=kept[0], records=kept[1])
 
     @cached_property
     def _numbers(self) -> list[dict[Place, list[float | None]]]:
@@ -167,12 +180,36 @@ class Setting:
         """Returns the lines of the table that hold a quantity."""
         return self.table[self.table["quantity"] == quantity]
 
-    def finals(self, quantity: str, objectives: Sequence[str] = ("",)) -> np.ndarray:
-        """Returns the last values of each run that has some, shape [S, M]; NaN for lost ones."""
+    def objectives_by_run(self, quantity: str) -> list[tuple[str, ...]]:
+        """Returns the objectives that a quantity has in each run."""
+        return [tuple(run.get(quantity, ())) for run in self._lines]
+
+    def ends(self, quantity: str, objectives: Sequence[str] = ("",)) -> Frame:
+        """Returns the last values of the runs that log all these objectives, by seed and objective.
+
+        A logged value that is not finite is NaN. An initial model counts as final only where a run
+        was asked for no rounds.
+        """
         lines = self.values(quantity)
-        last = lines[lines["round"] == lines.groupby("seed")["round"].transform("max")]
-        table = last.pivot(index="seed", columns="objective", values="value")
-        return table.reindex(columns=list(objectives)).to_numpy()
+        waits = {place for place, record in enumerate(self.records) if record.num_rounds}
+        lines = lines[(lines["round"] > 0) | ~lines["seed"].isin(waits)]
+        rounds = lines[lines["objective"].isin(objectives)].groupby("seed")["round"]
+        return self._at(lines[lines["round"] == lines["seed"].map(rounds.max())], objectives)
+
+    def starts(self, quantity: str, objectives: Sequence[str] = ("",)) -> Frame:
+        """Returns the values of the initial models, like `ends`."""
+        lines = self.values(quantity)
+        return self._at(lines[lines["round"] == 0], objectives)
+
+    def _at(self, lines: Frame, objectives: Sequence[str]) -> Frame:
+        own = lines[(lines["client"] == "") & lines["objective"].isin(objectives)]
+        own = own[own.groupby("seed")["objective"].transform("size") == len(objectives)]
+        table = own.pivot(index="seed", columns="objective", values="value")
+        return table.reindex(columns=list(objectives)).rename(index=dict(enumerate(self.seeds)))
+
+    def finals(self, quantity: str, objectives: Sequence[str] = ("",)) -> np.ndarray:
+        """Returns `ends` as an array, shape [S, M]."""
+        return self.ends(quantity, objectives).to_numpy(dtype=float)
 
     def curves(self, quantity: str, objective: str | None = None, *, how: How = "mean") -> Frame:
         """Returns a quantity by rising round, a column for each seed that has it in any round.
@@ -183,10 +220,11 @@ class Setting:
         Args:
             quantity: Its name.
             objective: The objective, or None for all of them.
-            how: Of all objectives the mean, or the worst: the largest loss or the lowest accuracy.
+            how: Of all objectives the mean, the lowest or the highest.
         """
-        worst = max if quantity == "losses" else min
-        combine: Callable[[list[float]], float] = fmean if how == "mean" else worst
+        by_how: dict[How, Callable[[list[float]], float]]
+        by_how = {"mean": fmean, "lowest": min, "highest": max}
+        combine = by_how[how]
         by_seed = {}
         for seed, run in enumerate(self._lines):
             own = run.get(quantity, {})
@@ -352,7 +390,7 @@ def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list
     settings = [
         Setting.of(name, index, known)
         for index, (name, records) in enumerate(runs.items(), start=first)
-        if (known := [record for record in records if record.header])
+        if (known := [record for record in records if record.rows])
     ]
     if not settings:
         raise UserError(f"none of {len(runs)} settings has a run with metrics; run one first.")
@@ -361,7 +399,7 @@ def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list
         for record in setting.records[1:]:
             if not is_same_scale(start, record):
                 raise UserError(
-                    f"rewards of {setting.name!r} mean different things: {start.name} and "
+                    f"values of {setting.name!r} mean different things: {start.name} and "
                     f"{record.name} have other objectives or calibrations; run its seeds with one "
                     "evaluation.calibration_seed."
                 )
@@ -369,11 +407,12 @@ def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list
 
 
 def scales(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Returns the settings in groups whose rewards mean the same."""
+    """Returns the settings in groups whose values mean the same."""
     groups: list[list[Setting]] = []
     for setting in settings:
         for group in groups:
-            if is_same_scale(group[0].records[0], setting.records[0]):
+            pairs = zip(group[0].records[:1], setting.records[:1], strict=True)
+            if all(is_same_scale(first, second) for first, second in pairs):
                 group.append(setting)
                 break
         else:

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from firm.report import read_record, update_report, write_report
-from firm.report.settings_page import write_study_page
+from firm.report.settings_page import write_settings_page
 from tests.runs import edit_rows, read_rows
 
 
@@ -78,7 +78,7 @@ def test_words_in_the_figures_of_a_study_have_room(page, make_run, tmp_path, wid
         name: [read_record(make_run(f"{place}", num_done=2, num_rounds=2, seed=place))]
         for place, name in enumerate(("FIRM", "weights of a quarter and three quarters"))
     }
-    page.open(write_study_page(tmp_path / "report.html", runs), width=width)
+    page.open(write_settings_page(tmp_path / "report.html", runs), width=width)
     assert page(WORDS_IN_FIGURES) == []
 
 

@@ -12,13 +12,17 @@ from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.report.ledger import UPLOADS, total_bytes, uploads_so_far
+from firm.report.ledger import RIVALS, total_bytes, uploads_so_far
 from firm.report.record import read_record
 from firm.report.tables import Setting
 
 NUM_TRAINABLE = 20_000
 OVERHEAD = 4_000
 """Bytes per client, at most, of names, shapes and metrics in these rounds."""
+UPLOADS = {
+    "FIRM": lambda num_objectives, num_trainable, adapter_bytes: adapter_bytes,
+    **{name: rival.upload for name, rival in RIVALS.items()},
+}
 CONFIGS = {
     "FIRM": FirmConfig(num_local_steps=1),
     "FedCMOO-A": FedCmooConfig(
@@ -103,4 +107,4 @@ def test_measured_bytes_add_up_over_the_rounds(make_run):
 def test_a_run_that_tells_no_sizes_is_set_beside_nothing(make_run):
     record = read_record(make_run(num_done=2))
     del record.header["num_trainable"]
-    assert all(uploads_so_far(record, name) == [] for name in UPLOADS)
+    assert all(uploads_so_far(record, name) == [] for name in RIVALS)

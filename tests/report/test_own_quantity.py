@@ -6,7 +6,7 @@ import pytest
 
 from firm.quantities import Quantity, register
 from firm.report import read_record, write_report
-from firm.report.settings_page import study_figures, write_study_page
+from firm.report.settings_page import study_figures, write_settings_page
 from firm.report.static import save_figure
 from firm.run.tracking import flatten
 from firm.schema import NonNegative
@@ -54,7 +54,7 @@ def test_it_stands_on_the_page_of_the_run_with_its_title_unit_and_help(run_path)
 
 def test_it_stands_in_the_study_and_in_the_data_of_its_figures(run_path, tmp_path):
     runs = {"FIRM": [read_record(run_path)]}
-    shown = figures_in(write_study_page(tmp_path / "study.html", runs))
+    shown = figures_in(write_settings_page(tmp_path / "study.html", runs))
     assert shown["further-surprise-helpful"]["figure"]["data"][0]["y"] == [0.25, 0.5, 0.75]
     assert shown["further-calm"]["title"] == "Calm of the server"
     figure = study_figures(runs, folder=tmp_path)["surprise"]

@@ -17,7 +17,7 @@ from firm.fronts import Front, Point
 from firm.report import page, read_record, run_page, update_report, write_report
 from firm.report.__main__ import main
 from firm.report.front_page import write_front_page
-from firm.report.settings_page import study_figures, write_study_page
+from firm.report.settings_page import study_figures, write_settings_page
 from tests.runs import figures_in, read_rows, write_rows
 
 Place = tuple[str | int, ...]
@@ -331,7 +331,7 @@ def test_a_ruined_run_hides_no_other_of_a_study(make_run, tmp_path, name):
     }
     ruin(paths["FIRM"][0], VALUES[name])
     runs = {setting: [read_record(path) for path in found] for setting, found in paths.items()}
-    html = write_study_page(tmp_path / "page.html", runs).read_text()
+    html = write_settings_page(tmp_path / "page.html", runs).read_text()
     drawn = figures_in(html)
     for panel in (
         "rewards-helpful",

@@ -371,7 +371,7 @@ def test_the_ledger_shows_what_others_would_have_sent(make_run):
     lines = traces(figures.cost_curves(setting(record)), "bytes")
     sizes = record.header["adapter_bytes"], 8 * record.header["num_trainable"]
     each = {"FedCMOO-A": sum(sizes), "FSMGDA": 2 * sizes[0]}
-    for name, key in figures.WOULD_SEND.items():
+    for name, key in figures.rival_keys().items():
         assert lines[key.label] == {1: 4 * each[name], 2: 8 * each[name]}
 
 

@@ -8,17 +8,18 @@ import pytest
 from scipy import stats
 
 from firm.report import read_record
-from firm.report.formats import measure, size
+from firm.report.criteria import criteria_of
+from firm.report.formats import measure, number, size
 from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.plane import KL
 from firm.report.record import final_row
 from firm.report.settings_page import (
-    difference_table,
     setting_clouds,
     study_figures,
-    write_study_page,
+    write_settings_page,
 )
 from firm.report.settings_sections import shared_samples, stage_seconds
+from firm.report.settings_tables import difference_table
 from firm.report.tables import Setting, scales, settings_of
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
@@ -82,7 +83,7 @@ def cells(path, first):
 
 def test_curves_are_means_over_the_seeds_with_a_band(make_study, tmp_path):
     runs = make_study("FIRM", "fixed")
-    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    shown = figures_in(write_settings_page(tmp_path / "report.html", runs))
     for name, records in runs.items():
         values = [
             [row["rewards"]["harmless"]["mean"] for row in r.evaluations["validation"]]
@@ -99,7 +100,7 @@ def test_curves_are_means_over_the_seeds_with_a_band(make_study, tmp_path):
 
 def test_weights_are_means_over_solves_clients_and_seeds(make_study, tmp_path):
     runs = make_study("FIRM")
-    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    shown = figures_in(write_settings_page(tmp_path / "report.html", runs))
     curve = line(shown, "weights-helpful", "FIRM")
     for at, value in zip(curve["x"], curve["y"], strict=True):
         own = [
@@ -110,7 +111,7 @@ def test_weights_are_means_over_solves_clients_and_seeds(make_study, tmp_path):
             if row["round"] == at
         ]
         assert value == pytest.approx(fmean(own))
-    spread = line(shown, "weights-spread-helpful", "FIRM")
+    spread = line(shown, "weights-weights_spread-helpful", "FIRM")
     assert spread["y"][0] == pytest.approx(
         fmean(record.rounds[0]["weights_spread"]["helpful"] for record in runs["FIRM"])
     )
@@ -125,7 +126,7 @@ def test_without_validation_rewards_are_those_of_the_training(make_study, tmp_pa
         return None if row.get("split") == "validation" else row
 
     runs["FIRM"] = [edited(record, forget) for record in runs["FIRM"]]
-    path = write_study_page(tmp_path / "report.html", runs)
+    path = write_settings_page(tmp_path / "report.html", runs)
     curve = line(figures_in(path), "rewards-helpful", "FIRM")
     assert (curve["x"], curve["y"]) == ([1, 2, 3], pytest.approx([0.6] * 3))
     assert "while they train" in path.read_text(encoding="utf-8")
@@ -136,7 +137,7 @@ def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
 ):
     runs = make_study("FIRM", "FSMGDA", seeds=(0,))
     runs["FSMGDA"] = [edited(record, as_fsmgda) for record in runs["FSMGDA"]]
-    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    shown = figures_in(write_settings_page(tmp_path / "report.html", runs))
     assert line(shown, "weights-helpful", "FSMGDA")["y"] == [0.25] * 3
     first, second = settings_of(runs)
     sent = means(read_rows(runs["FSMGDA"][0].path, round=2), second.objectives)
@@ -149,12 +150,15 @@ def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
 
 def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tmp_path):
     runs = make_study("FIRM", "fixed")
-    path = write_study_page(tmp_path / "report.html", runs)
+    path = write_settings_page(tmp_path / "report.html", runs)
     for name, records in runs.items():
         final, *differences, ledger = cells(path, name)[: 2 if name == "FIRM" else 3]
         rows = [record.evaluations["test"][-1] for record in records]
+        rewards = [[row["rewards"][key]["mean"] for key in records[0].objectives] for row in rows]
         columns = [
-            *([row["rewards"][key]["mean"] for row in rows] for key in records[0].objectives),
+            *zip(*rewards, strict=True),
+            [fmean(own) for own in rewards],
+            [min(own) for own in rewards],
             *([row["scores"][key]["mean"] for row in rows] for key in records[0].extra_scores()),
             [row["kl"] for row in rows],
         ]
@@ -162,10 +166,10 @@ def test_the_table_has_mean_and_standard_deviation_over_the_seeds(make_study, tm
             measure(Measure(fmean(values), stdev(values))).replace("\N{NO-BREAK SPACE}", " ")
             for values in columns
         ]
-        assert final == [*told, "2"]
-        for row in differences:
-            assert len(row) == len(final) - 1
         up = fmean(total_bytes(record, "bytes_up") for record in records)
+        assert final == [*told, number(up / 1e6), "3", "2"]
+        for row in differences:
+            assert len(row) == len(final) - 3
         others = [uploads_so_far(records[0], key)[-1][1] for key in ("FedCMOO-A", "FSMGDA")]
         assert ledger[:2] == [size(up / 3), size(up)]
         assert ledger[-2:] == [size(value) for value in others]
@@ -192,7 +196,8 @@ def test_differences_are_paired_by_seed_with_the_interval_of_student_s_t(make_st
         ]
     runs["second"].reverse()
     runs["third"] = runs["third"][1:2]  # one seed has no interval
-    table = difference_table(settings_of(runs))
+    settings = settings_of(runs)
+    table = difference_table(settings, criteria_of(settings)[0])
     assert table.title == "Differences from first"
     assert [row[0] for row in table.rows] == ["second", "third"]
     error = 0.1 / 3**0.5
@@ -200,15 +205,15 @@ def test_differences_are_paired_by_seed_with_the_interval_of_student_s_t(make_st
     column = list(table.headings).index("helpful")
     assert table.rows[0][column] == f"+0.300 [+{0.3 - reach:.3f}, +{0.3 + reach:.3f}]"
     assert set(table.rows[1][1:]) == {"–"}
-    text = write_study_page(tmp_path / "report.html", runs).read_text(encoding="utf-8")
+    text = write_settings_page(tmp_path / "report.html", runs).read_text(encoding="utf-8")
     assert "Differences from first" in text
     only = {"first": runs["first"]}
-    assert "Differences from" not in write_study_page(tmp_path / "one.html", only).read_text()
+    assert "Differences from" not in write_settings_page(tmp_path / "one.html", only).read_text()
 
 
 def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_study, tmp_path):
     runs = make_study("FIRM", "fixed")
-    path = write_study_page(tmp_path / "report.html", runs)
+    path = write_settings_page(tmp_path / "report.html", runs)
     shown = figures_in(path)["trade-off-helpful-harmless"]["figure"]["data"]
     by_name = {trace["name"]: trace for trace in shown}
     for name, records in runs.items():
@@ -227,7 +232,7 @@ def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_stud
 
 def test_with_one_objective_the_reward_stands_against_the_kl(make_study, tmp_path):
     runs = make_study("FIRM", objectives=("helpful",))
-    shown = figures_in(write_study_page(tmp_path / "report.html", runs))
+    shown = figures_in(write_settings_page(tmp_path / "report.html", runs))
     trace = shown["trade-off-KL-helpful"]["figure"]["data"][0]
     assert trace["x"] == [record.evaluations["test"][-1]["kl"] for record in runs["FIRM"]]
     assert not any(name.startswith("weights") for name in shown)
@@ -249,7 +254,7 @@ def test_settings_whose_rewards_mean_different_things_are_kept_apart(make_study,
         ["aligned: FIRM", "aligned: fixed"],
         ["FIRM"],
     ]
-    path = write_study_page(tmp_path / "report.html", runs)
+    path = write_settings_page(tmp_path / "report.html", runs)
     shown = figures_in(path)
     planes = [
         {t["name"] for t in figure["figure"]["data"]} - {"base model"}
@@ -267,9 +272,9 @@ def test_seeds_whose_rewards_mean_different_things_write_nothing(make_study, tmp
     place = tmp_path / "page"
     place.mkdir()
     with pytest.raises(UserError, match="'FIRM' mean different things"):
-        write_study_page(place / "report.html", runs)
+        write_settings_page(place / "report.html", runs)
     with pytest.raises(UserError, match="none of 1 settings"):
-        write_study_page(place / "report.html", {"FIRM": []})
+        write_settings_page(place / "report.html", {"FIRM": []})
     assert list(place.iterdir()) == []
 
 
@@ -278,9 +283,9 @@ def test_a_study_under_way_has_a_page(make_study, make_run, tmp_path):
     runs["late"] = [read_record(make_run("late", num_done=1, is_over=False))]
     runs["unstarted"] = []
     assert final_row(runs["late"][0]) is None
-    path = write_study_page(tmp_path / "report.html", runs)
+    path = write_settings_page(tmp_path / "report.html", runs)
     assert "Without a final evaluation so far: late." in path.read_text(encoding="utf-8")
-    assert cells(path, "late")[0] == ["–"] * 6 + ["0"]
+    assert cells(path, "late")[0] == [*["–"] * 8, "0.398", "0", "0"]
 
 
 def test_samples_are_the_prompts_that_all_answered(make_study):
@@ -318,7 +323,7 @@ def test_a_browser_draws_the_page_and_shows_what_its_reader_chooses(
     page, make_study, tmp_path, width
 ):
     runs = make_study("FIRM", "fixed <b>", has_gram=True)
-    path = write_study_page(tmp_path / "report.html", runs, sets={"one": ["FIRM"]})
+    path = write_settings_page(tmp_path / "report.html", runs, sets={"one": ["FIRM"]})
     page.open(path, width=width)
     assert page.complaints == []
     assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "blob"}

@@ -19,12 +19,20 @@ from firm.federation.gram_estimate import (
     estimate_two_sample_gram,
     train_on_sum,
 )
+from firm.federation.rivals import FLOAT_BYTES, RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
 from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
 from firm.solvers import fedcmoo_weights, firm_weights, project_to_simplex
 from firm.solvers.upgrad import upgrad_weights
+
+RIVALS["FedCMOO-A"] = Rival(  # FedCMOO one way, without a compressor, on adapters
+    lambda num_objectives, num_trainable, adapter_bytes: (
+        adapter_bytes + FLOAT_BYTES * num_objectives * num_trainable
+    ),
+    f"the adapter and an uncompressed Jacobian of M × d numbers of {FLOAT_BYTES} bytes",
+)
 
 BIASED = ("low_rank", "top_k", "random_mask")
 """Compressors without the mean that Assumption 5 asks for."""

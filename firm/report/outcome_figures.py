@@ -41,7 +41,7 @@ LOG_TICKS = {"type": "log", "tickformat": "~g", "dtick": "D2"}
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class PreferenceOutcome:
     """Where the runs of a setting with one preference ended."""
 
     key: Key
@@ -132,7 +132,7 @@ def radar_panel(
 def preference_plane(
     name: str,
     title: str,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[PreferenceOutcome],
     *,
     objectives: Sequence[str],
     limits: tuple[float, float] | None = None,
@@ -189,7 +189,7 @@ def preference_plane(
 
 
 def ratios_panel(
-    name: str, title: str, outcomes: Sequence[Outcome], *, objectives: Sequence[str]
+    name: str, title: str, outcomes: Sequence[PreferenceOutcome], *, objectives: Sequence[str]
 ) -> Panel:
     """Returns the ratios of the losses F₁/F₂, that of each seed, against the wanted r₂/r₁.
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from firm.quantities import Quantity
-from firm.report.classic_figures import (
-    Outcome,
+from firm.report.drawing import INK, NUM_BANDS, Key, Panel, Series
+from firm.report.outcome_figures import (
+    PreferenceOutcome,
     points_panel,
     preference_plane,
     radar_panel,
     ratios_panel,
     user_histograms,
 )
-from firm.report.drawing import INK, NUM_BANDS, Key, Panel, Series
 from firm.report.tables import Setting, quantity_panel, series_of
 from tests.figures import assert_colours_are_defined, assert_plotly_accepts, lines
 
@@ -44,7 +44,7 @@ def series(xs, means, *, ses=None, name="FedCMOO"):
 
 
 def outcome(preference, losses, *, name="FedCMOO-Pref"):
-    return Outcome(algorithm(name=name).key, preference, np.array(losses))
+    return PreferenceOutcome(algorithm(name=name).key, preference, np.array(losses))
 
 
 def band(panel):
@@ -104,10 +104,10 @@ def test_mean_and_worst_are_taken_over_the_objectives():
     row = {"round": 3, "accuracies": {"a": 0.2, "b": 0.6}, "losses": {"a": 2.0, "b": 0.5}}
     runs = algorithm([{"round": 0, "losses": {}}, row])
     assert runs.curves("accuracies").loc[3].tolist() == pytest.approx([0.4])
-    assert runs.curves("accuracies", how="worst").loc[3].tolist() == [0.2]
-    assert runs.curves("losses", how="worst").loc[3].tolist() == [2.0]
+    assert runs.curves("accuracies", how="lowest").loc[3].tolist() == [0.2]
+    assert runs.curves("losses", how="highest").loc[3].tolist() == [2.0]
     assert algorithm([{"round": 3}]).curves("losses").empty
-    assert runs.curves("losses", how="worst").index.tolist() == [3]
+    assert runs.curves("losses", how="highest").index.tolist() == [3]
 
 
 def test_uploaded_bytes_add_up_over_rows_and_rounds():

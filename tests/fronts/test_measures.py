@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from firm.fmoo.metrics import (
+from firm.fronts.measures import (
     delta_m,
     improved_share,
     local_progress,

@@ -1,4 +1,4 @@
-"""The page that compares settings: figures, sentences and table from the runs' rows."""
+"""The page that compares settings: figures, sentences and tables from the runs' rows."""
 
 import json
 import re
@@ -6,12 +6,16 @@ import re
 import numpy as np
 import pytest
 
-from firm.report.classic_page import comparison_page
-from firm.report.drawing import NUM_BANDS, Panel
+import firm.jobs.fmoo_measures  # noqa: F401 - registers what classic studies measure
+from firm.report import read_record
+from firm.report.criteria import criteria_of
 from firm.report.page import Section, is_shown, render
+from firm.report.settings_page import settings_page
+from firm.report.settings_tables import final_table
 from firm.report.tables import Setting
+from tests.runs import write_classic_run
 
-NAMES = [f"objective {place}" for place in range(8)]
+NAMES = [f"objective {place}" for place in range(9)]
 
 
 def run(start, end, *, field="accuracies", bytes_up=1_000_000, num_rounds=4):
@@ -26,9 +30,12 @@ def runs(name, *ends, color=0, **options):
     return Setting(name, color, [run([0.1] * len(end), end, **options) for end in ends])
 
 
-def study(*algorithms, **options):
-    words = {"title": "A comparison", "facts": {}, "method": "By running.", "config": "seed: 0"}
-    return comparison_page(algorithms, **words, **options)
+def study(*algorithms):
+    return settings_page(algorithms, method="By running.", config="seed: 0")
+
+
+def table_of(*algorithms, texts=None):
+    return final_table(algorithms, criteria_of(algorithms)[0], texts or {})
 
 
 def cells(table):
@@ -49,16 +56,17 @@ GOOD = runs("FedCMOO", [0.8, 0.9], [0.9, 0.8])
 BAD = runs("FSMGDA", [0.5, 0.7], [0.5, 0.7], color=1, bytes_up=2_000_000)
 
 
-def test_the_table_holds_means_errors_the_worst_of_each_run_and_the_upload():
-    table = cells(study(GOOD, BAD, columns={"Δ_M (%)": {"FSMGDA": "4.26"}}).block("table"))
+def test_the_table_holds_means_deviations_the_worst_of_each_run_and_the_upload():
+    table = cells(table_of(GOOD, BAD, texts={"Δ_M (%)": {"FSMGDA": "4.26"}}))
     assert table["FedCMOO"] == {
-        "objective 0 (%)": "85.0 ± 5.0",
-        "objective 1 (%)": "85.0 ± 5.0",
+        "objective 0 (%)": "85.0 ± 7.1",
+        "objective 1 (%)": "85.0 ± 7.1",
         "mean (%)": "85.0",
         "worst (%)": "80.0",
         "Δ_M (%)": "–",
         "uploaded (MB)": "4.00",
         "rounds": "4",
+        "seeds": "2",
     }
     assert table["FSMGDA"]["worst (%)"] == "50.0"
     assert table["FSMGDA"]["Δ_M (%)"] == "4.26"
@@ -67,44 +75,52 @@ def test_the_table_holds_means_errors_the_worst_of_each_run_and_the_upload():
 
 def test_of_losses_the_largest_is_the_worst_and_nothing_is_a_percentage():
     made = study(runs("A", [0.5, 2.0], field="losses"), runs("B", [0.1, 3.0], field="losses"))
-    assert cells(made.block("table"))["A"]["worst"] == "2.00"
+    assert cells(made.block("final"))["A"]["worst"] == "2.00"
     assert "lowest with A (1.25), before B (1.55)" in made.summary[0]
     assert "lowest with A (2.00), before B (3.00)" in made.summary[1]
 
 
 def test_many_quantities_become_rows():
     made = study(runs("A", [0.5] * 8), runs("B", [0.6] * 8))
-    assert made.block("table").headings == ["quantity", "A", "B"]
-    assert [row[0] for row in made.block("table").rows[:2]] == [
+    assert made.block("final").headings == ["quantity", "initial model", "A", "B"]
+    assert [row[0] for row in made.block("final").rows[:2]] == [
         "objective 0 (%)",
         "objective 1 (%)",
     ]
-    assert cells(made.block("table"))["mean (%)"] == {"A": "50.0", "B": "60.0"}
+    assert cells(made.block("final"))["mean (%)"] == {
+        "initial model": "10.0",
+        "A": "50.0",
+        "B": "60.0",
+    }
 
 
 @pytest.mark.parametrize(("num_columns", "is_turned"), [(4, False), (5, True)])
 def test_further_columns_count_as_quantities(num_columns, is_turned):
     columns = {f"column {place}": {"FedCMOO": "1"} for place in range(num_columns)}
-    made = study(GOOD, BAD, columns=columns)  # beside six quantities of the page's own
-    assert (made.block("table").headings[0] == "quantity") == is_turned
+    table = table_of(GOOD, BAD, texts=columns)  # beside six quantities of every table
+    assert (table.headings[0] == "quantity") == is_turned
 
 
 @pytest.mark.parametrize(("count", "is_turned"), [(11, True), (12, False)])
 def test_what_is_more_numerous_becomes_rows(count, is_turned):
     made = study(*(runs(f"{place}", [0.5] * 8) for place in range(count)))  # 12 quantities
-    assert (made.block("table").headings[0] == "quantity") == is_turned
+    assert (made.block("final").headings[0] == "quantity") == is_turned
 
 
 def test_the_summary_names_the_best_by_mean_and_by_worst_objective():
     first = runs("wide", [0.9, 0.7], [0.91, 0.69])
     second = runs("even", [0.75, 0.75], [0.75, 0.75])
-    mean, worst = (text.replace("\xa0", " ") for text in study(first, second).summary)
+    mean, worst, best, _ = (text.replace("\xa0", " ") for text in study(first, second).summary)
     assert mean == (
         "The mean accuracy over 2 objectives ends highest with wide (80.0 %), before even (75.0 %)."
     )
     assert worst == (
         "The worst objective's accuracy ends highest with even (75.0 %), "
-        "before wide (69.50 ± 0.50 %)."
+        "before wide (69.50 ± 0.71 %)."
+    )
+    assert best.startswith(
+        "Highest by objective: objective 0 with wide (90.50 ± 0.71 %); "
+        "objective 1 with even (75.0 %)."
     )
 
 
@@ -112,7 +128,7 @@ def test_the_summary_names_the_best_by_mean_and_by_worst_objective():
 def test_a_difference_within_the_noise_of_the_seeds_is_said_to_be_none(gap, is_clear):
     first = runs("A", [0.5], [0.52])
     second = runs("B", [0.5 + gap], [0.52 + gap])
-    (sentence,) = study(first, second).summary
+    sentence, _ = study(first, second).summary
     assert ("too near" not in sentence) == is_clear
     assert "highest with B" in sentence
 
@@ -120,45 +136,50 @@ def test_a_difference_within_the_noise_of_the_seeds_is_said_to_be_none(gap, is_c
 def test_one_run_each_claims_no_difference_and_has_no_errors():
     made = study(runs("A", [0.5]), runs("B", [0.51]))
     assert "too near" not in made.summary[0]
-    assert "±" not in str(made.block("table").rows)
-    assert "One run each" in sections(made)[0].text
+    assert "±" not in str(made.block("final").rows)
+    assert "One run each" in made.block("accuracies").text
 
 
 def test_errors_are_promised_where_there_are_bands():
-    for count in (NUM_BANDS, NUM_BANDS + 1):
-        made = study(*(runs(f"{place}", [0.4], [0.5]) for place in range(count)))
-        traces = sections(made)[0].panels[0].figure["data"]
-        assert sections(made)[0].text.startswith("Of the global model. Means over 2 seeds")
-        assert ("error" in sections(made)[0].text) == any(trace.get("fill") for trace in traces)
-
-
-def test_the_callers_sections_follow_the_pages_own():
-    extra = Section("users", "Users", "", [Panel("u", "U", {"data": [{}], "layout": {}})], [])
-    made = study(GOOD, sections=[extra])
-    assert sections(made)[-1] is extra
+    made = study(*(runs(f"{place}", [0.4], [0.5]) for place in range(9)))
+    section = made.block("accuracies")
+    assert section.text.startswith(
+        "Of the global model. Means over 2 seeds, with one standard error"
+    )
+    assert sum("fill" in trace for trace in section.panels[0].figure["data"]) == 9
+    assert made.choice.shown == {f"{place}" for place in range(8)}  # one for each colour
 
 
 @pytest.mark.parametrize(
-    ("num_objectives", "panels"), [(1, ["objective 0"]), (2, 3), (4, 5), (5, 2), (8, 2)]
+    ("num_objectives", "panels"), [(1, ["objective 0"]), (2, 3), (4, 5), (8, 9), (9, 2)]
 )
 def test_few_objectives_have_panels_of_their_own_many_mean_and_worst(num_objectives, panels):
     made = study(runs("A", [0.5] * num_objectives))
-    titles = [panel.title for panel in sections(made)[0].panels]
+    titles = [panel.title for panel in made.block("accuracies").panels]
     if isinstance(panels, list):
         assert titles == panels
     else:
         assert len(titles) == panels
-        assert ("Worst objective of each round" in titles) == (num_objectives > 4)
+        assert ("Worst objective of each round" in titles) == (num_objectives > 8)
     names = [section.name for section in sections(made)]
     assert ("objectives" in names) == (num_objectives >= 3)
 
 
+def last_lines(made):
+    panels = made.block("accuracies").panels
+    return {panel.title: panel.figure["data"][-1]["y"] for panel in panels}
+
+
 def test_every_panel_of_an_objective_shows_that_objective():
     made = study(GOOD)
-    titles = {panel.title: panel.figure["data"][-1]["y"] for panel in sections(made)[0].panels}
+    titles = {
+        panel.title: panel.figure["data"][-1]["y"] for panel in made.block("accuracies").panels
+    }
     assert titles["Mean over the objectives"] == pytest.approx([0.1, 0.85])
     made = study(runs("A", [0.2, 0.8]))
-    titles = {panel.title: panel.figure["data"][-1]["y"] for panel in sections(made)[0].panels}
+    titles = {
+        panel.title: panel.figure["data"][-1]["y"] for panel in made.block("accuracies").panels
+    }
     assert titles["objective 1"] == [0.1, 0.8]
 
 
@@ -178,13 +199,13 @@ def test_without_counted_bytes_there_is_no_section_of_uploads():
     bare = [[{"round": 0, "losses": {"a": 1.0}}]]
     made = study(Setting("A", 0, bare))
     assert [section.name for section in sections(made)] == ["losses"]
-    assert cells(made.block("table"))["A"]["uploaded (MB)"] == "–"
+    assert cells(made.block("final"))["A"]["uploaded (MB)"] == "–"
 
 
 def test_an_algorithm_that_diverged_is_named_and_not_ranked():
     lost = runs("lost", [float("nan")] * 3, [0.9] * 3)
     made = study(lost, runs("kept", [0.5] * 3, [0.5] * 3))
-    assert cells(made.block("table"))["lost"]["mean (%)"] == "diverged in 1 of 2"
+    assert cells(made.block("final"))["lost"]["mean (%)"] == "diverged in 1 of 2"
     assert "highest with kept" in made.summary[0]
     assert "lost" not in made.summary[0]
     assert render(made)
@@ -198,19 +219,63 @@ def test_the_last_evaluation_counts_whatever_the_order_of_the_rows():
 
 def test_runs_of_unequal_length_say_so():
     both = Setting("A", 0, [run([0.1], [0.5], num_rounds=3), run([0.1], [0.5])])
-    assert cells(study(both).block("table"))["A"]["rounds"] == "3 to 4"
+    assert cells(study(both).block("final"))["A"]["rounds"] == "3 to 4"
+
+
+def evaluations(*losses, split="test", **fields):
+    """Rows of evaluations of one run, of objectives named a, b and so on."""
+    return [
+        {"kind": "evaluation", "split": split, "round": at} | fields
+        | {"losses": dict(zip("abc", values, strict=False))}
+        for at, values in enumerate(losses)
+    ]  # fmt: skip
+
+
+def recorded(folder, name, *seeds, color=0, **settings):
+    """A setting of run directories, with their configuration."""
+    paths = [
+        write_classic_run(folder / name / f"seed_{seed}", rows, **{"seeds": [seed]} | settings)
+        for seed, rows in enumerate(seeds)
+    ]
+    return Setting.of(name, color, [read_record(path) for path in paths])
 
 
 def test_the_split_is_named():
-    made = study(GOOD, split="validation")
-    assert sections(made)[0].title == "Validation accuracy over the rounds"
-    assert made.block("table").text.startswith("Validation accuracy")
+    made = study(Setting("A", 0, [evaluations([0.5], [0.4], split="validation")]))
+    assert sections(made)[0].title == "Validation loss over the rounds"
+    assert made.block("final").text.startswith("Validation loss")
 
 
-def test_losses_can_have_a_log_axis():
-    made = study(runs("A", [0.5], field="losses"), is_log_loss=True)
-    for section in sections(made):
-        assert section.panels[0].figure["layout"]["yaxis"]["type"] == "log"
+def test_losses_that_approach_a_target_have_a_log_axis_and_their_rounds_a_column(tmp_path):
+    rows = evaluations([2.0], [0.9], [0.4])
+    made = study(recorded(tmp_path, "A", rows, target_loss=0.5, rounds=7))
+    assert made.block("losses").panels[0].figure["layout"]["yaxis"]["type"] == "log"
+    assert cells(made.block("final"))["A"]["rounds to 0.5, a"] == "2"
+    late = study(recorded(tmp_path, "B", rows[:2], target_loss=0.5, rounds=7))
+    assert cells(late.block("final"))["B"]["rounds to 0.5, a"] == "> 7"
+    plain = study(recorded(tmp_path, "C", rows))
+    assert "type" not in plain.block("losses").panels[0].figure["layout"]["yaxis"]
+
+
+def test_objectives_trained_alone_give_the_relative_loss_whatever_the_algorithm(tmp_path):
+    def setting(name, end, **strategy):
+        algorithm = {name: {"strategy": {"name": "any", **strategy}}}
+        return recorded(tmp_path, name, evaluations([3, 3], end), algorithms=algorithm)
+
+    alone = [setting("a", [1, 2], weights=[1, 0]), setting("b", [2, 1], weights=[0, 1])]
+    table = cells(study(*alone, setting("both", [1.5, 1.1], weights=[0.5, 0.5])).block("final"))
+    assert table["both"]["Δ_M, %"] == "30.0"  # the mean of 50 and 10
+    assert table["a"]["Δ_M, %"] == "–"
+
+
+def test_a_run_without_valid_evaluations_is_left_out_and_named(tmp_path):
+    good, bad = evaluations([1.0], [0.5]), [{"kind": "round", "round": 1}]
+    made = study(recorded(tmp_path, "A", good, bad), recorded(tmp_path, "B", bad, color=1))
+    assert list(cells(made.block("final"))) == ["initial model", "A"]
+    assert made.notices == [
+        "A, seed 1, is left out: no row of its log has valid losses.",
+        "B, seed 0, is left out: no row of its log has valid losses.",
+    ]
 
 
 def test_the_page_holds_every_figure_under_its_own_name():
@@ -218,4 +283,4 @@ def test_the_page_holds_every_figure_under_its_own_name():
     made = study(*(runs(name, *generator.random((3, 3))) for name in ("A", "B")))
     page = render(made)
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
-    assert len(figures) == sum(len(section.panels) for section in sections(made)) == 6
+    assert len(figures) == sum(len(section.panels) for section in sections(made)) == 10

@@ -3,7 +3,7 @@
 import pytest
 
 from firm.report.__main__ import main
-from tests.runs import write_rows
+from tests.runs import write_classic_run
 
 
 @pytest.fixture
@@ -15,14 +15,12 @@ def study(tmp_path):
     }
     for setting, seeds in values.items():
         for seed, accuracies in enumerate(seeds):
-            folder = tmp_path / setting / f"seed_{seed}"
-            folder.mkdir(parents=True)
             rows = [
                 {"kind": "evaluation", "round": 5 * place, "split": "test"}
                 | {"losses": {"left": 1.0}, "accuracies": {"left": value}}
                 for place, value in enumerate(accuracies)
             ]
-            write_rows(folder, rows)
+            write_classic_run(tmp_path / setting / f"seed_{seed}", rows, seeds=[seed])
     return tmp_path
 
 
@@ -45,10 +43,27 @@ def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(
     ("options", "message"),
     [
         (["--rounds", "7"], "was not evaluated at round 7; choose among 0, 5, 10, 15"),
-        (["--rounds", "5", "--against", "X"], "has no setting 'X'; choose among ours, theirs"),
+        (
+            ["--rounds", "5", "--against", "X"],
+            "no finished runs of 'X'; choose among ours, theirs",
+        ),
     ],
 )
 def test_unknown_rounds_and_settings_end_in_one_line(study, capsys, options, message):
     with pytest.raises(SystemExit):
         main([str(study), *options])
     assert message in capsys.readouterr().err
+
+
+def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys):
+    main([str(study), "--against", "theirs"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("Differences from theirs on the test split, by seed")
+    (ours,) = [" ".join(line.split()) for line in printed.splitlines() if "ours" in line]
+    assert ours == "ours +30.0 [-33.1, +93.1]"  # 0.2 and 0.4: 6.314 standard errors of 10
+
+
+def test_a_folder_without_runs_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--against", "theirs"])
+    assert "name the folder of one" in capsys.readouterr().err

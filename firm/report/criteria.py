@@ -1,0 +1,204 @@
+"""Criteria: the evaluated quantities that settings are compared by, and how runs end in them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+
+from firm.quantities import QUANTITIES, Quantity
+from firm.report.outcome_figures import LOG_TICKS
+from firm.report.tables import Frame, How, Setting
+from firm.run.comparison import score_label
+from firm.run.errors import UserError
+
+SPLITS = ("test", "validation", "train")
+"""The split that final values come from is the first of these that was evaluated."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A registered quantity with a better end, one value per objective, as it was evaluated."""
+
+    quantity: Quantity
+    final: str
+    """Name of the final values, with their split: "test/rewards"."""
+    curve: str
+    """Name of the values over the rounds: of evaluations, or of clients while they train."""
+    objectives: tuple[str, ...]
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Whether higher values are better."""
+        return self.quantity.better == "higher"
+
+    @property
+    def sign(self) -> int:
+        """1 where higher values are better, else -1."""
+        return 1 if self.is_higher_better else -1
+
+    @property
+    def is_percent(self) -> bool:
+        """Whether values are shares, which tables show in per cent."""
+        return "%" in self.quantity.axis.get("tickformat", "")
+
+    @property
+    def scale(self) -> int:
+        """Factor of the values in tables."""
+        return 100 if self.is_percent else 1
+
+    @property
+    def worst_how(self) -> How:
+        """How the worst objective is found."""
+        return "lowest" if self.is_higher_better else "highest"
+
+    @property
+    def split(self) -> str:
+        """The split of the final values; empty where rows do not name it."""
+        return self.final.rpartition("/")[0]
+
+    def beside(self, name: str) -> str:
+        """Returns the name of another quantity of the final evaluations."""
+        return f"{self.split}/{name}" if self.split else name
+
+    def beside_curve(self, name: str) -> str:
+        """Returns the name of another quantity of the rows that the curves come from."""
+        return f"{self.curve.removesuffix(self.quantity.name)}{name}"
+
+    def worst(self, values: np.ndarray) -> np.ndarray:
+        """Returns the worst objective of each run, [S, M] to [S]."""
+        return values.min(axis=1) if self.is_higher_better else values.max(axis=1)
+
+    def has_kl(self, settings: Sequence[Setting]) -> bool:
+        """Returns whether the KL from a base model was measured."""
+        return any(setting.objectives_with(self.beside("kl")) for setting in settings)
+
+    def finals(self, setting: Setting) -> np.ndarray:
+        """Returns the final values of the runs that have some, shape [S, M]."""
+        return setting.finals(self.final, self.objectives)
+
+    def mean(self, setting: Setting) -> np.ndarray | None:
+        """Returns the final values' mean over the seeds, [M]; None if a run diverged or is none."""
+        finals = self.finals(setting)
+        return finals.mean(axis=0) if len(finals) and np.isfinite(finals).all() else None
+
+
+def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
+    """Returns the criteria that the runs measured, the main one first.
+
+    The objectives are those that most runs have, so that a log with other names changes nothing.
+    """
+    criteria = []
+    is_log = any(record.settings.get("target_loss") for s in settings for record in s.records)
+    for quantity in (quantity for quantity in QUANTITIES.values() if quantity.better):
+        names = [*(f"{split}/{quantity.name}" for split in SPLITS), quantity.name]
+        final = next((n for n in names if any(s.objectives_with(n) for s in settings)), None)
+        if final is None:
+            continue
+        # A test split beside a validation split is evaluated at the end only: it has no curve.
+        candidates = (f"validation/{quantity.name}", quantity.name)
+        curve = next((n for n in candidates if all(_num_rounds(s, n) > 1 for s in settings)), final)
+        runs = Counter(names for s in settings for names in s.objectives_by_run(final) if names)
+        own = quantity
+        if is_log and quantity.better == "lower":
+            own = replace(quantity, axis=LOG_TICKS)  # losses that approach a target
+        criteria.append(Criterion(own, final, curve, runs.most_common(1)[0][0]))
+    return criteria
+
+
+def _num_rounds(setting: Setting, quantity: str) -> int:
+    return setting.values(quantity)["round"].nunique()
+
+
+def comparable(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
+    """Returns the settings without runs that cannot be compared, and a sentence on each of those.
+
+    A run counts if its evaluations name all objectives of every criterion.
+
+    Raises:
+        UserError: No run is left.
+    """
+    criteria, kept, notices = criteria_of(settings), [], []
+    names = " and ".join(criterion.quantity.name for criterion in criteria)
+    for setting in settings:
+        has_all = np.ones(len(setting.runs), dtype=bool)
+        for criterion in criteria:
+            own = setting.objectives_by_run(criterion.final)
+            has_all &= [set(criterion.objectives) <= set(objectives) for objectives in own]
+        notices += [
+            f"{setting.name}, seed {setting.seeds[place]}, is left out: no row of its log has "
+            f"valid {names}."
+            for place in np.flatnonzero(~has_all)
+        ]
+        if has_all.any():
+            kept.append(setting.at(np.flatnonzero(has_all).tolist()))
+    if not kept or not criteria:
+        raise UserError(
+            "no run has a valid evaluation; run the study again in another folder (--out)."
+        )
+    return kept, notices
+
+
+# --- Final values ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of final models: a value of their evaluation, or its mean or worst objective."""
+
+    name: str
+    quantity: str
+    objectives: Sequence[str]
+    reduce: Callable[[Frame], Frame] = lambda table: table.iloc[:, 0]
+    """Takes values by seed and objective to values by seed."""
+    unit: str = ""
+    scale: int = 1
+    """Factor of the values in the unit."""
+
+    @property
+    def heading(self) -> str:
+        """The name with the unit."""
+        return f"{self.name}{self.unit}"
+
+    def ends(self, setting: Setting) -> Frame:
+        """Returns the values in the unit by seed; NaN where a run logged one that is not finite."""
+        return self.scale * self.reduce(setting.ends(self.quantity, self.objectives))
+
+    def start(self, settings: Sequence[Setting]) -> float | None:
+        """Returns the initial model's value in the unit, the mean over all runs that have it."""
+        tables = [setting.starts(self.quantity, self.objectives) for setting in settings]
+        values = [value for table in tables for value in self.reduce(table).dropna().tolist()]
+        return self.scale * fmean(values) if values else None
+
+
+def final_columns(settings: Sequence[Setting], criterion: Criterion) -> list[Column]:
+    """Returns the final values: of each objective, mean and worst; other scores and the KL."""
+    objectives, sign = criterion.objectives, criterion.sign
+    reductions: dict[str, Callable[[Frame], Frame]] = {
+        "mean": lambda table: table.mean(axis=1, skipna=False),
+        "worst": lambda table: sign * (sign * table).min(axis=1, skipna=False),
+    }
+    column = partial(Column, unit=" (%)" if criterion.is_percent else "", scale=criterion.scale)
+    columns = [column(name, criterion.final, [name]) for name in objectives]
+    if len(objectives) > 1:
+        columns += [
+            column(name, criterion.final, objectives, reduce) for name, reduce in reductions.items()
+        ]
+    scores, kl = criterion.beside("scores"), criterion.beside("kl")
+    columns += [
+        Column(score_label(name), scores, [name]) for name in further_scores(settings, criterion)
+    ]
+    return columns + ([Column("KL", kl, [""])] if criterion.has_kl(settings) else [])
+
+
+def further_scores(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
+    """Returns the names of what final models are scored by beside the objectives."""
+    name = criterion.beside("scores")
+    scores = dict.fromkeys(score for s in settings for score in s.objectives_with(name))
+    return [
+        score
+        for score in scores
+        if score not in criterion.objectives and any(len(s.ends(name, [score])) for s in settings)
+    ]

@@ -1,0 +1,131 @@
+"""What the settings of a finished study reached, on the terminal, with differences by seed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from firm.report.criteria import Criterion, comparable, criteria_of
+from firm.report.record import Record, read_record, study_records
+from firm.report.settings_tables import difference_table
+from firm.report.tables import Frame, Setting, scales, settings_of
+from firm.run.errors import UserError
+from firm.run.progress import print_table
+from firm.run.sweep import SWEEP_NAME, Sweep
+
+
+def settings_in(study: Path) -> list[Setting]:
+    """Returns the settings of a study's folder that have runs.
+
+    Raises:
+        UserError: The folder holds no runs of a study.
+    """
+    runs: dict[str, list[Record]] = {}
+    if (study / SWEEP_NAME).is_file():
+        runs = study_records(Sweep(study))
+    else:  # a classic study has SETTING/seed_NUMBER and no manifest
+        for folder in sorted(path.parent for path in study.glob("*/seed_[0-9]*/run.json")):
+            runs.setdefault(folder.parent.name, []).append(read_record(folder))
+    if not runs:
+        raise UserError(f"{study} has no evaluations of a study; name the folder of one.")
+    return comparable(settings_of(runs))[0]
+
+
+def print_differences(study: Path, against: str) -> None:
+    """Prints how much higher a study's settings end than one of them, paired by seed.
+
+    Settings whose values mean something else are left out.
+
+    Raises:
+        UserError: The folder holds no study, or none of its finished runs has that setting.
+    """
+    settings = settings_in(study)
+    _check_setting(study, settings, against)
+    for group in scales(settings):
+        if named := [setting for setting in group if setting.name == against]:
+            ordered = [*named, *(setting for setting in group if setting not in named)]
+            main = criteria_of(group)[0]
+            table = difference_table(ordered, main)
+            title = f"{table.title} on the {main.split} split, by seed, with 90 % intervals"
+            print_table(title, table.headings, table.rows)
+
+
+def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = None) -> None:
+    """Prints a study's main criterion, such as accuracies or rewards, at given rounds.
+
+    Each value is the mean over the seeds with its standard error. A second table has the
+    differences from one setting, seed by seed, and in brackets, for each seed, the measurements
+    since the previous of the given rounds at which a setting was level or behind.
+
+    Args:
+        study: Folder of the study.
+        rounds: Rounds at which every run was evaluated.
+        against: The setting that the others are compared with; None prints no second table.
+
+    Raises:
+        UserError: The folder has no evaluations, or a round or the setting is not among them.
+    """
+    settings = settings_in(study)
+    criterion = criteria_of(settings)[0]
+    table = _by_round(settings, criterion)
+    rounds = sorted(rounds)
+    if missing := [str(number) for number in rounds if number not in table.index]:
+        raise UserError(
+            f"{study} was not evaluated at round {', '.join(missing)}; choose among "
+            f"{', '.join(map(str, table.index))}."
+        )
+    factor, digits = criterion.scale, 1 if criterion.is_percent else 3
+    header = ["", *map(str, rounds)]
+    lines = [
+        [", ".join(pair), *_cells(seeds.loc[rounds] * factor, digits)]
+        for pair, seeds in _by_objective(table)
+    ]
+    unit = ", per cent" if criterion.is_percent else ""
+    print_table(f"{criterion.curve}{unit}, mean ± standard error over seeds", header, lines)
+    if against is None:
+        return
+    _check_setting(study, settings, against)
+    lines = []
+    for (setting, objective), seeds in _by_objective(table.drop(columns=against, level="setting")):
+        gains = (seeds - table[against][objective]).dropna(axis="columns", how="all")
+        is_behind = criterion.sign * gains <= 0
+        starts = [0, *rounds]
+        spans = [is_behind.loc[a + 1 : b] for a, b in zip(starts, rounds, strict=False)]
+        counts = [f"({', '.join(map(str, span.sum()))} of {len(span)})" for span in spans]
+        cells = zip(_cells(gains.loc[rounds] * factor, digits), counts, strict=True)
+        lines.append([f"{setting}, {objective}", *(" ".join(cell) for cell in cells)])
+    print_table(f"\nThe same less {against}, by seed (measurements not better)", header, lines)
+
+
+def _check_setting(study: Path, settings: Sequence[Setting], name: str) -> None:
+    names = [setting.name for setting in settings]
+    if name not in names:
+        raise UserError(
+            f"{study} has no finished runs of {name!r}; choose among {', '.join(names)}."
+        )
+
+
+def _by_round(settings: Sequence[Setting], criterion: Criterion) -> Frame:
+    """Returns a criterion's values, rows by round, columns by setting, objective and seed."""
+    parts = []
+    for setting in settings:
+        values = setting.values(criterion.curve)
+        parts.append(values.assign(seed=values["seed"].map(dict(enumerate(setting.seeds)))))
+    return pd.concat(parts).pivot_table(
+        index="round", columns=["setting", "objective", "seed"], values="value"
+    )
+
+
+def _by_objective(table: Frame) -> list[tuple[tuple[str, str], Frame]]:
+    """Returns the values of every setting and objective, a column for each seed."""
+    groups = table.T.groupby(level=["setting", "objective"], sort=False)
+    return [(pair, seeds.droplevel(["setting", "objective"]).T) for pair, seeds in groups]
+
+
+def _cells(seeds: Frame, digits: int) -> list[str]:
+    """Returns mean and standard error of each line; without the error where there is one seed."""
+    errors = seeds.sem(axis="columns")
+    return [
+        f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if pd.notna(error) else "")
+        for mean, error in zip(seeds.mean(axis="columns"), errors, strict=True)
+    ]
