@@ -23,11 +23,7 @@ def run_cli(
     main: Callable[[Config], Any],
     config_class: type[Config],
     argv: Sequence[str] | None = None,
-    *,
-    description: str = "",
-    default_file: str | Path | None = None,
-    keys: Mapping[str, Sequence[str]] | None = None,
-    resumed: Callable[[Path], Any] | None = None,
+    **options: Any,
 ) -> None:
     """Calls `main` with the configuration of the command line; bad input ends in one line.
 
@@ -35,16 +31,7 @@ def run_cli(
     """
     accept_any_text()
     with exit_on_user_error():
-        main(
-            parse(
-                config_class,
-                argv,
-                description=description,
-                default_file=default_file,
-                keys=keys,
-                resumed=resumed,
-            )
-        )
+        main(parse(config_class, argv, **options))
 
 
 def parse(

@@ -26,13 +26,11 @@ from pathlib import Path
 from typing import (
     Any,
     Literal,
-    Protocol,
     TypeVar,
     Union,
     get_args,
     get_origin,
     get_type_hints,
-    runtime_checkable,
 )
 
 import yaml
@@ -170,16 +168,6 @@ class Section:
                 yield from (f"{f.name}.{path}" for path in value.key_paths())
 
 
-@runtime_checkable
-class _Registered(Protocol):
-    """A dataclass that stands for others, which register themselves."""
-
-    @classmethod
-    def forms(cls) -> Sequence[type]:
-        """Returns the others."""
-        ...
-
-
 def _fields(form: type) -> list[dataclasses.Field]:
     return [f for f in dataclasses.fields(form) if f.init]
 
@@ -243,21 +231,7 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
         return None
     if forms:
         return _lay_section(forms, old, keys, value, path)
-    return (_lay_mapping if origin is dict else _lay_sequence)(shape, old, keys, value, path)
-
-
-def _lay_mapping(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> dict:
-    part = get_args(kind)[1]
-    if keys:
-        entries = old or {}
-        name, rest = (join("", *keys), ()) if part is Any else (keys[0], keys[1:])
-        return {**entries, name: _lay(part, entries.get(name), rest, value, join(path, name))}
-    if not isinstance(value, Mapping):
-        raise UserError(f"{path} must be a mapping of names, got {value!r}; write {{a: b}}.")
-    return {
-        name: _lay(part, None, (), item, join(path, name))
-        for name, item in _with_text_keys(value, path)
-    }
+    return _lay_entries(shape, old, keys, value, path)
 
 
 def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -275,19 +249,26 @@ def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, 
         yield key, item
 
 
-def _lay_sequence(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any:
-    part, sequence = get_args(kind)[0], get_origin(kind)
+def _lay_entries(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any:
+    """Returns a list or dictionary: a whole one replaces the old, key paths change one entry."""
+    origin, parts = get_origin(kind), get_args(kind)
+    is_dict, part = origin is dict, parts[1] if origin is dict else parts[0]
     if keys:
-        entries = list(old or ())
-        if not keys[0].isdecimal() or int(keys[0]) >= len(entries):
+        entries = dict(old or {}) if is_dict else {str(i): v for i, v in enumerate(old or ())}
+        name, rest = (join("", *keys), ()) if part is Any else (keys[0], keys[1:])
+        if not is_dict and name not in entries:
             raise UserError(f"unknown key {join(path, *keys)}; {path} has {len(entries)} entries.")
-        place = int(keys[0])
-        entries[place] = _lay(part, entries[place], keys[1:], value, join(path, place))
-    elif isinstance(value, list | tuple):
-        entries = [_lay(part, None, (), v, join(path, place)) for place, v in enumerate(value)]
+        entries[name] = _lay(part, entries.get(name), rest, value, join(path, name))
+    elif (is_dict and isinstance(value, Mapping)) or (
+        not is_dict and isinstance(value, list | tuple)
+    ):
+        items = _with_text_keys(value, path) if isinstance(value, Mapping) else enumerate(value)
+        entries = {name: _lay(part, None, (), item, join(path, name)) for name, item in items}
     else:
-        raise UserError(f"{path} must be {type_in_words(kind)}, got {value!r}; write [a, b].")
-    return sequence(entries)
+        what = "a mapping of names" if is_dict else type_in_words(kind)
+        example = "{a: b}" if is_dict else "[a, b]"
+        raise UserError(f"{path} must be {what}, got {value!r}; write {example}.")
+    return entries if is_dict else origin(entries.values())
 
 
 def _lay_section(
@@ -328,6 +309,9 @@ def _lay_section(
     return section
 
 
+_adapter = cache(TypeAdapter)
+
+
 class _Unread(str):
     """A value's text on the command line; one in a file has been read, and is a text in quotes."""
 
@@ -365,11 +349,6 @@ def _readings(kind: Any, text: str) -> tuple[list[Any], AmbiguousYaml | None]:
     return [own] if isinstance(value, str) and kind is not Any else [value, own], None
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
-
-
 def members_of(kind: Any) -> tuple[Any, ...]:
     """Returns what a union is a union of; the type itself for other types."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
@@ -382,7 +361,7 @@ def forms_of(kind: Any) -> list[type]:
     """
     forms = []
     for member in members_of(kind):
-        if isinstance(member, _Registered):
+        if hasattr(member, "forms"):
             forms += member.forms()
         elif isinstance(member, type) and dataclasses.is_dataclass(member):
             forms.append(member)
