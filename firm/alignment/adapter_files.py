@@ -1,4 +1,4 @@
-"""Finished adapters, which need no trainer: several in one base model, of which one speaks."""
+"""Saves and loads adapters as PEFT folders; several can be loaded into one base model."""
 
 import json
 import re
@@ -32,9 +32,9 @@ from firm.federation import Adapter
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONDITIONED = "conditioned.safetensors"
-"""What a conditioned adapter has beside the PEFT adapter at equal shares: its B_j."""
+"""File with the B_j of a conditioned adapter, beside the PEFT adapter at equal shares."""
 _FROM_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Beginnings of `init_lora_weights` that change the base model, whose adapters fit no other."""
+"""Prefixes of `init_lora_weights` that change the base model, so the adapter fits no other."""
 
 Reference = Callable[[], AbstractContextManager[Any]]
 """Opens a context inside which a model is the base model."""
@@ -123,9 +123,9 @@ def _adapter_settings(folder: Path) -> LoraConfig:
 
 
 def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
-    """Checks that the adapter of a PEFT folder means in a policy's slot what it was trained to.
+    """Checks that the adapter of a PEFT folder was trained with the settings of a policy's slot.
 
-    `fill_adapter_` looks at tensors alone, which fit whatever they are multiplied by.
+    `fill_adapter_` compares only tensors, which fit at any scale.
 
     Args:
         folder: The adapter's.
@@ -165,7 +165,7 @@ def _plain_names(target_modules: Any) -> list[str] | None:
 
 
 def _scale(settings: LoraConfig) -> float:
-    """Returns what an adapter's update is multiplied by."""
+    """Returns the scale of an adapter's update."""
     return settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
 
 
@@ -200,8 +200,8 @@ def _reading(folder: Path) -> Iterator[None]:
 def save_adapter(policy: Any, folder: Path) -> None:
     """Writes a policy's adapter as a PEFT folder.
 
-    That of a conditioned policy is the one at equal shares, and a file beside it holds what
-    `fill_adapter_` needs to fold it at any other preference.
+    A conditioned policy's adapter is saved at equal shares, with a further file from which
+    `fill_adapter_` folds it at any other preference.
     """
     state = _lora_state(policy)
     own = {name: values for name, values in state.items() if not is_conditioned(name)}
@@ -216,7 +216,7 @@ def save_adapter(policy: Any, folder: Path) -> None:
 
 
 def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
-    """Returns the adapter as an ordinary one, whatever the policy trains of it."""
+    """Returns the policy's adapter as an ordinary LoRA adapter."""
     state = {name: values for name, values in policy.state_dict().items() if "lora_" in name}
     return forward_of(policy).kind.as_lora(policy, state)
 
@@ -234,7 +234,7 @@ def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(settings["target_modules"], list):
-        # PEFT keeps them in a set, whose order differs from process to process
+        # PEFT keeps them in a set, and the order of a set differs between processes
         settings["target_modules"].sort()
         file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -247,10 +247,10 @@ def fill_adapter_(
     name: str = "default",
     preference: Sequence[float] | None = None,
 ) -> None:
-    """Fills the slot `name` from a PEFT folder whose every tensor must fit it.
+    """Fills the slot `name` from a PEFT folder, all of whose tensors must fit it.
 
-    With a preference the adapter is a conditioned one, folded there; without one it is taken as the
-    folder has it, at equal shares.
+    With a preference, a conditioned adapter is folded at it; without one, the adapter is read as
+    saved, at equal shares.
 
     Raises:
         ValueError: The folder holds no adapter, another model's, or one that is not finite, or is
@@ -285,7 +285,7 @@ def fill_adapter_(
 
 
 def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
-    """Returns an adapter without weights of the base model, which PEFT saves beside a head's.
+    """Returns an adapter without weights of the base model, which PEFT saves with a head's adapter.
 
     Raises:
         ValueError: Such a weight is another than the base model has; the message opens with
@@ -311,9 +311,9 @@ def refold_adapter_(
 
     Args:
         policy: The model.
-        index: Which of its adapters.
-        folder: Where that came from.
-        base: What messages call the base model.
+        index: Index of the adapter in the folders of `load_adapters`.
+        folder: The adapter's folder.
+        base: Name of the base model in messages.
         preference: Shares of the M objectives.
 
     Raises:

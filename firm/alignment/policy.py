@@ -49,12 +49,12 @@ _LOADING_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-"""What transformers and its libraries raise on files that are none of a checkpoint."""
+"""Exceptions of transformers and its libraries for files that are no checkpoint."""
 
 
 @configuration
 class PolicyConfig:
-    """Which language model is aligned and how it reads a prompt."""
+    """The language model that is aligned, and its prompt format."""
 
     path: Annotated[
         str,
@@ -206,8 +206,8 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """Returns the language model without an adapter.
 
     Raises:
-        ValueError: There is no such folder, the hub cannot be reached, or what is there is no
-            whole language model.
+        ValueError: There is no such folder, the hub cannot be reached, or the checkpoint is no
+            complete language model.
     """
     with _loading_errors("language model", config.path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -310,9 +310,9 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
 
 @contextmanager
 def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
-    """Gives a model back as it was lent: without an adapter, with its own modes and dropout.
+    """Restores a borrowed model at the end: removes adapters, and resets modes and dropout.
 
-    It stays on the device that it was taken to.
+    The model stays on its current device.
     """
     if model is None:
         yield
@@ -395,10 +395,10 @@ def set_mode(policy: Any, *, is_training: bool) -> None:
 
 
 def _checkpoint_activations_(model: Any) -> None:
-    """Has layers compute their activations anew in backward passes, still in evaluation mode.
+    """Makes layers compute their activations again in backward passes, in evaluation mode.
 
-    Transformers checkpoints a layer in training mode only, by a flag that some layers also take for
-    their own dropout.
+    Transformers checkpoints a layer in training mode only, and some layers read the same flag for
+    their dropout.
     """
 
     def checkpointed(layer: Any, own: Callable, forward: Callable, *args: Any) -> Any:
@@ -428,7 +428,7 @@ def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:
 def check_fits(
     adapter: Adapter, slot: Mapping[str, torch.Tensor], *, problem: str, remedy: str
 ) -> None:
-    """Raises ``ValueError`` where the names or a shape of an adapter are not those of its slot."""
+    """Raises ``ValueError`` unless an adapter has the names and shapes of its slot."""
     if odd := sorted(adapter.keys() ^ slot.keys()):
         raise ValueError(
             f"{problem}: {len(odd)} names stand on one side only, such as {odd[0]!r}: {remedy}"

@@ -32,7 +32,7 @@ class PerSequenceGradients:
     """The gradients of M losses L_j = Σ_b c_jb ℓ_b from one backward pass of Σ_b ℓ_b.
 
     Inside the `with` block the forward passes that lead to ℓ leave what the backward pass needs;
-    they compute what they always do. The rows equal those of `jacobian` up to rounding, and on the
+    their outputs do not change. The rows equal those of `jacobian` up to rounding, and on the
     CPU a LoRA Llama's forward and backward pass with M = 8 takes 1.1 times that of one objective,
     where the loop takes 4.8 (`benchmarks/per_sequence.py`)::
 
@@ -104,7 +104,7 @@ class PerSequenceGradients:
                     f"{name or type(module).__name__} normalises over the batch, so no loss "
                     f"belongs to one sequence: put it in eval mode, or {INSTEAD}"
                 )
-        # first among the hooks, for δ is the gradient of what the layer itself put out
+        # first among the hooks, since δ is the gradient of the layer's own output
         self._handles = [
             layer.register_forward_hook(self._tap, prepend=True, with_kwargs=True)
             for layer in self._layers
@@ -259,10 +259,10 @@ class BackwardPasses:
 
 
 class Route(Protocol):
-    """What takes the gradients of layers' outputs in a backward pass."""
+    """Receives the gradients of layers' outputs in a backward pass."""
 
     def fold(self, layer: Any, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
-        """Takes a layer's input and the gradient of its output."""
+        """Receives a layer's input and the gradient of its output."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""One adapter for all preferences: what a LoRA layer adds is linear in the preference.
+"""One adapter for all preferences: a layer's update is linear in the preference.
 
 ΔW(p) = (α / r) · [B₀ + Σ_{j<M} (M p_j - 1) B_j] · A. At equal shares it is B₀ A, and any preference
 folds into an ordinary LoRA adapter of the same rank. Each row of a batch carries a preference of
@@ -36,7 +36,7 @@ class ConditioningConfig:
     corner_share: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Share of the draws that ask for one objective alone, each as often as the others."""
     draw_per: Literal["prompt", "step"] = "prompt"
-    """Whether each prompt has a preference of its own, or all prompts of a local step have one."""
+    """Whether each prompt has a different preference, or all prompts of a local step share one."""
 
     def __post_init__(self) -> None:
         if self.sampler not in PREFERENCE_SAMPLERS:
@@ -58,9 +58,8 @@ class ConditioningConfig:
 PreferenceSampler = Callable[[ConditioningConfig, int, torch.Tensor], torch.Tensor]
 """Returns `count` preferences [count, M] from the settings, `count` and corners [K, M].
 
-The corners are preferences, rows of sum 1, that the drawn ones lie between: the identity for the
-whole simplex, a single row for a client with one preference. Random numbers come from torch's
-global generator.
+Drawn preferences are mixtures of the corners, rows of sum 1: the identity for the whole simplex, a
+single row for a client with one preference. Random numbers come from torch's global generator.
 """
 
 PREFERENCE_SAMPLERS: dict[str, PreferenceSampler] = {}
@@ -103,8 +102,8 @@ class PreferenceStream:
         config: How they are drawn.
         stream: Random numbers for this purpose alone.
         num_objectives: M.
-        corners: Preferences that all others lie between, not negative, scaled to sum 1; by default
-            those for one objective alone, so that any preference may be drawn.
+        corners: Preferences to draw mixtures of, not negative, scaled to sum 1; by default those
+            for one objective alone, so that any preference may be drawn.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ def check_estimator(name: str, *, replies_per_prompt: int) -> None:
 
 
 def gates(preferences: torch.Tensor) -> torch.Tensor:
-    """Returns by what B_1 to B_{M-1} are multiplied, M p_j - 1, shape [b, M - 1].
+    """Returns the factors of B_1 to B_{M-1}, M p_j - 1, shape [b, M - 1].
 
     Args:
         preferences: Rows of sum 1, shape [b, M].
@@ -160,7 +159,7 @@ def gates(preferences: torch.Tensor) -> torch.Tensor:
 def weighted_by_preference(
     coefficients: torch.Tensor, own: torch.Tensor | None, wanted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns by what each reply's gradient counts in the rows of a Jacobian.
+    """Returns the coefficients of the replies' gradients in the rows of a Jacobian.
 
     Args:
         coefficients: Of the objectives' gradients, c_jb, shape [M, b].
@@ -216,7 +215,7 @@ class Conditioned(Lora):
         self.kind.check(start=start, **run)
 
     def peft_options(self) -> dict[str, Any]:
-        """Returns those of the kind."""
+        """Returns the kind's options; see `Lora.peft_options`."""
         return self.kind.peft_options()
 
     def prepare_(self, policy: Any) -> None:
@@ -238,12 +237,12 @@ class Conditioned(Lora):
         return self.kind.as_lora(policy, adapter)
 
     def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
-        """Returns the kind's parameters for those of a file."""
+        """Returns the kind's parameters for a PEFT file's adapter."""
         return self.kind.from_lora(policy, adapter, problem)
 
 
 class _AtPreferences:
-    """Rows whose products with B are those with B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j."""
+    """Rows that are multiplied by B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j in place of B."""
 
     def __init__(self, rows: Rows, names: Sequence[str]) -> None:
         self.preferences = rows.preferences

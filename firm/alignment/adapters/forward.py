@@ -1,8 +1,8 @@
-"""The forward pass of adapted layers, which all kinds of adapters and joint passes share.
+"""The forward pass of adapted layers, shared by all kinds of adapters and by joint passes.
 
 PEFT's own layers compute plain LoRA. Where a kind adds something else, and where rows of several
-clients share a batch, `AdapterForward` computes their output: the base layer's, and what the kind
-adds for the rows of the pass.
+clients share a batch, `AdapterForward` computes their output: the base layer's, changed by the kind
+for the rows of the pass.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class AdapterForward:
 
     @contextmanager
     def of(self, rows: Rows) -> Iterator[None]:
-        """Takes the passes inside for these rows."""
+        """Opens a context in which passes have these rows."""
         outer, self.rows = self.rows, rows
         try:
             yield

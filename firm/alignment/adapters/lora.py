@@ -1,6 +1,6 @@
 """LoRA, the adapter that every kind derives from, and the registry of kinds.
 
-A kind decides which parameters a layer trains, what they add to the layer's output, and how they
+A kind decides which parameters a layer trains, how they change the layer's output, and how they
 fold into the ordinary LoRA adapter that is saved and served. It is one class in one file that
 derives from `Lora`, overrides the methods that differ, and registers by `register_adapter`.
 """
@@ -134,7 +134,7 @@ class Lora:
 
         Args:
             layer: PEFT's LoRA layer.
-            rows: Whose matrices x is multiplied by.
+            rows: The rows of x, which provide products with the parameters.
             x: The layer's input, shape [b, ..., in].
             result: The output of the base layer, shape [b, ..., out].
         """
@@ -143,7 +143,7 @@ class Lora:
         return (result + update * layer.scaling["default"]).to(result.dtype)
 
     def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
-        """Returns the ordinary LoRA adapter, as PEFT reads it, of the policy's one.
+        """Converts the policy's adapter to an ordinary LoRA adapter, as PEFT reads it.
 
         Args:
             policy: The policy, which may hold fixed matrices.
@@ -152,7 +152,7 @@ class Lora:
         return adapter
 
     def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
-        """Returns the parameters of this kind for a PEFT file's adapter; inverts `as_lora`.
+        """Converts a PEFT file's adapter to parameters of this kind; inverts `as_lora`.
 
         Raises:
             ValueError: The adapter was not trained as this kind; the message opens with `problem`.

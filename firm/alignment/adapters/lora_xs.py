@@ -1,4 +1,4 @@
-"""LoRA-XS: r² trained numbers per layer, between fixed matrices made from the layer's own weight.
+"""LoRA-XS: r² trained numbers per layer, between fixed matrices made from the layer's weight.
 
 ΔW = (α / r) · U R Uᵀ W, with U [out, r] the first left singular vectors of the frozen weight W.
 Only R [r, r] is trained and sent. This is arXiv:2405.17604, whose A and B of Wᵀ are (Uᵀ W)ᵀ =
@@ -37,7 +37,7 @@ CACHED_SIZE = 512
 
 @register_adapter
 class LoraXS(Lora):
-    """LoRA-XS. Rank, scale and layers are those of `policy.lora`."""
+    """LoRA-XS, with the rank, scale and layers of `policy.lora`."""
 
     name: ClassVar[str] = "lora_xs"
     has_factors: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class LoraXS(Lora):
             inner = nn.Linear(rank, rank, bias=False, device=first.device, dtype=first.dtype)
             nn.init.zeros_(inner.weight)
             layer.lora_B["default"] = inner
-            # U is no part of the state: whoever has the weight computes it
+            # not part of the state, since it can be computed from the weight
             layer.register_buffer("xs_left", left.to(first), persistent=False)
         freeze_a_(policy)
 

@@ -1,4 +1,4 @@
-"""Which layers of a language model get an adapter."""
+"""Chooses the layers of a language model that get an adapter."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Attention's projections in Llama and most models since, as in Appendix A.1 of the paper."""
 
 _READ_BY_KERNELS = {"dt_proj", "out_proj"}
-"""Layers of state-space models whose weights fused kernels read without calling the layer."""
+"""Layers of state-space models that fused kernels bypass by reading the weight directly."""
 
 
 def default_target_modules(config: PretrainedConfig) -> list[str]:
@@ -57,8 +57,8 @@ def usual_names(model: Any) -> list[str]:
 def _names_of_experts(model: Any) -> set[str]:
     """Returns the names of layers that stacked experts had before their weights were joined.
 
-    PEFT takes such a name for the joined weight, which is a parameter and no layer. A weight
-    `gate_up_proj` [E, in, out] stands for `gate_proj` and `up_proj`.
+    PEFT takes such a name for the joined weight, which is a parameter and no layer. For
+    instance, the weight `gate_up_proj` [E, in, out] joins `gate_proj` and `up_proj`.
     """
     stacked = {_last(name) for name, weight in model.named_parameters() if weight.ndim == 3}
     parts = (name.removesuffix("_proj").split("_") for name in stacked if name.endswith("_proj"))
@@ -79,10 +79,10 @@ def check_layers(settings: LoraConfig) -> None:
 
 
 def text_layers(model: Any) -> dict[str, torch.nn.Module]:
-    """Returns the modules of a model, by name, but for those that only images or sound go through.
+    """Returns the modules of a model, by name, without encoders of images or sound.
 
-    A multimodal model has encoders with projections of the same names as those of its language
-    model, which a text never reaches.
+    Such encoders have projections with the names of the language model's, but no text goes through
+    them.
     """
     apart = _other_modalities(model)
     return {name: m for name, m in model.named_modules() if not _is_in(name, apart)}
@@ -151,10 +151,10 @@ def excluded_modules(model: Any, target_modules: Iterable[str]) -> str | None:
 
 
 def _other_modalities(model: Any) -> list[str]:
-    """Returns the names of the submodules that a text does not go through.
+    """Returns the names of the submodules for images or sound.
 
-    They are pretrained models whose configuration is neither the model's nor its text model's, and,
-    in a model with a text model inside, what stands beside the way to that one.
+    They are pretrained models with another configuration than the model and its text model have,
+    and, where a text model is nested in the model, the siblings of the modules that contain it.
     """
     config, text = model.config, model.config.get_text_config()
     own_kinds = type(config), type(text)

@@ -1,4 +1,4 @@
-"""All clients of a process at once: one policy, an adapter for each, joint passes."""
+"""Clients of one process that share a policy and its forward passes, each with its adapter."""
 
 from firm.alignment.stacked.client import StackedPolicy, StackedSampler
 from firm.alignment.stacked.model import StackedModel

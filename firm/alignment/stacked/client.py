@@ -1,4 +1,4 @@
-"""What a client of a stacked model sees: a policy and a sampler of its own."""
+"""A client's policy and sampler in a stacked model, which join the passes of all clients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from firm.federation.lockstep import together
 
 @dataclass
 class _Latest:
-    """What a client's policy is at."""
+    """The latest forward pass of a client's policy."""
 
     place: Place | None = None
     is_tapped: bool = False
@@ -24,14 +24,14 @@ class _Latest:
 
 @dataclass(frozen=True)
 class StackedPolicy(Policy):
-    """The policy with a client's own adapter, whose passes join those of the others."""
+    """The policy with one client's adapter; its passes are batched with those of other clients."""
 
     stack: StackedModel = field(kw_only=True)
     adapter: Mapping[str, torch.nn.Parameter] = field(kw_only=True)
     _latest: _Latest = field(default_factory=_Latest, kw_only=True)
 
     def forward(self, rows: Sequences, model: Any = None) -> Any:
-        """Returns the output of the policy; that of another model is not joined."""
+        """Returns the output of the policy in a joint pass, or of another model by itself."""
         if model not in (None, self.model):
             return super().forward(rows, model)
         is_training, has_gradient = self.model.training, torch.is_grad_enabled()
@@ -65,7 +65,7 @@ class StackedPolicy(Policy):
         return together(self.stack.jacobian, Losses(place, losses), key=key, is_urgent=True)
 
     def per_sequence(self) -> Any:
-        """Returns a context whose forward pass gives all M gradients by one backward pass."""
+        """Returns a context for taking all M gradients of a forward pass by one backward pass."""
         return _PerSequence(self)
 
     def _place(self, losses: torch.Tensor) -> Place:
@@ -136,7 +136,7 @@ class StackedSampler(Sampler):
 
 
 def _own_generator(device: torch.device) -> torch.Generator:
-    """Returns a generator that goes on where torch's global one for the device is."""
+    """Returns a copy of torch's global generator for the device."""
     generator = torch.Generator(device)
     is_cuda = device.type == "cuda"
     generator.set_state(torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state())
@@ -144,7 +144,7 @@ def _own_generator(device: torch.device) -> torch.Generator:
 
 
 def _advance(generator: torch.Generator) -> None:
-    """Has torch's global generator go on where this one is."""
+    """Copies this generator's state to torch's global generator."""
     if generator.device.type == "cuda":
         torch.cuda.set_rng_state(generator.get_state(), generator.device)
     else:

@@ -61,7 +61,7 @@ class StackedModel:
             )
 
     def new_adapter(self) -> dict[str, torch.nn.Parameter]:
-        """Returns a client's own parameters, equal to those of the policy's slot."""
+        """Returns new parameters for a client, with the values of the policy's slot."""
         return {
             name: torch.nn.Parameter(parameter.detach().clone())
             for name, parameter in self._slot.items()

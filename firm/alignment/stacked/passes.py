@@ -1,4 +1,4 @@
-"""A joint pass: rows of several clients in one batch, each with its client's matrices."""
+"""A joint pass: one batch with rows of several clients, multiplied by their own matrices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Which of them are tokens of the prompt or the response, bool of that shape."""
+        """True for tokens of the prompt or the response, bool of the same shape."""
         return self.rows.mask if isinstance(self.rows, Queries) else self.rows.attention_mask
 
     @property
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a client's rows are in a pass."""
+    """Position of a client's rows in a pass."""
 
     joint: "Pass"
     index: int
@@ -81,7 +81,7 @@ class Pass:
 
     Args:
         parts: The rows of each client.
-        names: Names of the slot's trained parameters, whose values parts replace.
+        names: Names of the slot's trained parameters, which each part replaces by its own.
     """
 
     def __init__(self, parts: Sequence[Part], names: Mapping[torch.nn.Parameter, str]) -> None:
@@ -118,7 +118,7 @@ class Pass:
         return bool(self._waiting)
 
     def finish(self, places: "Sequence[Place]") -> None:
-        """Notes whose gradients are taken for the last time."""
+        """Notes that these places take no further gradients of this pass."""
         self._waiting -= {place.index for place in places}
 
     def _arrange(self) -> None:
@@ -135,7 +135,7 @@ class Pass:
         return _fitted(values, before, self.length - before, fill)
 
     def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
-        """Leaves out rows of each part but those at some places; returns the places of all."""
+        """Keeps the rows of each part at these indices; returns the indices of all in the batch."""
         rows = torch.cat([self.span(index).start + own for index, own in enumerate(kept)])
         self.counts = [len(own) for own in kept]
         if self.preferences is not None:
@@ -179,7 +179,7 @@ class Pass:
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns x [N, ..., in] after dropout with the masks that each part would draw alone.
 
-        On a GPU they differ from those of torch's dropout, with the same generator; see `Rows`.
+        On a GPU torch's dropout draws other masks from the same generator; see `Rows`.
         """
         dropout = layer.lora_dropout["default"]
         probability = getattr(dropout, "p", 0.0)
@@ -242,7 +242,7 @@ class Target:
 
 
 class Output:
-    """The model's output for one part's rows, as they stand in it."""
+    """The model's output for the rows of one part, padded as the part is."""
 
     def __init__(self, place: Place, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         self.place = place
@@ -276,7 +276,7 @@ def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:
 
 
 def _fitted(values: torch.Tensor, before: int, length: int, fill: float) -> torch.Tensor:
-    """Returns values [b, L, ...] moved right by so many columns and cut or filled to a length.
+    """Returns values [b, L, ...] moved right by `before` columns and cut or filled to a length.
 
     `length` counts from the first column of the values.
     """

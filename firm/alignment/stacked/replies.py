@@ -1,4 +1,4 @@
-"""Sampling: each client's replies in a joint pass are those that it would sample alone."""
+"""Sampling in joint passes: each client gets the replies that it would sample alone."""
 
 import torch
 
@@ -7,7 +7,7 @@ from firm.alignment.stacked.passes import Part
 
 
 class Reply:
-    """A client's replies as they are sampled, as if its batch were alone."""
+    """The replies to one client's prompts while they are sampled."""
 
     def __init__(self, part: Part) -> None:
         assert part.config is not None
@@ -16,10 +16,10 @@ class Reply:
         self._logprobs: list[torch.Tensor] = []
         device = part.token_ids.device
         self._is_open = torch.ones(len(part.token_ids), dtype=torch.bool, device=device)
-        self._rows = torch.arange(len(part.token_ids), device=device)  # those that are in the batch
+        self._rows = torch.arange(len(part.token_ids), device=device)  # still in the batch
         self._ends = torch.tensor(list(part.end_ids), device=device)
         self.num_open = len(self._rows)
-        """Replies that have not ended, 0 at the greatest length."""
+        """Number of replies that have not ended; 0 at the greatest length."""
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the next tokens of the rows in the batch, [n], by their logits [n, V]."""
@@ -27,7 +27,7 @@ class Reply:
             return torch.zeros_like(self._rows)
         scores = logits / (self._config.temperature + TEMPERATURE_GUARD)
         probabilities = torch.softmax(scores, dim=-1)
-        # as torch.multinomial draws, of all rows: those that have ended draw along
+        # torch.multinomial draws for all rows, so rows that have ended use up random numbers too
         draws = probabilities.new_empty(len(self._is_open), logits.size(-1))
         draws.exponential_(generator=self._part.generator)
         chosen = (probabilities / draws[self._rows]).argmax(-1)
@@ -43,7 +43,7 @@ class Reply:
         return chosen
 
     def keep(self, count: int) -> torch.Tensor:
-        """Keeps so many rows in the batch, the open ones among them; returns their places in it."""
+        """Keeps `count` rows in the batch, with all open ones; returns their indices in it."""
         places = self._is_open[self._rows].int().argsort(descending=True, stable=True)[:count]
         self._rows = self._rows[places]
         return places
