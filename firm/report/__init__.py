@@ -1,4 +1,4 @@
-"""Runs → one tidy table → figures → pages.
+"""Reports: run directories are read into one tidy table, drawn as figures and set on pages.
 
 `record` reads a run directory, and `tables` puts the numbers of one run, or of several settings
 over seeds, into one tidy table. `firm.quantities` registers their titles and units. `drawing`,

@@ -1,8 +1,9 @@
 """Rewrites the report of a run as one file, or prints how the settings of a study compare.
 
-`python -m firm.report FOLDER` makes the page of a run, sweep or study stand alone: pages of a sweep
-or study otherwise share one file of plotly. `python -m firm.report STUDY --against SETTING` prints
-the differences at the end; `--rounds 50 100` prints the values, and the differences, at rounds.
+`python -m firm.report FOLDER` makes the page of a run, sweep or study stand alone: the pages of a
+sweep or study otherwise load plotly from a shared file. `python -m firm.report STUDY --against
+SETTING` prints the differences at the end; with `--rounds 50 100`, values and differences at these
+rounds.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from firm.run.sweep import SWEEP_NAME
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes a self-contained report.html into the directory and prints where it lies."""
+    """Writes a self-contained report.html into the directory and prints its path."""
     parser = argparse.ArgumentParser(
         prog="python -m firm.report",
         description="Rewrite report.html of a run, sweep or study as one file; with --against, "

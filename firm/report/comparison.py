@@ -1,4 +1,4 @@
-"""Base against aligned models: of one run, or the page of any number of adapters."""
+"""Compares aligned models with their base model, on a run's page or one for several adapters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ class Comparison:
     split: str
     round: int
     prompts: str
-    """How many prompts of the split it is over, in how many rows."""
+    """Number of prompts and rows of the split, in words."""
     lines: tuple[Line, ...]
 
     def line(self, name: str) -> Line | None:
-        """Returns the line of that name, None if it was not measured."""
+        """Returns the line of that name, or None if it was not measured."""
         return next((line for line in self.lines if line.name == name), None)
 
 
 def comparison_of(record: Record, split: str) -> Comparison | None:
-    """Returns base against aligned model on a split, None until both were evaluated."""
+    """Compares base and aligned model on a split; None until both were evaluated."""
     rows = record.evaluations.get(split, [])
     if not rows or rows[0]["round"] != 0 or rows[-1]["round"] == 0:
         return None
@@ -43,16 +43,19 @@ def comparison_of(record: Record, split: str) -> Comparison | None:
 
 
 def best_comparison(record: Record) -> Comparison | None:
-    """Returns the comparison on the test split, and until there is one, on the validation split."""
+    """Returns the comparison on the test split, or on the validation split until that exists."""
     return comparison_of(record, "test") or comparison_of(record, "validation")
 
 
 def comparison_table(
     lines: Mapping[str, Sequence[Line]], text: str, *, chips: Mapping[str, str] | None = None
 ) -> Table:
-    """Returns the table that sets models beside their base model.
+    """Returns the table that compares models with their base model.
 
-    The lines are the same scores and figures of each model; chips are colours of scores by name.
+    Args:
+        lines: The same scores and figures for each model, by its name.
+        text: Text above the table.
+        chips: Colours of scores by name.
     """
     rows = [
         [own[0].label, _base(own[0]), *(_cell(line) for line in own)]
@@ -61,9 +64,9 @@ def comparison_table(
     return Table(
         TITLE if len(lines) == 1 else f"{TITLE}s",
         f"{text} Mean ± standard error over prompts. Below it the change against the base model, "
-        "paired by row, and z, the change in standard errors: beyond ±2, set in bold, chance is "
-        "an unlikely cause of a single figure. The more figures one looks at, the likelier one of "
-        "them is bold by chance.",
+        "paired by row, and z, the change in standard errors. Changes beyond ±2 are bold: chance "
+        "is an unlikely cause of any one of them. The more figures you look at, the likelier it "
+        "is that one of them is bold by chance.",
         ["Figure", "base", *lines],
         rows,
         name="evaluation",
@@ -82,15 +85,15 @@ def write_comparison(
     facts: Mapping[str, str],
     config: str,
 ) -> None:
-    """Writes the page of evaluated adapters, in one step; it has no script.
+    """Writes the page of evaluated adapters atomically; it has no script.
 
     Args:
-        path: The page to be.
+        path: File of the page.
         title: Heading.
-        adapters: Name to place of every adapter.
-        lines: What was measured, by adapter.
-        samples: Replies side by side, the base model's first; without any there is no section.
-        facts: What was evaluated, label to text.
+        adapters: Folder of every adapter, by its name.
+        lines: Measured scores and figures, by adapter.
+        samples: Replies side by side, the base model's first; if empty, the section is omitted.
+        facts: Facts on the evaluation, text by label.
         config: Text of the resolved configuration.
     """
     origin = Table("", "", ["Adapter", "Folder"], list(adapters.items()), words=frozenset({1}))
@@ -102,13 +105,13 @@ def write_comparison(
             samples,
             ["base", *adapters],
         ),
-        Origin("What one needs to repeat the evaluation.", {formats.CONFIG: config}, origin),
+        Origin("Everything needed to repeat the evaluation.", {formats.CONFIG: config}, origin),
     ]
     write_page(path, Page(product="FIRM evaluation", title=title, blocks=blocks, facts=facts))
 
 
 def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
-    """Returns the changes of each score, with an axis as long as the farthest error bar."""
+    """Returns the changes of each score, on an axis that reaches the farthest error bar."""
     groups = {}
     for own in zip(*lines.values(), strict=True):
         pairs = zip(lines, own, strict=True)
@@ -119,7 +122,7 @@ def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
         "changes",
         "Change of each score",
         "Against the base model on the same prompts; bars are one standard error to both sides, "
-        "the middle line is no change. Every score has a scale of its own.",
+        "and the middle line is no change. Every score has its own scale.",
         groups,
     )
 

@@ -1,4 +1,4 @@
-"""Criteria: the evaluated quantities that settings are compared by, and how runs end in them."""
+"""Criteria, the evaluated quantities by which settings are compared, and their final values."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ SPLITS = ("test", "validation", "train")
 
 @dataclass(frozen=True)
 class Criterion:
-    """A registered quantity with a better end, one value per objective, as it was evaluated."""
+    """An evaluated quantity for which higher or lower values are better, one per objective."""
 
     quantity: Quantity
     final: str
-    """Name of the final values, with their split: "test/rewards"."""
+    """Name of the final values with their split, such as "test/rewards"."""
     curve: str
     """Name of the values over the rounds: of evaluations, or of clients while they train."""
     objectives: tuple[str, ...]
@@ -51,7 +51,7 @@ class Criterion:
 
     @property
     def worst_how(self) -> How:
-        """How the worst objective is found."""
+        """How to find the worst objective."""
         return "lowest" if self.is_higher_better else "highest"
 
     @property
@@ -80,15 +80,15 @@ class Criterion:
         return setting.finals(self.final, self.objectives)
 
     def mean(self, setting: Setting) -> np.ndarray | None:
-        """Returns the final values' mean over the seeds, [M]; None if a run diverged or is none."""
+        """Returns the mean final values over the seeds, [M]; None if a run diverged."""
         finals = self.finals(setting)
         return finals.mean(axis=0) if len(finals) and np.isfinite(finals).all() else None
 
 
 def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
-    """Returns the criteria that the runs measured, the main one first.
+    """Returns the measured criteria, the main one first.
 
-    The objectives are those that most runs have, so that a log with other names changes nothing.
+    The objectives are those of most runs, so that one log with other names has no effect.
     """
     criteria = []
     is_log = any(record.settings.get("target_loss") for s in settings for record in s.records)
@@ -152,7 +152,7 @@ class Column:
     quantity: str
     objectives: Sequence[str]
     reduce: Callable[[Frame], Frame] = lambda table: table.iloc[:, 0]
-    """Takes values by seed and objective to values by seed."""
+    """Maps values by seed and objective to values by seed."""
     unit: str = ""
     scale: int = 1
     """Factor of the values in the unit."""
@@ -194,7 +194,7 @@ def final_columns(settings: Sequence[Setting], criterion: Criterion) -> list[Col
 
 
 def further_scores(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
-    """Returns the names of what final models are scored by beside the objectives."""
+    """Returns the names of the final models' scores other than the objectives."""
     name = criterion.beside("scores")
     scores = dict.fromkeys(score for s in settings for score in s.objectives_with(name))
     return [

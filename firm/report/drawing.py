@@ -1,7 +1,7 @@
-"""How every figure of a page is drawn: plain data for plotly.js in one style.
+"""Draws the figures of all pages in one style, as plain data for plotly.js.
 
 The objects of plotly.py would spend half a second of every round on checks that tests make once.
-Colours are names of CSS variables, `var(--objective-0)`, which the page's script resolves for light
+Colours are CSS variables, such as `var(--objective-0)`, which the page's script resolves for light
 or dark.
 """
 
@@ -17,18 +17,18 @@ import numpy as np
 INK, MUTED, GRID, SURFACE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--surface)"
 DASHED = {"color": INK, "width": 1, "dash": "dash"}
 NUM_BANDS = 6
-"""Around more lines, bands would hide one another."""
+"""With more lines, bands would hide one another."""
 
 Trace = dict[str, Any]
 Axis = dict[str, Any]
 """Attributes of one of plotly's axes."""
 Over = Literal["rounds", "megabytes"]
-"""What an x-axis counts: rounds, or megabytes (10⁶ bytes) uploaded so far."""
+"""Unit of an x-axis: rounds, or megabytes (10⁶ bytes) uploaded so far."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure and the title that stands above it."""
+    """A figure and the title above it."""
 
     name: str
     """Unique on its page."""
@@ -75,8 +75,8 @@ def scatter(
 ) -> Trace:
     """Returns lines or markers in the colour and dash of a key, whose label is the trace's name.
 
-    The mode is one of plotly's: markers, lines, or both; sizes are in CSS pixels. The pointer shows
-    what the template `hover` says, and nothing where it is empty.
+    The mode is one of plotly's: markers, lines, or both; sizes are in CSS pixels. `hover` is the
+    template of the tooltip; without one there is no tooltip.
     """
     pointer = {"hovertemplate": f"{hover}<extra></extra>"} if hover else {"hoverinfo": "skip"}
     return {
@@ -102,7 +102,7 @@ def curve(
 ) -> Trace:
     """Returns a line over the rounds, with the standard error of each point.
 
-    A round without a finite value is left out. A size of 0 draws no markers.
+    Rounds without a finite value are omitted. A size of 0 draws no markers.
     """
     rows = zip(points, repeat(None) if ses is None else ses, strict=False)
     kept = [(x, y, se) for (x, y), se in rows if y is not None and isfinite(y)]
@@ -210,7 +210,7 @@ def rounds_figure(
 ) -> dict[str, Any]:
     """Returns a figure whose x-axis counts the rounds or megabytes so far.
 
-    Traces without points are left out. A dashed horizontal line lies at the reference.
+    Traces without points are omitted. A dashed horizontal line marks the reference.
     """
     data = [trace for trace in traces if trace["x"]]
     xs = [x for trace in data for x in trace["x"]] or [0]
@@ -224,9 +224,9 @@ def rounds_figure(
 
 
 def _range_of_one(data: Sequence[Trace], y_axis: Axis) -> Axis:
-    """Returns the range of a y-axis where all values are one, around which plotly leaves 1.
+    """Returns the range of a y-axis for equal values, for which plotly would leave 1 to both sides.
 
-    From zero on plotly leaves no more than it should, but for values of zero.
+    Axes that start at zero are fine as plotly draws them, unless the values are zero.
     """
     values = {y for trace in data for y in trace["y"]}
     has_bars = any("array" in trace.get("error_y", {}) for trace in data)
@@ -254,7 +254,7 @@ def _x_axis(xs: Sequence[float], over: Over, data: Sequence[Trace]) -> Axis:
 
 
 def nonempty(panels: Iterable[Panel]) -> list[Panel]:
-    """Returns the panels that show anything."""
+    """Drops panels without data."""
     return [panel for panel in panels if panel.figure["data"]]
 
 
@@ -268,10 +268,10 @@ def series_panel(
     num_bands: int = NUM_BANDS,
     **y_axis: Any,
 ) -> Panel:
-    """Returns lines with bands of one standard error, bands below all lines.
+    """Returns lines with bands of one standard error, drawn below all lines.
 
-    On a logarithmic axis no band reaches below a tenth of its line. Around more lines than
-    `num_bands` there are no bands.
+    On a logarithmic axis bands stop at a tenth of their line. With more lines than `num_bands`
+    there are no bands.
     """
     least = 0.1 if y_axis.get("type") == "log" else -inf
     has_bands = len(series) <= num_bands
@@ -287,7 +287,7 @@ def series_panel(
 
 
 def _band(series: Series, least: float) -> Trace:
-    """Returns one standard error to both sides of the means, never below that share of a mean."""
+    """Returns one standard error to both sides of the means, cut off at a share of the mean."""
     upper, lower = series.means + series.ses, series.means - series.ses
     if least > 0:
         lower = np.maximum(lower, least * series.means)

@@ -1,4 +1,4 @@
-"""How the page writes numbers."""
+"""Formats numbers for pages."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def number(value: float | None, *, is_signed: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return MISSING
     size = abs(value)
-    if size < 1e-6:  # what rounding leaves of nothing
+    if size < 1e-6:  # zero up to rounding
         return _with_sign(0.0, "0.000", is_signed)
     if size < 1e-3:
         return _with_sign(value, f"{size:.2g}", is_signed)
@@ -30,7 +30,7 @@ def number(value: float | None, *, is_signed: bool = False) -> str:
 
 
 def measure(value: Measure | None, *, is_signed: bool = False) -> str:
-    r"""Returns a mean to the last digit that its standard error lets one know, and the error.
+    r"""Returns a mean with its standard error, to the digits that the error leaves significant.
 
     >>> measure(Measure(0.81234, 0.0213), is_signed=True).replace("\N{NO-BREAK SPACE}", " ")
     '+0.812 ± 0.021'
@@ -47,7 +47,7 @@ def measure(value: Measure | None, *, is_signed: bool = False) -> str:
 
 
 def correlation(value: float | None, num_points: int) -> str:
-    """Returns a rank correlation of so many points with its 95 % interval.
+    """Returns a rank correlation of `num_points` points with its 95 % interval.
 
     >>> correlation(0.95, 9).replace(NBSP, " "), correlation(None, 2)
     ('+0.950 (0.70 to 0.99)', '–')
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def commit(name: str | None) -> str:
-    """Returns a commit as short as people quote it, and whether the tree had changed since.
+    """Returns a commit's short name, and whether the tree had uncommitted changes.
 
     >>> commit("1f0c2d9e7ab41f0c2d9e7ab41f0c2d9e7ab41f0c-dirty")
     '1f0c2d9e7a, changed since'
@@ -106,7 +106,7 @@ def moment(text: str) -> str:
 
 
 def count(number: int, noun: str, nouns: str | None = None) -> str:
-    """Returns a number of things.
+    """Returns a count with its noun.
 
     >>> count(1, "round"), count(2, "round"), count(2, "entry", "entries")
     ('1 round', '2 rounds', '2 entries')
@@ -115,12 +115,12 @@ def count(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 def shares(preference: Sequence[float] | None) -> str:
-    """Returns a preference as people write it."""
+    """Returns a preference as text."""
     return "none" if preference is None else ", ".join(f"{share:.3g}" for share in preference)
 
 
 def vector(values: Sequence[float]) -> str:
-    """Returns a vector as people write it."""
+    """Returns a vector as text."""
     return f"({', '.join(f'{value:.3g}' for value in values)})"
 
 

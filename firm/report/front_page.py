@@ -53,22 +53,22 @@ from firm.report.tables import Frame, Setting, mean_and_error, settings_of
 from firm.run.errors import UserError
 
 NUM_SHOWN = 6
-"""Preferences whose trainings the figures show at first; the reader chooses others."""
+"""Number of preferences whose training curves are shown at first; the reader can choose others."""
 METHOD = (
-    "Every point is a run with a folder of its own, which holds its configuration, every row of "
+    "Every point is a run with its own folder, which holds its configuration, every row of "
     "its metrics, its samples and its adapter. Rewards are mapped to [0, 1] by one calibration, "
     "frozen before training. The fronts lie beside the page as METHOD.front.json."
 )
 
 
 def write_front_page(path: Path, fronts: Mapping[str, Front], **options: Any) -> Path:
-    """Writes the page of a sweep, in one step, and returns its path.
+    """Writes the page of a sweep atomically and returns its path.
 
-    It belongs into the folder of the fronts' files, so that the adapters' paths on it hold, and
-    loads the plotly.min.js there, as the pages of the points do. Options are those of `front_page`.
+    Write it into the folder of the fronts' files: adapters' paths are relative to it, and the page
+    loads plotly.min.js from there, like the pages of the points. Options are those of `front_page`.
 
     Raises:
-        UserError: There are no points, or the fronts are not comparable; nothing is written then.
+        UserError: There are no points, or the fronts are not comparable; nothing is written.
     """
     return write_page(path, front_page(fronts, **options), shared=path.parent)
 
@@ -81,14 +81,14 @@ def front_page(
     config: str = "",
     title: str = "A sweep over preferences",
 ) -> Page:
-    """Returns what the page of a sweep says.
+    """Returns the page of a sweep.
 
     Args:
         fronts: The front of each method, by its name.
         runs: The runs behind the points.
         row_rewards: Rewards of each method's points by row of the test data, shape [N, R, M], and
             the number of each row's prompt, [R], or None where each has its own; for the
-            hypervolume's interval, without which there is none.
+            hypervolume's interval, which is omitted without them.
         config: The sweep's configuration as YAML.
         title: Heading.
     """
@@ -149,7 +149,7 @@ def _page_facts(fronts: Mapping[str, Front]) -> dict[str, str]:
 
 
 def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
-    """Returns where the models of each front are, and their means over the seeds.
+    """Returns the models of each front and their means over the seeds, as points of the plane.
 
     A model or mean is dominated where one of its kind, of any front, is at least as good in all
     rewards and better in one. The path joins the means that no mean of their own front dominates,
@@ -199,7 +199,7 @@ def _check(fronts: Mapping[str, Front]) -> None:
 
 
 def _methods(fronts: Mapping[str, Front]) -> list[Setting]:
-    """Returns the methods as settings, which have a colour and a symbol."""
+    """Returns the methods as settings, which carry a colour and a symbol."""
     return [Setting(method, index, ()) for index, method in enumerate(fronts)]
 
 
@@ -216,7 +216,7 @@ def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
 
 
 def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) -> dict[str, str]:
-    """Returns what the pointer shows of a mean, beside what is measured of it."""
+    """Returns the facts in a mean's tooltip beyond the measured ones."""
     facts = {"method": method, "preference": formats.shares(preference)}
     if num_collapsed := sum(point.collapse is not None for point in points):
         facts["collapsed"] = f"{num_collapsed} of {len(points)}"
@@ -241,7 +241,7 @@ def _settings(fronts: Mapping[str, Front], runs: Runs) -> list[Setting]:
             trained = [record for record in records if record.rounds]
             if trained:
                 grouped[f"{method} ({formats.shares(preference)})"] = trained
-    # colours of their own, after those of the methods
+    # their colours follow the colours of the methods
     return settings_of(grouped, first=len(fronts)) if grouped else []
 
 
@@ -249,7 +249,7 @@ def _settings(fronts: Mapping[str, Front], runs: Runs) -> list[Setting]:
 
 
 def plane_section(fronts: Mapping[str, Front]) -> Section:
-    """Returns where the models of all fronts are in the plane of two rewards."""
+    """Returns the models of all fronts in the plane of two rewards."""
     first = next(iter(fronts.values()))
     panels = planes(
         "front",

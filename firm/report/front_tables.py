@@ -44,7 +44,7 @@ def hypervolumes(
     row_rewards: Mapping[str, tuple[ArrayLike, ArrayLike | None]],
     notes: list[str],
 ) -> Table:
-    """Returns the table of the hypervolumes; why one is missing is put into the notes."""
+    """Returns the table of hypervolumes; reasons for missing ones are added to the notes."""
     rows = []
     for method, front in fronts.items():
         volume, by_seed = (
@@ -71,7 +71,7 @@ def hypervolumes(
 
 
 def _or_note(value: Callable[[], str], method: str, notes: list[str]) -> str:
-    """Returns the cell, or a dash with the reason among the notes."""
+    """Returns the cell, or a dash after adding the reason to the notes."""
     try:
         return value()
     except ValueError as error:
@@ -99,12 +99,12 @@ def _interval(front: Front, rewards: ArrayLike, groups: ArrayLike | None) -> str
 
 
 def num_collapsed(front: Front) -> int:
-    """Returns how many models of a front collapsed."""
+    """Counts the models of a front that collapsed."""
     return sum(point.collapse is not None for point in front.points)
 
 
 def steering(fronts: Mapping[str, Front]) -> Table:
-    """Returns whether preferences steer, in figures and words, and how many models collapsed."""
+    """Returns the table on how well preferences steer, with the number of collapsed models."""
     objectives = next(iter(fronts.values())).objectives
     rows = []
     for method, front in fronts.items():
@@ -138,7 +138,7 @@ def correlations(front: Front) -> dict[str, str]:
 
 
 def models(fronts: Mapping[str, Front]) -> Table:
-    """Returns the table of all models, with what dominates them."""
+    """Returns the table of all models, with the models that dominate each."""
     objectives = next(iter(fronts.values())).objectives
     beaten = beaten_by(fronts)
     points = [(method, point) for method, front in fronts.items() for point in front.points]
@@ -178,7 +178,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
-    """Returns what each method's runs sent and how long they trained."""
+    """Returns the bytes that each method's runs sent and their training time."""
     rows = []
     for method, front in fronts.items():
         records = [runs[method][p.name] for p in front.points if p.name in runs.get(method, {})]
@@ -199,8 +199,8 @@ def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
 def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, list[float]]:
     """Returns each seed's hypervolume on the validation prompts after every round.
 
-    Values [S] stand by the rounds in which every run was evaluated; where a run has no rounds,
-    there are none.
+    Values [S] are given for rounds in which every run was evaluated; if a run has no rounds, the
+    result is empty.
     """
     by_seed: dict[int, list[dict[int, list[float]]]] = {}
     for point in front.points:

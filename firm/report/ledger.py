@@ -1,4 +1,4 @@
-"""What a run sent, and what other algorithms would have sent in its place."""
+"""Bytes that a run sent, and that other algorithms would have sent in its place."""
 
 from itertools import accumulate
 
@@ -8,9 +8,9 @@ from firm.report.record import Record
 
 
 def uploads_so_far(record: Record, rival: str) -> list[tuple[int, int]]:
-    """Returns rounds and the bytes that a rival would have uploaded up to each of them.
+    """Returns each round with the bytes that a rival would have uploaded up to then.
 
-    The clients are those whose updates arrived. A run that does not log its sizes has none.
+    Only clients whose updates arrived count. Empty for a run that does not log its sizes.
     """
     header = record.header
     if not {"num_trainable", "adapter_bytes"} <= header.keys():

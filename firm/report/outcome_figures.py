@@ -1,4 +1,4 @@
-"""Figures of the classic wing that are no curves over the rounds.
+"""Figures of final values: radar charts, lines over a parameter, preferences and users.
 
 A setting has the same colour in every figure; bars are one standard error to both sides.
 """
@@ -42,7 +42,7 @@ LOG_TICKS = {"type": "log", "tickformat": "~g", "dtick": "D2"}
 
 @dataclass(frozen=True, eq=False)
 class PreferenceOutcome:
-    """Where the runs of a setting with one preference ended."""
+    """Final losses of a setting's runs with one preference."""
 
     key: Key
     preference: tuple[float, float]
@@ -52,7 +52,7 @@ class PreferenceOutcome:
 
     @property
     def ratio(self) -> str:
-        """The preference as people write it."""
+        """The preference as text."""
         return " : ".join(f"{r:g}" for r in self.preference)
 
 
@@ -61,7 +61,7 @@ def points_panel(
 ) -> Panel:
     """Returns a quantity against a parameter, such as the local steps or the size of an attack.
 
-    The parameter's values stand side by side in rising order, whatever they are, 0 too.
+    The parameter's values are evenly spaced in rising order, so that 0 has a place, too.
     """
     values = np.unique(np.concatenate([own.xs for own in series])) if series else np.empty(0)
     hover = f"%{{fullData.name}}<br>{escape(x_title)} %{{customdata:~g}}: %{{y:.4~g}}"
@@ -89,8 +89,8 @@ def radar_panel(
 ) -> Panel:
     """Returns a radar chart: one spoke per objective, one closed line per setting.
 
-    The values of each setting are on one scale, which spans from the centre to the rim. Say in the
-    title where the centre is not 0.
+    All values share one scale, `span`, from the centre to the rim. A centre other than 0 belongs in
+    the title.
     """
     broken = [
         wrap(name.replace("_", "_ "), SPOKE_WIDTH, break_long_words=False) for name in objectives
@@ -137,11 +137,11 @@ def preference_plane(
     objectives: Sequence[str],
     limits: tuple[float, float] | None = None,
 ) -> Panel:
-    """Returns where each preference asked the losses to end, as a ray, and where they ended.
+    """Returns the losses that each preference asks for, as a ray, and the losses reached.
 
-    On the ray of r both r₁F₁ and r₂F₂ are equal (Figure 4 of FedCMOO, Askin et al.). The limits are
-    the least loss of each objective trained alone; what lies beyond is grey, for no model is
-    expected there.
+    On the ray of r, r₁F₁ equals r₂F₂ (Figure 4 of Askin et al., 2024). The limits are the lowest
+    loss of each objective trained alone; the region beyond them is grey, since no model is expected
+    there.
     """
     reached = [mean_and_error(outcome.losses) for outcome in outcomes]
     reach = np.array([means + ses for means, ses in reached] + [limits or (0.0, 0.0)]).max(axis=0)
@@ -182,7 +182,7 @@ def preference_plane(
         axis(f"loss, {y_name}", range=[0, height]),
         height=460,
         annotations=notes,
-        margin={"l": 52, "r": 44, "t": 28, "b": 40},  # the notes stand outside the axes
+        margin={"l": 52, "r": 44, "t": 28, "b": 40},  # the notes are outside the axes
         **shapes,
     )
     return Panel(name, title, made)
@@ -191,10 +191,10 @@ def preference_plane(
 def ratios_panel(
     name: str, title: str, outcomes: Sequence[PreferenceOutcome], *, objectives: Sequence[str]
 ) -> Panel:
-    """Returns the ratios of the losses F₁/F₂, that of each seed, against the wanted r₂/r₁.
+    """Returns the ratio of the losses F₁/F₂ of each seed against the ratio asked for, r₂/r₁.
 
-    Both axes are logarithmic; on the dashed diagonal a preference is met. A seed with a loss of 0
-    has no place.
+    Both axes are logarithmic; on the dashed diagonal a preference is met. Seeds with a loss of 0
+    are omitted.
     """
     data, ends = [], []
     for outcome in outcomes:
@@ -212,7 +212,7 @@ def ratios_panel(
     diagonal = {"type": "line", "x0": low, "y0": low, "x1": high, "y1": high}
     made = figure(
         data,
-        axis(f"wanted ratio of losses, {quotient}", **both),
+        axis(f"ratio of losses asked for, {quotient}", **both),
         axis(f"reached ratio, {quotient}", **both),
         height=460,
         shapes=[{**diagonal, "line": DASHED, "layer": "below"}],
@@ -221,7 +221,7 @@ def ratios_panel(
 
 
 def _grey(*, x0: float = 0, x1: float, y1: float) -> dict[str, Any]:
-    """Returns a grey rectangle that stands on the x-axis."""
+    """Returns a grey rectangle that starts at the x-axis."""
     box = {"x0": x0, "y0": 0, "x1": x1, "y1": y1, "line": {"width": 0}}
     return {"type": "rect", **box, "fillcolor": MUTED, "opacity": 0.16, "layer": "below"}
 
@@ -229,11 +229,11 @@ def _grey(*, x0: float = 0, x1: float, y1: float) -> dict[str, Any]:
 def user_histograms(
     name: str, users: Mapping[Key, np.ndarray], *, num_bins: int = 20
 ) -> list[Panel]:
-    """Returns how the users' accuracies are spread, one histogram per setting on equal axes.
+    """Returns a histogram of the users' accuracies for each setting, on equal axes.
 
-    The users of all seeds are counted together; their accuracies have shape [S, C]. A dashed line
-    marks the mean; the titles say mean and standard deviation, that of the users of one seed
-    averaged over the seeds.
+    The users of all seeds are pooled; their accuracies have shape [S, C]. A dashed line marks the
+    mean. The titles give the mean and the standard deviation over the users of a seed, averaged
+    over the seeds.
     """
     everyone = np.concatenate([accuracies.ravel() for accuracies in users.values()])
     low, high = everyone.min(), everyone.max()

@@ -1,4 +1,4 @@
-"""The one model of a page: blocks in order below a head, and the template that writes them."""
+"""The model of all pages: blocks below a head, and the template that renders them."""
 
 import html
 import json
@@ -36,9 +36,9 @@ SHARED = (
 NUM_OPEN_SAMPLES = 4
 """The other samples are folded."""
 NUM_COLUMNS = 7
-"""Facts in a row; more are divided among rows of equal length, so that none stands alone."""
+"""Facts per row; more are divided among rows of equal length, so that no row holds only one."""
 NUM_LEFT_OUT = 5
-"""Invalid entries that are named; the others are counted."""
+"""Number of invalid entries that are named; the others are counted."""
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Alarm:
 
     text: str
     rounds: tuple[int, ...]
-    """0 stands for the run's start."""
+    """0 is the start of the run."""
 
     @property
     def when(self) -> str:
@@ -70,9 +70,9 @@ class Section:
     panels: Sequence[Panel]
     legend: Sequence[Key] = ()
     note: str = ""
-    """Why there are no figures, where they could not be drawn."""
+    """Why the figures could not be drawn; empty if they could."""
     is_wide: bool = False
-    """Whether a figure needs half of the page's width."""
+    """Whether figures need at least half of the page's width."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Table:
     rows: Sequence[Sequence[str | Cell]]
     """The first cell of a row names it."""
     words: frozenset[int] = frozenset()
-    """Columns, from 0, that hold words and are set to the left."""
+    """Columns, from 0, that hold words and are aligned left."""
     name: str = "table"
     chips: Mapping[str, str] = field(default_factory=dict)
     """Colours of rows by their first cell."""
@@ -107,14 +107,14 @@ class Table:
     def of(
         cls, title: str, text: str, columns: Mapping[str, Sequence[str]], **options: Any
     ) -> "Table":
-        """Returns the table of some columns, by their headings; the first one names the rows."""
+        """Returns a table from columns by heading; the first column names the rows."""
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         return cls(title, text, list(columns), rows, **options)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Changes with their standard errors by heading and name, one axis below each heading."""
+    """Changes with standard errors, by heading and name, with one axis per heading."""
 
     kind: ClassVar = "bars"
     name: str
@@ -133,14 +133,14 @@ class Samples:
     text: str
     samples: Sequence[Sample]
     models: Sequence[str]
-    """Who replied, one for each reply of a sample."""
+    """Name of the model behind each reply of a sample."""
     has_changes: bool = False
     """Whether scores are shown with their change against the first reply's."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How the page's numbers were made: the files one needs to repeat it."""
+    """How the page's numbers were made, with the files needed to repeat it."""
 
     kind: ClassVar = "origin"
     name: ClassVar = "settings"
@@ -155,7 +155,7 @@ Block = Section | Table | Bars | Samples | Origin
 
 
 def is_shown(block: Block) -> bool:
-    """Returns whether a block has anything to see."""
+    """Returns whether a block has content."""
     match block:
         case Section():
             return bool(block.panels or block.note)
@@ -171,13 +171,13 @@ def is_shown(block: Block) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the reader may show or put away in all figures: traces by their legend group."""
+    """Legend groups of traces that the reader can show or hide in all figures."""
 
     keys: Sequence[Key]
     shown: frozenset[str]
-    """Labels of those that are shown at first."""
+    """Labels shown at first."""
     sets: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Labels to be shown together, by the name of their button."""
+    """Labels shown together, by the name of their button."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +192,13 @@ class Headline:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a page says and shows."""
+    """Content of a page."""
 
     product: str
-    """What part of FIRM made it."""
+    """Part of FIRM that made the page."""
     title: str
     blocks: Sequence[Block]
-    """Those that have nothing to show are left out."""
+    """Blocks without content are omitted."""
     summary: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     status: str = ""
@@ -206,11 +206,11 @@ class Page:
     stats: Sequence[tuple[str, str, str]] = ()
     """Label, value and note of each number in the head."""
     words: str = ""
-    """What names in the head mean, below the numbers."""
+    """Explanation of names in the head, below the numbers."""
     alarms: Sequence[tuple[str, str]] = ()
-    """Warnings of the runs: which run and when, and the text."""
+    """Warnings of the runs: run and rounds, and the text."""
     notices: Sequence[str] = ()
-    """What was left out of the page, and why."""
+    """Omissions from the page, with reasons."""
     choice: Choice | None = None
 
     @property
@@ -224,9 +224,9 @@ class Page:
 
 
 def render(page: Page, *, script: str = "", footer: str = ALONE) -> str:
-    """Returns a page as HTML that asks nothing of the network.
+    """Renders a page as HTML that makes no network request.
 
-    It loads plotly from the script, an address relative to its own; without one it stands alone.
+    It loads plotly from `script`, a relative address; without one, plotly is embedded.
     """
     panels = page.panels
     template = _environment().get_template("page.html.jinja")
@@ -243,16 +243,16 @@ def render(page: Page, *, script: str = "", footer: str = ALONE) -> str:
 
 
 def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | None = None) -> Path:
-    """Writes a page in one step, so that a reader never meets half of it, and returns its path.
+    """Writes a page atomically, so that a reader never sees half of it, and returns its path.
 
-    The final page stands alone. Before, plotly.min.js lies beside it, so that rewriting the page
-    stays cheap. Pages of a folder of runs load the one in that folder instead, at any time.
+    The final page embeds plotly. Earlier pages load plotly.min.js from their folder, which keeps
+    rewriting them cheap. Pages in a folder of runs always load the copy in that folder.
 
     Args:
-        path: The page to be.
-        page: What it says.
-        final: Whether it is not rewritten after another round.
-        shared: The folder whose plotly.min.js it loads.
+        path: File of the page.
+        page: Content.
+        final: Whether the page will not be rewritten.
+        shared: Folder whose plotly.min.js the page loads.
 
     Raises:
         OSError: The page cannot be written.
@@ -272,7 +272,7 @@ def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | Non
 
 
 def stand_alone(path: Path) -> Path:
-    """Puts the plotly that a page loads into the page itself, in one step, and returns its path.
+    """Embeds the plotly that a page loads into the page, atomically, and returns its path.
 
     Raises:
         UserError: There is no page.
@@ -292,9 +292,9 @@ def stand_alone(path: Path) -> Path:
 
 
 def drawn_block(name: str, draw: Callable[[], Block]) -> Block:
-    """Returns a block under its name or, where it cannot be drawn, a section that says so.
+    """Returns a block under its name, or a section with a note if the block cannot be drawn.
 
-    Figures must be finite numbers, texts and lists. The name is unique on its page.
+    Figures must consist of finite numbers, texts and lists. The name is unique on its page.
     """
 
     def checked() -> Block:
@@ -310,7 +310,7 @@ def drawn_block(name: str, draw: Callable[[], Block]) -> Block:
 
 
 def drawn_part(notes: list[str], what: str, draw: Callable[[], T], default: T) -> T:
-    """Returns a part of a page or, where it cannot be drawn, a default, and adds a note on that."""
+    """Returns a part of a page; if it cannot be drawn, adds a note and returns the default."""
 
     def leave_out(note: str) -> T:
         notes.append(note)
@@ -320,9 +320,9 @@ def drawn_part(notes: list[str], what: str, draw: Callable[[], T], default: T) -
 
 
 def alarms(rows: Iterable[Row]) -> list[Alarm]:
-    """Returns all warnings of a run, in the order of its rows; equal texts stand together.
+    """Returns all warnings of a run in the order of its rows, with equal texts merged.
 
-    The run's own row may have alarms of its start; those of the rounds stand by rising round.
+    The run's own row may hold alarms of its start.
     """
     rounds_by_text: dict[str, list[int]] = {}
     for row in rows:
@@ -332,7 +332,7 @@ def alarms(rows: Iterable[Row]) -> list[Alarm]:
 
 
 def left_out_note(place: str, left_out: Sequence[str]) -> str:
-    """Returns a sentence on invalid entries that were left out, one or more."""
+    """Returns a sentence on one or more invalid entries that were left out."""
     count = len(left_out)
     more = f" and {count - NUM_LEFT_OUT} more" if count > NUM_LEFT_OUT else ""
     return (
@@ -342,14 +342,14 @@ def left_out_note(place: str, left_out: Sequence[str]) -> str:
 
 
 def left_out_notes(records: Iterable[Record]) -> list[str]:
-    """Returns a sentence for each run on what was not valid in its files; none where all was."""
+    """Returns a sentence for each run with invalid entries in its files."""
     return [left_out_note(f"the log of {r.name}", r.left_out) for r in records if r.left_out]
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file in one step: a reader finds the old text or the new one, whole.
+    """Writes a file atomically: a reader sees the whole old text or the whole new one.
 
-    Halves of characters, which UTF-8 cannot say, become escapes that can be read.
+    Lone surrogates, which UTF-8 cannot encode, become readable escapes.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # runs may write the same file
     try:
@@ -360,7 +360,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def script_json(panels: Iterable[Panel]) -> str:
-    """Returns JSON of all figures by name that can stand inside a script element."""
+    """Returns all figures by name as JSON that is safe inside a script element."""
     figure_by_name = {
         panel.name: {"title": panel.title, "figure": panel.figure} for panel in panels
     }
@@ -371,7 +371,7 @@ def script_json(panels: Iterable[Panel]) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    """Templates of this package; what they print is escaped, a name they lack is an error.
+    """Returns the templates' environment: output is escaped, and undefined names are errors.
 
     Texts come from prompts, models and sites: browsers obey bidirectional overrides, and whoever
     copies from a page pastes its control characters.

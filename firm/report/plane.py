@@ -1,4 +1,4 @@
-"""The trade-off plane of any models: the rounds of a run, settings over seeds, or fronts."""
+"""The trade-off plane, for the rounds of a run, settings over seeds, or fronts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +27,11 @@ from firm.report.drawing import (
 from firm.report.tables import Setting
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
-"""One for each colour, so that no reader depends on colours."""
+"""One per colour, so that readers need not tell colours apart."""
 KL = "KL from the base model (nats per reply)"
 REWARD = "mean reward in [0, 1]"
 MARGIN = 0.08
-"""Share of the points' span that a plane leaves free around them."""
+"""Margin around the points, as a share of their span."""
 
 Place = Mapping[str, float]
 """Rewards by objective, and the KL under `KL`."""
@@ -43,13 +43,13 @@ class Spot:
 
     place: Place
     errors: Mapping[str, float | None]
-    """Standard errors of what stands in `place`."""
+    """Standard errors of the values in `place`."""
     facts: Mapping[str, str]
-    """What the pointer shows, label to text."""
+    """Lines of the tooltip, text by label."""
     is_dominated: bool = False
-    """Whether another spot of its kind is better in all; it is drawn hollow."""
+    """Whether another spot of its kind is better in all objectives; it is drawn hollow."""
     label: str = ""
-    """Stands below it."""
+    """Text beside the marker."""
     shade: float | None = None
     """From 0, the base model, to 1, the last round; the colour deepens with it."""
 
@@ -71,11 +71,11 @@ class Cloud:
     means: Sequence[Spot]
     """Means over seeds, or single models, drawn large."""
     path: Sequence[int] = ()
-    """Which means a line joins, in this order."""
+    """Indices of the means that a line joins, in order."""
 
     @property
     def symbol(self) -> str:
-        """The form of its markers."""
+        """Symbol of the markers."""
         return SYMBOLS[self.index % len(SYMBOLS)]
 
     @property
@@ -92,7 +92,7 @@ def clouds_of(
 ) -> list[Cloud]:
     """Returns the means of groups of models, by setting, and the models behind means of several.
 
-    A mean is dominated where another one, of any setting, is at least as good in all rewards and
+    A mean is dominated if another one, of any setting, is at least as good in all objectives and
     better in one. Each group of models comes with the first facts of its mean. A sign of -1 says
     that lower values are better.
     """
@@ -135,10 +135,10 @@ def planes(
     base_name: str = "base model",
     reference: Place | None = None,
 ) -> list[Panel]:
-    """Returns one plane per pair of objectives; with a single one, its value against the KL.
+    """Returns one plane per pair of objectives; for a single objective, its value against the KL.
 
-    The axes hold all models, the base model and the error bars that are drawn. A reference point,
-    where hypervolumes begin, is among the data; a note says where it is if it lies beyond the axes.
+    The axes cover all models, the base model and the error bars. The reference point of
+    hypervolumes is part of the data; if it is outside the axes, a note gives its coordinates.
     """
     panels = []
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [(KL, objectives[0])]:
@@ -165,9 +165,9 @@ def planes(
 
 
 def _traces(cloud: Cloud, x: str, y: str, middle: float) -> list[Trace]:
-    """Returns the path, the models behind means, and the means, part of a path through all.
+    """Returns the traces of a cloud: path, models behind means, and means.
 
-    The middle is that of the x-axis, towards which labels stand.
+    Labels are placed towards `middle`, the centre of the x-axis.
     """
     width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
     models, means = (_markers(cloud, spots, x, y, middle) for spots in (cloud.models, cloud.means))
@@ -235,10 +235,10 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float)
 
 
 def _label_places(points: Sequence[tuple[float, float]], middle: float) -> list[str]:
-    """Returns on which side of each point of a path its label stands.
+    """Returns the side of each point of a path on which to place its label.
 
-    Beside error bars, towards the middle of the axis; of the first and the last point, which have
-    labels, the higher one's stands above and the lower one's below, so that the two do not meet.
+    Labels avoid error bars and point towards the middle of the axis. Only the first and the last
+    point have labels: the higher one above, the lower one below, so that the two do not meet.
     """
     heights = ("top", "bottom") if points[-1][1] < points[0][1] else ("bottom", "top")
     return [
@@ -254,7 +254,7 @@ def _mark(place: Place, x: str, y: str, key: Key, symbol: str) -> Trace:
 
 
 def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
-    """Returns an axis that holds all spots with their error bars."""
+    """Returns an axis that covers all spots with their error bars."""
     values = [
         spot.place[name] + sign * (spot.errors.get(name) or 0.0)
         for spot in spots

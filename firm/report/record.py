@@ -1,4 +1,4 @@
-"""What a run directory says, at whatever stage the run is."""
+"""Reads run directories, finished or not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from firm.run.sweep import Sweep
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its files tell it; everything is empty until the run has written it."""
+    """Content of a run's files; fields are empty until the run has written them."""
 
     name: str
     path: Path
@@ -27,7 +27,7 @@ class Record:
     objectives: tuple[str, ...]
     clients: tuple[str, ...]
     num_rounds: int
-    """Rounds that the run was asked for."""
+    """Rounds to train, by the configuration."""
     header: Row
     """The row of kind "run": calibration, sizes."""
     evaluations: dict[str, list[Row]]
@@ -38,29 +38,29 @@ class Record:
     """One row per round, by rising round."""
     samples: list[Row]
     left_out: tuple[str, ...] = ()
-    """What was not valid in the rows, a text for each; no other field has it."""
+    """Invalid entries of the rows, one text each."""
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run; the configuration of a classic run has a list of one."""
+        """The seed of the run, which a classic run's configuration holds in a list of one."""
         (only,) = self.settings.get("seeds") or [None]
         return self.settings.get("seed", only)
 
     @property
     def method(self) -> dict[str, Any]:
-        """The configuration in which runs of a study differ; of a classic run its algorithm's."""
+        """The part of the configuration in which settings differ: a classic run's algorithm."""
         return next(iter((self.settings.get("algorithms") or {}).values()), self.settings)
 
     @property
     def preference(self) -> tuple[float, ...] | None:
-        """What the strategy was asked for: its preference or fixed weights; None without one."""
+        """The strategy's preference or fixed weights; None without either."""
         strategy = self.method.get("strategy") or {}
         shares = strategy.get("preference") or strategy.get("weights")
         return tuple(shares) if isinstance(shares, list) else None
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run is over, so that its adapter is there."""
+        """Whether the run is over and its adapter written."""
         return self.run.get("status") == "finished"
 
     @property
@@ -75,17 +75,17 @@ class Record:
         return self.rounds[-1]["round"] if self.rounds else 0
 
     def extra_scores(self) -> list[str]:
-        """Names of what is scored beside the objectives, in the order of appearance."""
+        """Names of the scores other than the objectives, in order of appearance."""
         rows = [row for rows in self.evaluations.values() for row in rows]
         names = dict.fromkeys(name for row in rows for name in row.get("scores", {}))
         return [name for name in names if name not in self.objectives]
 
 
 def read_record(run_path: Path) -> Record:
-    """Returns what the files of a run directory say.
+    """Reads the files of a run directory.
 
-    Of several rows on one round and client or split the last one counts. Values that are not valid,
-    such as an infinite number or a text in place of one, are left out, whoever wrote them.
+    Of several rows for one round and client or split, the last one counts. Invalid values, such as
+    an infinite number or a text in place of a number, are left out.
 
     Raises:
         UserError: There is no run at `run_path`.
@@ -120,7 +120,7 @@ def read_record(run_path: Path) -> Record:
 
 
 def study_records(sweep: Sweep) -> dict[str, list[Record]]:
-    """Returns the finished runs of a study by setting, in the order of their seeds."""
+    """Returns the finished runs of a study by setting, in order of their seeds."""
     by_setting: dict[str, list[Record]] = {}
     for name, point in sweep.manifest["points"].items():
         runs = by_setting.setdefault(point["setting"], [])
@@ -130,19 +130,19 @@ def study_records(sweep: Sweep) -> dict[str, list[Record]]:
 
 
 def score(row: Row, field: str, name: str, part: str) -> float | None:
-    """Returns "mean" or "se" of a score in a field of an evaluation, None where it is missing."""
+    """Returns "mean" or "se" of a score in a field of an evaluation; None if missing."""
     return ((row.get(field) or {}).get(name) or {}).get(part)
 
 
 def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
-    """Returns the mean calibrated rewards of an evaluation, None where one is missing."""
+    """Returns the mean calibrated rewards of an evaluation; None if one is missing."""
     means = [score(row, "rewards", name, "mean") for name in objectives]
     known = [mean for mean in means if mean is not None]
     return known if len(known) == len(means) else None
 
 
 def final_row(record: Record) -> Row | None:
-    """Returns the evaluation of the final model on the test prompts, None until there is one."""
+    """Returns the evaluation of the final model on the test prompts; None before it."""
     rows = record.evaluations.get("test", [])
     trained = [row for row in rows if row["round"] > 0 or record.num_rounds == 0]
     return trained[-1] if trained else None
@@ -166,8 +166,8 @@ def final_figure(key: str) -> Callable[[Record], float | None]:
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     """Returns the rows of one kind by round, the last one of each round and value of `key`.
 
-    A run without rounds has two evaluations of round 0, the base model's and, with the change since
-    then, that of what it starts from.
+    A run without rounds has two evaluations of round 0: that of the base model, and that of the
+    adapter from which the run starts, which has a change.
     """
     own = [row for row in rows if row.get("kind") == kind]
     latest = {(row["round"], row[key], "change" in row): row for row in own}

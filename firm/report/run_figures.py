@@ -1,4 +1,4 @@
-"""The figures of a run's page: every quantity in lines over the rounds, in one style.
+"""Draws the figures of a run's page: every quantity over the rounds, in one style.
 
 An objective, a client or a stage has the same colour in every figure.
 """
@@ -34,7 +34,7 @@ STAGES = (
 """Stages of a local step in the order in which they are stacked; others follow."""
 
 NEED_TWO = ("weights", "gradients")
-"""Sections that say nothing of a single objective."""
+"""Sections without meaning for a single objective."""
 
 NUM_OBJECTIVE_COLORS, NUM_CLIENT_COLORS, NUM_STAGE_COLORS = 6, 8, 12
 
@@ -43,20 +43,20 @@ MEAN = Key("mean over clients", INK)
 CUT = Key("replies that the length limit cut", MUTED, "dash")
 UP = Key("clients to server", "var(--up)")
 DOWN = Key("server to clients", "var(--down)", "dash")
-"""Nearly equal in most runs: the dashes let both be seen."""
+"""Nearly equal in most runs: the dashes keep both visible."""
 RIVAL_COLOR = 3
-"""Place of the first rival's colour among those of the clients."""
+"""Index of the first rival's colour among the clients' colours."""
 SERVER = Key("weights of the server", "var(--round-last)", "dash")
 VIEWS = {
     "epsilon": Key("for those who see the models and know who took part", INK),
     "epsilon_if_unknown": Key("the same, if who took part is secret", MUTED, "dash"),
     "epsilon_server": Key("for the server", "var(--round-last)", "dot"),
 }
-"""Against whom the row of a round states the privacy spent, by its key."""
+"""Legend of the privacy spent, by the key in the row of a round."""
 
 
 def rival_keys() -> dict[str, Key]:
-    """Returns the keys of the algorithms that would have sent more in a run's place, by name."""
+    """Returns the legend of the algorithms whose uploads are compared with a run's, by name."""
     return {
         name: Key(
             f"{name} would have sent up",
@@ -104,7 +104,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]
     needs_two = section in NEED_TWO
     is_old = section == "diagnostics" and not run.objectives_with("score_length_correlation")
     if is_old or (needs_two and len(run.objectives) < 2):
-        return [], []  # the rewards' spread, all that old runs measured, says little alone
+        return [], []  # old runs measured only the spread of the rewards, which means little alone
     for quantity in shown(section):
         for panel, own in _panels(run, quantity):
             if panel.figure["data"]:
@@ -131,7 +131,7 @@ def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
 
 
 def _entries(record: Record, quantity: Quantity) -> dict[str, Key]:
-    """Returns what a quantity has values of: objectives, pairs, or nothing but itself."""
+    """Returns the keys of a quantity's values: objectives, pairs, or the quantity itself."""
     if quantity.by == "pair":
         pairs = enumerate(combinations(record.objectives, 2))
         return {
@@ -160,7 +160,7 @@ def _client_panel(
     if quantity.lines == "clients and mean" and len(keys) > 1:
         traces.append(curve(MEAN, mean_over_clients(of_clients).items(), width=2.5, size=0))
         keys.append(MEAN)
-    if "" in lines and quantity.of is None:  # else the server has a figure of its own by that name
+    if "" in lines and quantity.of is None:  # else another quantity has that name
         traces.append(curve(SERVER, lines[""].items(), size=0))
         keys.append(SERVER)
     if quantity.evaluated:
@@ -223,8 +223,8 @@ def trade_off_planes(record: Record) -> list[Panel]:
 def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Spot]:
     """Returns the models of evaluations that have all scores.
 
-    Of the path over the rounds both ends are named. Bars at every point would hide it: the ends
-    have them until the test split was scored, whose points have them then.
+    Both ends of the path over the rounds are labelled. Error bars at every point would hide the
+    path: only the ends have them, until the test split is scored and its points have them instead.
     """
     axes = [KL, *record.objectives] if len(record.objectives) == 1 else record.objectives
 
@@ -247,7 +247,7 @@ def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> l
 
 
 def _facts(record: Record, row: Row) -> dict[str, str]:
-    """Returns what the pointer shows of a round's model; the adapter is the last round's."""
+    """Returns the tooltip of a round's model; only the last round has an adapter."""
     adapters = {0: "none, the base model"}
     if record.is_finished:
         adapters[record.last_round] = f"{record.name}/adapter"
@@ -317,7 +317,7 @@ def _effect_line(run: Setting, name: str, key: Key) -> Trace:
 
 
 def cost_curves(run: Setting) -> list[Panel]:
-    """Returns bytes so far in both directions, what others would have sent, and seconds."""
+    """Returns bytes so far in both directions, those of other algorithms, and seconds."""
     record = run.records[0]
     traffic = [
         curve(key, run.bytes_so_far(quantity).get(0, {}).items())
@@ -349,7 +349,7 @@ def cost_curves(run: Setting) -> list[Panel]:
 
 
 def privacy_curves(run: Setting) -> tuple[list[Panel], list[Key]]:
-    """Returns ε by round against each who may look on and the share of clipped deltas; the keys."""
+    """Returns ε by round for each kind of observer, the share of clipped deltas, and the legend."""
     views = {view: run.lines("privacy", view).get("", {}) for view in (*VIEWS, "clipped")}
     spent = [curve(key, views[view].items()) for view, key in VIEWS.items()]
     clipped = rounds_figure(

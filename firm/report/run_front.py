@@ -1,4 +1,4 @@
-"""The front of one run whose policy is conditioned on the preference."""
+"""The front of a single run with a preference-conditioned policy."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ from firm.run.rows import Row
 
 
 def split_at(split: str, preference: Sequence[float]) -> str:
-    """Returns what the rows of a preference call their split."""
+    """Returns the name of a split in the rows of a preference."""
     return f"{split} at {formats.shares(preference)}"
 
 
@@ -29,7 +29,7 @@ def point_of(
     seed: int,
     adapter: str,
 ) -> Point:
-    """Returns what an evaluation says of a model, beside the base model's.
+    """Returns a model's point of the front, from its evaluation and the base model's.
 
     Raises:
         ValueError: A row lacks rewards.

@@ -43,9 +43,9 @@ from firm.run.sweep import sweep_folder
 
 
 def write_report(run_path: Path, *, final: bool, shared: Path | None = None) -> Path:
-    """Writes the report of a run, at whatever stage it is, and returns the page's path.
+    """Writes the report of a run, finished or not, and returns the page's path.
 
-    The final page carries plotly itself and stands alone, unless it loads that of a shared folder.
+    The final page embeds plotly unless it loads plotly from a shared folder.
 
     Raises:
         UserError: There is no run at `run_path`.
@@ -57,10 +57,10 @@ def write_report(run_path: Path, *, final: bool, shared: Path | None = None) -> 
 
 
 def update_report(run_path: Path, *, final: bool = False) -> Path:
-    """Writes the report of a run as `write_report` does, but never raises, and returns its path.
+    """Writes the report of a run like `write_report` without ever raising, and returns its path.
 
-    A point of a sweep or study shares plotly with the others. A page that cannot be written,
-    because the disk is full for example, is a warning: the run goes on, and its next checkpoint
+    A point of a sweep or study shares plotly with the others. A page that cannot be written, for
+    example because the disk is full, is a warning: the run continues, and its next checkpoint
     reports the disk.
     """
     with drawing(f"The page {PAGE_NAME}"):
@@ -69,7 +69,7 @@ def update_report(run_path: Path, *, final: bool = False) -> Path:
 
 
 def run_page(record: Record) -> Page:
-    """Returns what the page of a run says; what cannot be drawn is a note in its place."""
+    """Returns the page of a run; parts that cannot be drawn become notes."""
     notes: list[str] = []
     part = partial(drawn_part, notes)
     comparison = part("The comparison", lambda: best_comparison(record), None)
@@ -109,7 +109,7 @@ def run_page(record: Record) -> Page:
 
 
 def _facts(record: Record) -> dict[str, str]:
-    """Returns what the run is: label -> text; what its files do not say is left out."""
+    """Returns the facts on a run, text by label; unknown facts are omitted."""
     policy = record.settings.get("policy") or {}
     num_trainable = record.header.get("num_trainable")
     facts = {
@@ -148,7 +148,7 @@ def _guarantee(record: Record) -> str | None:
 
 
 def _summary(record: Record, comparison: Comparison | None) -> str:
-    """Returns what the run did to its objectives, in a sentence."""
+    """Returns a sentence on how the objectives changed."""
     if not record.evaluations:
         return "The run has begun. Figures appear here as it writes them."
     if comparison is None and not record.rounds:
@@ -205,7 +205,7 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
 
 
 def _dropped_fields(record: Record) -> list[str]:
-    """Returns a sentence on what the server did not take over from clients."""
+    """Returns a sentence on clients' fields that the server dropped."""
     counts: Counter[str] = Counter()
     for row in record.rounds:
         counts.update({name: n or 0 for name, n in (row.get("dropped_fields") or {}).items()})
@@ -335,20 +335,20 @@ def _cost(run: Setting) -> Section:
 
 
 def _would_send(record: Record) -> str:
-    """Returns what other algorithms would have uploaded, in a sentence; empty if unknown."""
+    """Returns a sentence on the uploads of other algorithms; empty if unknown."""
     ends = {name: uploads_so_far(record, name)[-1:] for name in RIVALS}
     if len(record.objectives) < 2 or not all(ends.values()):
         return ""
     others = " and ".join(f"{formats.size(end[0][1])} with {name}" for name, end in ends.items())
     return (
         f" The clients sent {formats.size(total_bytes(record, 'bytes_up'))} up; with as many "
-        f"clients it would have been {others}, by the sizes of what these send: "
+        f"clients it would have been {others}, by the sizes of their messages: "
         f"{'; '.join(rival.text for rival in RIVALS.values())}."
     )
 
 
 def _secured(record: Record) -> str:
-    """Returns what secure aggregation hid and cost, in sentences; empty without it."""
+    """Returns sentences on the effect and cost of secure aggregation; empty without it."""
     rows = [row["secure"] for row in record.rounds if row.get("secure")]
     if not rows:
         return ""
@@ -358,9 +358,9 @@ def _secured(record: Record) -> str:
     rounding = max(row.get("rounding") or 0.0 for row in rows)
     return (
         f" With secure aggregation the {formats.count(sum(sizes), 'update')} reached the server "
-        f"under masks, {hidden} in total, and it had the mean of each round's opened, of "
-        f"{min(sizes)} at the least. Adding them and having the sum opened took {seconds} s a "
-        f"round. Rounding moved no number of an update by more than {rounding:.1g}."
+        f"under masks, {hidden} in total, and it learned only the mean of each round, over "
+        f"{min(sizes)} or more updates. Adding and opening the sums took {seconds} s per round. "
+        f"Rounding changed no value of an update by more than {rounding:.1g}."
     )
 
 
@@ -369,10 +369,10 @@ def _privacy(run: Setting) -> Section:
     return Section(
         "privacy",
         "Privacy spent",
-        "ε of a client so far: how well those who know all but its data can tell whether it "
-        "is this client or another. Below 1 is strong, above 10 close to none. It holds for "
-        "the adapters and for noisy statistics, not for checkpoints, which hold the clients' "
-        "own states.",
+        "ε of a client so far: how well someone who knows everything but its data can tell "
+        "whether it is this client or another. Below 1 is strong, above 10 close to none. It "
+        "holds for the adapters and for noisy statistics, not for checkpoints, which hold the "
+        "clients' states.",
         panels,
         keys,
     )
@@ -380,7 +380,7 @@ def _privacy(run: Setting) -> Section:
 
 def _samples(samples: Sequence[Sample]) -> Samples:
     text = (
-        " and by the aligned one; the small figures are the change of each score."
+        " and by the aligned one; the small numbers are the changes of each score."
         if samples and len(samples[0].replies) > 1
         else "; the aligned model's replies follow at the end of the run."
     )
@@ -461,11 +461,11 @@ SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "cost": _cost,
     "privacy": _privacy,
 }
-"""The parts of the page that hold figures; one without figures is left out."""
+"""Sections with figures; those without any figure are omitted."""
 ORDER = (
     *("front", "front-preference", "front-models", "front-rounds"),
     *("trade-off", "evaluation", "scores", "truth", "samples"),
     *("diagnostics", "weights", "gradients", "training", "further"),
     *("cost", "privacy", "failures", "settings"),
 )
-"""The page's blocks: what came out, what it looks like, how it came about, what it cost."""
+"""Blocks of the page in order: results, samples, training and cost."""

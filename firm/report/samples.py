@@ -12,7 +12,7 @@ ROLES = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]*")
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side of a dialogue said; the role is empty in a text without roles."""
+    """A turn of a dialogue; the role is empty in a text without roles."""
 
     role: str
     text: str
@@ -34,7 +34,7 @@ class Sample:
     replies: Sequence[Reply]
 
     def change(self, name: str) -> float | None:
-        """Returns the score of the second reply minus that of the first."""
+        """Returns the second reply's score minus the first's."""
         scores = [reply.scores.get(name) for reply in self.replies[:2]]
         if len(scores) < 2 or scores[0] is None or scores[1] is None:
             return None
@@ -58,7 +58,7 @@ def samples_of(record: Record) -> list[Sample]:
 
 
 def turns_of(row: Row) -> tuple[Turn, ...]:
-    """Returns the turns of a sample's prompt; of logs without messages, those of HH-RLHF's form."""
+    """Returns the turns of a sample's prompt; without messages it is parsed as HH-RLHF's format."""
     messages = row.get("messages")
     if messages is None:
         return dialogue(row["prompt"])
@@ -66,9 +66,9 @@ def turns_of(row: Row) -> tuple[Turn, ...]:
 
 
 def dialogue(prompt: str) -> tuple[Turn, ...]:
-    r"""Splits a prompt in HH form into its turns; any other prompt is one turn without a role.
+    r"""Splits a prompt in HH-RLHF's format into turns; any other prompt is one turn without a role.
 
-    The empty turn at the end, which the reply fills, is left out.
+    Drops the empty last turn, which the reply fills.
 
     >>> [turn.role for turn in dialogue("\n\nHuman: Hello\n\nAssistant:")]
     ['Human']

@@ -1,4 +1,4 @@
-"""A number of runs over seeds: its spread, and the paired difference of two settings."""
+"""Numbers of runs over seeds: their spread, and paired differences of two settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def over_seeds(records: Sequence[Record], figure: Figure) -> Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference of two settings over seeds, paired, and what chance leaves of it."""
+    """Mean paired difference of two settings over seeds, with its confidence interval."""
 
     mean: float
     low: float

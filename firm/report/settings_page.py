@@ -1,7 +1,8 @@
-"""The page that compares settings over seeds, whatever their runs measured.
+"""The page that compares settings over seeds, of language models or classic algorithms.
 
-Settings are grouped by what their values mean, which for language models the calibration of the
-rewards decides. A section or column appears where the runs logged the quantities for it.
+A comparison is a set of settings, each with the run directories of its seeds. Settings whose values
+have different meanings, because their rewards were calibrated differently, are shown in separate
+groups. A section or column appears if the runs logged the quantities for it.
 """
 
 import os
@@ -63,18 +64,18 @@ METHOD = (
 def write_settings_page(
     path: Path, runs: Mapping[str, Sequence[Record]], *, is_alone: bool = False, **options: object
 ) -> Path:
-    """Writes the page that compares runs by setting, in one step, and returns its path.
+    """Writes the page that compares runs by setting, atomically, and returns its path.
 
     Args:
-        path: The page to be; the paths of adapters on it are relative to its folder.
-        runs: The runs of each setting, by its name; settings without runs are left out.
-        is_alone: Whether the page holds plotly. Otherwise it loads the plotly.min.js of its folder,
-            as the pages of the runs do.
+        path: File of the page; adapters' paths on it are relative to its folder.
+        runs: The runs of each setting, by its name; settings without runs are omitted.
+        is_alone: Whether the page embeds plotly; otherwise it loads plotly.min.js from its folder,
+            like the pages of the runs.
         options: As for `settings_page`.
 
     Raises:
-        UserError: There are no runs with metrics, or the values of a setting's runs mean different
-            things; nothing is written then.
+        UserError: There are no runs with metrics, or the values of a setting's runs have different
+            meanings; nothing is written.
     """
     page = settings_page(settings_of(runs), folder=path.parent, **options)  # type: ignore[arg-type]
     return write_page(path, page, shared=None if is_alone else path.parent)
@@ -98,9 +99,9 @@ def settings_page(
         title: Heading.
         config: The study's configuration as YAML.
         method: How the runs were made, in sentences.
-        facts: Facts that the runs do not tell; they replace others of the same label.
-        sets: Settings to be shown together, by the name of their button. The first set is what the
-            figures show at first.
+        facts: Facts that the runs do not log; they replace facts with the same label.
+        sets: Settings shown together, by the name of their button. The figures show the first set
+            at first.
 
     Raises:
         UserError: No run can be compared.
@@ -135,7 +136,7 @@ def settings_page(
 def _blocks(
     groups: Sequence[Sequence[Setting]], settings: Sequence[Setting], folder: Path
 ) -> list[Block]:
-    """Returns all sections and tables in order; those with nothing to show are empty."""
+    """Returns all sections and tables in order; some may be empty."""
     blocks: list[Block] = []
     objectives = criteria_of(settings)[0].objectives
     for place, group in enumerate(groups, start=1):
@@ -156,7 +157,7 @@ def _blocks(
 def _draws(
     group: Sequence[Setting], folder: Path
 ) -> dict[str, Callable[[str], Section | Table | Samples]]:
-    """Returns what draws each section of settings whose values mean the same, by its name."""
+    """Returns the functions that draw the sections of one group of settings, by name."""
     criteria = criteria_of(group)
     main = criteria[0]
     draws: dict[str, Callable[[str], Section | Table | Samples]] = {
@@ -186,7 +187,7 @@ def _draws(
 
 
 def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
-    """Returns where the final models of each setting are, and their means over the seeds.
+    """Returns the final models of each setting and their means over the seeds, as points.
 
     Args:
         settings: Of one scale; a run without all values of the main criterion is left out.
@@ -201,7 +202,7 @@ def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
 
 
 def base_place(settings: Sequence[Setting]) -> Place | None:
-    """Returns the initial model's values, None where no run measured them all."""
+    """Returns the initial model's values; None if no run measured them all."""
     main = criteria_of(settings)[0]
     place = {KL: 0.0}
     for name in main.objectives:
@@ -213,7 +214,7 @@ def base_place(settings: Sequence[Setting]) -> Place | None:
 
 
 def _spots(setting: Setting, criterion: Criterion, folder: Path) -> list[Spot]:
-    """Returns the final model of each run that has one."""
+    """Returns the final models of the runs that have one."""
     ends = setting.ends(criterion.final, criterion.objectives).dropna()
     kls = setting.ends(criterion.beside("kl"))[""].to_dict()
     spots = []
@@ -277,8 +278,8 @@ def study_figures(
     Args:
         runs: The runs of each setting.
         sets: Settings that are drawn together, by a name that opens the figures' names; all are
-            drawn together where there are none. Settings whose values mean different things never
-            are.
+            drawn together without any. Groups of settings whose values have different meanings
+            have separate figures.
         half_life: Of the running average of the curves, in rounds; None draws them as they are.
         folder: What the adapters' paths in the data are relative to.
 
@@ -343,7 +344,7 @@ def alarms_of(settings: Sequence[Setting]) -> list[tuple[str, str]]:
 
 
 def _scale_name(group: Sequence[Setting], place: int) -> str:
-    """Returns a scale's name: what all its settings' names have before a colon."""
+    """Returns the name of a group: the common prefix before a colon, or a number."""
     heads = {setting.name.partition(":")[0] for setting in group if ":" in setting.name}
     if len(heads) == 1 and all(":" in setting.name for setting in group):
         return heads.pop()
@@ -357,7 +358,7 @@ def _summary(groups: Sequence[Sequence[Setting]]) -> list[str]:
         sentences += [f"{opening}{text}" for text in headlines(group, criteria_of(group)[0])]
     if len(groups) > 1:
         sentences.append(
-            f"Values mean different things in {len(groups)} groups of settings, which have "
+            f"Values have different meanings in {len(groups)} groups of settings, which have "
             "separate figures and tables."
         )
     settings = [setting for group in groups for setting in group]

@@ -1,4 +1,4 @@
-"""Sections of the page that compares settings; without quantities for it a section is empty."""
+"""Sections of the page that compares settings; a section without logged quantities is empty."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,10 +39,10 @@ from firm.report.tables import (
 from firm.run.differences import leaves
 
 NUM_OWN_PANELS = 8
-"""Up to this many objectives have panels of their own."""
+"""Up to this many objectives have one panel each."""
 NUM_SAMPLES = 8
 NUM_WINDOWS = 12
-"""Noisy lines are running means over this part of their values: a shape rather than a thicket."""
+"""Noisy lines are running means over 1/12 of their values, which keeps their shape readable."""
 RUN_KEYS = ("name", "out", "seed", "seeds", "resume", "tracking")
 """Top-level keys in which runs differ without being other methods."""
 
@@ -136,7 +136,7 @@ def radar_section(settings: Sequence[Setting], criteria: Sequence[Criterion], na
 
 
 def swept_parameters(settings: Sequence[Setting]) -> dict[str, dict[str, dict[float, Setting]]]:
-    """Returns the numbers that alone differ in a family of settings: by key, family and value.
+    """Returns the numbers in which alone the settings of a family differ, by key, family and value.
 
     The settings of a family have the same name up to a comma.
     """
@@ -196,7 +196,7 @@ def parameter_section(
 def _against_parameter(
     family: str, settings: Mapping[float, Setting], criterion: Criterion
 ) -> Series:
-    """Returns the final means over the objectives by rising value; those that diverged left out."""
+    """Returns the final means over the objectives by rising value, without diverged runs."""
     ends = {value: criterion.finals(setting).mean(axis=1) for value, setting in settings.items()}
     known = [value for value in sorted(ends) if len(ends[value]) and np.isfinite(ends[value]).all()]
     figures = [mean_and_error(ends[value][:, None]) for value in known]  # each [1], [1]
@@ -206,7 +206,7 @@ def _against_parameter(
 
 
 def preference_section(settings: Sequence[Setting], losses: Criterion, name: str) -> Section:
-    """Returns the ratios of two losses that preferences ask for, and those that runs reached.
+    """Returns the ratios of two losses, asked for by preferences and reached by runs.
 
     A preference r, positive, asks for r₁F₁ = r₂F₂.
     """
@@ -313,7 +313,7 @@ def quantities_section(
 
 
 def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name: str) -> Section:
-    """Returns the weights λ over the rounds and how far apart those of the clients are."""
+    """Returns the weights λ over the rounds and their spread between clients."""
     if not 2 <= len(objectives) <= NUM_OWN_PANELS:
         return Section(name, "", "", [])
     spread = QUANTITIES["round", "weights_spread"]

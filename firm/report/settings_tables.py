@@ -52,7 +52,7 @@ def final_table(settings: Sequence[Setting], criterion: Criterion, texts: Texts)
 
 
 def initial_name(settings: Sequence[Setting], criterion: Criterion) -> str:
-    """Returns what the model of round 0 is called."""
+    """Returns the name of the model at round 0."""
     return "base model" if criterion.has_kl(settings) else "initial model"
 
 
@@ -242,7 +242,7 @@ def _rounds(settings: Sequence[Setting], losses: Criterion) -> Texts:
 
 
 def ledger_table(settings: Sequence[Setting]) -> Table:
-    """Returns what each setting sent, and what rival algorithms would have sent in its place."""
+    """Returns the bytes that each setting sent, and that rivals would have sent in its place."""
     columns: dict[str, list[str]] = {"setting": [setting.name for setting in settings]}
     for key, way in (("bytes_up", "up"), ("bytes_down", "down")):
         totals = [fmean(total_bytes(record, key) for record in s.records) for s in settings]

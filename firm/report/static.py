@@ -1,6 +1,6 @@
-"""Figures for a paper: the pages' own figures as PNG and SVG, with their data as CSV.
+"""Figures for a paper: the pages' figures as PNG and SVG, with their data as CSV.
 
-Drawn by matplotlib without its global state. The colours are those of the pages in light.
+matplotlib draws them without its global state, in the colours of the pages' light scheme.
 """
 
 import csv
@@ -73,7 +73,7 @@ class Curve:
     """Of each seed, [S, T]."""
 
     def smoothed(self, half_life: float | None) -> Series:
-        """Returns means over the seeds of each seed's running average, or of the plain values."""
+        """Returns means over the seeds, of each seed's running average or of its values."""
         values = np.asarray(self.values, dtype=float)
         if half_life is not None:
             values = exponential_average(values.T, half_life=half_life).T
@@ -93,7 +93,7 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
     """Writes STEM.png, STEM.svg and STEM.csv and returns their paths.
 
     Equal figures give equal files, byte for byte, with one version of matplotlib. The folder is
-    made when absent.
+    created if absent.
 
     Raises:
         OSError: A file cannot be written.
@@ -196,7 +196,7 @@ def static_figure(panels: Sequence[Panel], *, has_titles: bool = True) -> Figure
 
 
 def light_color(color: str) -> str:
-    """Returns a colour of the pages, `var(--objective-0)`, as they show it in light.
+    """Returns the value of a page's colour, such as `var(--objective-0)`, in the light scheme.
 
     >>> light_color("var(--objective-0)")
     '#0072b2'
@@ -206,7 +206,7 @@ def light_color(color: str) -> str:
 
 @cache
 def _palette() -> dict[str, str]:
-    """Colours by name, of the style sheet's first block, which is for light."""
+    """Returns colours by name from the style sheet's first block, the light scheme."""
     style = (files("firm.report") / "style.css").read_text(encoding="utf-8")
     return dict(findall(r"--([\w-]+): (#\w{6})", style.partition("}")[0]))
 
@@ -254,7 +254,7 @@ def _draw(axes: Axes, trace: Trace) -> None:
 
 
 def _grid(number: int, *, num_keys: int) -> Figure:
-    """Returns a figure with so many panels, and room for a legend below them."""
+    """Returns a figure with `number` panels and space for a legend below them."""
     num_columns = min(number, 3)
     num_rows = -(-number // max(num_columns, 1))
     width = COLUMN_IN if number == 1 else PAGE_IN

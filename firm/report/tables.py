@@ -1,4 +1,4 @@
-"""Runs as one tidy table, and its means over clients, objectives and seeds."""
+"""Puts runs into one tidy table, with means over clients, objectives and seeds."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ COLORS = (
     *(f"var(--client-{place})" for place in (0, 1, 7)),
 )
 DASHES = ("solid", "dash", "dot")
-"""Lines past the number of colours are told apart by their dashes."""
+"""Dashes distinguish lines beyond the number of colours."""
 
 How = Literal["mean", "lowest", "highest"]
 Frame = Any
 """A pandas.DataFrame: without stubs, type checkers take most of its methods for something else."""
 Place = tuple[int, str, str, str]
-"""Round, client, objective and quantity of a number."""
+"""Round, client, objective and quantity of a value."""
 
 
 # --- One run --------------------------------------------------------------------------------------
@@ -40,9 +40,9 @@ Place = tuple[int, str, str, str]
 def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list[float | None]]:
     """Returns the numbers of valid rows, value and standard error by place, by rising round.
 
-    The client is empty where a number is the server's or the global model's. A quantity of an
-    evaluation on a split has the split before its name, "test/scores". Nested entries have their
-    path as name and their last key as objective. Rows without a round have no numbers.
+    The client is empty for numbers of the server or the global model. The name of an evaluated
+    quantity starts with its split: "test/scores". Nested entries have their path as name and their
+    last key as objective. Rows without a round are skipped.
     """
     numbers: dict[Place, list[float | None]] = {}
     for row in sorted((row for row in rows if "round" in row), key=lambda row: row["round"]):
@@ -62,7 +62,7 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list
             if is_error:
                 entry[1] = value
             elif name in ("bytes_up", "bytes_down") and entry[0] is not None:
-                entry[0] += value or 0.0  # what belongs to a round may stand in several rows
+                entry[0] += value or 0.0  # a round may have several rows, whose bytes add up
             else:
                 entry[0] = value
     return numbers
@@ -71,10 +71,9 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list
 def tidy(
     numbers: Mapping[Place, Sequence[float | None]], *, setting: str = "", seed: int = 0
 ) -> Frame:
-    """Returns the numbers of `measured`, one in each row of a table with the columns `COLUMNS`.
+    """Returns the numbers of `measured` as a table with the columns `COLUMNS`, one number per row.
 
-    A value that was not measured, or is not a finite number, is NaN, and so is a standard error
-    that is not known.
+    Values that were not measured or are not finite are NaN, and so are unknown standard errors.
     """
     values = np.array(list(numbers.values()), dtype=float).reshape(-1, 2)
     values[~np.isfinite(values)] = np.nan
@@ -88,16 +87,16 @@ def tidy(
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Runs that differ by their seed alone: of one algorithm, method or configuration."""
+    """Runs of one configuration that differ only in their seed."""
 
     name: str
     index: int
-    """Place among colours and symbols, from 0."""
+    """Index among colours and symbols, from 0."""
     runs: Sequence[Sequence[Row]]
-    """Rows of each run. "round" is in every row; round 0 is the initial model. What belongs to a
-    round may stand in one row or in several."""
+    """Rows of each run. Every row has a "round", 0 for the initial model; a round may have several
+    rows."""
     records: Sequence[Record] = ()
-    """The runs, where they come from directories."""
+    """The runs, if they come from directories."""
 
     @classmethod
     def of(cls, name: str, index: int, records: Sequence[Record]) -> "Setting":
@@ -112,12 +111,12 @@ class Setting:
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """The objectives of the runs' directories."""
+        """The objectives that the runs' directories name."""
         return self.records[0].objectives if self.records else ()
 
     @property
     def seeds(self) -> list[int | None]:
-        """The seed of each run; rows without a directory are numbered."""
+        """The seed of each run; runs without a directory are numbered."""
         return [record.seed for record in self.records] or list(range(len(self.runs)))
 
     @property
@@ -136,7 +135,7 @@ class Setting:
 
     @cached_property
     def table(self) -> Frame:
-        """All runs in one tidy table; the seed is the run's place."""
+        """All runs in one tidy table; the seed is the run's index."""
         parts = [
             tidy(numbers, setting=self.name, seed=seed)
             for seed, numbers in enumerate(self._numbers)
@@ -158,7 +157,7 @@ class Setting:
         return runs
 
     def lines(self, quantity: str, objective: str = "", *, seed: int = 0) -> dict[str, Points]:
-        """Returns a quantity of one run by client; the client "" is the server."""
+        """Returns a quantity of one run by client, "" for the server."""
         return self._lines[seed].get(quantity, {}).get(objective, {})
 
     def errors(self, quantity: str, objective: str, *, seed: int = 0) -> dict[int, float | None]:
@@ -168,20 +167,20 @@ class Setting:
         return {at: numbers[at, "", objective, quantity][1] for at in points}
 
     def quantities(self, opening: str) -> list[str]:
-        """Returns the quantities whose names open with these letters."""
+        """Returns the quantities whose names start with `opening`."""
         names = dict.fromkeys(name for run in self._lines for name in run)
         return [name for name in names if name.startswith(opening)]
 
     def objectives_with(self, quantity: str) -> list[str]:
-        """Returns the objectives that a quantity has in any run."""
+        """Returns the objectives for which any run has a quantity."""
         return list(dict.fromkeys(name for run in self._lines for name in run.get(quantity, ())))
 
     def values(self, quantity: str) -> Frame:
-        """Returns the lines of the table that hold a quantity."""
+        """Returns the rows of the table with a quantity."""
         return self.table[self.table["quantity"] == quantity]
 
     def objectives_by_run(self, quantity: str) -> list[tuple[str, ...]]:
-        """Returns the objectives that a quantity has in each run."""
+        """Returns the objectives for which each run has a quantity."""
         return [tuple(run.get(quantity, ())) for run in self._lines]
 
     def ends(self, quantity: str, objectives: Sequence[str] = ("",)) -> Frame:
@@ -214,8 +213,8 @@ class Setting:
     def curves(self, quantity: str, objective: str | None = None, *, how: How = "mean") -> Frame:
         """Returns a quantity by rising round, a column for each seed that has it in any round.
 
-        Rounds are those in which all these seeds have it. The server's value stands for all
-        clients; without one it is their mean.
+        Only rounds in which all these seeds have it are kept. The server's value is used if there
+        is one, otherwise the mean of the clients' values.
 
         Args:
             quantity: Its name.
@@ -243,7 +242,7 @@ class Setting:
 
     @property
     def megabytes_up(self) -> float | None:
-        """What the clients uploaded in a whole run, the mean over the seeds, where all say it."""
+        """Mean upload of a whole run over the seeds; None if a run did not log it."""
         sent = self.bytes_so_far("bytes_up")
         if sent.empty or len(sent.columns) < len(self.runs):
             return None
@@ -263,18 +262,18 @@ def series_of(
     key: Key | None = None,
     how: How = "mean",
 ) -> Series | None:
-    """Returns a quantity's mean over the seeds, in the rounds in which all of them have it.
+    """Returns a quantity's mean over the seeds, in rounds in which all of them have it.
 
-    Returns None where nothing is left to show.
+    Returns None if no such round exists.
 
     Args:
-        setting: The runs; a seed that has the quantity in no round is left out.
+        setting: The runs; seeds without the quantity are skipped.
         quantity: Its name.
         objective: The objective, or None for all of them.
         over: Uploaded megabytes are averaged over the seeds.
-        window: Each point is the mean of so many values of a seed, up to its round; the error is
-            that of these means.
-        key: Of the line; by default the setting's.
+        window: Number of a seed's latest values that each point averages; the error is computed
+            from these averages.
+        key: Legend entry of the line; by default the setting's.
         how: As for `Setting.curves`.
     """
     curves = setting.curves(quantity, objective, how=how)
@@ -304,8 +303,8 @@ def quantity_panel(
 ) -> Panel:
     """Returns a quantity over the rounds or the uploaded megabytes, a line for each setting.
 
-    Settings without the quantity are left out; further options are those of `series_of`. The title
-    is by default the quantity's, and all lines have bands unless `num_bands` is less.
+    Settings without the quantity are skipped; further options are those of `series_of`. The title
+    defaults to the quantity's, and all lines have bands unless `num_bands` is smaller.
     """
     lines = [series_of(s, quantity.name, objective, over=over, **options) for s in settings]
     series = [line for line in lines if line]
@@ -322,12 +321,12 @@ def quantity_panel(
 
 
 def reference_of(quantity: Quantity, objectives: Sequence[str]) -> float | None:
-    """Returns where a quantity's dashed line lies."""
+    """Returns the height of a quantity's dashed reference line."""
     return 1 / len(objectives) if quantity.reference == "1/M" else quantity.reference
 
 
 def drawn_objectives(quantity: Quantity, objectives: Sequence[str]) -> Sequence[str]:
-    """Returns the objectives that have figures: of two shares the second says nothing more."""
+    """Returns the objectives to draw: the second of two shares is redundant."""
     return objectives[:1] if quantity.is_share and len(objectives) == 2 else objectives
 
 
@@ -345,7 +344,7 @@ def measure_of(
     """Returns the mean of values of each seed, [S], with its standard error or their deviation.
 
     Args:
-        values: NaN is left out; of no value there is no mean.
+        values: NaN is ignored; without any value the result is None.
         ddof_error: Whether the second number is the standard error, or the standard deviation.
     """
     known = np.asarray(values, dtype=float).ravel()
@@ -359,16 +358,16 @@ def measure_of(
 
 
 def seeds_text(settings: Sequence[Setting], *, has_errors: bool = True) -> str:
-    """Returns a sentence on the means over the seeds, and on the errors that a figure shows."""
+    """Returns a sentence on the means over the seeds and the errors that a figure shows."""
     counts = [len(setting.runs) for setting in settings]
     if max(counts) == 1:
-        return "One run each: nothing here tells of the noise between seeds."
+        return "One run each: the noise between seeds is not known."
     errors = ", with one standard error to both sides" if has_errors else ""
     return f"Means over {span_text(counts)} seeds{errors}."
 
 
 def span_text(counts: Iterable[int]) -> str:
-    """Returns the least and the largest of some numbers."""
+    """Returns the range of some counts as text."""
     counts = sorted(counts)
     return " to ".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
 
@@ -377,11 +376,11 @@ def span_text(counts: Iterable[int]) -> str:
 
 
 def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list[Setting]:
-    """Returns the settings that have runs, in order.
+    """Returns the settings with runs, in order.
 
     Args:
-        runs: Runs by setting; those without metrics are left out.
-        first: Place of the first setting among colours and symbols.
+        runs: Runs by setting; runs without metrics are skipped.
+        first: Index of the first setting among colours and symbols.
 
     Raises:
         UserError: No setting has a run with metrics, or the runs of one do not have the same
@@ -399,7 +398,7 @@ def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list
         for record in setting.records[1:]:
             if not is_same_scale(start, record):
                 raise UserError(
-                    f"values of {setting.name!r} mean different things: {start.name} and "
+                    f"values of {setting.name!r} have different meanings: {start.name} and "
                     f"{record.name} have other objectives or calibrations; run its seeds with one "
                     "evaluation.calibration_seed."
                 )
@@ -407,7 +406,7 @@ def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list
 
 
 def scales(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Returns the settings in groups whose values mean the same."""
+    """Groups settings whose values have the same meaning."""
     groups: list[list[Setting]] = []
     for setting in settings:
         for group in groups:
@@ -421,7 +420,7 @@ def scales(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def is_same_scale(first: Record, second: Record) -> bool:
-    """Returns whether two runs have the same objectives, and a reward means the same in both."""
+    """Returns whether two runs have the same objectives and the same calibrations of rewards."""
     if first.objectives != second.objectives:
         return False
     maps = [record.header.get("calibration") or {} for record in (first, second)]

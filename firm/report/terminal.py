@@ -1,4 +1,4 @@
-"""What the settings of a finished study reached, on the terminal, with differences by seed."""
+"""Prints the values that a study's settings reached, and their differences by seed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def settings_in(study: Path) -> list[Setting]:
 def print_differences(study: Path, against: str) -> None:
     """Prints how much higher a study's settings end than one of them, paired by seed.
 
-    Settings whose values mean something else are left out.
+    Settings with other objectives or calibrations are skipped.
 
     Raises:
         UserError: The folder holds no study, or none of its finished runs has that setting.
@@ -51,11 +51,11 @@ def print_differences(study: Path, against: str) -> None:
 
 
 def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = None) -> None:
-    """Prints a study's main criterion, such as accuracies or rewards, at given rounds.
+    """Prints the values of a study's main criterion, such as accuracy, at given rounds.
 
     Each value is the mean over the seeds with its standard error. A second table has the
     differences from one setting, seed by seed, and in brackets, for each seed, the measurements
-    since the previous of the given rounds at which a setting was level or behind.
+    since the previous given round at which the setting was not better.
 
     Args:
         study: Folder of the study.

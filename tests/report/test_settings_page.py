@@ -271,7 +271,7 @@ def test_seeds_whose_rewards_mean_different_things_write_nothing(make_study, tmp
     runs["FIRM"][1] = edited(runs["FIRM"][1], rescaled)
     place = tmp_path / "page"
     place.mkdir()
-    with pytest.raises(UserError, match="'FIRM' mean different things"):
+    with pytest.raises(UserError, match="'FIRM' have different meanings"):
         write_settings_page(place / "report.html", runs)
     with pytest.raises(UserError, match="none of 1 settings"):
         write_settings_page(place / "report.html", {"FIRM": []})
