@@ -430,7 +430,7 @@ def test_a_run_with_secure_aggregation_tells_what_was_hidden_at_what_price(make_
     text = Tags(write(run_path)).text
     assert "the 8 updates reached the server under masks, 8 MB in total" in text
     assert "only the mean of each round, over 2 or more updates" in text
-    assert "took 0.250 s a round" in text
+    assert "took 0.250 s per round" in text
     assert "by more than 2e-09" in text
 
 
