@@ -40,8 +40,23 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _WORDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
-PositiveInt = Annotated[int, Ge(1)]
-NonNegativeInt = Annotated[int, Ge(0)]
+LARGEST = 2**31 - 1
+"""Limit of integers that only bound something else, and so cost nothing."""
+
+PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST)]
+NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST)]
+Seed = Annotated[int, Interval(ge=-(2**63), le=2**63 - 1)]
+BoundedInt = Annotated[int, Interval(ge=1, le=2**20)]
+"""Number of things that are done or held one by one: rows of a batch, epochs, replies, units."""
+NumTokens = Annotated[int, Interval(ge=1, le=10_000_000)]
+"""Length of a text that a model reads or writes; the longest contexts have ten million."""
+NumWorkers = Annotated[int, Interval(ge=1, le=4_096)]
+"""Number of threads or processes on one machine."""
+_SAFEGUARDS = {-(2**63)} | {
+    get_args(kind)[1].le for kind in (PositiveInt, Seed, BoundedInt, NumTokens, NumWorkers)
+}
+"""Limits that only those who exceed them need to read."""
+Port = Annotated[int, Interval(ge=1, le=65_535)]
 NumClients = Annotated[int, Interval(ge=1, le=100_000)]
 """A run keeps a state for each, so that more are a mistake rather than a federation."""
 NumRounds = Annotated[int, Interval(ge=0, le=1_000_000)]
@@ -158,13 +173,16 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f"; did you mean {by_lower[near[0]]!r}?" if near else "."
 
 
-def _range(kind: Any) -> str:
+def _range(kind: Any, *, is_whole: bool = False) -> str:
+    """Returns the range in words, with the safeguards only where the whole range is asked for."""
     limits = {
         name: limit
         for entry in metadata(kind)
         for name in _WORDS
         if (limit := getattr(entry, name, None)) is not None
     }
+    if not is_whole:
+        limits = {name: limit for name, limit in limits.items() if limit not in _SAFEGUARDS}
     if limits in ({"gt": 0}, {"ge": 0}):
         return "positive" if "gt" in limits else "non-negative"
     return " and ".join(f"{_WORDS[name]} {_in_words(limit)}" for name, limit in limits.items())
@@ -209,7 +227,7 @@ def _check_fields(settings: Any) -> None:
 def _message(name: str, kind: Any, error: ValidationError) -> str:
     first = error.errors()[0]
     if first["type"].startswith(("greater", "less")):
-        words = _range(kind)
+        words = _range(kind, is_whole=first["type"].startswith("less"))
     elif first["type"] == "too_short":
         words = "non-empty"
     elif first["type"] == "literal_error":

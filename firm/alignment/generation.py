@@ -18,20 +18,20 @@ from firm.alignment.adapters import set_preferences
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
 from firm.federation import Team
-from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, Hint, NumTokens, PositiveFloat, PositiveInt, configuration
 
 
 @configuration
 class RolloutConfig:
     """How responses are sampled and where they end."""
 
-    max_new_tokens: Annotated[PositiveInt, NOT_IN_PAPER] = 128
+    max_new_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 128
     """Longest response in tokens."""
     temperature: Annotated[
         PositiveFloat, Hint("PPO needs samples, not the greedy reply"), NOT_IN_PAPER
     ] = 0.7
     """Sampling temperature."""
-    max_prompt_tokens: Annotated[PositiveInt, NOT_IN_PAPER] = 256
+    max_prompt_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 256
     """Longest prompt in tokens; longer ones lose their oldest turns, but no system message."""
     stop_strings: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=lambda: ["\n\nHuman:"])
     """A response ends before any of these texts: a policy that writes the next human turn would

@@ -12,7 +12,15 @@ from firm.federation.messages import Request
 from firm.federation.option import Option
 from firm.federation.training import LocalTraining
 from firm.federation.transforms import Count, Mean, ServerStep, Transform, chain
-from firm.fields import NOT_IN_PAPER, Hint, NumRounds, PositiveFloat, PositiveInt, configuration
+from firm.fields import (
+    NOT_IN_PAPER,
+    BoundedInt,
+    Hint,
+    NumRounds,
+    PositiveFloat,
+    PositiveInt,
+    configuration,
+)
 
 if TYPE_CHECKING:
     from firm.federation.engines.engine import Engine
@@ -26,7 +34,7 @@ class RoundConfig:
     """The strategy."""
     num_local_steps: Annotated[NumRounds, Ge(1), NOT_IN_PAPER] = 1
     """Local steps per round and client, K, each on a fresh batch."""
-    num_local_epochs: Annotated[PositiveInt | None, Hint("null counts in num_local_steps")] = None
+    num_local_epochs: Annotated[BoundedInt | None, Hint("null counts in num_local_steps")] = None
     """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of
     a number of steps: a client's K is then E times the whole batches in its shard. null counts in
     num_local_steps, which must stay 1 otherwise."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval
 
-from firm.fields import PositiveInt, configuration
+from firm.fields import BoundedInt, PositiveInt, Seed, configuration
 
 EntryT = TypeVar("EntryT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -25,20 +25,20 @@ class DataConfig:
     its name on the Hugging Face hub; by default the one on the hub, where there is one."""
     second_path: str | None = None
     """The same for the second images of mnist_fmnist (Fashion-MNIST) and cifar10_mnist (MNIST)."""
-    seed: int = 0
+    seed: Seed = 0
     """Draws splits and pairs of images; apart from the run's seed, so that runs of several seeds
     are on the same data."""
     validation_fraction: Annotated[float | None, Interval(ge=0, le=0.5)] = None
     """Share of the training data that becomes validation data, where the source has none; 0 leaves
     that split empty. By default the papers': 0.2 (FedCMOO, Appendix D.3), 0.1 of each natural
     client's data (FedMGDA+, Section 6.1), and 0 for adult, whose PhD client keeps its 413 rows."""
-    pairs_per_image: PositiveInt | None = None
+    pairs_per_image: BoundedInt | None = None
     """Pairs that every first image stands in, where a sample is made of two images; by default 1,
     and 4 for two_digits."""
     losses: dict[str, str] = field(default_factory=dict)
     """Loss by objective where another than the data set's own is wanted, such as {"left": "l2"};
     the keys of `firm.fmoo.data.LOSSES`."""
-    image_size: PositiveInt = 32
+    image_size: Annotated[int, Interval(ge=1, le=4_096)] = 32
     """Side that CelebA's pictures are scaled to, in pixels. Not in the paper; a .npz file's stay as
     they are."""
     window_stride: PositiveInt = 10

@@ -24,7 +24,7 @@ from torch import nn
 
 from firm.federation.randomness import RandomStream
 from firm.federation.user_code import user_code
-from firm.fields import PositiveInt, configuration
+from firm.fields import BoundedInt, configuration
 from firm.fmoo.config import CallableT, by_name, registering
 from firm.fmoo.modules import (
     CharacterEncoder,
@@ -46,7 +46,7 @@ class ModelConfig:
     dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
     """Probability of every dropout layer; by default the papers' 0.5, and 0.25 after femnist_cnn's
     pooling. resnet18, molecule_net, character_lstm and linear have none; mlp has 0 by default."""
-    hidden: Annotated[list[PositiveInt], MinLen(1)] = field(default_factory=lambda: [64, 64])
+    hidden: Annotated[list[BoundedInt], MinLen(1)] = field(default_factory=lambda: [64, 64])
     """Widths of mlp's hidden layers. Not in the papers."""
 
 

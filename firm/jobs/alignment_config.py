@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from firm.alignment import (
     AlignmentClient,
@@ -23,14 +23,17 @@ from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.fields import (
     NOT_IN_PAPER,
+    BoundedInt,
     Hint,
     NonNegativeFloat,
     NonNegativeInt,
     NumClients,
     NumRounds,
+    NumWorkers,
     Paper,
     PositiveFloat,
     PositiveInt,
+    Seed,
     configuration,
     did_you_mean,
 )
@@ -121,7 +124,7 @@ class EvaluationConfig:
 
     num_calibration_prompts: PositiveInt = 256
     """Training prompts whose base-model replies fix the maps from scores to rewards."""
-    calibration_seed: int | None = None
+    calibration_seed: Seed | None = None
     """Seed of those replies; null takes the run's. Runs whose rewards are to be compared need the
     same maps, whatever their seeds."""
     calibrations: dict[str, Calibration] = field(default_factory=dict)
@@ -129,9 +132,9 @@ class EvaluationConfig:
     scale: 1.1}}, as the first row of a run's metrics.jsonl has them; the others are measured."""
     num_validation_prompts: NonNegativeInt = 64
     """Rows of prompts per round; 0 leaves the rounds unmeasured."""
-    num_test_prompts: Annotated[int, Ge(2)] = 256
+    num_test_prompts: Annotated[PositiveInt, Ge(2)] = 256
     """Rows of held-out prompts at the start and the end."""
-    num_samples: PositiveInt = 2
+    num_samples: BoundedInt = 2
     """Replies per held-out row."""
     num_shown_samples: NonNegativeInt = 12
     """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
@@ -140,7 +143,7 @@ class EvaluationConfig:
     preferences: list[list[float]] | None = None
     """Preferences at which a conditioned policy is measured, and folded when the run ends; null
     takes all vectors of multiples of 1/4, and none are measured with []."""
-    num_refined: NonNegativeInt = 0
+    num_refined: Annotated[NonNegativeInt, Le(1_000)] = 0
     """Further preferences at which the final front is measured and folded, one after the other,
     each in the middle of its widest gap: evenly spaced in rewards (SURF, arXiv:2605.20619)."""
     front_every: Annotated[PositiveInt | None, Hint("null waits for the end")] = 4
@@ -177,11 +180,11 @@ class AlignmentConfig:
     configuration; `--out RUN --resume` by the one that is given; auto begins the run where there is
     none yet; Python files that only the folder names need `--allow_code`, as it may be somebody
     else's."""
-    seed: int = 0
+    seed: Seed = 0
     """Everything random comes from it."""
-    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
+    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
     """CPU threads; by default as many as torch takes."""
-    processes_per_client: PositiveInt = 1
+    processes_per_client: NumWorkers = 1
     """Processes that work as one on a client, each on its share of a batch. How many there are at
     all is the launcher's to say; the clients are divided among them."""
     start: Annotated[dict[str, NonNegativeFloat], NOT_IN_PAPER] = field(default_factory=dict)

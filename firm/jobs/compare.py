@@ -21,7 +21,7 @@ from firm.alignment import (
 )
 from firm.federation import RandomStream
 from firm.federation.outside import legible, printable
-from firm.fields import Hint, NonNegativeInt, PositiveInt, configuration
+from firm.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
@@ -56,9 +56,9 @@ class CompareConfig(SpeakersConfig):
     prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
     """Held-out prompts; split null: a file whole, of a dataset the second half of its split
     "test"."""
-    num_prompts: Annotated[int, Ge(2), Hint("a standard error needs two")] = 256
+    num_prompts: Annotated[PositiveInt, Ge(2), Hint("a standard error needs two")] = 256
     """The first so many rows of them."""
-    num_samples: PositiveInt = 2
+    num_samples: BoundedInt = 2
     """Replies per row."""
     num_shown_samples: NonNegativeInt = 12
     """Prompts whose replies are written out; 0 keeps all texts out of terminal and files."""

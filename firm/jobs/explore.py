@@ -5,10 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Interval
-
 from firm.alignment import Message
-from firm.fields import Hint, configuration
+from firm.fields import Hint, Port, configuration
 from firm.fronts import Expectation, expected_rewards, mean_preference, reaching
 from firm.jobs.alignment import FRONT_NAME
 from firm.jobs.chat import Answer, ChatConfig, Conversation
@@ -34,7 +32,7 @@ class ExploreConfig(SpeakersConfig):
     seed."""
     show_rewards: bool = True
     """Loads the reward models and shows their scores."""
-    port: Annotated[int | None, Interval(ge=1, le=65535), Hint("null takes a free one")] = None
+    port: Annotated[Port | None, Hint("null takes a free one")] = None
     """Of the page, which this machine alone can open; null: the first free one from 7860."""
 
     def __post_init__(self) -> None:

@@ -4,16 +4,20 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Interval, Le
 
 from firm.federation.engines import check_engine
 from firm.federation.strategies import StrategyConfig
 from firm.fields import (
+    LARGEST,
+    BoundedInt,
     Hint,
     NumClients,
     NumRounds,
+    NumWorkers,
     PositiveFloat,
     PositiveInt,
+    Seed,
     configuration,
     did_you_mean,
 )
@@ -34,13 +38,13 @@ class PartitionConfig:
     same with equal sizes; shards of samples sorted by label; or the data's own users."""
     alpha: PositiveFloat = 0.3
     """Concentration of the Dirichlet distribution; small is uneven."""
-    shards_per_client: PositiveInt = 2
+    shards_per_client: BoundedInt = 2
     """Shards that a client is given."""
     num_users: PositiveInt | None = None
     """Natural users that are drawn at random to be the clients; null takes all."""
     min_samples: PositiveInt = 1
     """Fewest samples of a client."""
-    max_samples: int | None = None
+    max_samples: Annotated[int, Le(LARGEST)] | None = None
     """Most samples of a client, a random choice of what it would have; null leaves it all."""
     objectives_per_client: Annotated[PositiveInt | None, Hint("null gives all")] = None
     """Objectives that a client has losses for (FMGDA's matrix A), dealt out in turn so that each
@@ -100,7 +104,7 @@ class ClassicConfig:
     target_loss: Annotated[PositiveFloat | None, Hint("null runs all rounds")] = None
     """Loss at which a run ends, once all objectives have come down to it; the page then tells the
     rounds that each took. null runs all rounds."""
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[Seed, ...] = (0,)
     """One run of every algorithm for each; a seed draws partition, model, clients and batches."""
     evaluate_every: PositiveInt = 5
     """Rounds between evaluations; the last round always is one."""
@@ -116,10 +120,10 @@ class ClassicConfig:
     """Where clients run, by a name that is registered (`firm.federation.engines.engine`). null
     takes `stacked` where that is faster, for models of dense layers, whose gradients are then those
     of all clients in one pass, and `local` elsewhere; they differ by rounding."""
-    num_workers: PositiveInt | None = None
+    num_workers: NumWorkers | None = None
     """Clients that are trained at a time by the engine `local`; by default as many as there are
     cores. Results do not depend on it."""
-    num_threads: PositiveInt | None = 1
+    num_threads: NumWorkers | None = 1
     """Threads of torch in each worker; null leaves them alone, but equal numbers need an equal
     count."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -8,7 +8,15 @@ from typing import Any
 from firm.federation.engines import SitePolicy
 from firm.federation.options.masking import Key
 from firm.federation.outside import check_name
-from firm.fields import PositiveFloat, PositiveInt, configuration
+from firm.fields import (
+    BoundedInt,
+    NonNegativeInt,
+    NumWorkers,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    configuration,
+)
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network import certificates, kits
 from firm.run import UserError, compose
@@ -24,7 +32,7 @@ KEY, IDENTITY = "masking.key", "masking.identity"
 class FederationConfig:
     """Who takes part, and in what."""
 
-    sites: dict[str, list[int]]
+    sites: dict[str, list[NonNegativeInt]]
     """Numbers of each site's clients."""
     out: Path
     """Folder of the kits."""
@@ -32,9 +40,9 @@ class FederationConfig:
     """Of the federation."""
     host: str = "localhost"
     """Name by which the sites reach the server; it stands in its certificate."""
-    port: int = 8002
+    port: Port = 8002
     """The server's one port."""
-    valid_days: PositiveInt = 360
+    valid_days: BoundedInt = 360
     """After which the certificates end."""
     run: Path = CONFIGS / "miniature.yaml"
     """Configuration of the run."""
@@ -92,9 +100,9 @@ class SiteConfig:
     the run's partition gives them, which is for trials on one file."""
     policy: SitePolicy = field(default_factory=SitePolicy)
     """What may leave the site beside the adapter."""
-    processes: PositiveInt = 1
+    processes: NumWorkers = 1
     """Processes of the site, one for each of its GPUs, by torchrun."""
-    processes_per_client: PositiveInt = 1
+    processes_per_client: NumWorkers = 1
     """How many of them work as one on a client."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from firm.federation.outside import check_name, printable
-from firm.fields import PositiveInt, configuration
+from firm.fields import NumWorkers, Seed, configuration
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import Outcome, Resume, Sweep, UserError, compose, summarise, to_dict, to_yaml
@@ -35,10 +35,10 @@ class PointsConfig:
     """Configuration of the runs."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[Seed] = field(default_factory=lambda: [0])
     """Seeds of the runs. Rewards mean the same in all runs of a base: the first seed calibrates
     them."""
-    num_workers: PositiveInt = 1
+    num_workers: NumWorkers = 1
     """Runs at a time, each in a process of its own."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from firm.alignment import (
     sample_replies,
     select_adapter,
 )
-from firm.fields import Hint, PositiveInt, configuration
+from firm.fields import Hint, NumWorkers, Seed, configuration
 from reward_models import RewardModelConfig, load_reward_models
 
 _TOKENIZER = "tokenizer_config.json"
@@ -44,9 +44,9 @@ class SpeakersConfig:
     folder is somebody else's."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
-    seed: int = 0
+    seed: Seed = 0
     """The same seed gives the same replies to the same prompts, whoever else replies."""
-    num_threads: Annotated[PositiveInt | None, Hint("null leaves it to torch")] = None
+    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
     """CPU threads; by default as many as torch takes."""
 
     def __post_init__(self) -> None:

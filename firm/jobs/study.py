@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from firm.federation.outside import legible
-from firm.fields import PositiveFloat, configuration
+from firm.fields import PositiveFloat, Seed, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
@@ -40,7 +40,7 @@ class StudyConfig(PointsConfig):
     settings: dict[str, SettingConfig] = field(kw_only=True)
     """What is compared, by name."""
     name: str = "study"
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
     figures: dict[str, list[str]] = field(default_factory=dict)
     """Settings that are drawn together, by a name that opens the files' names; all are drawn
     together when empty."""

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firm.fields import Paper, PositiveInt, configuration
+from firm.fields import LARGEST, Paper, PositiveInt, configuration
 from firm.run import UserError, parse, run_cli, to_dict, to_yaml
 from firm.run.yaml_text import read_yaml
 
@@ -429,7 +429,7 @@ CONFIGS = st.builds(
     extras=st.lists(REWARDS, max_size=2),
     by_name=st.none() | st.dictionaries(NAMES, FIRMS, max_size=2),
     targets=st.lists(TEXTS, max_size=3).map(tuple),
-    limit=st.none() | st.integers(min_value=1),
+    limit=st.none() | st.integers(min_value=1, max_value=LARGEST),
     rate=FLOATS,
     resume=st.booleans(),
 )

@@ -15,14 +15,14 @@ from peft.tuners.lora import LoraLayer
 
 from firm.alignment.adapters.target_modules import ATTENTION
 from firm.federation import Adapter
-from firm.fields import NOT_IN_PAPER, Paper, PositiveFloat, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, BoundedInt, Paper, PositiveFloat, configuration
 
 
 @configuration(source=Paper("section 5"))
 class LoraSettings:
     """The adapter, the only thing that is trained and sent."""
 
-    r: PositiveInt = 16
+    r: BoundedInt = 16
     """Rank."""
     alpha: PositiveFloat = 32.0
     """Scale: the update is multiplied by alpha / r."""

@@ -27,7 +27,7 @@ from firm.alignment.kl import KLPenalty
 from firm.alignment.policy import set_mode
 from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, entropy, token_logprobs
-from firm.fields import NOT_IN_PAPER, NonNegativeFloat, PositiveFloat, configuration
+from firm.fields import NOT_IN_PAPER, BoundedInt, NonNegativeFloat, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
 from firm.schema import ByObjective, Share
 
@@ -51,7 +51,7 @@ class CriticFreeConfig(EstimatorConfig):
 
     name: Literal["critic_free"] = "critic_free"
     """The estimator."""
-    num_replies: Annotated[int, Ge(2)] = 4
+    num_replies: Annotated[BoundedInt, Ge(2)] = 4
     """Replies to a prompt, G, which form a group; divides the batch, which counts replies."""
     baseline: Literal["group", "leave_one_out"] = "group"
     """What a reply's reward is compared with: its group's mean (GRPO, arXiv:2402.03300), or the

@@ -21,6 +21,7 @@ from firm.alignment.sequences import Rollouts, Sequences, forward, response_logi
 from firm.federation import Team
 from firm.fields import (
     NOT_IN_PAPER,
+    BoundedInt,
     NonNegativeFloat,
     Paper,
     PositiveFloat,
@@ -188,16 +189,16 @@ class EstimatorConfig(ABC):
 
     name: str = ""
     """The estimator."""
-    batch_size: Annotated[PositiveInt, Paper("A.1", (16,))] = 16
+    batch_size: Annotated[BoundedInt, Paper("A.1", (16,))] = 16
     """Responses per local step, each to a fresh prompt unless the estimator compares several to
     one."""
-    minibatch_size: Annotated[PositiveInt, Paper("A.1", (8,))] = 8
+    minibatch_size: Annotated[BoundedInt, Paper("A.1", (8,))] = 8
     """Responses per optimizer step; divides the batch."""
     micro_batch_size: Annotated[PositiveInt | None, NOT_IN_PAPER] = None
     """Responses per forward and backward pass; the minibatch's gradients are their sum, so that a
     minibatch is one optimizer step however it is divided. By default the whole minibatch. Bounds
     memory."""
-    num_epochs: Annotated[PositiveInt, Paper("A.1", (3,))] = 3
+    num_epochs: Annotated[BoundedInt, Paper("A.1", (3,))] = 3
     """PPO epochs over a batch."""
     actor_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 6e-5
     """Learning rate of the adapter."""

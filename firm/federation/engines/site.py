@@ -17,7 +17,7 @@ from firm.federation.outside import printable
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
-from firm.fields import did_you_mean
+from firm.fields import LARGEST, did_you_mean
 from firm.quantities import of_clients
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class SitePolicy:
     """Tasks that the server may ask for. What another one sends (Jacobians, several updates)
     reveals more of the data than an adapter does; without local_training no update leaves but under
     a mask."""
-    least_in_mean: Annotated[int, Interval(ge=FEWEST)] = FEWEST
+    least_in_mean: Annotated[int, Interval(ge=FEWEST, le=LARGEST)] = FEWEST
     """Fewest updates in a sum that the site opens, with secure aggregation."""
     reasons: bool = False
     """Whether the server learns in full why a client failed. An error may quote the prompt or reply

@@ -37,7 +37,7 @@ from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid
 from firm.federation.transforms import ServerStep, Transform
 from firm.federation.user_code import ENDS
-from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, configuration
+from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, Seed, configuration
 from firm.quantities import Quantity, register
 from firm.schema import NonNegative
 
@@ -86,7 +86,7 @@ class PrivacyConfig(Option):
     """What of λ and the gradients' geometry leaves a client beside its adapter. none: nothing;
     noisy: round means of λ and of the cosines, and whether the delta was clipped, with noise that ε
     counts; exact: all figures as without privacy, which ε does not cover."""
-    noise_seed: int | None = None
+    noise_seed: Seed | None = None
     """null draws noise from the operating system's entropy. A number makes runs repeatable bit for
     bit, for tests and replays, and lets all who know it subtract the noise."""
 

@@ -23,7 +23,7 @@ from firm.federation.rivals import FLOAT_BYTES, RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
-from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
+from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveInt, configuration
 from firm.solvers import fedcmoo_weights, firm_weights, project_to_simplex
 from firm.solvers.upgrad import upgrad_weights
 
@@ -52,7 +52,7 @@ class FedCmooConfig(GramConfig):
     the extra torchjd."""
     step_size: float = 0.001
     """Step size β of Algorithm 2."""
-    num_steps: int = 1000
+    num_steps: BoundedInt = 1000
     """Steps K of Algorithm 2; the theory has 1."""
     normalize_gram: Annotated[bool, NOT_IN_PAPER] = True
     """Whether the Gram matrix is divided by the square of the mean gradient norm for the steps,
