@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from firm.quantities import QUANTITIES
 from firm.report import formats
@@ -53,6 +54,8 @@ from firm.run.guard import drawing
 
 NUM_SHOWN = len(COLORS)
 """Settings that the figures show at first, one per colour; the reader chooses others."""
+NUM_ALARMS = 20
+"""Warnings that the page lists; in a large study the others would push its figures out of sight."""
 NUM_PLANE_OBJECTIVES = 5
 """Of more objectives, the pairs would fill more than ten planes."""
 METHOD = (
@@ -61,24 +64,22 @@ METHOD = (
 )
 
 
-def write_settings_page(
-    path: Path, runs: Mapping[str, Sequence[Record]], *, is_alone: bool = False, **options: object
-) -> Path:
+def write_settings_page(path: Path, runs: Mapping[str, Sequence[Record]], **options: Any) -> Path:
     """Writes the page that compares runs by setting, atomically, and returns its path.
+
+    It loads plotly.min.js from its folder, like the pages of the runs.
 
     Args:
         path: File of the page; adapters' paths on it are relative to its folder.
         runs: The runs of each setting, by its name; settings without runs are omitted.
-        is_alone: Whether the page embeds plotly; otherwise it loads plotly.min.js from its folder,
-            like the pages of the runs.
         options: As for `settings_page`.
 
     Raises:
         UserError: There are no runs with metrics, or the values of a setting's runs have different
             meanings; nothing is written.
     """
-    page = settings_page(settings_of(runs), folder=path.parent, **options)  # type: ignore[arg-type]
-    return write_page(path, page, shared=None if is_alone else path.parent)
+    page = settings_page(settings_of(runs), folder=path.parent, **options)
+    return write_page(path, page, shared=path.parent)
 
 
 def settings_page(
@@ -110,6 +111,9 @@ def settings_page(
     settings, left_out = comparable(settings)
     notices += left_out
     groups = scales(settings)
+    warnings = alarms_of(settings)
+    if num_hidden := len(warnings[NUM_ALARMS:]):
+        notices.append(f"{formats.count(num_hidden, 'more warning')} in the logs of the runs.")
     part = partial(drawn_part, notices)
     names = [setting.name for setting in settings]
     known = {
@@ -122,7 +126,7 @@ def settings_page(
         title=title,
         summary=part("The summary", lambda: _summary(groups), []),
         facts=found | dict(facts or {}),
-        alarms=alarms_of(settings),
+        alarms=warnings[:NUM_ALARMS],
         blocks=[*_blocks(groups, settings, folder), Origin(method, {formats.CONFIG: config})],
         notices=notices,
         choice=Choice(
@@ -148,9 +152,7 @@ def _blocks(
             blocks.append(block)
     if all(setting.records for setting in settings):
         blocks.append(drawn_block("ledger", lambda: ledger_table(settings)))
-    notices: list[str] = []
-    samples = drawn_part(notices, "The samples", lambda: sections.shared_samples(groups[0]), None)
-    blocks.append(samples or Section("samples", "Samples", "", [], note=notices[0]))
+    blocks.append(drawn_block("samples", lambda: sections.shared_samples(groups[0])))
     return [*blocks, *sections.training_blocks(settings, objectives)]
 
 

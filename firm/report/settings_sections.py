@@ -274,23 +274,6 @@ def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -
 # --- Over the rounds ------------------------------------------------------------------------------
 
 
-def objective_panels(
-    name: str,
-    settings: Sequence[Setting],
-    quantity: Quantity,
-    objectives: Sequence[str],
-    window: int,
-) -> list[Panel]:
-    """Returns the figures of a quantity, a line for each setting: one, or one by objective."""
-    quantity = replace(quantity, reference=reference_of(quantity, objectives))
-    if not quantity.by:
-        return [quantity_panel(name, settings, quantity, window=window)]
-    return [
-        quantity_panel(f"{name}-{objective}", settings, quantity, objective, window=window)
-        for objective in drawn_objectives(quantity, objectives)
-    ]
-
-
 def quantities_section(
     settings: Sequence[Setting],
     objectives: Sequence[str],
@@ -305,9 +288,13 @@ def quantities_section(
     window = max((_window(settings, quantity.name) for quantity in quantities), default=1)
     for quantity in quantities:
         place = name if quantity.by and quantity.name == name else f"{name}-{quantity.name}"
-        own = nonempty(objective_panels(place, settings, quantity, objectives, window))
-        panels += own
-        helps += [quantity.help] if own else []
+        entry = replace(quantity, reference=reference_of(quantity, objectives))
+        own = [
+            quantity_panel(f"{place}-{n}" if n else place, settings, entry, n, window=window)
+            for n in (drawn_objectives(entry, objectives) if entry.by else [""])
+        ]
+        panels += nonempty(own)
+        helps += [quantity.help] if nonempty(own) else []
     sentences = [*helps, _smoothing(window), seeds_text(settings)]
     return Section(name, title, " ".join(filter(None, sentences)), panels)
 

@@ -268,6 +268,14 @@ def test_objectives_trained_alone_give_the_relative_loss_whatever_the_algorithm(
     assert table["a"]["Δ_M, %"] == "–"
 
 
+def test_of_many_warnings_the_first_are_listed_and_the_others_counted(tmp_path):
+    rows = evaluations([1.0], [0.5])
+    alarms = [{"kind": "round", "round": at, "alarms": [f"number {at}"]} for at in range(1, 24)]
+    made = study(recorded(tmp_path, "A", [*rows, *alarms]))
+    assert [text for _, text in made.alarms] == [f"number {at}" for at in range(1, 21)]
+    assert "3 more warnings in the logs of the runs." in made.notices
+
+
 def test_a_run_without_valid_evaluations_is_left_out_and_named(tmp_path):
     good, bad = evaluations([1.0], [0.5]), [{"kind": "round", "round": 1}]
     made = study(recorded(tmp_path, "A", good, bad), recorded(tmp_path, "B", bad, color=1))
