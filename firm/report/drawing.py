@@ -247,6 +247,7 @@ def _x_axis(xs: Sequence[float], over: Over, data: Sequence[Trace]) -> Axis:
         return axis("uploaded so far (MB)", range=[-0.02 * end, 1.03 * end])
     has_bars = any(trace["type"] == "bar" for trace in data)
     margin = 0.6 if has_bars else 0.03 * (last - first) + 0.2
+    # plotly would mark half rounds in short runs
     steps = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
     tick = next(step for step in steps if (last - first) / step <= 8)  # at most nine marks
     ticks = {"tickformat": "d", "tick0": 0, "dtick": tick}
@@ -273,13 +274,14 @@ def series_panel(
     On a logarithmic axis bands stop at a tenth of their line. With more lines than `num_bands`
     there are no bands.
     """
+    # a band down to zero would stretch a logarithmic axis over many decades
     least = 0.1 if y_axis.get("type") == "log" else -inf
     has_bands = len(series) <= num_bands
     traces = [_band(own, least) for own in series if has_bands and own.ses.any()]
     for own in series:
         points = list(zip(own.xs.tolist(), own.means.tolist(), strict=True))
         line = curve(own.key, points, size=5 if len(points) <= 12 else 0)
-        line["legendgroup"] = line["name"]  # a line and its band come and go together
+        line["legendgroup"] = line["name"]  # a line and its band are shown and hidden together
         if over == "megabytes":
             line["hovertemplate"] = "%{fullData.name}<br>%{x:.4~g} MB: %{y:.4~g}<extra></extra>"
         traces.append(line)

@@ -87,6 +87,7 @@ def _seed_volumes(front: Front) -> str:
 
 
 def _interval(front: Front, rewards: ArrayLike, groups: ArrayLike | None) -> str:
+    # the same seed for all methods and pages: rewriting a page does not change it
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     low, high = bootstrap_hypervolume(
         rewards,
@@ -215,6 +216,7 @@ def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, l
         by_seed.setdefault(point.seed, []).append(rewards)
     everyone = [rewards for rows in by_seed.values() for rewards in rows]
     rounds = sorted(set.intersection(*(set(rewards) for rewards in everyone)))
+    # volumes are measured from the origin
     corner = np.array(front.reference)
     return {
         at: [

@@ -261,11 +261,13 @@ def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | Non
     if folder is None:
         replace_file(path, render(page))
     else:
+        # several MB, which would otherwise be written again after every round
         if not (folder / PLOTLY_NAME).exists():
             replace_file(folder / PLOTLY_NAME, plotly.offline.get_plotlyjs())
         script = Path(os.path.relpath(folder / PLOTLY_NAME, path.parent)).as_posix()
         footer = SHARED.format(script) if final else UNFINISHED
         replace_file(path, render(page, script=script, footer=footer))
+    # left by the pages of a run in training; pages of other runs may share the folder's
     if final and folder != path.parent:
         path.with_name(PLOTLY_NAME).unlink(missing_ok=True)
     return path
@@ -286,6 +288,7 @@ def stand_alone(path: Path) -> Path:
     loaded = re.search(rf'(<script nonce="[^"]*") src="[^"]*{re.escape(PLOTLY_NAME)}">', text)
     if loaded:
         head, tail = text[: loaded.start()], text[loaded.end() :]
+        # the old footer says that the page needs the script beside it
         head = re.sub(r"(?<=<footer>).*(?=</footer>)", ALONE, head)
         replace_file(path, f"{head}{loaded[1]}>{plotly.offline.get_plotlyjs()}{tail}")
     return path

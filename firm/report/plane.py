@@ -99,6 +99,7 @@ def clouds_of(
     means = {setting: [_mean(*group) for group in own] for setting, own in groups.items()}
     everything = [mean for own in means.values() for mean in own]
     places = [[sign * mean.place[name] for name in objectives] for mean in everything]
+    # settings compete with each other, so all means are judged together
     kept = iter(non_dominated(places)) if places else iter(())
     return [
         Cloud(
@@ -142,6 +143,7 @@ def planes(
     """
     panels = []
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [(KL, objectives[0])]:
+        # single models have no error bars, which must not widen the axes
         means = [spot for cloud in clouds for spot in cloud.means]
         bare = [replace(spot, errors={}) for cloud in clouds for spot in cloud.models]
         spots = [*means, *bare, Spot(base or {}, {}, {})]
@@ -171,6 +173,7 @@ def _traces(cloud: Cloud, x: str, y: str, middle: float) -> list[Trace]:
     """
     width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
     models, means = (_markers(cloud, spots, x, y, middle) for spots in (cloud.models, cloud.means))
+    # the path joins all means in order, so that one trace can draw line and markers
     if cloud.path and list(cloud.path) == list(range(len(cloud.means))):
         line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
         return [models, means | {"mode": f"lines+{means['mode']}", "line": line}]
@@ -261,6 +264,7 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
         for sign in (-1, 1)
     ]
     low, high = min(values, default=0.0), max(values, default=1.0)
+    # a single point has no span
     gap = MARGIN * (high - low) or 0.05
     title = name if name == KL else f"{escape(name)} ({unit})"
     return axis(title, range=[low - gap, high + gap])

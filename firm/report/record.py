@@ -100,6 +100,7 @@ def read_record(run_path: Path) -> Record:
     header = next((row for row in rows if row.get("kind") == "run"), {})
     evaluations = _latest(rows, "evaluation", "split")
     trainings = [as_one_training(row) for row in _latest(rows, "client", "client")]
+    # clients may join after the header was written
     clients = dict.fromkeys([*header.get("clients", []), *(row["client"] for row in trainings)])
     return Record(
         name=run_path.resolve().name,
@@ -144,6 +145,7 @@ def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
 def final_row(record: Record) -> Row | None:
     """Returns the evaluation of the final model on the test prompts; None before it."""
     rows = record.evaluations.get("test", [])
+    # a run without rounds ends with the adapter that it starts from
     trained = [row for row in rows if row["round"] > 0 or record.num_rounds == 0]
     return trained[-1] if trained else None
 
@@ -170,6 +172,7 @@ def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     adapter from which the run starts, which has a change.
     """
     own = [row for row in rows if row.get("kind") == kind]
+    # a run that was stopped and continued logs a round again
     latest = {(row["round"], row[key], "change" in row): row for row in own}
     return sorted(latest.values(), key=lambda row: row["round"])
 

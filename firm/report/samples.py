@@ -52,6 +52,7 @@ def samples_of(record: Record) -> list[Sample]:
     samples = []
     for row in bases:
         matching = replies.get(row["prompt"])
+        # a prompt may be asked several times: its replies are paired in order
         aligned = [_reply(matching.pop(0))] if matching else []
         samples.append(Sample(turns_of(row), [_reply(row), *aligned]))
     return samples

@@ -86,5 +86,6 @@ def mean_difference(values: ArrayLike, *, level: float = 0.95) -> Difference:
     """Returns the mean of differences [N], one for each of two seeds or more, with its interval."""
     changes = np.asarray(values, dtype=np.float64)
     mean, error = float(changes.mean()), float(changes.std(ddof=1) / len(changes) ** 0.5)
+    # Student's t, since the deviation comes from few seeds
     reach = float(stats.t.ppf((1 + level) / 2, len(changes) - 1)) * error
     return Difference(mean, mean - reach, mean + reach, len(changes))

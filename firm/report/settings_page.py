@@ -115,6 +115,7 @@ def settings_page(
     if num_hidden := len(warnings[NUM_ALARMS:]):
         notices.append(f"{formats.count(num_hidden, 'more warning')} in the logs of the runs.")
     part = partial(drawn_part, notices)
+    # sets name all settings of the study, of which some may have no runs yet
     names = [setting.name for setting in settings]
     known = {
         name: [label for label in labels if label in names] for name, labels in (sets or {}).items()
@@ -227,6 +228,7 @@ def _spots(setting: Setting, criterion: Criterion, folder: Path) -> list[Spot]:
         if setting.records and (preference := setting.records[place].preference):
             facts["preference"] = formats.shares(preference)
         values = ends.loc[seed].to_dict()
+        # only language models have a base model and an adapter
         if seed in kls:
             values[KL] = kls[seed]
             facts["KL"] = f"{formats.number(kls[seed])} nats"
@@ -290,6 +292,7 @@ def study_figures(
     """
     figures = {}
     for name, labels in (sets or {"": list(runs)}).items():
+        # a set may name settings without finished runs
         known = [label for label in labels if any(record.rows for record in runs.get(label, ()))]
         if not known:
             continue

@@ -146,6 +146,7 @@ def swept_parameters(settings: Sequence[Setting]) -> dict[str, dict[str, dict[fl
     swept: dict[str, dict[str, dict[float, Setting]]] = {}
     for family, members in families.items():
         configs = [_method_leaves(setting) for setting in members]
+        # a key may be in the configuration of some members only
         keys = dict.fromkeys(chain.from_iterable(configs))
         changed = [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
         if len(changed) == 1:
@@ -176,6 +177,7 @@ def parameter_section(
     panels, legend, has_gap = [], {}, False
     for criterion in criteria:
         lines = [_against_parameter(family, own, criterion) for family, own in families.items()]
+        # one value of the parameter is no line
         if len({x for line in lines for x in line.xs.tolist()}) < 2:
             continue
         lines = [line for line in lines if len(line.xs)]

@@ -45,6 +45,7 @@ def final_table(settings: Sequence[Setting], criterion: Criterion, texts: Texts)
         num_seeds = len(criterion.finals(setting))
         sent = formats.number(setting.megabytes_up)
         table.append([setting.name, *cells, sent, span_text(rounds or [0]), str(num_seeds)])
+    # a table wider than it is long scrolls sideways on every screen
     if len(table[0]) - 2 > max(NUM_COLUMNS, len(settings)):
         table = [list(row) for row in zip(*table, strict=True)]
         table[0][0] = "quantity"
@@ -118,9 +119,11 @@ def difference_table(settings: Sequence[Setting], criterion: Criterion) -> Table
 
 
 def _difference(column: Column, setting: Setting, first: Setting) -> str:
+    # aligned by seed: seeds that only one setting has become NaN and drop out
     changes = (column.ends(setting) - column.ends(first)).dropna()
     if len(changes) < 2:
         return formats.MISSING
+    # a tenth of a per cent is as fine as three digits of a share
     digits = 1 if column.scale == 100 else 3
     return mean_difference(changes.to_numpy(), level=0.9).text(digits)
 
@@ -196,6 +199,7 @@ def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
     users = {s.name: own for s in settings if len((own := user_values(s, criterion)).columns)}
     if not users:
         return {}
+    # a seed's partition may leave a user without a sample
     everyone = pd.concat(users)
     shared = everyone.columns[everyone.notna().all()]
     if len(shared) <= NUM_TABLE_USERS:
@@ -318,6 +322,7 @@ def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterio
     first, second = (ends[name] for name in ranked[:2])
     if first.se is None or second.se is None:
         return f"{sentence}."
+    # standard errors of independent seeds add in squares
     is_clear = abs(first.mean - second.mean) > CLEAR_Z * np.hypot(first.se, second.se)
     return f"{sentence}{'' if is_clear else ': too near to tell them apart'}."
 

@@ -228,6 +228,7 @@ def _draw(axes: Axes, trace: Trace) -> None:
         width = POINTS_PER_PIXEL["line"] * line["width"]
         color, style = light_color(line["color"]), LINES.get(line.get("dash", "solid"), "-")
         axes.plot(xs, ys, style, color=color, linewidth=width, label=label)
+        # the legend names a line once, by its first artist
         label = None
     marker = trace.get("marker", {})
     if "markers" not in trace["mode"] or not isinstance(marker.get("color"), str):

@@ -45,6 +45,7 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list
     last key as objective. Rows without a round are skipped.
     """
     numbers: dict[Place, list[float | None]] = {}
+    # rows come grouped by their kind, and the last value of a round is to count
     for row in sorted((row for row in rows if "round" in row), key=lambda row: row["round"]):
         before = f"{row['split']}/" if "split" in row else ""
         for path, value in entries(row, objectives):
@@ -190,6 +191,7 @@ class Setting:
         was asked for no rounds.
         """
         lines = self.values(quantity)
+        # a run in training was evaluated at round 0, which is not its end
         waits = {place for place, record in enumerate(self.records) if record.num_rounds}
         lines = lines[(lines["round"] > 0) | ~lines["seed"].isin(waits)]
         rounds = lines[lines["objective"].isin(objectives)].groupby("seed")["round"]
@@ -202,6 +204,7 @@ class Setting:
 
     def _at(self, lines: Frame, objectives: Sequence[str]) -> Frame:
         own = lines[(lines["client"] == "") & lines["objective"].isin(objectives)]
+        # NaN is for values that diverged, so a run that lacks an objective is left out
         own = own[own.groupby("seed")["objective"].transform("size") == len(objectives)]
         table = own.pivot(index="seed", columns="objective", values="value")
         return table.reindex(columns=list(objectives)).rename(index=dict(enumerate(self.seeds)))
@@ -229,6 +232,7 @@ class Setting:
             own = run.get(quantity, {})
             names = own if objective is None else [objective] if objective in own else []
             lines = [mean_over_clients(own[name]) for name in names]
+            # a mean over fewer objectives in some rounds would jump there
             rounds = [at for at in lines[0] if all(at in line for line in lines)] if lines else []
             if rounds:
                 by_seed[seed] = {at: combine([line[at] for line in lines]) for at in rounds}
@@ -238,6 +242,7 @@ class Setting:
         """Returns the bytes sent up to each round, a column for each seed."""
         runs = {seed: self.lines(quantity, seed=seed) for seed in range(len(self.runs))}
         sent = pd.DataFrame({seed: lines[""] for seed, lines in runs.items() if "" in lines})
+        # a seed that ended early keeps its total in later rounds
         return sent.sort_index().cumsum().ffill()
 
     @property
@@ -285,6 +290,7 @@ def series_of(
         sent = setting.bytes_so_far("bytes_up").reindex(columns=curves.columns)
         if sent.isna().all().any():
             return None
+        # rounds without traffic keep the bytes of the round before
         at = sent.index.union(curves.index)
         xs = sent.reindex(at).ffill().fillna(0.0).loc[curves.index].mean(axis=1).to_numpy() / 1e6
     return Series(key or setting.key, xs, *mean_and_error(curves.to_numpy().T))
@@ -333,6 +339,7 @@ def drawn_objectives(quantity: Quantity, objectives: Sequence[str]) -> Sequence[
 def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean and standard error over the seeds, [S, N] to [N]; no error from one seed."""
     table = np.asarray(values, dtype=float)
+    # one seed says nothing of the spread; zeros draw no band
     if len(table) == 1:
         return table[0], np.zeros(table.shape[1])
     return table.mean(axis=0), table.std(axis=0, ddof=1) / len(table) ** 0.5
