@@ -1,5 +1,6 @@
 """Links between the pages of the documentation lead somewhere: files exist, and so do headings."""
 
+import importlib
 import json
 import re
 from collections import Counter
@@ -100,3 +101,16 @@ def test_a_broken_link_of_a_notebook_is_found(tmp_path):
     cells += [{"cell_type": "code", "source": ["f[0](gone)"]}]
     (tmp_path / "docs/a.ipynb").write_text(json.dumps({"cells": cells}))
     assert broken_links(tmp_path) == ["docs/a.ipynb: b.md"]
+
+
+def test_the_api_pages_document_modules_that_exist():
+    pages = sorted((ROOT / "docs/api").glob("*.rst"))
+    named = [m for page in pages for m in re.findall(r"automodule:: (\S+)", page.read_text())]
+    assert len(named) > 10
+    missing = []
+    for module in named:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            missing.append(module)
+    assert not missing

@@ -147,7 +147,7 @@ class Lora:
 
         Args:
             policy: The policy, which may hold fixed matrices.
-            adapter: All parameters with "lora_" in their names in `policy.state_dict()`.
+            adapter: All parameters of `policy.state_dict()` with `lora_` in their names.
         """
         return adapter
 
