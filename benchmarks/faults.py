@@ -28,14 +28,17 @@ import torch
 
 from benchmarks.loopback import run_job
 from firm.federation import Adapter, Client, Engine, LocalEngine, Processes, ServerState
-from firm.federation.engines import Agreement, ProcessesEngine, Site, SitePolicy, SitesEngine
+from firm.federation.engines import ProcessesEngine
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import build_clients, common_calibrations, load
 from firm.network import link
+from firm.network.agreement import Agreement
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
+from firm.network.site import Site, SitePolicy
+from firm.network.sites import SitesEngine
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli
 

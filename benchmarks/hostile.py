@@ -31,14 +31,6 @@ from benchmarks.mutations import example, mutated_messages, mutations
 from benchmarks.quadratic import OBJECTIVES, SECRET, START, Quadratic
 from firm.federation import LocalEngine, RoundFailed, ServerState, beta_alarm
 from firm.federation import schema as schemas
-from firm.federation.engines import (
-    Agreement,
-    Budget,
-    Lost,
-    Site,
-    SitePolicy,
-    SitesEngine,
-)
 from firm.federation.messages import Request
 from firm.federation.options.masking import Key, added, masked
 from firm.federation.options.privacy import PrivacyConfig
@@ -52,8 +44,11 @@ from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.tasks import TASKS
 from firm.network import link
+from firm.network.agreement import Agreement, Budget
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
+from firm.network.site import Site, SitePolicy
+from firm.network.sites import Lost, SitesEngine
 from firm.run import print_table, run_cli
 
 ROOT = Path(__file__).parent.parent

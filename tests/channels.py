@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from firm.federation.engines import Lost, Site
+from firm.network.site import Site
+from firm.network.sites import Lost
 
 
 class MemoryChannel:

@@ -17,7 +17,6 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine
-from firm.federation.engines import Agreement, Ledger, Site, SitesEngine
 from firm.federation.options.secure import SecureEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
@@ -43,7 +42,10 @@ from firm.jobs.network_config import (
     site_name,
 )
 from firm.network import link
+from firm.network.agreement import Agreement, Ledger
 from firm.network.controller import FlareChannel, SitesController
+from firm.network.site import Site
+from firm.network.sites import SitesEngine
 from firm.network.states import DiskStates
 from firm.run import Run, UserError, compose, to_dict
 from firm.run.differences import leaves

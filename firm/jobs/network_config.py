@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firm.federation.engines import SitePolicy
 from firm.federation.options.masking import Key
 from firm.federation.outside import check_name
 from firm.fields import (
@@ -19,6 +18,7 @@ from firm.fields import (
 )
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network import certificates, kits
+from firm.network.site import SitePolicy
 from firm.run import UserError, compose
 from firm.run.shipped import CONFIGS
 

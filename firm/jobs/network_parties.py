@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nvflare.fuel.flare_api.api_spec import NoConnection, SessionClosed
-
 from firm.federation.outside import printable
 from firm.jobs.network import CONTROLLER, HOME_VARIABLE
 from firm.jobs.network_config import (
@@ -271,7 +269,7 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
             )
             print(f"run {cfg.name} {known}, job {printable(job)}", flush=True)
             return cfg.follow and _follow(opened, job, list(federation.sites))
-    except (SessionClosed, ConnectionError, NoConnection) as error:
+    except console.LOST as error:
         if job is None and not _reach(cfg.kit):
             raise UserError(f"the server does not take the run: {printable(error)}") from error
         print("the server is lost; the run goes on when it is back", flush=True)

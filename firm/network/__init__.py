@@ -1,5 +1,6 @@
-"""Clients at their own sites, over a network: the engine of sites, carried by NVIDIA FLARE.
+"""Clients at their sites, over a network by NVIDIA FLARE.
 
-`controller` is the server's end of the wire and `link` a site's; `kits` makes what each party
-installs, `console` submits and watches. All of it but `states` needs the extra `network`.
+`sites` is the server's engine and `site` answers its requests, within the `agreement` that the site
+made; neither knows what carries the messages. `controller` is FLARE's end of the wire at the server
+and `link` that at a site; `kits` makes what each party installs, `console` submits and watches.
 """

@@ -14,7 +14,9 @@ from nvflare.fuel.flare_api.api_spec import (
     InternalError,
     JobNotRunning,
     NoClientsAvailable,
+    NoConnection,
     NoReply,
+    SessionClosed,
 )
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
@@ -24,6 +26,8 @@ from firm.network.controller import REASON, RESTART, RETURNED, SAID
 from firm.network.jobs import server_app, site_app
 from firm.network.kits import ADMIN
 
+LOST = (SessionClosed, ConnectionError, NoConnection)
+"""Raised where the server cannot be reached any more."""
 _ENDING = re.compile(
     rf"\S+ \S+ - controller - [A-Z]+ - (?P<mark>{re.escape(REASON)}|{re.escape(RESTART)})"
     r"(?P<reason>.*)"

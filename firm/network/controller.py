@@ -18,9 +18,9 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from firm.federation.engines import Lost, SitesReturned
 from firm.federation.outside import MAX_NAME, printable
 from firm.network.jobs import POLL
+from firm.network.sites import Lost, SitesReturned
 from firm.network.wire import TASK, from_model, to_model
 
 logger = logging.getLogger(__name__)

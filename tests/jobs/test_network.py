@@ -24,7 +24,6 @@ pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 from firm.cli.main import main
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
-from firm.federation.engines import Agreement, Site, SitePolicy, SitesEngine
 from firm.federation.options.masking import Key
 from firm.federation.options.secure import SecureEngine
 from firm.federation.serialization import unpack
@@ -35,7 +34,10 @@ from firm.jobs import network_parties as network
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import as_calibrations, build_clients, common_calibrations, load
 from firm.jobs.network_config import federation_of, kit_config
+from firm.network.agreement import Agreement
 from firm.network.daemons import free_port
+from firm.network.site import Site, SitePolicy
+from firm.network.sites import SitesEngine
 from firm.run import UserError, compose, to_dict, to_yaml
 from firm.run.differences import leaves
 from firm.run.lock import hold

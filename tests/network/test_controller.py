@@ -9,9 +9,9 @@ pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 from nvflare.apis.shareable import Shareable
 from rich.console import Console
 
-from firm.federation.engines import Lost, SitesReturned
 from firm.network import controller
 from firm.network.controller import REASON, RESTART, SitesController, Transcript
+from firm.network.sites import Lost, SitesReturned
 from firm.run import Progress
 
 HOSTILE = "gone\x1b[2J\n2026-11-22 20:32:18,194 - controller - INFO - " + RESTART + "forged"

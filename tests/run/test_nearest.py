@@ -9,7 +9,6 @@ from firm.cli.main import COMMANDS, main
 from firm.federation.attackers import Attacker, UpdateAttack
 from firm.federation.engines import check_engine
 from firm.federation.engines.engine import ENGINES
-from firm.federation.engines.site import SitePolicy
 from firm.federation.sampling import sample_clients
 from firm.federation.tasks import TASKS
 from firm.fmoo.config import by_name
@@ -22,6 +21,7 @@ from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.pick import parse_want
 from firm.jobs.study import StudyConfig
 from firm.jobs.sweep import SweepConfig
+from firm.network.site import SitePolicy
 from firm.quantities import of_clients
 from firm.run import UserError, parse
 from firm.run.config import forms_of, lay_out, members_of

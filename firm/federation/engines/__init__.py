@@ -1,31 +1,19 @@
 """Engines: where clients run. A strategy asks, an engine carries and counts the bytes."""
 
-from firm.federation.engines.agreement import Agreement, Budget, Ledger
 from firm.federation.engines.engine import ENGINES, Engine, check_engine, engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
-from firm.federation.engines.site import Site, SitePolicy
-from firm.federation.engines.sites import Channel, Lost, SitesEngine, SitesReturned
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.engines.states import ClientStates, MemoryStates
 
 __all__ = [
     "ENGINES",
-    "Agreement",
-    "Budget",
-    "Channel",
     "ClientStates",
     "Engine",
-    "Ledger",
     "LocalEngine",
-    "Lost",
     "MemoryStates",
     "Processes",
     "ProcessesEngine",
-    "Site",
-    "SitePolicy",
-    "SitesEngine",
-    "SitesReturned",
     "StackedEngine",
     "Team",
     "check_engine",

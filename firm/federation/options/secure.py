@@ -19,7 +19,6 @@ from pydantic import PlainValidator, Strict, StringConstraints, ValidationInfo
 from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Adapter, Client, Failure, Reply, State
 from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
-from firm.federation.engines.site import FEWEST
 from firm.federation.messages import (
     DECIDED_BY_SERVER,
     Answer,
@@ -52,6 +51,9 @@ Secure = Literal["masks"]
 EXAMPLES_PER_WEIGHT = 256
 """Examples of a client that weighs 1, where clients count by their number of examples: so large
 weights and small ones are both exact enough."""
+
+FEWEST = 2
+"""Fewest updates in a sum that does not tell of each."""
 
 
 class SecureFigures(TypedDict):

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.engines import Agreement, Budget, Ledger, Site, SitePolicy
-from firm.federation.engines.agreement import Refused
 from firm.federation.options.accounting import message_epsilon
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import Invalid
@@ -17,6 +15,8 @@ from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.training import LocalTraining
+from firm.network.agreement import Agreement, Budget, Ledger, Refused
+from firm.network.site import Site, SitePolicy
 
 PRIVACY = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client")
 OBJECTIVES = ("left", "right")
@@ -210,7 +210,7 @@ def test_a_damaged_record_is_named_and_a_torn_last_line_is_not(tmp_path):
 
 
 def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("firm.federation.engines.agreement.MAX_REFUSALS", 3)
+    monkeypatch.setattr("firm.network.agreement.MAX_REFUSALS", 3)
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(_agreement(FirmConfig()), Budget(), path)
     for _ in range(5):

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, RoundFailed
-from firm.federation.engines import (
-    Agreement,
-    MemoryStates,
-    Site,
-    SitePolicy,
-    SitesEngine,
-    SitesReturned,
-)
+from firm.federation.engines import MemoryStates
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
+from firm.network.agreement import Agreement
+from firm.network.site import Site, SitePolicy
+from firm.network.sites import SitesEngine, SitesReturned
 from firm.quantities import QUANTITIES
 from tests.channels import MemoryChannel
 

@@ -7,13 +7,6 @@ import pytest
 import torch
 
 from firm.federation import Engine, LocalEngine, RoundFailed
-from firm.federation.engines import (
-    Agreement,
-    Ledger,
-    Site,
-    SitePolicy,
-    SitesEngine,
-)
 from firm.federation.options.masking import STEP, Key
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.robust import RobustConfig
@@ -30,6 +23,9 @@ from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.network.agreement import Agreement, Ledger
+from firm.network.site import Site, SitePolicy
+from firm.network.sites import SitesEngine
 from tests.channels import MemoryChannel
 
 STRATEGIES = {"firm": (firm_round, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}

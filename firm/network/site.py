@@ -9,21 +9,20 @@ from typing import Annotated, Any
 from annotated_types import Interval, Len
 
 from firm.federation.client import Failure, ProcessLost, Reply, State
-from firm.federation.engines.agreement import Agreement, Budget, Ledger, Refused
 from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.states import StateMissing
 from firm.federation.messages import Answer
+from firm.federation.options.secure import FEWEST
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
 from firm.fields import LARGEST, did_you_mean
+from firm.network.agreement import Agreement, Budget, Ledger, Refused
 from firm.quantities import of_clients
 
 logger = logging.getLogger(__name__)
 
-FEWEST = 2
-"""Fewest updates in a sum that does not tell of each."""
 MAX_BYTES = 4 * 2**30
 """Most bytes of a server's message."""
 
