@@ -232,6 +232,7 @@ def _spots(setting: Setting, criterion: Criterion, folder: Path) -> list[Spot]:
         if seed in kls:
             values[KL] = kls[seed]
             facts["KL"] = f"{formats.number(kls[seed])} nats"
+        if seed in kls and setting.records:
             path = setting.records[place].path / "adapter"
             facts["adapter"] = os.path.relpath(path, folder)
         for name in criterion.objectives:

@@ -53,20 +53,23 @@ RUN_KEYS = ("name", "out", "seed", "seeds", "resume", "tracking")
 def curve_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
     """Returns a criterion over the rounds: mean, single objectives or the worst one, and the KL."""
     entry, objectives = replace(criterion.quantity, name=criterion.curve), criterion.objectives
+    # suffixes with a dot, since an objective may be called "kl"
     lines: list[tuple[str, str, dict[str, Any]]] = []
     if len(objectives) > 1:
-        lines.append(("mean", "Mean over the objectives", {}))
+        lines.append((".mean", "Mean over the objectives", {}))
     if len(objectives) <= NUM_OWN_PANELS:
-        lines += [(objective, objective, {"objective": objective}) for objective in objectives]
+        lines += [
+            (f"-{objective}", objective, {"objective": objective}) for objective in objectives
+        ]
     else:
-        lines.append(("worst", "Worst objective of each round", {"how": criterion.worst_how}))
+        lines.append((".worst", "Worst objective of each round", {"how": criterion.worst_how}))
     panels = [
-        quantity_panel(f"{name}-{key}", settings, entry, title=title, **options)
-        for key, title, options in lines
+        quantity_panel(f"{name}{suffix}", settings, entry, title=title, **options)
+        for suffix, title, options in lines
     ]
     for kl in registered(("client", "kl")):
         own = replace(kl, name=criterion.beside_curve("kl"))
-        panels.append(quantity_panel(f"{name}-kl", settings, own))
+        panels.append(quantity_panel(f"{name}.kl", settings, own))
     split = criterion.curve.rpartition("/")[0]
     is_training = not split and any(
         client for s in settings for n in objectives for client in s.lines(criterion.curve, n)

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-import firm.jobs.fmoo_measures  # noqa: F401 - registers what classic studies measure
+import firm.alignment
+import firm.jobs.fmoo_measures  # noqa: F401 - both register what their runs measure
 from firm.report import read_record
 from firm.report.criteria import criteria_of
 from firm.report.page import Section, is_shown, render
@@ -181,6 +182,12 @@ def test_every_panel_of_an_objective_shows_that_objective():
         panel.title: panel.figure["data"][-1]["y"] for panel in made.block("accuracies").panels
     }
     assert titles["objective 1"] == [0.1, 0.8]
+
+
+def test_objectives_may_have_the_names_of_other_figures():
+    rows = [{"round": at, "accuracies": {"left": 0.1, "kl": 0.3}, "kl": 5.0} for at in (0, 1)]
+    names = [panel.name for panel in study(Setting("A", 0, [rows])).panels]
+    assert len(set(names)) == len(names)
 
 
 def test_radars_show_losses_over_the_largest_and_say_where_the_centre_is():
