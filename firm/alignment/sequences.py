@@ -152,18 +152,32 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-    """Returns the output of a language model on padded ids [B, L], hidden states included.
+    """Returns the output of a model on padded ids [B, L], with the hidden states [B, L, H].
 
-    Positions count the tokens of the mask [B, L] only, so that padding does not move a text.
+    Of a language model these are the input of its head, which `hidden_states[-1]` holds alone: with
+    `output_hidden_states` the states of all layers would be kept, and those of Gemma 3n are
+    [4, B, L, H]. Positions count the tokens of the mask [B, L] only, so that padding does not move
+    a text.
     """
-    return model(
-        input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
-        attention_mask=attention_mask,
-        position_ids=attention_mask.cumsum(1) - attention_mask.long(),
-        return_dict=True,
-        output_hidden_states=True,
-        use_cache=False,
-    )
+    head, states = model.get_output_embeddings(), []
+
+    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        states.append(inputs[0])
+
+    hook = head.register_forward_pre_hook(keep) if head is not None else None
+    try:
+        output = model(
+            input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
+            attention_mask=attention_mask,
+            position_ids=attention_mask.cumsum(1) - attention_mask.long(),
+            return_dict=True,
+            use_cache=False,
+        )
+    finally:
+        if hook is not None:
+            hook.remove()
+    output.hidden_states = (states[0] if states else output.last_hidden_state,)
+    return output
 
 
 def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:

@@ -240,7 +240,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "intermediate_size": [48, 48],
         },
         ("embeddings in each layer", "tied head"),
-        refused={"ppo": "several hidden states per token"},
     ),
     "gemma4_text": Architecture(
         "Gemma 4, its text part",

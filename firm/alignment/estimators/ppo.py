@@ -79,16 +79,7 @@ class PPOConfig(EstimatorConfig):
     scalarisation)."""
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
-        """Returns value heads, or a sequence classifier of the policy's architecture.
-
-        Raises:
-            ValueError: The policy has several hidden states per token, as Gemma 3n has.
-        """
-        if getattr(policy.config.get_text_config(), "altup_num_inputs", 1) > 1:
-            raise ValueError(
-                "estimator.name must be critic_free with a model that has several hidden states "
-                f"per token, as {policy.config.model_type} has, got {self.name}."
-            )
+        """Returns value heads, or a sequence classifier of the policy's architecture."""
         if self.critic == "heads":
             return ValueHeads(policy.config.get_text_config().hidden_size, num_objectives)
         architecture: Any = copy.deepcopy(policy.get_base_model().config)
