@@ -52,7 +52,7 @@ class Architecture:
     outer: Mapping[str, Any] = field(default_factory=dict)
     """Options of a nested configuration beside its text part."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """What FIRM refuses, with the reason in its message: "everywhere", "stacked" or "ppo"."""
+    """What FIRM refuses, with the reason in its message: "everywhere" or "stacked"."""
 
     def config(self, special: Mapping[str, int | None]) -> PreTrainedConfig:
         """Returns the configuration for ids of special tokens, with dropout if it has any."""

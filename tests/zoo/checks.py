@@ -5,8 +5,9 @@ of plain transformers.
 """
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from zlib import crc32
 
 import torch
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     BartConfig,
@@ -83,7 +85,7 @@ class Place:
         """Returns a trainer with two rewards."""
         options = {"temperature": 1.0, "stop_strings": [], **rollout}
         return build_trainer(
-            ESTIMATORS[estimator],
+            NETWORK if estimator == "network" else ESTIMATORS[estimator],
             rollout_config=RolloutConfig(
                 max_new_tokens=MAX_NEW, max_prompt_tokens=MAX_PROMPT, **options
             ),
@@ -104,6 +106,7 @@ ESTIMATORS = {
     "ppo": PPOConfig(**{**_STEP, "batch_size": 2, "minibatch_size": 2}),
 }
 """Plain gradient steps: Adam would turn rounding of gradients near zero into whole steps."""
+NETWORK = replace(ESTIMATORS["ppo"], critic="network")
 
 
 def _first(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
@@ -481,6 +484,21 @@ def check_stacked(name: str, kind: str, folder: Path, estimator: str) -> None:
     assert error < 1e-3 * size, (error / size).item()
 
 
+def check_network(name: str, kind: str, folder: Path) -> None:
+    """Checks that a value network trains, or is refused where transformers has no classifier."""
+    here = place(name, kind)
+    config = ARCHITECTURES[name].config({"pad_token_id": 0}).get_text_config()
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        assert "estimator.critic must be heads" in refusal(lambda: here.trainer("network"))
+        return
+    found = cases(here, folder, ["text", "messages", "columns"])
+    state, runs = _federation(here, found, engine="local", estimator="network")
+    _, row = firm_round(state, CLIENTS, runs, FirmConfig())
+    assert not row.get("failures")
+    for metrics in row["clients"]:
+        assert all(map(math.isfinite, metrics["value_loss"].values()))
+
+
 def check_head(name: str, kind: str, folder: Path, tmp: Path) -> None:
     """Checks that an adapter on the head merges to the same model, or is refused where it is tied.
 
@@ -504,10 +522,7 @@ def refused(name: str, where: str, folder: Path) -> str:
     """Returns the line in which FIRM refuses an architecture: see `Architecture.refused`."""
     if where == "everywhere":
         return refusal(lambda: check_passes(place(name, "own_pad").policy, name))
-    here = place(name, "own_pad")
-    if where == "stacked":
-        return refusal(here.trainer().stacked)
-    return refusal(lambda: here.trainer(where))
+    return refusal(place(name, "own_pad").trainer().stacked)
 
 
 SMALL = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

@@ -12,7 +12,7 @@ from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.kinds import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs/guide/models.md"
-USES = {"everywhere": "trains", "stacked": "stacked clients", "ppo": "PPO's critic"}
+USES = {"everywhere": "trains", "stacked": "stacked clients"}
 """Columns of the table, by the key of `Architecture.refused`."""
 BEGIN, END = "<!-- begin: {} -->\n", "<!-- end: {} -->"
 

@@ -112,9 +112,12 @@ def test_a_resumed_run_trains_the_same_adapter_bit_for_bit(name, kind, folder):
 @pytest.mark.parametrize("estimator", checks.ESTIMATORS)
 @pytest.mark.parametrize(("name", "kind"), _each(STACKED, fast=["deepseek_v3"]))
 def test_clients_in_joint_passes_end_as_clients_in_turn(name, kind, estimator, folder):
-    if estimator in ARCHITECTURES[name].refused:
-        pytest.skip("refused, see test_what_is_refused_is_refused_in_one_line")
     checks.check_stacked(name, kind, folder, estimator)
+
+
+@pytest.mark.parametrize(("name", "kind"), _each(TAKEN, fast=["gemma3", "gemma3n_text"]))
+def test_a_value_network_trains_or_is_refused(name, kind, folder):
+    checks.check_network(name, kind, folder)
 
 
 @pytest.mark.parametrize(("name", "kind"), _each(TAKEN, fast=["gpt2", "llama"]))

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+)
 
 from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
 from firm.alignment.estimators.estimator import (
@@ -79,10 +82,19 @@ class PPOConfig(EstimatorConfig):
     scalarisation)."""
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
-        """Returns value heads, or a sequence classifier of the policy's architecture."""
+        """Returns value heads, or a sequence classifier of the policy's architecture.
+
+        Raises:
+            ValueError: transformers has no sequence classifier of that architecture.
+        """
         if self.critic == "heads":
             return ValueHeads(policy.config.get_text_config().hidden_size, num_objectives)
-        architecture: Any = copy.deepcopy(policy.get_base_model().config)
+        architecture: Any = copy.deepcopy(policy.get_base_model().config.get_text_config())
+        if type(architecture) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ValueError(
+                "estimator.critic must be heads where transformers has no sequence classifier of "
+                f"the policy's architecture, here {architecture.model_type}, got {self.critic}."
+            )
         architecture.num_labels = num_objectives
         return AutoModelForSequenceClassification.from_config(architecture).eval()
 
