@@ -99,13 +99,13 @@ def new_plugins() -> Iterator[None]:
         yield
 
 
-PROGRESS = r"^(loading the models|[\w ]+: \d+ replies of up to \d+ tokens)\n"
-"""Lines on what takes long, which come before it: loading models, and sampling replies."""
+NO_ERROR = r"runs Python |loading the models$|[\w ]+: \d+ replies of up to \d+ tokens$"
+"""Lines on standard error that may precede an error: whose code runs, and what takes long."""
 
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The line in which a command ends with exit code 2, beside what it says to be doing.
+    """The line in which a command ends with exit code 2, before which it only says what it does.
 
     Called with the function and what it takes; the words of a command line may be of any type.
     """
@@ -116,10 +116,10 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
             call(*([*map(str, each)] if isinstance(each, list) else each for each in arguments))
         assert end.value.code == 2
         printed = capsys.readouterr()
-        lines = [line for line in printed.err.splitlines() if not line.startswith("runs Python ")]
+        lines = [line for line in printed.err.splitlines() if not re.match(NO_ERROR, line)]
         assert len(lines) == 1, printed.err
         assert lines[0].startswith("error: ")
-        assert not re.sub(PROGRESS, "", printed.out, flags=re.MULTILINE)
+        assert not printed.out
         return lines[0]
 
     return line_of

@@ -32,7 +32,7 @@ from firm.run import UserError, dated_folder, leaves, print_table, to_yaml
 from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.files import whole_folder, write_csv
 from firm.run.guard import drawing
-from firm.run.progress import SamplingLines
+from firm.run.progress import SamplingLines, say
 from firm.run.shipped import with_shipped_paths
 from reward_models import RewardModelConfig
 
@@ -151,7 +151,7 @@ def _evaluations(
     prompts = prompts[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 
-    sampling = SamplingLines(lambda line: print(printable(line), flush=True))
+    sampling = SamplingLines(say)
 
     def told(done: float, total: int, *, what: str) -> None:
         sampling(what=what, done=done, total=total, num_tokens=cfg.rollout.max_new_tokens)

@@ -3,6 +3,7 @@
 A notebook is no terminal: it gets the lines as plain text.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ class Progress:
     """Shows how a run proceeds. Use it as a context manager and tell it what happens.
 
     Names, stages and reasons may come from elsewhere: line ends and what a terminal would obey are
-    shown as escapes.
+    shown as escapes. Rounds and notes go to standard output, what takes long to standard error; a
+    console that is given gets both.
 
     Events and what they take:
 
@@ -114,8 +116,9 @@ class Progress:
         self._console = console or _standard_output()
         self._views: dict[str, _ClientView] = {}
         self._current = self._measured = ""
+        self._say = self._print if console else say
         self._sampling = SamplingLines(
-            lambda line: None if self._live.is_started else self._print(line)
+            lambda line: None if self._live.is_started else self._say(line)
         )
         self._began = time.monotonic()
         self._live = Live(
@@ -135,7 +138,7 @@ class Progress:
         """Takes notice of one of the events that the class lists; ``ValueError`` on another."""
         match name:
             case "loading":
-                self._print("loading the models")
+                self._say("loading the models")
             case "started":
                 self._print(*(f"note: {alarm}" for alarm in info["alarms"]))
             case "resumed":
@@ -258,6 +261,16 @@ def print_table(
     room = title[: len(title) - len(line)]
     console.print(room + printable(line, max_length=_MAX_LINE), markup=False, soft_wrap=True)
     console.print(table)
+
+
+def say(line: str) -> None:
+    """Prints what takes long on standard error, which leaves standard output to results.
+
+    A notebook shows standard error as a warning, so that it gets the line as other output.
+    """
+    accept_any_text()
+    stream = sys.stdout if Console().is_jupyter else sys.stderr
+    print(printable(line, max_length=_MAX_LINE), file=stream, flush=True)
 
 
 def _standard_output() -> Console:

@@ -240,3 +240,13 @@ def test_loading_is_said_before_it_takes_long() -> None:
     pipe = console(is_terminal=False)
     Progress(2, CLIENTS, OBJECTIVES, console=pipe).event("loading")
     assert text_of(pipe) == "loading the models\n"
+
+
+def test_what_takes_long_is_said_on_standard_error_and_rounds_on_standard_output(capsys) -> None:
+    with Progress(1, CLIENTS, OBJECTIVES) as progress:
+        progress.event("loading")
+        progress.event("measured", done=0, **CALIBRATION)
+        progress.event("round_finished", row={"round": 1})
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["loading the models", WORK]
+    assert printed.out.startswith("round 1/1")
