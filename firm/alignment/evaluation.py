@@ -103,7 +103,7 @@ def sample_replies(
     if preference is not None:
         shares = torch.tensor(preference, device=model.device) / sum(preference)
         queries = replace(queries, preferences=shares.expand(len(prompts), -1))
-    sampler = Sampler(model, tokenizer, config, reference)
+    sampler = Sampler(model, tokenizer, config, reference, prompt_format)
     rollouts = rollout(sampler, queries, on_progress=on_progress)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
     return Replies(

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from firm.alignment.adapters import set_preferences
+from firm.alignment.prompts import PromptFormat
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
 from firm.federation import Team
@@ -33,9 +34,10 @@ class RolloutConfig:
     """Sampling temperature."""
     max_prompt_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 256
     """Longest prompt in tokens; longer ones lose their oldest turns, but no system message."""
-    stop_strings: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=lambda: ["\n\nHuman:"])
+    stop_strings: Annotated[list[str] | None, NOT_IN_PAPER] = None
     """A response ends before any of these texts: a policy that writes the next human turn would
-    otherwise be scored for it."""
+    otherwise be scored for it. null takes the human tag of HH-RLHF where prompts have that form,
+    and none with a chat template or plain prompts, whose replies may well hold such a text."""
     end_tokens: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=list)
     """Tokens that end a response beside the tokenizer's EOS and the ends in the model's
     generation_config.json, as the tokenizer spells them."""
@@ -52,7 +54,7 @@ class RolloutConfig:
     some 1e-6, and forward for one in less precision."""
 
     def __post_init__(self) -> None:
-        if "" in self.stop_strings:
+        if "" in (self.stop_strings or ()):
             raise ValueError(
                 f"rollout.stop_strings must not hold an empty text, got {self.stop_strings}: "
                 "every reply would end before it began."
@@ -85,6 +87,15 @@ def end_token_ids(
             )
         ids.append(vocabulary[token])
     return list(dict.fromkeys(int(each) for each in ids if each is not None))
+
+
+def stop_strings(
+    config: RolloutConfig, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Returns the texts before which a response ends: the given ones, or the format's."""
+    if config.stop_strings is None:
+        return prompt_format.stop_strings(tokenizer)
+    return config.stop_strings
 
 
 @torch.no_grad()
@@ -226,8 +237,8 @@ def find_ends(
     responses: torch.Tensor,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig,
     end_ids: Sequence[int],
+    stop_strings: Sequence[str],
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Returns the length of each of the raw responses [B, T], whether it ended, and its text.
 
@@ -240,11 +251,11 @@ def find_ends(
         end = next((i for i, token in enumerate(row) if token in end_ids), None)
         kept = row if end is None else row[: end + 1]
         text: Any = tokenizer.decode(kept, skip_special_tokens=True)
-        has_stop = any(stop in text for stop in config.stop_strings)
+        has_stop = any(stop in text for stop in stop_strings)
         if has_stop:
-            kept = _until_stop(kept, tokenizer, config.stop_strings)
+            kept = _until_stop(kept, tokenizer, stop_strings)
             text = tokenizer.decode(kept, skip_special_tokens=True)
-            text = text[: min(i for stop in config.stop_strings if (i := text.find(stop)) >= 0)]
+            text = text[: min(i for stop in stop_strings if (i := text.find(stop)) >= 0)]
         lengths.append(len(kept))
         ended.append(end is not None or has_stop)
         texts.append(text)

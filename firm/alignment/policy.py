@@ -39,7 +39,7 @@ from firm.federation.devices import named_device
 from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 
-_LOADING_ERRORS = (
+CHECKPOINT_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -128,7 +128,7 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: There is no tokenizer at the policy's path.
     """
-    with _loading_errors("tokenizer", path):
+    with checkpoint_errors("tokenizer", path):
         return AutoTokenizer.from_pretrained(path)
 
 
@@ -173,7 +173,7 @@ def check_context(
     Raises:
         ValueError: They do not, or the model's configuration cannot be read.
     """
-    with _loading_errors("language model", config.path):
+    with checkpoint_errors("language model", config.path):
         own = model.config if model else AutoConfig.from_pretrained(config.path)
     limit = getattr(own.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_prompt_tokens + max_new_tokens > limit:
@@ -209,7 +209,7 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
         ValueError: There is no such folder, the hub cannot be reached, or the checkpoint is no
             complete language model.
     """
-    with _loading_errors("language model", config.path):
+    with checkpoint_errors("language model", config.path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=getattr(torch, config.dtype),
@@ -226,11 +226,11 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
 
 
 @contextmanager
-def _loading_errors(what: str, path: str) -> Iterator[None]:
+def checkpoint_errors(what: str, path: str) -> Iterator[None]:
     """Turns transformers' paragraphs into a line that says how to pass a local checkpoint."""
     try:
         yield
-    except _LOADING_ERRORS as error:
+    except CHECKPOINT_ERRORS as error:
         reason = first_line(error).rstrip(".: ")
         raise ValueError(
             f"policy.path: no {what} could be loaded from the folder {path} ({reason}): give the "

@@ -129,6 +129,13 @@ class PromptFormat:
             )
         return self.name
 
+    def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Returns the texts with which a reply that runs on begins the next human turn.
+
+        Chat templates end turns by tokens, and a reply to a plain prompt has no turn after it.
+        """
+        return [HUMAN] if self.kind_for(tokenizer) == "hh" else []
+
 
 AUTO = PromptFormat()
 

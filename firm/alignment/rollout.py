@@ -14,8 +14,15 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate, pad_right
-from firm.alignment.prompts import Prompt, PromptFormat, fitting_token_ids
+from firm.alignment.generation import (
+    RolloutConfig,
+    end_token_ids,
+    find_ends,
+    generate,
+    pad_right,
+    stop_strings,
+)
+from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
 from firm.alignment.rows import ALONE, by_chunks
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
@@ -58,6 +65,8 @@ class Sampler:
     """How to sample, where responses end, and where log-probabilities come from."""
     reference: Callable[[], AbstractContextManager[Any]]
     """A context inside which `model` is the reference policy (adapter off)."""
+    prompt_format: PromptFormat = AUTO
+    """How prompts reach it, which decides where responses end if `config` leaves that open."""
     team: Team = ALONE
     """Divides the rows among its processes; all get the whole result."""
 
@@ -70,6 +79,11 @@ class Sampler:
     def end_ids(self) -> list[int]:
         """Ids of the tokens that end a response."""
         return end_token_ids(self.tokenizer, self.config, self.model.generation_config)
+
+    @cached_property
+    def stop_strings(self) -> list[str]:
+        """Texts before which a response ends."""
+        return stop_strings(self.config, self.prompt_format, self.tokenizer)
 
     def generate(
         self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
@@ -119,8 +133,8 @@ def rollout(
     num_tokens, ended, completions = find_ends(
         query_responses[:, queries.token_ids.size(1) :],
         tokenizer=sampler.tokenizer,
-        config=config,
         end_ids=sampler.end_ids,
+        stop_strings=sampler.stop_strings,
     )
     sequences = Sequences(queries, query_responses, num_tokens)
     padding = ~sequences.mask  # [B, T]

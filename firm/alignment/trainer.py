@@ -109,7 +109,7 @@ class MultiObjectiveTrainer:
             "team": team,
             "timed": self._timed,
         }
-        sampling = policy, tokenizer, rollout_config, policy.disable_adapter
+        sampling = policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
         if stack is None:
             self._policy = Policy(**fields)
             self._sampler = Sampler(*sampling, team=team)

@@ -120,7 +120,7 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     assert torch.equal(ids[:, : query_ids.size(1)], query_ids)
     responses = ids[:, query_ids.size(1) :]
     assert logprobs.shape == responses.shape
-    ends, _, _ = find_ends(responses, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    ends, _, _ = find_ends(responses, tokenizer=tokenizer, end_ids=[EOS], stop_strings=[])
     assert (ends > 4).sum() > 3  # there is something to compare
     for query, response, ours, end in zip(query_ids, responses, logprobs, ends, strict=True):
         expected = logprobs_without_padding(model, query, response[:end], temperature)
@@ -229,7 +229,7 @@ def test_rows_are_padded_after_any_end_token(llama, tokenizer, query_ids):
     assert (responses[after > 0] == PAD).all()
 
 
-def ends(tokenizer, texts, *, end_ids=(EOS,), **changes):
+def ends(tokenizer, texts, *, end_ids=(EOS,), stop_strings=()):
     """`find_ends` of texts of one length, in which "$" stands for EOS and "_" for the pad token."""
     names = {"$": EOS, "_": PAD, "^": BOS}
     rows = [
@@ -237,7 +237,7 @@ def ends(tokenizer, texts, *, end_ids=(EOS,), **changes):
         for text in texts
     ]
     lengths, ended, completions = find_ends(
-        torch.tensor(rows), tokenizer=tokenizer, config=settings_of(**changes), end_ids=end_ids
+        torch.tensor(rows), tokenizer=tokenizer, end_ids=end_ids, stop_strings=stop_strings
     )
     return lengths.tolist(), ended.tolist(), completions
 
@@ -288,18 +288,39 @@ def test_a_stop_string_may_be_complete_inside_a_token(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["bcd"])
     rows = torch.tensor([tokenizer.convert_tokens_to_ids(["e", "a", "bcd", "e"])])
-    config = settings_of(stop_strings=["ab"])
-    lengths, ended, texts = find_ends(rows, tokenizer=tokenizer, config=config, end_ids=[EOS])
+    lengths, ended, texts = find_ends(rows, tokenizer=tokenizer, end_ids=[EOS], stop_strings=["ab"])
     assert (lengths.tolist(), ended.tolist(), texts) == ([3], [True], ["e"])
 
 
-def test_the_default_stop_string_is_the_next_human_turn(make_tokenizer):
-    tokenizer = make_tokenizer()
+NEXT_TURN = "a\n\nHuman:b"
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "stop_strings", "text"),
+    [
+        ("auto", None, None, "a"),
+        ("hh", CHAT, None, "a"),
+        ("auto", CHAT, None, NEXT_TURN),
+        ("plain", None, None, NEXT_TURN),
+        ("auto", None, [], NEXT_TURN),
+        ("auto", CHAT, ["b"], NEXT_TURN[:-1]),
+    ],
+)
+def test_the_next_human_turn_ends_a_response_where_prompts_have_human_turns(
+    make_tokenizer, make_policy, name, template, stop_strings, text
+):
+    tokenizer, policy = make_tokenizer(), make_policy()
     tokenizer.add_tokens(["\n\n", "Human", ":"])
+    tokenizer.chat_template = template
+    config = settings_of(stop_strings=stop_strings)
+    format = PromptFormat(name=name)
+    sampler = Sampler(policy, tokenizer, config, policy.disable_adapter, format)
     rows = torch.tensor([tokenizer.convert_tokens_to_ids(["a", "\n\n", "Human", ":", "b"])])
-    config = RolloutConfig()
-    lengths, ended, texts = find_ends(rows, tokenizer=tokenizer, config=config, end_ids=[EOS])
-    assert (lengths.tolist(), ended.tolist(), texts) == ([4], [True], ["a"])
+    _, ended, texts = find_ends(
+        rows, tokenizer=tokenizer, end_ids=[EOS], stop_strings=sampler.stop_strings
+    )
+    assert (ended.tolist(), texts) == ([text != NEXT_TURN], [text])
 
 
 def test_a_sampled_pad_token_is_a_token_as_any_other(tokenizer):
@@ -559,9 +580,7 @@ def test_without_end_ids_nothing_ends_generation(make_model, tokenizer):
 
 def test_the_text_is_cut_at_the_stop_string_that_is_complete_first(tokenizer):
     rows = torch.tensor([tokenizer("abcd")["input_ids"]])
-    lengths, _, texts = find_ends(
-        rows, tokenizer=tokenizer, config=settings_of(stop_strings=["abc", "b"]), end_ids=[2]
-    )
+    lengths, _, texts = find_ends(rows, tokenizer=tokenizer, end_ids=[2], stop_strings=["abc", "b"])
     assert (lengths.tolist(), texts) == ([2], ["a"])
 
 
