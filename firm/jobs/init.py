@@ -61,6 +61,8 @@ class Written:
     config: AlignmentConfig
     inspection: Inspection | None
     """What the model's files say; None where they cannot be read from here."""
+    notes: list[str]
+    """Why they cannot."""
     num_rows: int | None
     """Rows to train on, where the data are a file."""
 
@@ -84,7 +86,8 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     if cfg.test_prompts:
         _num_rows(cfg.test_prompts, is_whole=True)
     check_folder("policy", answers["policy"])
-    inspection = inspect_policy(answers["policy"])
+    notes: list[str] = []
+    inspection = inspect_policy(answers["policy"], on_note=notes.append)
     text = TEMPLATE.read_text(encoding="utf-8")
     text = text.replace("path: POLICY", f"path: {_quoted(answers['policy'])}")
     text = _fitted(text, inspection, num_rows)
@@ -94,7 +97,7 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     replace_text(cfg.out, text)
     try:
         config = compose(AlignmentConfig, [cfg.out], [])
-        return Written(cfg.out, config, inspection, num_rows)
+        return Written(cfg.out, config, inspection, notes, num_rows)
     except UserError:
         cfg.out.unlink()
         raise
@@ -208,7 +211,7 @@ def _in_words(written: Written) -> list[str]:
     config, found = written.config, written.inspection
     lines = [f"{config.policy.path} is aligned to {' and '.join(config.rewards)}"]
     if found is None:
-        lines.append("model    its files cannot be read from here, so the defaults stay")
+        lines += [f"model    the defaults stay; {note}" for note in written.notes]
     else:
         context = f"{found.context:,} positions" if found.context else "any length"
         format = {"chat": "its chat template", "hh": "no chat template, so HH-RLHF's form"}

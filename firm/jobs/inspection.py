@@ -1,14 +1,16 @@
 """What a policy's folder says of it, without its weights."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from firm.alignment import RolloutConfig, default_target_modules
-from firm.alignment.generation import end_token_ids
+from firm.alignment import RolloutConfig, default_target_modules, read_tokenizer
+from firm.alignment.generation import end_token_ids, stop_strings
+from firm.alignment.policy import checkpoint_errors
 from firm.alignment.prompts import PromptFormat
 
 
@@ -23,12 +25,18 @@ class Inspection:
     """How prompts reach the model; see `PromptFormat`."""
     ends: list[str]
     """Tokens that end a reply."""
+    stop_strings: list[str]
+    """Texts before which a reply ends."""
     target_modules: list[str]
     """Layers that get an adapter by default."""
 
 
 def inspect_policy(
-    path: str, rollout: RolloutConfig | None = None, prompt_format: PromptFormat | None = None
+    path: str,
+    rollout: RolloutConfig | None = None,
+    prompt_format: PromptFormat | None = None,
+    *,
+    on_note: Callable[[str], None],
 ) -> Inspection | None:
     """Returns what the files beside a model's weights say; None where they cannot be read.
 
@@ -36,30 +44,37 @@ def inspect_policy(
         path: A folder, or a name on the Hugging Face hub.
         rollout: Names further ends.
         prompt_format: How prompts are to be formatted; by default by the chat template, if any.
+        on_note: Called with the reason where the files cannot be read.
 
     Raises:
         ValueError: The format needs a chat template and there is none, or an end is no token.
     """
+    rollout, prompt_format = rollout or RolloutConfig(), prompt_format or PromptFormat()
     try:
-        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    except Exception:  # of files in any state, which loading names in a line
+        tokenizer = read_tokenizer(path)
+        with checkpoint_errors("language model", path):
+            config = AutoConfig.from_pretrained(path)
+            generation = _generation_config(path, config)
+            modules = default_target_modules(config)
+    except ValueError as error:
+        on_note(str(error))
         return None
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except Exception:  # many folders have none, and the model's configuration has the end then
-        generation = GenerationConfig.from_model_config(config)
-    try:
-        modules = default_target_modules(config)
-    except Exception:  # of architectures that are no language models
-        modules = []
-    ids = end_token_ids(tokenizer, rollout or RolloutConfig(), generation)
+    ids = end_token_ids(tokenizer, rollout, generation)
     return Inspection(
         config.model_type,
         getattr(config.get_text_config(), "max_position_embeddings", None),
-        (prompt_format or PromptFormat()).kind_for(tokenizer),
+        prompt_format.kind_for(tokenizer),
         [str(tokenizer.convert_ids_to_tokens(each)) for each in ids],
+        stop_strings(rollout, prompt_format, tokenizer),
         modules,
     )
+
+
+def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # many folders have none, and the model's configuration has the ends then
+        return GenerationConfig.from_model_config(config)
 
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:

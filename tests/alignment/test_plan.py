@@ -40,7 +40,7 @@ from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
 from firm.run import parse, print_table
 from tests.runs import read_rows
-from tests.smoke import ROOT, SMOKE
+from tests.smoke import POLICY, ROOT, SMOKE
 from tests.tokens import queries
 
 
@@ -624,6 +624,24 @@ def test_prompts_that_are_not_here_are_not_counted_and_that_is_said(tmp_path):
         assert plan.work.prompts_per_client is None
         assert "prompts per client" not in dict(rows_of(plan, "Work"))
         assert any("those of each client are not counted" in note for note in plan.notes)
+
+
+def test_a_plan_says_why_it_does_not_show_how_prompts_reach_the_policy(tmp_path):
+    shutil.copy(POLICY / "config.json", tmp_path)
+    plan = plan_without_memory(config("--policy.path", tmp_path))
+    (note,) = [note for note in plan.notes if note.startswith("how prompts reach the policy")]
+    assert f"policy.path: no tokenizer could be loaded from the folder {tmp_path} (" in note
+    assert "replies end at" not in dict(rows_of(plan, "What would run"))
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [((), r"'\n\nHuman:'"), (("--rollout.stop_strings", "[]"), None)],
+)
+def test_a_plan_tells_where_replies_end(options, shown):
+    rows = dict(rows_of(plan_without_memory(config(*options)), "What would run"))
+    assert rows["replies end at"] == "<eos>"
+    assert rows.get("replies end before") == shown
 
 
 def test_a_plan_refuses_fewer_prompts_than_the_clients_need(tmp_path):

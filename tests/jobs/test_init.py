@@ -135,6 +135,24 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not out.exists()
 
 
+def test_a_model_that_cannot_be_read_keeps_the_defaults_and_says_why(tmp_path, data, capsys):
+    own = {"rewards": {"brief": "brevity"}, "prompts": str(data)}
+    main(InitConfig("some/model", **own, out=tmp_path / "own.yaml"))
+    printed = capsys.readouterr().out
+    assert "model    the defaults stay; policy.path: there is no folder some/model, and" in printed
+
+
+def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(
+    tmp_path, data, monkeypatch
+):
+    def fails(config):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("firm.jobs.inspection.default_target_modules", fails)
+    with pytest.raises(ZeroDivisionError):
+        init(InitConfig(POLICY, {"brief": "brevity"}, str(data), out=tmp_path / "own.yaml"))
+
+
 def test_a_file_that_is_there_stays(tmp_path, refusal):
     out = tmp_path / "own.yaml"
     out.write_text("mine")

@@ -62,7 +62,16 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
                 f"{cfg.policy.path}: no estimate of its memory without weights "
                 f"({first_line(error)})."
             )
-    inspection = inspect_policy(cfg.policy.path, cfg.rollout, cfg.policy.prompt)
+    inspection = None
+    if architecture is not None:
+        inspection = inspect_policy(
+            cfg.policy.path,
+            cfg.rollout,
+            cfg.policy.prompt,
+            on_note=lambda reason: notes.append(
+                f"how prompts reach the policy and where replies end is not shown: {reason}"
+            ),
+        )
     rewards = {
         name: _reward_figures(reward, f"--{key}.path", notes)
         for key, name, reward in _reward_models(cfg)

@@ -58,6 +58,11 @@ def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("prompts", formats_in_words[found.prompt_format]),
         ("replies end at", " ".join(found.ends) or "no token, but at the greatest length"),
+        *(
+            [("replies end before", " ".join(map(repr, stops)))]
+            if (stops := found.stop_strings)
+            else []
+        ),
         ("context", context),
     ]
 
