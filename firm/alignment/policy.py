@@ -225,6 +225,21 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     return model
 
 
+def is_stored_at(path: str, model: PreTrainedModel) -> bool:
+    """Returns whether the model's weights are those of the checkpoint at a path.
+
+    The checkpoint is loaded on the CPU in the model's type, beside the model.
+    """
+    try:
+        stored = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)
+    except CHECKPOINT_ERRORS:
+        return False
+    own, theirs = model.state_dict(), stored.state_dict()
+    return own.keys() == theirs.keys() and all(
+        torch.equal(tensor.cpu(), theirs[name].to(tensor.dtype)) for name, tensor in own.items()
+    )
+
+
 @contextmanager
 def checkpoint_errors(what: str, path: str) -> Iterator[None]:
     """Turns transformers' paragraphs into a line that says how to pass a local checkpoint."""

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firm.alignment import Prompt, borrowed, loose_text, read_prompts, read_tokenizer
+from firm.alignment import (
+    Prompt,
+    borrowed,
+    is_stored_at,
+    loose_text,
+    read_prompts,
+    read_tokenizer,
+)
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
@@ -61,8 +69,9 @@ def align(
         result.rewards
 
     A model that is given as an object is trained in place, and is as before when this returns, but
-    for its device: the adapter is in `result.adapter`. Where it has no path that it was loaded
-    from, it is saved as `base` in the run's directory, so that the adapter has a base to go with.
+    for its device: the adapter is in `result.adapter`. Unless its weights are those at the path
+    that it was loaded from, it is saved as `base` in the run's directory, so that commands which
+    take the run, such as `firm evaluate`, and PEFT put the adapter on the right base.
 
     Args:
         model: The policy: a folder, a name on the Hugging Face hub, or a loaded model.
@@ -97,9 +106,11 @@ def align(
             "tokenizer must be given with a model that has no path that it was loaded from, got "
             "none; pass the model's."
         )
+    transformers.utils.logging.disable_progress_bar()
+    is_stored = not is_object or (bool(path) and is_stored_at(path, model))
     configs = {name: _reward_settings(name, reward) for name, reward in rewards.items()}
     overrides = {
-        "policy.path": path or "base",
+        "policy.path": path if is_stored else "base",
         **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
         "rewards": configs,
         **(settings or {}),
@@ -116,7 +127,7 @@ def align(
     cfg = compose(AlignmentConfig, files, list(overrides.items()), source="settings")
     out = run_folder(cfg)
     cfg = replace(cfg, out=out)
-    if not path:
+    if not is_stored:
         cfg = replace(cfg, policy=replace(cfg.policy, path=str(out.resolve() / "base")))
     tokenizer = tokenizer or read_tokenizer(path)
     given = Given(
@@ -127,7 +138,7 @@ def align(
     )
     with borrowed(given.model):
         result = run_alignment(cfg, given)
-    if is_object and not path and result:
+    if is_object and not is_stored and result:
         model.save_pretrained(result.path / "base")
         tokenizer.save_pretrained(result.path / "base")
     if result and cfg.data.test.source == GIVEN and cfg.evaluation.num_shown_samples:

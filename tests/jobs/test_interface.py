@@ -222,6 +222,26 @@ def test_a_model_without_a_path_is_saved_beside_its_adapter(model, tokenizer, tm
         assert torch.equal(values, own)
 
 
+@PEFT_WARNS
+def test_a_model_that_was_changed_after_loading_is_evaluated_as_it_was_given(
+    model, tmp_path, monkeypatch
+):
+    changed = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    with torch.no_grad():
+        changed.lm_head.weight.mul_(3)
+    given = {"settings": SETTINGS, "out": tmp_path / "run"}
+    run = firm.align(changed, {"short": "brevity"}, PROMPTS, **given)
+    base = AutoPeftModelForCausalLM.from_pretrained(run.adapter).get_base_model()
+    assert torch.equal(base.lm_head.weight, changed.lm_head.weight)
+    monkeypatch.chdir(tmp_path)
+    figures = evaluated(run, tmp_path / "evaluated")
+    for name, column in (("base", "base"), ("run", "final")):
+        own = float(figures[name, "short in [0, 1]"]["mean"])
+        assert own == pytest.approx(run.rewards.loc["short", column], abs=1e-6)
+    same = firm.align(model, REWARDS, PROMPTS, settings=SETTINGS, out=tmp_path / "same")
+    assert not (same.path / "base").exists()
+
+
 def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
     seen = []
 
