@@ -235,7 +235,7 @@ CASES = {
     ),
     "masks and a robust rule": (
         ["--strategy.secure", "masks", "--strategy.robust.rule", "median"],
-        ["a robust rule compares single updates, which secure aggregation hides"],
+        ["a robust rule compares single updates, which are hidden; with secure,"],
     ),
     "no threads": (
         ["--num_threads", "0"],
