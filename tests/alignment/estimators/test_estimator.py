@@ -1,4 +1,4 @@
-"""What an estimator of another package needs: one file, and nothing else touched."""
+"""What an estimator of another package needs: its file, and that of a figure it logs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from tests.plugins import plugins_forgotten
 @pytest.fixture(scope="module", autouse=True)
 def plugin():
     with plugins_forgotten():
-        import_plugin(str(Path(__file__).parents[2] / "extensions/reinforce.py"))
+        for name in ("reinforce", "reply_loss"):
+            import_plugin(str(Path(__file__).parents[2] / f"extensions/{name}.py"))
         yield
 
 
