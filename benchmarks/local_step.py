@@ -45,9 +45,9 @@ from firm.alignment import (
     load_prompts,
     load_tokenizer,
 )
+from firm.alignment.build import has_trl_ppo
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.policy import without_needless_warnings
-from firm.alignment.trainer import has_trl_ppo
 from firm.federation import RandomStream, local_training
 from firm.federation.training import LocalTraining
 from firm.miniature import checkpoint_path

@@ -16,6 +16,7 @@ from firm.alignment.adapter_files import (
 )
 from firm.alignment.adapters import LoraSettings
 from firm.alignment.adapters.target_modules import default_target_modules
+from firm.alignment.build import build_trainer
 from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators import EstimatorConfig, PPOConfig
 from firm.alignment.evaluation import (
@@ -61,7 +62,7 @@ from firm.alignment.prompts import (
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.self_check import check_passes
-from firm.alignment.trainer import MultiObjectiveTrainer, build_trainer
+from firm.alignment.trainer import MultiObjectiveTrainer
 
 __all__ = [
     "AlignmentClient",

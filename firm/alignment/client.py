@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -109,6 +110,8 @@ class ExperienceBatch:
     experience: Experience
     indices: list[np.ndarray]
     """Rows of each minibatch."""
+    truncated: dict[str, list[bool]]
+    """Which replies were cut for whom, by objective."""
 
     @property
     def whole(self) -> Experience:
@@ -124,24 +127,25 @@ class ExperienceBatch:
 class _FirstBatch:
     """The batch that was drawn first after `load`, for tasks that return to the same state."""
 
-    state: tuple[int, bytes]
-    """Round, and the random streams before the draw, packed."""
+    round: int
     adapter: Adapter
     """The one that was loaded."""
+    state: dict[str, Any]
+    """The random streams before the draw."""
     batch: ExperienceBatch
     learner: tuple[Learner, int]
     """Who valued the batch, and after how many steps since it was restored."""
     streams: dict[str, Any]
     """The random streams after the draw."""
     seconds: dict[str, float]
-    truncated: dict[str, list[bool]]
+    """Those that the draw took, by stage."""
 
 
 class AlignmentClient(Client):
     """A client of the federation that aligns a language model.
 
-    Clients share one trainer, hence one base model and one adapter slot: `load` copies an adapter
-    in and puts this client's learner (estimator, optimizer moments) in charge; where
+    Clients share one trainer, hence one base model and one adapter slot, into which `load` copies
+    an adapter. What a client learns (estimator, optimizer moments) is its own learner's; where
     objectives are trained by themselves, each has a learner of its own. All the client's randomness
     comes from three streams of its own: prompts, rollout and update.
 
@@ -154,8 +158,8 @@ class AlignmentClient(Client):
         prompts: The private shard.
         trainer: The shared trainer.
         seed: Seed of the run; the streams are derived from it and `stream_name`.
-        judges: Reward functions of its own; the trainer's by default. Gradients of objectives that
-            are not among them are zero.
+        judges: Reward functions and calibrations; by default the trainer's functions, whose scores
+            are taken as they are. Gradients of objectives that are not among them are zero.
         preferences: Draws the preferences of a conditioned policy's prompts; None for other
             policies.
         stream_name: By default `name`; equal for clients that are to be identical.
@@ -181,13 +185,11 @@ class AlignmentClient(Client):
         self.num_examples = len(prompts)
         self._trainer = trainer
         self._on_event = on_event or (lambda name, **info: None)
-        self._new_learner = partial(trainer.new_learner, judges)
-        self._common = self._learner = self._new_learner()
+        self._judges = judges or Judges(trainer.reward_fns)
+        self._common = self._learner = trainer.new_learner()
         self._alone: dict[str, Learner] = {}
         self.served = tuple(
-            j
-            for j, name in enumerate(self.objectives)
-            if name in (judges.reward_fns if judges else self.objectives)
+            j for j, name in enumerate(self.objectives) if name in self._judges.reward_fns
         )
         if not self.served:
             raise ValueError(f"{name} has no reward function of {', '.join(self.objectives)}.")
@@ -205,15 +207,16 @@ class AlignmentClient(Client):
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
+        self._truncated: dict[str, list[bool]] = defaultdict(list)
+        self._seconds: dict[str, float] = {}  # of the trainer, at the start
         self._num_drawn = 0
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts local training from a copy of `adapter`, with this client's learner in charge."""
         self._round, self._adapter = round, adapter
-        self._trainer.learner = self._learner
-        self._trainer.seconds = defaultdict(float)
         self._batches, self._minibatches, self._num_drawn = [], [], 0
-        self._trainer.truncated = defaultdict(list)
+        self._truncated = defaultdict(list)
+        self._seconds = dict(self._trainer.seconds)
         load_adapter_(self._trainer.adapter_parameters, adapter)
 
     @property
@@ -226,53 +229,65 @@ class AlignmentClient(Client):
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
-            trainer.set_learning_rates(self._round - 1 + (step - 1) / num_steps)
-            self._num_drawn += 1
-            batch = self._draw() if self._num_drawn > 1 else self._draw_first()
-            own = trainer.learner.estimator.metrics(batch.experience)
+            self._rounds_done = self._round - 1 + (step - 1) / num_steps
+            trainer.set_learning_rates(self._learner, self._rounds_done)
+            self._num_drawn += 1  # also where the draw fails: `skip_failed_batches`
+            batch = self._kept() if self._num_drawn == 1 else None
+            batch = batch or self._draw()
+            for name, is_truncated in batch.truncated.items():
+                self._truncated[name] += is_truncated
+            own = self._learner.estimator.metrics(batch.experience)
             self._batches.append({**_batch_metrics(batch.experience), **own})
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
             if len(self._minibatches) > num_steps_before:  # else it was only looked at
-                trainer.finish_batch(batch.experience)
-
-    def _draw_first(self) -> ExperienceBatch:
-        """Returns the first batch since `load`: the one that is kept, if it is of this state."""
-        trainer, first, adapter = self._trainer, self._first, self._adapter
-        state = self._round, pack(self._stream_states())
-        learner = self._learner, self._learner.num_steps
-        if (
-            first is None
-            or first.state != state
-            or not all(torch.equal(values, adapter[name]) for name, values in first.adapter.items())
-        ):
-            batch, streams = self._draw(), self._stream_states()
-            seconds = dict(trainer.seconds)
-            truncated = {name: list(cut) for name, cut in trainer.truncated.items()}
-            self._first = _FirstBatch(state, adapter, batch, learner, streams, seconds, truncated)
-            return batch
-        self._restore_streams(first.streams)
-        for stage, seconds in first.seconds.items():
-            trainer.seconds[stage] += seconds
-        for name, is_truncated in first.truncated.items():
-            trainer.truncated[name] += is_truncated
-        if first.learner == learner:
-            return first.batch
-        return replace(first.batch, experience=trainer.estimated_anew(first.batch.experience))
+                self._learner.estimator.end_batch(batch.experience)
 
     def _draw(self) -> ExperienceBatch:
-        """Returns responses of the policy as it is to fresh prompts, and their minibatches."""
-        trainer = self._trainer
+        """Returns responses of the policy as it is to fresh prompts, and their minibatches.
+
+        The first batch since `load` is kept.
+        """
+        trainer, estimator = self._trainer, self._learner.estimator
+        state, before = self._stream_states(), dict(trainer.seconds)
         prompts = self._prompts.draw(trainer.config.num_prompts)
         queries = trainer.encode(prompts)
         if self._preferences is not None:
             queries = replace(queries, preferences=self._preferences.draw(len(prompts)))
         with self._rollout:
             rollouts = trainer.sample(queries, measures_mismatch=self._round == 1)
-        experience = trainer.experience(rollouts)
+        scored = trainer.score(rollouts, self._judges, rounds_done=self._rounds_done)
+        experience = estimator.experience(rollouts, scored.scores, scored.rewards)
         with self._update:
-            return ExperienceBatch(experience, list(trainer.minibatch_indices()))
+            indices = list(trainer.minibatch_indices())
+        batch = ExperienceBatch(experience, indices, scored.truncated)
+        if self._num_drawn == 1:
+            learner = self._learner, self._learner.num_steps
+            seconds = {s: total - before.get(s, 0.0) for s, total in trainer.seconds.items()}
+            streams = self._stream_states()
+            at = self._round, self._adapter, state
+            self._first = _FirstBatch(*at, batch, learner, streams, seconds)
+        return batch
+
+    def _kept(self) -> ExperienceBatch | None:
+        """Returns the kept first batch, valued by this learner; None if it is of another state."""
+        first, adapter = self._first, self._adapter
+        if (
+            first is None
+            or first.round != self._round
+            or not all(torch.equal(values, adapter[name]) for name, values in first.adapter.items())
+            or pack(first.state) != pack(self._stream_states())
+        ):
+            return None
+        self._restore_streams(first.streams)
+        for stage, seconds in first.seconds.items():  # as if the draw had been in this training
+            self._seconds[stage] = self._seconds.get(stage, 0.0) - seconds
+        if first.learner == (self._learner, self._learner.num_steps):
+            return first.batch
+        old = first.batch.experience
+        valued = self._learner.estimator.experience(old.rollouts, old.scores, old.rewards)
+        return replace(first.batch, experience=valued)
 
     def gradients(self, minibatch: Experience) -> Gradients:
         """Returns the M losses of a minibatch and their Jacobian [M, d].
@@ -280,11 +295,15 @@ class AlignmentClient(Client):
         Rows of objectives that no reply has a score for are zero, as of those that are not served:
         they take no part in the minibatch.
         """
-        return self._of_served_alone(self._gradients(minibatch), minibatch)
+        with self._randomness():
+            gradients = self._trainer.gradients(self._learner, minibatch)
+        return self._of_served_alone(gradients, minibatch)
 
     def gradients_by_preference(self, minibatch: Experience) -> Gradients:
         """Returns the losses, and the gradients at each preference; see ``Client``."""
-        return self._of_served_alone(self._gradients(minibatch, by_preference=True), minibatch)
+        with self._randomness():
+            gradients = self._trainer.gradients(self._learner, minibatch, by_preference=True)
+        return self._of_served_alone(gradients, minibatch)
 
     def _of_served_alone(self, gradients: Gradients, minibatch: Experience) -> Gradients:
         """Returns gradients [M, d] or [K M, d] with zeros for objectives that are not served."""
@@ -314,24 +333,27 @@ class AlignmentClient(Client):
         (served,) = self._served_in(minibatch)
         factors = torch.zeros(len(self.objectives))
         factors[served] = weights.float()[served]
-        return self._gradients(minibatch, factors.to(minibatch.rewards.device))
+        factors = factors.to(minibatch.rewards.device)
+        with self._randomness():
+            return self._trainer.gradients(self._learner, minibatch, factors)
 
-    def _gradients(
-        self, minibatch: Experience, weights: torch.Tensor | None = None, **options: bool
-    ) -> Gradients:
+    @contextmanager
+    def _randomness(self) -> Iterator[None]:
+        """Draws dropout from the client's stream, in each process of a team from its own."""
         team = self._trainer.team
         with self._update:
             if team.size == 1:
-                return self._trainer.gradients(minibatch, weights, **options)
+                yield
+                return
             seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
             with RandomStream(seed, "dropout", team.rank):
-                return self._trainer.gradients(minibatch, weights, **options)
+                yield
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
         """Takes one optimizer step of the adapter and of what the estimator trains beside."""
         if self._learner is self._common:
             self._first = None
-        self._trainer.step(gradients, weights)
+        self._trainer.step(self._learner, gradients, weights)
         self._minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
 
     def adapter(self) -> Adapter:
@@ -351,7 +373,7 @@ class AlignmentClient(Client):
         self._learner = self._common
         self._common.restore(state["learner"])
         alone = state["alone"]
-        self._alone = {name: self._alone.get(name) or self._new_learner() for name in alone}
+        self._alone = {name: self._alone.get(name) or self._trainer.new_learner() for name in alone}
         for name, learner in alone.items():
             self._alone[name].restore(learner)
         self._restore_streams(state)
@@ -359,7 +381,7 @@ class AlignmentClient(Client):
     def alone(self, objective: str, state: dict[str, Any]) -> None:
         """Returns to a state's prompts and random streams, with the objective's own learner."""
         if objective not in self._alone:
-            self._alone[objective] = self._new_learner()
+            self._alone[objective] = self._trainer.new_learner()
         self._learner = self._alone[objective]
         self._restore_streams(state)
 
@@ -394,9 +416,12 @@ class AlignmentClient(Client):
             batch[key] = torch.stack([m[key] for m in self._minibatches]).mean(0).numpy(force=True)
         return {
             "score_correlation": correlation,
-            "truncated_share": {n: np.mean(cut) for n, cut in self._trainer.truncated.items()},
+            "truncated_share": {n: np.mean(cut) for n, cut in self._truncated.items()},
             **{key: self._named(mean) if mean.ndim else float(mean) for key, mean in batch.items()},
-            "seconds": dict(self._trainer.seconds),
+            "seconds": {
+                stage: total - self._seconds.get(stage, 0.0)
+                for stage, total in self._trainer.seconds.items()
+            },
         }
 
     def _named(self, row: Iterable[float]) -> dict[str, float | None]:

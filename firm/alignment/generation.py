@@ -123,9 +123,8 @@ def generate(
         return _generate(model, queries, tokenizer, config, end_ids, on_token)
     draws = _SharedDraws(queries.num_rows, team.share(queries.num_rows), config)
     own = queries.rows(draws.rows)
-    ids, logprobs = team.together(
-        lambda: _generate(model, own, tokenizer, config, end_ids, on_token, draws)
-    )
+    with team.unanimous():
+        ids, logprobs = _generate(model, own, tokenizer, config, end_ids, on_token, draws)
     gathered = team.gather((ids, logprobs, draws.vocabulary))
     parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)

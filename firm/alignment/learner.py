@@ -7,21 +7,18 @@ from typing import Any
 import torch
 
 from firm.alignment.estimators import Estimator
-from firm.alignment.rewards import Judges
 
 
 @dataclass(eq=False)
 class Learner:
     """An estimator with what it trains, and the adapter's optimizer.
 
-    The optimizer is bound to the one adapter in the model but holds moments of its own: a client is
-    switched in by copying its adapter and handing its learner to the trainer.
+    The optimizer is bound to the one adapter in the model but holds moments of its own: clients
+    take turns by copying their adapters in, and each passes its learner to the trainer's stages.
     """
 
     estimator: Estimator
     actor_optimizer: torch.optim.Optimizer
-    judges: Judges | None = None
-    """Who scores this client's replies; None leaves it to the trainer's own reward functions."""
     num_steps: int = 0
     """Optimizer steps since it was made or restored."""
 

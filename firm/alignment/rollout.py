@@ -139,24 +139,22 @@ def rollout(
     sequences = Sequences(queries, query_responses, num_tokens)
     padding = ~sequences.mask  # [B, T]
 
-    def in_forward_passes(*, of_reference: bool) -> torch.Tensor:
-        logprobs = sampler.logprobs(sequences, of_reference=of_reference)
-        return logprobs.masked_fill(padding, INVALID_LOGPROB)
-
     logprobs, mismatch = at_generation.masked_fill(padding, INVALID_LOGPROB), None
     precision = sampler.model.get_input_embeddings().weight.dtype
     is_forward = logprobs_from(str(precision).removeprefix("torch."), config) == "forward"
     if is_forward or measures_mismatch:
-        passed = in_forward_passes(of_reference=False)
+        passed = sampler.logprobs(sequences, of_reference=False)
+        passed = passed.masked_fill(padding, INVALID_LOGPROB)
         mismatch = logprobs - passed
         logprobs = passed if is_forward else logprobs
+    reference_logprobs = sampler.logprobs(sequences, of_reference=True)
     return Rollouts(
         queries,
         query_responses,
         num_tokens,
         completions=completions,
         logprobs=logprobs,
-        reference_logprobs=in_forward_passes(of_reference=True),
+        reference_logprobs=reference_logprobs.masked_fill(padding, INVALID_LOGPROB),
         ended=ended,
         mismatch=mismatch,
     )

@@ -45,24 +45,25 @@ class Rows:
     def rows(self, index: Index) -> Self:
         """Returns the record of some of the rows, in the order of the index; tensors are copied."""
         chosen = torch.arange(self.num_rows)[index]
-
-        def taken(value: Any, axis: int) -> Any:
+        taken = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, Rows):
-                return value.rows(chosen)
-            if isinstance(value, list):
-                return [value[row] for row in chosen.tolist()]
-            if isinstance(value, torch.Tensor):
-                return value[chosen] if axis == 0 else value[:, chosen]
-            return value
-
-        values = {f.name: (getattr(self, f.name), f.metadata.get("axis", 0)) for f in fields(self)}
-        return replace(self, **{name: taken(*value) for name, value in values.items()})
+                value = value.rows(chosen)
+            elif isinstance(value, list):
+                value = list(map(value.__getitem__, chosen.tolist()))
+            elif isinstance(value, torch.Tensor):
+                value = value[chosen] if field.metadata.get("axis", 0) == 0 else value[:, chosen]
+            taken[field.name] = value
+        return replace(self, **taken)
 
     def split(self, size: int | None) -> list[Self]:
         """Returns the rows in parts of ``size``, of which the last may be smaller; None: whole."""
         num_rows = self.num_rows
-        size = size or num_rows
-        return [self.rows(slice(start, start + size)) for start in range(0, num_rows, size)]
+        if size is None or size >= num_rows:
+            return [self]
+        starts = range(0, num_rows, size)
+        return [self.rows(slice(start, start + size)) for start in starts]
 
 
 def by_chunks(
@@ -72,13 +73,14 @@ def by_chunks(
 
     Each process of the team computes its share of every chunk; all get the whole.
     """
-
-    def by_team(rows: Rows) -> torch.Tensor:
+    results = []
+    for chunk in rows.split(size):
         if team.size == 1:
-            return function(rows)
-        own = rows.rows(team.share(rows.num_rows))
-        result = team.together(lambda: function(own) if own.num_rows else None)
+            results.append(function(chunk))
+            continue
+        own = chunk.rows(team.share(chunk.num_rows))
+        with team.unanimous():
+            result = function(own) if own.num_rows else None
         parts = [part for part in team.gather(result) if part is not None]
-        return torch.cat(parts).to(rows.device)
-
-    return torch.cat([by_team(chunk) for chunk in rows.split(size)])
+        results.append(torch.cat(parts).to(rows.device))
+    return torch.cat(results)

@@ -10,8 +10,8 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,14 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from firm.alignment.estimators import (
     EstimatorConfig,
     Experience,
-    MinibatchGradients,
     Policy,
-    PPOConfig,
 )
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rewards import Asked, Calibration, Judges, RewardFn, filled, scores_together
+from firm.alignment.rewards import Asked, Judges, RewardFn, filled, scores_together
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import Queries, Rollouts
@@ -41,9 +39,26 @@ from firm.federation import Gradients, Team
 from firm.federation.lockstep import clock, together
 from firm.gradients import combine
 
+ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
+"""TRL's default optimizer."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the reward functions say of B replies."""
+
+    scores: torch.Tensor
+    """As they gave them, [M, B]; NaN where there is none."""
+    rewards: torch.Tensor
+    """Calibrated, less the penalty of replies without an end, [M, B]."""
+    truncated: dict[str, list[bool]]
+    """Which of this process's replies were cut for whom, by objective."""
+
 
 class MultiObjectiveTrainer:
-    """Samples, scores, takes the M gradients of an estimator apart and steps along their mixture.
+    """The stages of a local step on one policy; what is learnt belongs to the `Learner` passed in.
+
+    The stages sample, score, take the M gradients of an estimator and step along their mixture.
 
     Args:
         config: The estimator and its hyperparameters of a local step.
@@ -52,7 +67,6 @@ class MultiObjectiveTrainer:
         policy: A `PeftModel` with one adapter slot.
         tokenizer: The policy's, as `load_tokenizer` returns it.
         reward_fns: Name and reward function of every objective, in the order of the rows.
-        calibrations: How raw scores become rewards; by default they are taken as they are.
         num_rounds: Rounds of the run, at whose end the learning rates' schedule ends.
         value_model: What the estimator trains beside the adapter; by default a fresh one.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
@@ -60,10 +74,14 @@ class MultiObjectiveTrainer:
         use_cpu: Whether the policy stays on the CPU where there is an accelerator.
         stack: What joins the passes of several trainers of one policy, each with an adapter of its
             own; by default the policy's own adapter is trained.
+        adam: Makes an optimizer of parameters and `lr`.
+
+    Attributes:
+        seconds: Those spent in each stage since the trainer was made.
+        trl: TRL's trainer around the stages, where there is one (`MultiObjectivePPOTrainer`).
     """
 
-    learner: Learner
-    """Who is in charge."""
+    trl: Any = None
 
     def __init__(
         self,
@@ -74,12 +92,12 @@ class MultiObjectiveTrainer:
         policy: PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         reward_fns: Mapping[str, RewardFn],
-        calibrations: Mapping[str, Calibration] | None = None,
         num_rounds: int,
         value_model: torch.nn.Module | None = None,
         team: Team = ALONE,
         use_cpu: bool = False,
         stack: StackedModel | None = None,
+        adam: Callable[..., torch.optim.Optimizer] = ADAM,
     ) -> None:
         if config.minibatch_size < team.size:
             raise ValueError(
@@ -90,13 +108,11 @@ class MultiObjectiveTrainer:
         self.team = team
         self.rollout_config = rollout_config
         self.num_rounds = num_rounds
-        self._rounds_done = 0.0
         self.prompt_format = prompt_format or PromptFormat()
         self.objectives = tuple(reward_fns)
         self.reward_fns = dict(reward_fns)
-        self.calibrations = calibrations
         self.seconds: dict[str, float] = defaultdict(float)
-        self.truncated: dict[str, list[bool]] = defaultdict(list)
+        self._adam = adam
         self.policy_model: Any = policy
         self.tokenizer = tokenizer
         self.adapter_parameters = (
@@ -107,7 +123,7 @@ class MultiObjectiveTrainer:
             "parameters": list(self.adapter_parameters.values()),
             "config": rollout_config,
             "team": team,
-            "timed": self._timed,
+            "timed": self.timed,
         }
         sampling = policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
         if stack is None:
@@ -117,12 +133,11 @@ class MultiObjectiveTrainer:
             self._policy = StackedPolicy(**fields, stack=stack, adapter=self.adapter_parameters)
             self._sampler = StackedSampler(*sampling, policy=self._policy)
         self._use_cpu = use_cpu
-        self._critic = value_model or config.new_critic(policy, len(reward_fns))
-        for model in filter(None, (policy, self._critic)):
+        self.critic = value_model or config.new_critic(policy, len(reward_fns))
+        for model in filter(None, (policy, self.critic)):
             model.eval()  # `set_mode` switches the adapter's dropout on
         self.device = Accelerator(cpu=use_cpu).device
         policy.to(self.device)
-        self.learner = self.new_learner()
 
     def stacked(self) -> "Callable[[], MultiObjectiveTrainer]":
         """Returns what makes trainers of the same policy with adapters of their own.
@@ -137,34 +152,22 @@ class MultiObjectiveTrainer:
             policy=self.policy_model,
             tokenizer=self.tokenizer,
             reward_fns=self.reward_fns,
-            calibrations=self.calibrations,
             num_rounds=self.num_rounds,
-            value_model=self._critic,
+            value_model=self.critic,
             use_cpu=self._use_cpu,
             stack=StackedModel(self.policy_model),
+            adam=self._adam,
         )
 
-    def new_learner(self, judges: Judges | None = None) -> Learner:
-        """Returns a learner that has learnt nothing yet; perhaps with judges of its own."""
-        config, adam = self.config, self.adam()
-        critic = self._critic and copy.deepcopy(self._critic).to(self.device)
+    def new_learner(self) -> Learner:
+        """Returns a learner that has learnt nothing yet."""
+        config, adam = self.config, self._adam
+        critic = self.critic and copy.deepcopy(self.critic).to(self.device)
         actor_class = torch.optim.SGD if config.actor_optimizer == "sgd" else adam
         return Learner(
             config.estimator(self._policy, critic=critic, optimizer=adam),
             actor_class(self._policy.parameters, lr=config.actor_learning_rate),
-            judges,
         )
-
-    def adam(self) -> Callable[..., torch.optim.Optimizer]:
-        """Returns what makes an optimizer of parameters and `lr`: TRL's default."""
-        return partial(
-            torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True
-        )
-
-    @property
-    def judges(self) -> Judges:
-        """Who scores the replies of the learner in charge."""
-        return self.learner.judges or Judges(self.reward_fns, self.calibrations)
 
     def encode(self, prompts: Sequence[Prompt]) -> Queries:
         """Stage 1: returns prompts as the policy reads them, left-padded."""
@@ -181,7 +184,7 @@ class MultiObjectiveTrainer:
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
         set_mode(self.policy_model, is_training=False)
-        with self._timed("rollout"):
+        with self.timed("rollout"):
             return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
 
     def replies(
@@ -209,8 +212,10 @@ class MultiObjectiveTrainer:
         )
 
     @torch.no_grad()
-    def experience(self, rollouts: Rollouts) -> Experience:
-        """Stages 3 and 4: returns the replies with their rewards and what the estimator adds.
+    def score(
+        self, rollouts: Rollouts, judges: Judges | None = None, *, rounds_done: float = 0.0
+    ) -> Scores:
+        """Stage 3: returns the replies' scores and rewards; by default of all reward functions.
 
         Where an objective's reward does not apply, its score stays NaN, and in place of its reward
         stands one that sets no reply of the prompt apart: see `filled`.
@@ -218,18 +223,24 @@ class MultiObjectiveTrainer:
         Raises:
             ValueError: A reward function gave something else than B finite numbers or None.
         """
-        with self._timed("reward"):
-            scores = self._scores(rollouts)  # [M, B]
-            rewards = self.judges.rewards(self.objectives, scores).to(rollouts.logprobs.device)
+        judges = judges or Judges(self.reward_fns)
+        own = rollouts.rows(self.team.share(rollouts.num_rows))
+        progress = TrainerState(
+            epoch=rounds_done,
+            global_step=int(rounds_done),
+            max_steps=self.num_rounds,
+            num_train_epochs=self.num_rounds,
+        )
+        prompts, completions, ids = own.queries.prompts, own.completions, own.completion_ids
+        asked = Asked(judges, self.objectives, prompts, completions, ids, progress)
+        with self.timed("reward"):
+            with self.team.unanimous():
+                scored = together(scores_together, asked, size=own.num_rows)
+            scores = torch.cat(self.team.gather(scored.scores), dim=1)  # [M, B]
+            rewards = judges.rewards(self.objectives, scores).to(rollouts.logprobs.device)
             rewards = filled(rewards, self.config.replies_per_prompt)
             rewards = rewards - self.config.missing_end_penalty * (~rollouts.ended)
-        return self.learner.estimator.experience(rollouts, scores, rewards)
-
-    def estimated_anew(self, experience: Experience) -> Experience:
-        """Returns the same replies and rewards with what the present learner adds."""
-        return self.learner.estimator.experience(
-            experience.rollouts, experience.scores, experience.rewards
-        )
+        return Scores(scores, rewards, scored.truncated)
 
     def minibatch_indices(self) -> Iterator[np.ndarray]:
         """Yields the row indices of every minibatch: a fresh permutation in each epoch.
@@ -244,6 +255,7 @@ class MultiObjectiveTrainer:
 
     def gradients(
         self,
+        learner: Learner,
         minibatch: Experience,
         weights: torch.Tensor | None = None,
         *,
@@ -258,26 +270,21 @@ class MultiObjectiveTrainer:
         however it is divided. `aux` is the `MinibatchGradients`; nothing is stepped.
         """
         own = minibatch.rows(self.team.share(minibatch.num_rows))
-        parts = own.split(self.config.micro_batch_size)
+        first, *others = own.split(self.config.micro_batch_size)
         preferences = minibatch.rollouts.queries.preferences if by_preference else None
         options = {} if preferences is None else {"preferences": preferences.unique(dim=0)}
-
-        def summed_over_parts() -> MinibatchGradients:
-            estimator: Any = self.learner.estimator
-            gradients = estimator.gradients(parts[0], minibatch, weights, **options)
-            for part in parts[1:]:
+        estimator: Any = learner.estimator
+        with self.team.unanimous():
+            gradients = estimator.gradients(first, minibatch, weights, **options)
+            for part in others:
                 gradients.add_(estimator.gradients(part, minibatch, weights, **options))
-            return gradients
-
-        gradients = self.team.together(summed_over_parts)
-        with self._timed("reduce"):
+        with self.timed("reduce"):
             gradients = gradients.summed(self.team)
         return Gradients(gradients.jacobian, gradients.losses, gradients, **options)
 
-    def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
+    def step(self, learner: Learner, gradients: Gradients, weights: torch.Tensor) -> None:
         """Stage 9: steps the adapter along the weighted gradient, and the estimator's own part."""
-        learner = self.learner
-        with self._timed("step"):
+        with self.timed("step"):
             direction = combine(gradients.jacobian, weights)  # [d]
             if self.config.max_gradient_norm is not None:
                 norm = direction.norm()
@@ -291,77 +298,26 @@ class MultiObjectiveTrainer:
             learner.estimator.step(gradients.aux.own)
             learner.num_steps += 1
 
-    def set_learning_rates(self, rounds_done: float) -> None:
+    def set_learning_rates(self, learner: Learner, rounds_done: float) -> None:
         """Sets the learning rates as the schedule has them when so many rounds are done.
 
         It follows the round, with its fraction, and not a client's own steps: clients that are
         drawn now and then have the rates of those that always take part.
         """
-        self._rounds_done = rounds_done
-        factor = self._rate_factor(rounds_done)
-        for group in self.learner.actor_optimizer.param_groups:
+        factor = self.rate_factor(rounds_done)
+        for group in learner.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_learning_rate * factor
-        self.learner.estimator.set_learning_rate(factor)
+        learner.estimator.set_learning_rate(factor)
 
-    def _rate_factor(self, rounds_done: float) -> float:
+    def rate_factor(self, rounds_done: float) -> float:
+        """Returns the learning rates when so many rounds are done, in multiples of the first."""
         if self.config.learning_rate_schedule == "constant":
             return 1.0
         return max(0.0, self.num_rounds - rounds_done) / self.num_rounds
 
-    def finish_batch(self, experience: Experience) -> None:
-        """Ends a local step."""
-        self.learner.estimator.end_batch(experience)
-
-    def _scores(self, rollouts: Rollouts) -> torch.Tensor:
-        """Returns the scores [M, B]; each process of the team asks for its share."""
-        own = rollouts.rows(self.team.share(rollouts.num_rows))
-        queries = own.queries
-        asked = Asked(
-            self.judges,
-            self.objectives,
-            queries.prompts,
-            own.completions,
-            own.completion_ids,
-            TrainerState(
-                epoch=self._rounds_done,
-                global_step=int(self._rounds_done),
-                max_steps=self.num_rounds,
-                num_train_epochs=self.num_rounds,
-            ),
-        )
-        scored = self.team.together(lambda: together(scores_together, asked, size=own.num_rows))
-        for name, is_truncated in scored.truncated.items():
-            self.truncated[name] += is_truncated
-        return torch.cat(self.team.gather(scored.scores), dim=1)
-
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def timed(self, stage: str) -> Iterator[None]:
         """Adds the seconds spent inside to `seconds[stage]`."""
         start = clock()
         yield
         self.seconds[stage] += clock() - start
-
-
-def has_trl_ppo() -> bool:
-    """Returns whether the TRL that is installed still has a `PPOTrainer`."""
-    try:
-        return find_spec("trl.experimental.ppo") is not None
-    except ModuleNotFoundError:  # nor anything experimental
-        return False
-
-
-def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
-    """Returns the trainer of an estimator: for PPO it wraps TRL's, where TRL has one.
-
-    TRL removed its `PPOTrainer` in 1.13. With it and without, clients train the same adapters bit
-    for bit.
-
-    Args:
-        config: The estimator.
-        **arguments: Those of `MultiObjectiveTrainer`.
-    """
-    if isinstance(config, PPOConfig) and has_trl_ppo():
-        from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
-
-        return MultiObjectivePPOTrainer(config, **arguments)
-    return MultiObjectiveTrainer(config, **arguments)

@@ -38,8 +38,8 @@ from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
 
-class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
-    """The stages of a local step inside TRL's trainer.
+class MultiObjectivePPOTrainer(PPOTrainer):
+    """TRL's trainer around the stages of a local step.
 
     Args:
         config: PPO's hyperparameters.
@@ -48,6 +48,10 @@ class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
         callbacks: Hugging Face trainer callbacks, called by `train()` alone.
         trl_arguments: Further fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
         **arguments: Those of `MultiObjectiveTrainer`; `train()` takes `num_rounds` local steps.
+
+    Attributes:
+        stages: The stages on the same policy.
+        learner: The one that `train()` trains.
     """
 
     # TRL types these for every modality and trainer; here they are one thing each
@@ -78,39 +82,38 @@ class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
                 # TRL makes its output folder at once: one that is gone afterwards, if none is given
                 **{"output_dir": folder, **(trl_arguments or {})},
             )
-            MultiObjectiveTrainer.__init__(self, config, **arguments)
-            PPOTrainer.__init__(
-                self,
+            adam, options = PPOTrainer.get_optimizer_cls_and_kwargs(self.args)
+            options = {**options, "weight_decay": self.args.weight_decay}
+            self.stages = MultiObjectiveTrainer(config, **arguments, adam=partial(adam, **options))
+            self.learner, self.stages.trl = self.stages.new_learner(), self
+            super().__init__(
                 args=self.args,
-                processing_class=self.tokenizer,
-                model=self.policy_model,
+                processing_class=self.stages.tokenizer,
+                model=self.stages.policy_model,
                 ref_model=None,
                 reward_model=torch.nn.Identity(),  # type: ignore[arg-type]  # rewards see texts
                 train_dataset=train_dataset or Dataset.from_dict({"input_ids": [[0]]}),
-                value_model=self._critic,  # type: ignore[arg-type]
+                value_model=self.stages.critic,  # type: ignore[arg-type]
                 callbacks=callbacks,
             )
-        for layer in self.policy_model.modules():
+        policy = self.stages.policy_model
+        for layer in policy.modules():
             if isinstance(layer, LoraLayer):  # TRL sets the adapter's dropout to 0, too
                 for name, dropout in layer.lora_dropout.items():
-                    dropout.p = self.policy_model.peft_config[name].lora_dropout
+                    dropout.p = policy.peft_config[name].lora_dropout
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Takes over the first learner's optimizer, which the callbacks see; TRL's hook."""
         self.optimizer = self.learner.actor_optimizer
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self._rate_factor(step))
-
-    def adam(self) -> Callable[..., torch.optim.Optimizer]:
-        """Returns what makes an optimizer of parameters and `lr`, as TRL's arguments say."""
-        optimizer_class, arguments = self.get_optimizer_cls_and_kwargs(self.args)
-        return partial(optimizer_class, **{**arguments, "weight_decay": self.args.weight_decay})
+        self.lr_scheduler = LambdaLR(self.optimizer, self.stages.rate_factor)
 
     def train(self) -> None:  # type: ignore[override]  # TRL's returns nothing either
         """Trains centrally on `train_dataset`: the stages above, without a federation."""
-        args, state = self.args, self.state
-        if self.train_dataset_len < self.config.num_prompts:
+        args, state, stages, learner = self.args, self.state, self.stages, self.learner
+        num_prompts = stages.config.num_prompts
+        if self.train_dataset_len < num_prompts:
             raise ValueError(
-                f"train() needs at least one batch of prompts ({self.config.num_prompts}), got "
+                f"train() needs at least one batch of prompts ({num_prompts}), got "
                 f"{self.train_dataset_len}: pass a larger train_dataset."
             )
         state.max_steps, state.num_train_epochs = args.num_total_batches, args.num_train_epochs
@@ -120,22 +123,21 @@ class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
             query_ids, lengths = batch["input_ids"], batch["attention_mask"].sum(1)
             texts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
             queries = Queries([Prompt(text) for text in texts], query_ids, lengths)
-            experience = self.experience(self.sample(queries))
-            self.set_learning_rates(state.global_step)
+            rollouts = stages.sample(queries)
+            scored = stages.score(rollouts, rounds_done=state.global_step)
+            experience = learner.estimator.experience(rollouts, scored.scores, scored.rewards)
+            stages.set_learning_rates(learner, state.global_step)
             minibatches = []
-            for index in self.minibatch_indices():
-                gradients = self.gradients(experience.rows(index))
-                with self._timed("gram"):
-                    gram = gram_matrix(gradients.jacobian)
-                with self._timed("solve"):
-                    weights = self.solver(gram)
-                self.step(gradients, weights)
+            for index in stages.minibatch_indices():
+                gradients = stages.gradients(learner, experience.rows(index))
+                weights = self.solver(gram_matrix(gradients.jacobian))
+                stages.step(learner, gradients, weights)
                 minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
             state.episode += args.batch_size
             state.global_step += 1
             state.epoch = state.episode / self.train_dataset_len
             self.log(self._trl_metrics(experience, minibatches))
-            self.finish_batch(experience)
+            learner.estimator.end_batch(experience)
             self.lr_scheduler.step()
             self.control = self.callback_handler.on_step_end(args, state, self.control)
             if self.control.should_save:
@@ -166,7 +168,7 @@ class MultiObjectivePPOTrainer(MultiObjectiveTrainer, PPOTrainer):
             "objective/scores": experience.rewards.mean().item(),
             **{
                 f"objective/scores/{name}": row.mean().item()
-                for name, row in zip(self.objectives, experience.rewards, strict=True)
+                for name, row in zip(self.stages.objectives, experience.rewards, strict=True)
             },
             **mean,
             "val/num_eos_tokens": int(is_eos.sum()),

@@ -6,6 +6,7 @@ FedCMOO.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -209,10 +210,8 @@ def start_losses(client: Client) -> list[float]:
 
 
 def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
-    """Yields ``count`` batches of a client, after others that are drawn and not used."""
-    for index, batch in enumerate(client.batches(skipped + count)):
-        if index >= skipped:
-            yield batch
+    """Returns ``count`` batches of a client, after others that are drawn and not used."""
+    return islice(client.batches(skipped + count), skipped, None)
 
 
 def _rows(client: Client, request: JacobianRequest) -> tuple[torch.Tensor, list[int] | None]:

@@ -252,7 +252,7 @@ def build_clients(
         on_event: Is told how far a client is.
     """
     names = loaded.processes.hosted(client_names(cfg)) if names is None else names
-    loaded.trainer.calibrations = {name: calibrations[name] for name in cfg.rewards}
+    common = Judges(loaded.trainer.reward_fns, {name: calibrations[name] for name in cfg.rewards})
     own: dict[str, tuple[Judges, GroupConfig]] = {}  # of clients that are in a group
     for group, config in cfg.groups.items():
         judges = _group_judges(cfg, group, loaded.reward_fns, calibrations)
@@ -263,7 +263,7 @@ def build_clients(
     new_trainer = _stacked(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
     clients = []
     for name in names:
-        judges, group = own.get(name, (None, None))
+        judges, group = own.get(name, (common, None))
         client = AlignmentClient(
             name,
             prompts[name],
@@ -352,7 +352,7 @@ def _group_judges(
     reward_fns: Mapping[str, RewardFn],
     calibrations: Mapping[str, Calibration],
 ) -> Judges:
-    """Returns the reward models and maps of a group's clients, in place of the trainer's."""
+    """Returns the reward models and maps of a group's clients, in place of the common ones."""
     config = cfg.groups[group]
     keys = {
         name: f"{group}/{name}" if name in config.rewards else name

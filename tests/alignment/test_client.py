@@ -115,13 +115,12 @@ def test_an_infinite_beta_weighs_all_objectives_alike(trainer):
 def test_the_learning_rates_schedule_follows_the_round(trainer, monkeypatch, num_local_steps):
     rates, step = [], trainer.step
 
-    def recorded(gradients, weights):
-        learner = trainer.learner
+    def recorded(learner, gradients, weights):
         optimizers = [learner.actor_optimizer]
         if trainer.config.name == "ppo":
             optimizers.append(learner.estimator.critic_optimizer)
         rates.append({optimizer.param_groups[0]["lr"] for optimizer in optimizers})
-        step(gradients, weights)
+        step(learner, gradients, weights)
 
     monkeypatch.setattr(trainer, "step", recorded)
     cfg = FirmConfig(num_local_steps=num_local_steps, clients_per_round=1)
@@ -141,9 +140,9 @@ def test_weights_per_batch_are_solved_once_per_local_step(trainer):
 def test_weights_that_are_known_take_one_backward_pass_per_minibatch(trainer, monkeypatch):
     counts, gradients = [], trainer.gradients
 
-    def counted(*args):
+    def counted(*args, **options):
         counts.append(0)
-        return gradients(*args)
+        return gradients(*args, **options)
 
     def count_backward_pass(*_):
         counts[-1] += 1
@@ -206,7 +205,7 @@ def test_each_local_step_draws_fresh_prompts_and_replies_of_the_policy_as_it_is(
     for batch in client.batches(2):
         experience = batch.whole
         trainer.policy_model.eval()
-        logprobs = trainer.gradients(experience).losses
+        logprobs = trainer.gradients(trainer.learner, experience).losses
         assert logprobs.isfinite().all()
         texts.append(experience.rollouts.query_responses)
         for minibatch in batch.minibatches():
@@ -621,15 +620,15 @@ def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
     """The reward function raises on one prompt of the second round, whatever is drawn with it."""
     prompts = [prompt_of(f"\n\nHuman: {a}{b} cab\n\nAssistant:") for a in "abcde" for b in LETTERS]
     client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
-    drawn, score = [], trainer.experience
+    drawn, score = [], trainer.score
 
-    def fussy(rollouts):
+    def fussy(rollouts, *judges, **options):
         drawn.append(texts := rollouts.queries.prompts)
         if len(drawn) == 2 or (len(drawn) > 2 and drawn[1][0] in texts):
             raise ValueError("cannot score this prompt")
-        return score(rollouts)
+        return score(rollouts, *judges, **options)
 
-    trainer.experience = fussy
+    trainer.score = fussy
     others = [prompt_of(prompt.text.replace("cab", "bac")) for prompt in PROMPTS]
     other = AlignmentClient("other", others, trainer, seed=SEED)
     engine, names = LocalEngine([client, other]), ["client_0"]

@@ -41,6 +41,7 @@ from firm.jobs.plan.record import RewardFigures
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import POLICY, ROOT, SMOKE
+from tests.stages import experience_of
 from tests.tokens import queries
 
 
@@ -238,10 +239,10 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = trainer.experience(trainer.sample(queries(query_ids, prompts)))
+    experience = experience_of(trainer, trainer.sample(queries(query_ids, prompts)))
     minibatch = experience.rows(np.arange(8))
     with LiveBytes(trainer.policy_model) as live:
-        gradients = trainer.gradients(minibatch)
+        gradients = trainer.gradients(trainer.learner, minibatch)
     taken = live.peak - gradients.jacobian.nbytes
     cfg = config(
         "--policy.path", checkpoint,
@@ -272,12 +273,12 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     prompts = trainer.tokenizer.batch_decode(query_ids)
     preferences = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [1.0, 0.0]])
-    experience = trainer.experience(
-        trainer.sample(queries(query_ids, prompts, preferences=preferences))
+    experience = experience_of(
+        trainer, trainer.sample(queries(query_ids, prompts, preferences=preferences))
     )
     minibatch = experience.rows(np.array([0, 1, 4, 5, 8, 9, 12, 13]))  # two replies to each prompt
     with LiveBytes(trainer.policy_model) as live:
-        gradients = trainer.gradients(minibatch, by_preference=True)
+        gradients = trainer.gradients(trainer.learner, minibatch, by_preference=True)
     cfg = config(
         "--policy.path", checkpoint,
         "--policy.lora.target_modules", "[q_proj, v_proj]",
@@ -307,10 +308,12 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     asked = queries(query_ids, trainer.tokenizer.batch_decode(query_ids))
     trainers = [new_trainer() for _ in range(3)]
-    minibatches = [t.experience(t.sample(asked)).rows(np.arange(8)) for t in trainers]
+    for each in trainers:
+        each.learner = each.new_learner()
+    minibatches = [experience_of(t, t.sample(asked)).rows(np.arange(8)) for t in trainers]
     with LiveBytes(trainer.policy_model) as live:
         pairs = zip(trainers, minibatches, strict=True)
-        found = lockstep([partial(t.gradients, minibatch) for t, minibatch in pairs])
+        found = lockstep([partial(t.gradients, t.learner, minibatch) for t, minibatch in pairs])
     cfg = config(
         "--policy.path", checkpoint,
         "--policy.lora.target_modules", "[q_proj, v_proj]",

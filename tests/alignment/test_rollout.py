@@ -641,8 +641,8 @@ class Seat(Team):
 
     given: list = field(default_factory=list)
 
-    def together(self, work):
-        return work()
+    def unanimous(self):
+        return nullcontext()
 
     def gather(self, content):
         if len(self.given) < self.size:

@@ -126,7 +126,10 @@ def train_ours(make_central):
         trainer = make_central(**arguments)
         np.random.seed(4)
         trainer.train()
-        return trainer.policy_model.state_dict(), trainer.learner.estimator.critic.state_dict()
+        return (
+            trainer.stages.policy_model.state_dict(),
+            trainer.learner.estimator.critic.state_dict(),
+        )
 
     return train
 
@@ -179,8 +182,8 @@ def test_clients_train_the_same_adapter_within_trl_s_trainer_and_without_it(
             dropout=0.1,
             micro_batch_size=3,
         )
-        assert isinstance(trainer, stock.PPOTrainer) == (build is build_trainer)
-        torch.manual_seed(len(type(trainer).__mro__))  # the global generators decide nothing
+        assert isinstance(trainer.trl, stock.PPOTrainer) == (build is build_trainer)
+        torch.manual_seed(int(build is build_trainer))  # the global generators decide nothing
         prompts = [prompt_of(f"\n\nHuman: {letter} cab\n\nAssistant:") for letter in "abcdefgh" * 2]
         clients = [AlignmentClient(name, prompts, trainer, seed=7) for name in ("one", "two")]
         start = copy_adapter(trainer.adapter_parameters)

@@ -343,10 +343,10 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, e
     cfg = compose(AlignmentConfig, [SMOKE], settings)
     loaded = load(cfg, Processes())
     seen_texts, seen_scores, fails = [], [], []
-    experience = loaded.trainer.experience
+    score = loaded.trainer.score
 
-    def overheard(rollouts):
-        result = experience(rollouts)
+    def overheard(rollouts, *judges, **options):
+        result = score(rollouts, *judges, **options)
         texts = [prompt.transcript for prompt in rollouts.queries.prompts]
         seen_texts.extend(texts)
         seen_texts.extend(
@@ -358,7 +358,7 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, e
             raise ValueError(f"cannot score {texts[0]} and {seen_texts[-1]}")
         return result
 
-    monkeypatch.setattr(loaded.trainer, "experience", overheard)
+    monkeypatch.setattr(loaded.trainer, "score", overheard)
     calibrations = common_calibrations(loaded, cfg, tmp_path / "run")
     places = {site: [f"client_{index}" for index in own] for site, own in SITES.items()}
     told = jobs_network.fingerprint(cfg, loaded)

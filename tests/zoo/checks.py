@@ -367,7 +367,7 @@ def check_rewards(place: Place, found: Sequence[Case]) -> None:
     trainer = place.trainer()
     trainer.reward_fns = {"first": look, "second": _second}
     chosen = [case for case in found if case.data == "columns"]
-    trainer.experience(trainer.sample(trainer.encode([case.prompt for case in chosen])))
+    trainer.score(trainer.sample(trainer.encode([case.prompt for case in chosen])))
     per_prompt = trainer.config.replies_per_prompt
     expected = [case for case in chosen for _ in range(per_prompt)]
     assert seen["prompts"] == [case.row.fields["prompt"] for case in expected]

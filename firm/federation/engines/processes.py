@@ -222,17 +222,19 @@ class Team:
                 "repair the cause, then resume from the last checkpoint."
             ) from error
 
-    def together(self, work: Callable[[], Result]) -> Result:
-        """Returns what this member's work gave, once every member's has succeeded.
+    @contextmanager
+    def unanimous(self) -> Iterator[None]:
+        """Ends without an error only where every member's block does.
 
-        An own failure is raised as it is, another member's as ``RuntimeError``; so no member waits
+        An own error is raised as it is, another member's as ``RuntimeError``; so no member waits
         for one that has given up.
         """
         if self.size == 1:
-            return work()
-        result, error = None, None
+            yield
+            return
+        error = None
         try:
-            result = work()
+            yield
         except ProcessLost:
             raise
         except Exception as own:  # raised below, once the other members know of it
@@ -243,7 +245,6 @@ class Team:
         for rank, reason in enumerate(reasons):
             if reason:
                 raise RuntimeError(f"process {rank} of the client's {self.size} failed: {reason}")
-        return result  # type: ignore[return-value]  # no error, so there is one
 
 
 class ProcessesEngine:

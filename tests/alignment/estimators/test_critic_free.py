@@ -22,6 +22,7 @@ from firm.alignment.policy import set_mode, without_needless_warnings
 from firm.alignment.sequences import INVALID_LOGPROB, token_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
+from tests.stages import experience_of
 from tests.tokens import queries
 
 seeds = st.integers(0, 2**32)
@@ -193,7 +194,7 @@ def moved_experience(trainer):
     count = trainer.config.num_prompts
     query_ids = torch.randint(4, 10, (count, 6))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = trainer.experience(trainer.sample(queries(query_ids, prompts)))
+    experience = experience_of(trainer, trainer.sample(queries(query_ids, prompts)))
     with torch.no_grad():
         for parameter in trainer.adapter_parameters.values():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -234,7 +235,7 @@ def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options,
     trainer = make(dropout=dropout, ratio_cap=1.1, clip_range=0.05, **options)
     minibatch = moved_experience(trainer).rows(np.random.default_rng(0).permutation(16)[:9])
     torch.manual_seed(7)  # of dropout
-    gradients = trainer.gradients(minibatch)
+    gradients = trainer.gradients(trainer.learner, minibatch)
     torch.manual_seed(7)
     expected = looped_rows(trainer, minibatch)
     assert (expected.norm(dim=1) > 1e-4).all()
@@ -247,7 +248,10 @@ def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options,
 def test_rows_of_an_adapted_head_are_the_loop_s_too(make, make_policy):
     trainer = make(policy=make_policy(target_modules=["q_proj", "lm_head"]))
     minibatch = moved_experience(trainer)
-    rows, expected = trainer.gradients(minibatch).jacobian, looped_rows(trainer, minibatch)
+    rows, expected = (
+        trainer.gradients(trainer.learner, minibatch).jacobian,
+        looped_rows(trainer, minibatch),
+    )
     assert any("lm_head" in name for name in trainer.adapter_parameters)
     assert (rows - expected).norm() <= 1e-5 * expected.norm()
 
@@ -268,7 +272,7 @@ def test_in_float64_rows_equal_the_loop_s_to_ten_digits(
     )
     minibatch = moved_experience(trainer).rows(np.random.default_rng(0).permutation(16)[:9])
     torch.manual_seed(7)  # of dropout
-    gradients = trainer.gradients(minibatch)
+    gradients = trainer.gradients(trainer.learner, minibatch)
     assert gradients.jacobian.dtype == torch.float64
     torch.manual_seed(7)
     expected = looped_rows(trainer, minibatch)
@@ -281,9 +285,9 @@ def test_in_float64_rows_equal_the_loop_s_to_ten_digits(
 def test_micro_batches_sum_to_the_minibatch(make, options, size):
     whole, parts = (make(minibatch_size=16, micro_batch_size=n, **options) for n in (None, size))
     torch.manual_seed(1)
-    expected = whole.gradients(moved_experience(whole))
+    expected = whole.gradients(whole.learner, moved_experience(whole))
     torch.manual_seed(1)
-    split = parts.gradients(moved_experience(parts))
+    split = parts.gradients(parts.learner, moved_experience(parts))
     torch.testing.assert_close(split.jacobian, expected.jacobian, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(split.losses, expected.losses, rtol=1e-4, atol=1e-6)
     for name, figure in expected.aux.metrics.items():
@@ -303,9 +307,9 @@ def test_empty_replies_and_flat_groups_add_nothing_and_are_counted(make, letter_
     shares = estimator.metrics(experience)["zero_variance_share"]
     assert shares[0] >= 0.5
     assert all(0 <= share <= 1 for share in shares)
-    gradients = trainer.gradients(experience)
+    gradients = trainer.gradients(trainer.learner, experience)
     assert gradients.jacobian.isfinite().all()
-    rest = trainer.gradients(experience.rows(slice(4, None)))
+    rest = trainer.gradients(trainer.learner, experience.rows(slice(4, None)))
     torch.testing.assert_close(gradients.jacobian, rest.jacobian, rtol=1e-3, atol=1e-6)
 
 
@@ -391,7 +395,7 @@ def test_with_one_objective_loss_and_gradient_are_grpos(
         **{"clip_range": 0.1, "ratio_cap": 1.2, **PEERS[loss_type]},
     )
     minibatch = moved_experience(trainer).rows(slice(0, 8))
-    ours = trainer.gradients(minibatch)
+    ours = trainer.gradients(trainer.learner, minibatch)
     high = 1.2 if loss_type == "cispo" else 0.1
     options = {"loss_type": loss_type, "epsilon": 0.1, "epsilon_high": high}
     loss, gradient = peer_loss(trainer, minibatch, GRPOTrainer, GRPOConfig, tmp_path, **options)
@@ -401,7 +405,7 @@ def test_with_one_objective_loss_and_gradient_are_grpos(
     other_mean = "replies" if PEERS[loss_type]["loss_mean"] == "tokens" else "tokens"
     for change in ({"clip_range": 0.3, "ratio_cap": 1.05}, {"loss_mean": other_mean}):
         trainer.learner.estimator.config = replace(trainer.config, **change)
-        assert (trainer.gradients(minibatch).losses[0] - loss).abs() > 1e-5
+        assert (trainer.gradients(trainer.learner, minibatch).losses[0] - loss).abs() > 1e-5
 
 
 @quietly
@@ -416,7 +420,7 @@ def test_with_one_objective_loss_and_gradient_are_rloos(make_trainer, letter_cou
         scale="none",
     )
     minibatch = moved_experience(trainer).rows(slice(0, 8))
-    ours = trainer.gradients(minibatch)
+    ours = trainer.gradients(trainer.learner, minibatch)
     loss, gradient = peer_loss(
         trainer, minibatch, RLOOTrainer, RLOOConfig, tmp_path, epsilon=0.1, epsilon_high=0.1
     )

@@ -15,6 +15,7 @@ from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.run.plugins import import_plugin
 from tests.cabs import PROMPTS
 from tests.plugins import plugins_forgotten
+from tests.stages import experience_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +85,7 @@ def test_replies_to_a_prompt_stand_together_and_an_epoch_has_each_prompt_once(ma
 def test_one_backward_pass_gives_all_gradients(make, micro_batch_size):
     trainer = make(micro_batch_size=micro_batch_size)
     torch.manual_seed(0)
-    experience = trainer.experience(trainer.sample(trainer.encode(PROMPTS[:4])))
+    experience = experience_of(trainer, trainer.sample(trainer.encode(PROMPTS[:4])))
     rollouts = experience.rollouts
     output = trainer.policy_model(
         input_ids=rollouts.query_responses, attention_mask=rollouts.attention_mask
@@ -99,7 +100,7 @@ def test_one_backward_pass_gives_all_gradients(make, micro_batch_size):
     calls = []
     head = trainer.policy_model.get_base_model().lm_head
     handle = head.register_full_backward_hook(lambda *_: calls.append(1))
-    gradients = trainer.gradients(experience)
+    gradients = trainer.gradients(trainer.learner, experience)
     handle.remove()
     assert len(calls) == (1 if micro_batch_size is None else 6)
     for row, alone in zip(gradients.jacobian, expected, strict=True):

@@ -24,10 +24,12 @@ print("sum", team.sum(mine).tolist(), mine.tolist())
 gathered = team.gather({"rows": torch.ones(team.rank * 5)})
 print("gather", [len(content["rows"]) for content in gathered])
 try:
-    team.together(lambda: 1 / (1 - team.rank))
+    with team.unanimous():
+        1 / (1 - team.rank)
 except Exception as error:
     print("together", type(error).__name__, error)
-print("again", team.together(lambda: "fine"))
+with team.unanimous():
+    print("again", "fine")
 message = {"half": torch.tensor(0.5)} if processes.is_server else None
 print("broadcast", processes.broadcast(message))
 try:

@@ -1,0 +1,32 @@
+"""The trainer of a run: the stages of a local step, for PPO inside TRL's trainer."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from firm.alignment.estimators import EstimatorConfig, PPOConfig
+from firm.alignment.trainer import MultiObjectiveTrainer
+
+
+def has_trl_ppo() -> bool:
+    """Returns whether the TRL that is installed still has a `PPOTrainer`."""
+    try:
+        return find_spec("trl.experimental.ppo") is not None
+    except ModuleNotFoundError:  # nor anything experimental
+        return False
+
+
+def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
+    """Returns the stages of a local step; for PPO TRL's trainer wraps them, where TRL has one.
+
+    TRL removed its `PPOTrainer` in 1.13. With it and without, clients train the same adapters bit
+    for bit.
+
+    Args:
+        config: The estimator.
+        **arguments: Those of `MultiObjectiveTrainer`.
+    """
+    if isinstance(config, PPOConfig) and has_trl_ppo():
+        from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
+
+        return MultiObjectivePPOTrainer(config, **arguments).stages
+    return MultiObjectiveTrainer(config, **arguments)

@@ -1,0 +1,7 @@
+"""A trainer's stages one after the other, as a client calls them."""
+
+
+def experience_of(trainer, rollouts):
+    """Returns the experience of rollouts, scored and valued by the trainer's learner of a test."""
+    scored = trainer.score(rollouts)
+    return trainer.learner.estimator.experience(rollouts, scored.scores, scored.rewards)
