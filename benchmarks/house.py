@@ -3,15 +3,17 @@
     python benchmarks/house.py
     python benchmarks/house.py --round    # also runs the smoke job and traces its second round
 
-A round's hops are the files of the project in which something ran between the start of the last
-round and its aggregation, or its page.
+Files, functions and the depth of frames are those of `firm` that run in the second round, and in
+its second local training, of the smoke job.
 """
 
 import argparse
 import ast
+import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,7 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--round", action="store_true", help="trace a round of the smoke job")
     options = parser.parse_args(argv)
     print_table("Packages", HEADER, [row(name, files_of(ROOT / name)) for name in PACKAGES])
-    print(f"import circles: {num_circles()}\n")
+    imports = import_graph()
+    circles = [group for group in networkx.strongly_connected_components(imports) if len(group) > 1]
+    chain = [] if circles else networkx.dag_longest_path(imports)
+    print(f"import circles: {len(circles)}")
+    print(f"longest import chain, {len(chain)} modules: {' > '.join(chain)}")
+    names = Counter(name for file in files_of(ROOT / "firm") for name in classes_of(file))
+    taken = sorted(name for name, count in names.items() if count > 1)
+    print(f"class names defined more than once, {len(taken)}: {', '.join(taken)}\n")
     parts = sorted(path for path in (ROOT / "firm").iterdir() if any(path.glob("*.py")))
     print_table("firm", HEADER, [row(path.name, files_of(path)) for path in parts])
     product = [file for name in ("firm", "recipes") for file in files_of(ROOT / name)]
@@ -94,64 +103,94 @@ def num_broad(file: Path) -> int:
     )
 
 
-def num_circles() -> int:
-    """Returns how many groups of the product's modules import each other, directly or not."""
-    graph = grimp.build_graph("firm", "reward_models", "recipes")
-    imports = networkx.DiGraph(
+def classes_of(file: Path) -> list[str]:
+    """Returns the public names of the classes that a file defines at its top."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    names = [node.name for node in body if isinstance(node, ast.ClassDef)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def import_graph() -> networkx.DiGraph:
+    """Returns which of the product's modules imports which when it runs."""
+    names = "firm", "reward_models", "recipes"
+    graph = grimp.build_graph(*names, exclude_type_checking_imports=True)
+    return networkx.DiGraph(
         (module, other)
         for module in graph.modules
         for other in graph.find_modules_directly_imported_by(module)
     )
-    return sum(len(group) > 1 for group in networkx.strongly_connected_components(imports))
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 TRACER = """
-import sys, threading
-from pathlib import Path
+import sys
+from firm.federation import strategies
+from firm.federation.tasks import TASKS, Task
 from firm.jobs.alignment import main
-from firm.federation.server import ServerState
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
-import firm.jobs.alignment as job
 
-root, out, seen, marks = sys.argv[1], sys.argv[2], set(), []
+root, out, estimator = sys.argv[1:]
 
-def trace(frame, event, argument):
-    name = frame.f_code.co_filename
-    if event == "call" and name.startswith(root):
-        seen.add(name)
+def traced(function, name):
+    # the second call is traced: the first one loads what is loaded once
+    calls = []
 
-wing, advance = job._LanguageWing, ServerState.advance
-measure, show = wing.measure, wing.show
+    def call(*arguments, **options):
+        calls.append(name)
+        if len(calls) != 2:
+            return function(*arguments, **options)
+        files, functions, depths, own = set(), set(), [0], sys._getframe()
 
-def measured(self, before, after, metrics):
-    marks.append(("aggregation", set(seen)))
-    return measure(self, before, after, metrics)
+        def profile(frame, event, argument):
+            code = frame.f_code
+            if event != "call" or not code.co_filename.startswith(root):
+                return
+            files.add(code.co_filename)
+            functions.add((code.co_filename, code.co_name, code.co_firstlineno))
+            depth = 0
+            while frame is not None and frame is not own:
+                depth += frame.f_code.co_filename.startswith(root)
+                frame = frame.f_back
+            depths.append(depth)
 
-def shown(self, state, rows):
-    result = show(self, state, rows)
-    marks.append(("page", set(seen)))
-    seen.clear()
-    return result
+        outer = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            return function(*arguments, **options)
+        finally:
+            sys.setprofile(outer)
+            print("TRACE", name.replace(" ", "_"), len(files), len(functions), max(depths))
 
-wing.measure, wing.show = measured, shown
-sys.setprofile(trace)
-threading.setprofile(trace)
-main(parse(AlignmentConfig, ["--config", "smoke", "--out", out]))
-sys.setprofile(None)
-for name, files in marks[-2:]:
-    lines = sum(len(Path(f).read_text().splitlines()) for f in files)
-    print(f"HOPS {name} {len(files)} {lines}")
+    return call
+
+step = TASKS["local_training"]
+if estimator.endswith("round"):
+    strategies.STRATEGIES["firm"] = traced(strategies.STRATEGIES["firm"], "round")
+else:
+    TASKS["local_training"] = Task(traced(step.function, "local step"), step.request)
+main(parse(AlignmentConfig, [
+    "--config", "smoke", "--out", out, "--estimator.name", estimator.split()[0],
+    "--strategy.num_local_steps", "1", "--estimator.num_epochs", "1",
+    "--evaluation.num_test_prompts", "2", "--evaluation.num_validation_prompts", "0",
+]))
 """
 
 
 def print_round() -> None:
-    """Prints how many files and lines the last round of the smoke job passes."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", TRACER, str(ROOT / "firm"), f"{folder}/run"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
-    found = [line.split()[1:] for line in ended.stdout.splitlines() if line.startswith("HOPS ")]
-    print_table("One round of the smoke job", ["up to the", "files", "lines"], found)
+    """Prints the files, functions and frames that a local step and a round pass, options off."""
+    rows = []
+    for estimator in ("ppo", "critic_free", "ppo round", "critic_free round"):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-c", TRACER, str(ROOT / "firm"), f"{folder}/run", estimator]
+            ended = subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=folder, env=ENVIRONMENT
+            )
+        found = [line for line in ended.stdout.splitlines() if line.startswith("TRACE ")]
+        _, what, *figures = found[-1].split()
+        rows.append([f"{what.replace('_', ' ')}, {estimator.split()[0]}", *figures])
+    header = ["second of the smoke job", "files", "functions", "depth"]
+    print_table("What is passed with every option off", header, rows)
 
 
 if __name__ == "__main__":
