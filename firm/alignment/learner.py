@@ -1,5 +1,6 @@
 """What one client trains beside the adapter, and what its optimizer remembers."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,26 +25,12 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Returns a deep copy of everything that training changes."""
-        state = {
-            "estimator": self.estimator.state(),
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-        }
-        return _copied(state)
+        optimizer = self.actor_optimizer.state_dict()
+        return copy.deepcopy({"estimator": self.estimator.state(), "actor_optimizer": optimizer})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state()` returned; the given state stays untouched."""
-        state = _copied(state)
+        state = copy.deepcopy(state)
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.estimator.restore(state["estimator"])
         self.num_steps = 0
-
-
-def _copied(tree: Any) -> Any:
-    """Returns a deep copy of nested mappings and sequences whose tensors are detached clones."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_copied(value) for value in tree]
-    return tree

@@ -266,7 +266,7 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
     values = list(values.detach().tolist() if isinstance(values, torch.Tensor) else values)
     if len(values) != num_completions:
         raise ValueError(f"reward {name!r} returned {len(values)} values: {expected}, in order.")
-    numbers = [math.nan if value is None else _as_float(value) for value in values]
+    numbers = list(map(_as_float, values))
     odd = [at for at, number in enumerate(numbers) if number is None]
     if odd:
         raise ValueError(
@@ -286,7 +286,12 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
 
 
 def _as_float(value: Any) -> float | None:
-    """Returns a number, or a tensor or array of one, as a float; None for anything else."""
+    """Returns a number, or a tensor or array of one, as a float, and NaN for None.
+
+    Of anything else it returns None.
+    """
+    if value is None:
+        return math.nan
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
     number = value.item() if size == 1 else value
     if not isinstance(number, Real | Decimal):

@@ -87,7 +87,7 @@ class Sequences(Rows):
 
     @property
     def _positions(self) -> torch.Tensor:
-        num_positions = self.query_responses.size(1) - self.context_length
+        num_positions = self.query_responses.size(1) - self.queries.token_ids.size(1)
         return torch.arange(num_positions, device=self.query_responses.device).unsqueeze(0)
 
 

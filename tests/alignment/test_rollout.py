@@ -642,7 +642,7 @@ class Seat(Team):
     given: list = field(default_factory=list)
 
     def unanimous(self):
-        return nullcontext()
+        return contextlib.nullcontext()
 
     def gather(self, content):
         if len(self.given) < self.size:

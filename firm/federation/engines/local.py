@@ -112,7 +112,7 @@ class LocalEngine:
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the program's main thread can keep a time limit.")
         run = partial(self._run_and_tell, request, request_sizes(request))
-        return divided(self._pool.map(run, clients) if self._pool else map(run, clients))
+        return divided(list(self._pool.map(run, clients) if self._pool else map(run, clients)))
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns {client: {"round": last accepted round, "state": its state then}}."""
