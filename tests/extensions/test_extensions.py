@@ -16,10 +16,11 @@ from tests.runs import read_rows
 from tests.smoke import POLICY
 
 FOLDER = Path(__file__).parent
-PLUGINS = ["momentum", "reinforce", "vowels", "counting_engine", "reply_loss"]
+PLUGINS = ["momentum", "reinforce", "vowels", "counting_engine", "reply_loss", "medoid"]
 OVERRIDES = {
     "plugins": [str(FOLDER / f"{name}.py") for name in PLUGINS],
     "strategy.name": "momentum",
+    "strategy.robust.rule": "medoid",
     "estimator.name": "reinforce",
     "engine": "counting",
     "rewards": {
@@ -55,6 +56,9 @@ def test_every_extension_takes_part(study):
     settings = yaml.safe_load((folder / MOMENTUM / "config.yaml").read_text())
     assert settings["strategy"]["momentum"] == 0.9
     assert settings["estimator"]["group_size"] == 4
+    rounds = read_rows(folder / MOMENTUM, "round")
+    assert [row["robust"]["rule"] for row in rounds] == ["medoid", "medoid"]
+    assert all(len(row["robust"]["chosen"]) == 1 for row in rounds)
     clients = read_rows(folder / MOMENTUM, "client")
     assert len(clients) == 4
     assert all(row["reply_loss"] > 0 for row in clients)
