@@ -166,17 +166,18 @@ def load(
         given=given.model,
     )
     check_vocabulary(policy, tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}")
-    trainer = build_trainer(
-        cfg.estimator,
-        rollout_config=cfg.rollout,
-        prompt_format=cfg.policy.prompt,
-        policy=policy,
-        tokenizer=tokenizer,
-        reward_fns={name: reward_fns[name] for name in cfg.rewards},
-        num_rounds=max(1, cfg.rounds),
-        team=processes.team(),
-        use_cpu=device.type == "cpu",
-    )
+    with RandomStream(cfg.seed, "critic"):  # a value network starts with random weights
+        trainer = build_trainer(
+            cfg.estimator,
+            rollout_config=cfg.rollout,
+            prompt_format=cfg.policy.prompt,
+            policy=policy,
+            tokenizer=tokenizer,
+            reward_fns={name: reward_fns[name] for name in cfg.rewards},
+            num_rounds=max(1, cfg.rounds),
+            team=processes.team(),
+            use_cpu=device.type == "cpu",
+        )
     check_passes(policy, cfg.policy.path)
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh

@@ -20,10 +20,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient, comparison_table
-from firm.federation import RoundFailed
+from firm.federation import Processes, RoundFailed
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment import Result, align, main
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_loading import load
 from firm.report.tables import COLUMNS
 from firm.run import parse
 from firm.run.checkpoint import load_state
@@ -515,3 +516,17 @@ def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn
     conditioned = ["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"]
     cfg = config("--strategy.beta", "0.01", *conditioned, "--estimator.num_replies", "2")
     assert alarms_of_rounds(cfg, [*rows, end]) == []  # each preference is solved without β
+
+
+def test_the_first_weights_of_a_value_network_come_of_the_runs_seed():
+    """And not of the generators' states, which differ between the processes of one client."""
+
+    def weights(outer_seed, seed=0):
+        torch.manual_seed(outer_seed)
+        cfg = config("--estimator.critic", "network", "--seed", seed)
+        state = load(cfg, Processes()).trainer.critic.state_dict()
+        return torch.cat([value.flatten() for value in state.values()])
+
+    first = weights(1)
+    assert torch.equal(first, weights(2))
+    assert not torch.equal(first, weights(1, seed=5))
