@@ -1,4 +1,4 @@
-"""Warnings of an alignment run: those of its configuration, and those of its rounds."""
+"""Warnings about an alignment run's configuration and its rounds."""
 
 from firm.alignment import kl_alarm, logprobs_from, mismatch_alarm, ratio_alarm
 from firm.federation import failure_alarms
@@ -11,10 +11,10 @@ MINIATURE = "firm/miniature/checkpoints/"
 
 
 def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
-    """Returns what the user should know of the configuration alone."""
+    """Returns warnings that follow from the configuration alone."""
     texts = [note for option in cfg.strategy.options for note in option.notes()]
     texts += _leftovers(cfg)
-    if cfg.strategy.num_local_epochs is not None:  # whose local steps only the prompts tell
+    if cfg.strategy.num_local_epochs is not None:  # the local steps depend on the prompts
         return texts
     num_steps = cfg.rounds * cfg.strategy.num_local_steps
     alarm = kl_alarm(cfg.estimator.kl, batch_size=cfg.estimator.batch_size, num_steps=num_steps)
@@ -22,7 +22,7 @@ def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
 
 
 def _leftovers(cfg: AlignmentConfig) -> list[str]:
-    """Returns a warning where policy or training prompts are one's own, and what measures ships."""
+    """Returns a warning if policy or training data are the user's, but others the miniature's."""
     places = {
         "policy.path": cfg.policy.path,
         **{f"data.{split}.source": getattr(cfg.data, split).source for split in DEFAULT_SPLITS},
@@ -40,16 +40,16 @@ def _leftovers(cfg: AlignmentConfig) -> list[str]:
 
 
 def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
-    """Returns alarms of the rounds so far that no earlier row has.
+    """Returns new alarms about the rounds so far: those that no earlier row contains.
 
     Args:
         cfg: The run.
-        rows: Its rows, that of the round that just ended last.
+        rows: Its logged rows; the last is that of the round that has just ended.
     """
     texts = failure_alarms(rows)
     alarms: list[str | None] = []
     is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
-    has_dropout = cfg.policy.lora.dropout > 0  # by which ratios are other than 1 by design
+    has_dropout = cfg.policy.lora.dropout > 0  # dropout moves ratios away from 1 by design
     if is_of_generation or not has_dropout:
         alarm = drawn(
             "Whether an unchanged policy's ratio is 1",
@@ -70,7 +70,7 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
         )
         alarms.append(alarm)
     texts += filter(None, alarms)
-    if solves_at_preferences(cfg):  # which have no β
+    if solves_at_preferences(cfg):  # there is no beta to warn about
         return texts
     return texts + drawn(
         "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]

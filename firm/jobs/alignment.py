@@ -92,7 +92,7 @@ RENEWED_KEYS = ("rounds",)
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has come to."""
+    """Result of an alignment run."""
 
     path: Path
     """The run's directory."""
@@ -107,7 +107,7 @@ class Result:
 
     @property
     def comparison(self) -> list[Comparison]:
-        """Returns the aligned model beside the base model, by objective and further figures."""
+        """Returns aligned against base model, by objective and for further metrics."""
         return comparison_table(self.base, self.final)
 
     @property
@@ -117,11 +117,11 @@ class Result:
 
     @property
     def rewards(self) -> Frame:
-        """Returns rewards in [0, 1] on the held-out prompts: a pandas.DataFrame by objective.
+        """Returns the rewards on the held-out prompts, in [0, 1]: a pandas.DataFrame by objective.
 
-        Its columns are those of `Comparison`: base, base_se, final, final_se, change and change_se,
-        means and their standard errors, the change paired by row; num_prompts, the prompts that
-        they are of; and z.
+        The columns are those of `Comparison`: base, base_se, final, final_se, change and change_se,
+        which are means and their standard errors, the change paired by row; num_prompts, the
+        number of prompts evaluated; and z.
         """
         table = comparison_table(self.base, self.final, has_rewards=True)
         by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
@@ -130,15 +130,15 @@ class Result:
         return frame.drop(columns=["name", "is_partial"])
 
     def to_pandas(self) -> Frame:
-        """Returns every logged number, one in each row of a pandas.DataFrame.
+        """Returns every logged number as a pandas.DataFrame, one number per row.
 
-        Its columns are `firm.report.tables.COLUMNS`.
+        The columns are `firm.report.tables.COLUMNS`.
         """
         record = read_record(self.path)
         return Setting.of(self.path.name, 0, [record]).table
 
     def report(self) -> "Report":
-        """Returns the page, which a notebook shows where the call stands."""
+        """Returns the page; a notebook displays it below the calling cell."""
         return Report(self.page)
 
 
@@ -152,35 +152,36 @@ class Report:
         return str(self.path)
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows: the page in a frame, whole."""
+        """Returns HTML that displays the complete page in a notebook, in an iframe."""
         page = html.escape(self.path.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 48rem; border: 0"></iframe>'
 
 
 def main(cfg: AlignmentConfig) -> Path | None:
-    """Runs what `cfg` asks for; returns the run's directory, None after a plan."""
+    """Runs or plans the alignment; returns the run's directory, or None after a plan."""
     check_sources(with_shipped_paths(cfg))
     if cfg.plan:
         return print_plan(cfg)
     out = run_folder(cfg)
     with continued_by("align", out):
         result = align(replace(cfg, out=out))
-    if result is None:  # another process prints
+    if result is None:  # the first process prints the result
         return None
     print_result(cfg, result)
     return result.path
 
 
 def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
-    """Runs everything that `cfg` asks for, from the start or the run's last checkpoint.
+    """Runs an alignment from the start, or from the run's last checkpoint.
 
-    Objects that are given take the place of what `cfg` names; `firm.align` makes both.
+    Objects in `given` replace those named in `cfg`; `firm.align` prepares both.
 
     Returns:
-        The result; None in the processes of a launcher that only serve the first one.
+        The result; None in a launcher's processes other than the first, which only serve it.
 
     Raises:
-        UserError: Something of the configuration cannot be had, or the run's directory is taken.
+        UserError: A model, file or other resource in the configuration is not available, or the
+            run's directory is in use.
     """
     processes = Processes.join(per_client=cfg.processes_per_client)
     out = claim_folder(cfg, processes)
@@ -203,7 +204,7 @@ def run_rounds(
     progress: Progress,
     out: Path,
 ) -> Result:
-    """Trains, measures, writes and shows, wherever the engine's clients are."""
+    """Trains and evaluates, and writes the results, wherever the engine's clients run."""
     with open_wing(loaded, cfg, calibrations, engine, progress, out) as wing:
         state = train(wing, engine, client_names(cfg), cfg.strategy)
         base, final = wing.finish(state)
@@ -219,7 +220,7 @@ def open_wing(
     progress: Progress,
     out: Path,
 ) -> Iterator["_LanguageWing"]:
-    """Opens the run's folder, its tracker and its progress, and closes the engine at the end."""
+    """Opens the run's folder, tracker and progress display, and closes the engine on exit."""
     settings = to_dict(cfg)
     with (
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS, renew=RENEWED_KEYS) as run,
@@ -239,13 +240,13 @@ def open_wing(
 
 
 def write_result(cfg: AlignmentConfig, out: Path, base: Evaluation, final: Evaluation) -> Result:
-    """Writes the page and the front of a finished run, and pushes its adapter where asked to.
+    """Writes a finished run's page and front, and pushes its adapter if a hub is configured.
 
     Args:
         cfg: The run.
         out: Its directory.
-        base: The base model on the held-out prompts.
-        final: The aligned model on the same.
+        base: Evaluation of the base model on the held-out prompts.
+        final: Evaluation of the aligned model on the same prompts.
     """
     report = update_report(out, final=True)
     with drawing("The front of the run"):
@@ -258,7 +259,7 @@ def write_result(cfg: AlignmentConfig, out: Path, base: Evaluation, final: Evalu
 
 
 def print_result(cfg: AlignmentConfig, result: Result) -> None:
-    """Prints the comparison with the base model, the warnings, and where page and adapter are."""
+    """Prints the comparison with the base model, warnings, and paths of page and adapter."""
     final = result.final
     print_table(
         f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
@@ -272,20 +273,20 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
 
 
 def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:
-    """Returns the run's directory, once it is known that the run may begin or continue there.
+    """Returns the run's directory after checking that the run may start or continue there.
 
     Raises:
-        UserError: It holds another run, or its run cannot continue with this configuration.
+        UserError: It holds another run, or a run that cannot continue with this configuration.
     """
     out = run_folder(cfg)
-    if processes.is_server:  # before minutes of loading
+    if processes.is_server:  # fail before loading, which takes minutes
         Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
         _check_rounds(out, cfg)
     return out
 
 
 def _check_rounds(out: Path, cfg: AlignmentConfig) -> None:
-    """Raises `UserError` where the run in `out` cannot go on to another number of rounds."""
+    """Raises `UserError` if the run in `out` cannot continue with a changed number of rounds."""
     run = Run(out)
     if not (cfg.resume and (out / "config.yaml").exists()):
         return
@@ -311,7 +312,7 @@ def run_folder(cfg: AlignmentConfig) -> Path:
 
 
 def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Progress:
-    """Returns what the terminal shows of a run, or another console."""
+    """Returns a run's progress display, on the terminal or on `console`."""
     return Progress(
         cfg.rounds,
         client_names(cfg),
@@ -322,7 +323,7 @@ def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Prog
 
 
 class _LanguageWing(Wing):
-    """Measures the policy's replies: after every round, and on held-out prompts at both ends."""
+    """Evaluates replies: after each round, and on held-out prompts before and after training."""
 
     def __init__(
         self,
@@ -390,9 +391,9 @@ class _LanguageWing(Wing):
         self._progress.event("round_finished", row=by_kind["round"], scores=means)
 
     def finish(self, state: ServerState) -> tuple[Evaluation, Evaluation]:
-        """Returns the base model and the final one on the held-out prompts.
+        """Returns the evaluations of base and final model on the held-out prompts.
 
-        Logs both and saves the final adapter, which the policy is left with.
+        Logs both, and saves the final adapter, which stays loaded in the policy.
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
         self.book.log(final.row(base, round=state.round, split="test"))
@@ -404,12 +405,12 @@ class _LanguageWing(Wing):
         return base, final
 
     def _save_adapters(self, base: Evaluation, final: Evaluation) -> None:
-        """Saves the policy's adapter, and of a conditioned one the folds that were measured."""
+        """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
         run, loaded = self.book.run, self._loaded
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
         save_adapter(policy, run.path / "adapter")
         tokenizer.save_pretrained(str(run.path / "adapter"))
-        shutil.rmtree(run.path / "front", ignore_errors=True)  # of an end with fewer rounds
+        shutil.rmtree(run.path / "front", ignore_errors=True)  # from a run to fewer rounds
         for preference in self.preferences:
             folder = run.path / "front" / preference_folder(preference)
             save_folded(policy, folder, preference)
@@ -418,7 +419,7 @@ class _LanguageWing(Wing):
         _card(self._cfg, base, final, run).save(run.path / "adapter" / "README.md")
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
-        """Returns what a conditioned policy is worth at each of the preferences."""
+        """Returns the evaluation of a conditioned policy at each preference."""
         return [self._at_preference(state, split, preference) for preference in self.preferences]
 
     def _at_preference(self, state: ServerState, split: str, preference: Sequence[float]) -> Row:
@@ -428,10 +429,10 @@ class _LanguageWing(Wing):
         return {**row, "preference": list(preference)}
 
     def _final_front(self, state: ServerState) -> list[Row]:
-        """Returns the rows on the test prompts, and those in the widest gaps between them.
+        """Returns the rows on the test prompts, with further ones in the widest gaps of the front.
 
-        There are fewer of those where a gap is too narrow for a name of its own. `preferences` has
-        them all then.
+        Stops adding rows when a gap is too narrow for a distinct name. Appends the added
+        preferences to `preferences`.
         """
         rows = self._at_preferences(state, "test")
         for _ in range(self._cfg.evaluation.num_refined):
@@ -482,7 +483,7 @@ class _LanguageWing(Wing):
 def _run_row(
     cfg: AlignmentConfig, loaded: LoadedRun, calibrations: Mapping[str, Calibration]
 ) -> Row:
-    """Returns the first row of metrics.jsonl: what the run is made of."""
+    """Returns the first row of metrics.jsonl, which describes the run."""
     names, processes = client_names(cfg), loaded.processes
     parameters = loaded.trainer.adapter_parameters.values()
     return {
@@ -499,7 +500,7 @@ def _run_row(
 
 
 def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:
-    """Returns the card of a conditioned adapter at one preference."""
+    """Returns the model card of a conditioned adapter folded at one preference."""
     shares = zip(cfg.rewards, preference, strict=True)
     aim = ", ".join(f"{name} {share / sum(preference):.3f}" for name, share in shares)
     text = f"""A LoRA adapter: the fold at this preference of a conditioned adapter that
@@ -508,7 +509,7 @@ def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard
 
 
 def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -> ModelCard:
-    """Returns the card of the final adapter."""
+    """Returns the model card of the final adapter."""
     work = {"local steps per round": cfg.strategy.num_local_steps}
     if cfg.strategy.num_local_epochs is not None:
         work = {"local epochs per round": cfg.strategy.num_local_epochs}

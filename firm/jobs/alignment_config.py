@@ -1,4 +1,4 @@
-"""The configuration of an alignment run, and the checks that need no model."""
+"""The configuration of an alignment run, and checks that do not load a model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,7 +274,7 @@ def client_names(cfg: AlignmentConfig) -> list[str]:
 
 
 def measured_preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
-    """Returns where a conditioned policy is measured, scaled to sum 1; nowhere without one."""
+    """Returns the preferences to evaluate a conditioned policy at, scaled to sum 1; else []."""
     if cfg.policy.conditioning.kind == "none":
         return []
     asked = cfg.evaluation.preferences
@@ -285,7 +285,7 @@ def measured_preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
 def solves_at_preferences(cfg: AlignmentConfig) -> bool:
     """Returns whether clients solve for weights at each preference of a minibatch (FIRM, Eq. 54).
 
-    Else rows are weighted by their preference.
+    Otherwise rows are weighted by their preference.
     """
     if cfg.policy.conditioning.kind == "none":
         return False
@@ -294,13 +294,13 @@ def solves_at_preferences(cfg: AlignmentConfig) -> bool:
 
 
 def is_front_due(cfg: AlignmentConfig, round: int) -> bool:
-    """Returns whether these preferences are measured on the validation prompts after a round."""
+    """Returns whether the validation front is evaluated after this round."""
     every = cfg.evaluation.front_every
     return every is not None and (round % every == 0 or round == cfg.rounds)
 
 
 def _check_participation(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on a strategy that asks for clients that there are not."""
+    """Raises ``ValueError`` if a strategy refers to clients that do not exist."""
     for key in ("quorum", "clients_per_round"):
         count = getattr(cfg.strategy, key)
         if count is not None and count > cfg.num_clients:
@@ -309,7 +309,7 @@ def _check_participation(cfg: AlignmentConfig) -> None:
                 "lower it, or add clients."
             )
     names = client_names(cfg)
-    preferences = getattr(cfg.strategy, "preferences", {})  # of strategies that have some
+    preferences = getattr(cfg.strategy, "preferences", {})  # only some strategies have them
     for key, own in (("always", cfg.strategy.always), ("preferences", preferences)):
         for name in own:
             if name not in names:
@@ -320,7 +320,7 @@ def _check_participation(cfg: AlignmentConfig) -> None:
 
 
 def _check_ranks(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on ranks of clients that there are not, or that the adapter lacks."""
+    """Raises ``ValueError`` on ranks for unknown clients, or above the adapter's rank."""
     names, whole = client_names(cfg), cfg.policy.lora.r
     for name, rank in cfg.strategy.ranks.items():
         if name not in names or rank > whole:
@@ -331,7 +331,7 @@ def _check_ranks(cfg: AlignmentConfig) -> None:
 
 
 def _check_conditioning(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on a conditioned policy whose run cannot train it, or a wrong fold."""
+    """Raises ``ValueError`` if the run cannot train a conditioned policy, or on a wrong fold."""
     if cfg.start_preference is not None and not cfg.start:
         raise ValueError(
             f"start_preference needs a start to be folded, got {cfg.start_preference} without one."
@@ -374,7 +374,7 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
 
 
 def _check_solves(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on options that solves at the drawn preferences leave no room for."""
+    """Raises ``ValueError`` on options that conflict with solving at the drawn preferences."""
     for key, left in {"preference": None, "preferences": {}, "solve_per": "minibatch"}.items():
         given = getattr(cfg.strategy, key, left)
         if given != left:
@@ -397,7 +397,7 @@ def _check_preferences(key: str, preferences: list[list[float]], cfg: AlignmentC
 
 
 def _check_engine(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on an engine that there is not, or that cannot do what is asked."""
+    """Raises ``ValueError`` if the engine is unknown or does not support the configuration."""
     check_engine(cfg.engine)
     if cfg.engine != "stacked":
         if cfg.max_rows is not None:
@@ -429,7 +429,7 @@ def _check_engine(cfg: AlignmentConfig) -> None:
 
 
 def _check_groups(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on groups that do not fit clients and objectives."""
+    """Raises ``ValueError`` if groups do not match the clients and objectives."""
     taken: dict[int, str] = {}
     for group, config in cfg.groups.items():
         key = f"groups.{check_name(group, 'groups: the name of a group')}"
@@ -458,7 +458,7 @@ def _check_groups(cfg: AlignmentConfig) -> None:
                 f"{key}.attack.objective must be one that they serve ({', '.join(served)}), got "
                 f"{attacked!r}{did_you_mean(attacked, served)}"
             )
-    if len(taken) == cfg.num_clients:  # nobody outside of groups, who would serve all objectives
+    if len(taken) == cfg.num_clients:  # no client outside of groups serves all objectives
         theirs = [
             cfg.rewards if c.objectives is None else c.objectives for c in cfg.groups.values()
         ]
@@ -471,7 +471,7 @@ def _check_groups(cfg: AlignmentConfig) -> None:
 
 
 def _check_calibrations(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on fixed calibrations that no reward model has a use for."""
+    """Raises ``ValueError`` on fixed calibrations that no reward model can use."""
     configs = reward_configs(cfg)
     for key, calibration in cfg.evaluation.calibrations.items():
         if key not in configs:
@@ -487,7 +487,7 @@ def _check_calibrations(cfg: AlignmentConfig) -> None:
 
 
 def reward_configs(cfg: AlignmentConfig) -> dict[str, RewardModelConfig]:
-    """Returns all reward models: by objective, and those of groups by group/objective."""
+    """Returns all reward models by objective; those of groups by group/objective."""
     return {
         **cfg.rewards,
         **{

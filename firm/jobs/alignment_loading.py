@@ -1,4 +1,4 @@
-"""Loads what an alignment run is made of, and builds its clients and its engine."""
+"""Loads the models and data of an alignment run, and builds its clients and engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ from reward_models import load_reward_models
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """What a run is made of, at the server and wherever clients are."""
+    """The loaded components of a run, on the server and wherever clients run."""
 
     trainer: MultiObjectiveTrainer
     """The policy with one adapter, and how it is trained."""
@@ -92,7 +92,7 @@ class LoadedRun:
 
 @dataclass(frozen=True)
 class Given:
-    """Objects that a run takes in place of what its configuration names."""
+    """Objects that replace those named in a run's configuration."""
 
     model: transformers.PreTrainedModel | None = None
     """The policy's base model."""
@@ -112,7 +112,7 @@ def load(
     given: Given | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> LoadedRun:
-    """Loads prompts, models and reward models in this process, but for those that are given."""
+    """Loads prompts, models and reward models in this process, unless they are in `given`."""
     if on_event and processes.is_server:
         on_event("loading")
     given = given or Given()
@@ -158,7 +158,7 @@ def load(
     configs = reward_configs(cfg)
     named = {key: config for key, config in configs.items() if key not in given.reward_fns}
     reward_fns = {**load_reward_models(named), **given.reward_fns}
-    reward_fns = {key: reward_fns[key] for key in configs}  # in their order
+    reward_fns = {key: reward_fns[key] for key in configs}  # in the order of the configuration
     policy = load_policy(
         cfg.policy,
         stream=RandomStream(cfg.seed, "adapter"),
@@ -166,7 +166,7 @@ def load(
         given=given.model,
     )
     check_vocabulary(policy, tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}")
-    with RandomStream(cfg.seed, "critic"):  # a value network starts with random weights
+    with RandomStream(cfg.seed, "critic"):  # a value network is initialized randomly
         trainer = build_trainer(
             cfg.estimator,
             rollout_config=cfg.rollout,
@@ -206,14 +206,14 @@ def common_calibrations(
     *,
     on_event: Callable[..., None] | None = None,
 ) -> dict[str, Calibration]:
-    """Returns the maps from scores to rewards, which the server fixes for all.
+    """Returns the maps from scores to rewards, which the server fixes for all clients.
 
-    A run that goes on keeps its own.
+    A resumed run keeps its calibrations.
     """
-    calibrations = _calibrate(loaded, cfg, on_event)  # tries every reward model, too
+    calibrations = _calibrate(loaded, cfg, on_event)  # also tries out every reward model
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
         frozen = as_calibrations(checkpoint[1]["calibrations"])
-        check_same(frozen, calibrations)  # before the run is opened, which cuts its logs
+        check_same(frozen, calibrations)  # before the run is opened, which truncates its logs
         return frozen
     return calibrations
 
@@ -225,7 +225,7 @@ def shared_calibrations(
     *,
     on_event: Callable[..., None] | None = None,
 ) -> dict[str, Calibration]:
-    """Returns ``common_calibrations``, which the first process sends to those beside it."""
+    """Returns ``common_calibrations``, which the first process broadcasts to the others."""
     if not loaded.processes.is_server:
         return as_calibrations(loaded.processes.broadcast())
     calibrations = common_calibrations(loaded, cfg, out, on_event=on_event)
@@ -245,16 +245,16 @@ def build_clients(
     """Builds clients on their shards of the training prompts, or on other prompts.
 
     Args:
-        loaded: What all clients share.
+        loaded: Components that all clients share.
         cfg: The run.
         calibrations: The maps from scores to rewards.
-        names: The clients; by default those of this process.
-        prompts: Prompts by client; by default a partition of the training prompts.
-        on_event: Is told how far a client is.
+        names: Clients to build; this process's by default.
+        prompts: Prompts by client; a partition of the training prompts by default.
+        on_event: Called with the progress of a client.
     """
     names = loaded.processes.hosted(client_names(cfg)) if names is None else names
     common = Judges(loaded.trainer.reward_fns, {name: calibrations[name] for name in cfg.rewards})
-    own: dict[str, tuple[Judges, GroupConfig]] = {}  # of clients that are in a group
+    own: dict[str, tuple[Judges, GroupConfig]] = {}  # for clients in a group
     for group, config in cfg.groups.items():
         judges = _group_judges(cfg, group, loaded.reward_fns, calibrations)
         own |= {f"client_{index}": (judges, config) for index in config.clients}
@@ -289,13 +289,13 @@ def build_engine(
     *,
     on_event: Callable[..., None] | None = None,
 ) -> Engine:
-    """Returns the engine of this process and of those that a launcher started beside it.
+    """Returns the engine of this process and the launcher's other processes.
 
     Args:
-        clients: Those of this process.
+        clients: Clients of this process.
         cfg: The run.
-        processes: This one and those beside it.
-        on_event: Is told of clients that start and end.
+        processes: This process and the launcher's others.
+        on_event: Called when a client starts or ends.
     """
     engine = own_engine(clients, cfg, processes, on_event=on_event)
     if processes.size > 1:
@@ -309,7 +309,7 @@ def build_engine(
 
 
 def serve(engine: Engine) -> None:
-    """Lets this process work for the first one of a launcher until the run ends."""
+    """Serves the launcher's first process until the run ends."""
     assert isinstance(engine, ProcessesEngine)
     engine.serve()
 
@@ -317,7 +317,7 @@ def serve(engine: Engine) -> None:
 def own_engine(
     clients: Sequence[Client], cfg: AlignmentConfig, processes: Processes, **options: Any
 ) -> Engine:
-    """Returns the engine of the clients in this process, with further options of `LocalEngine`."""
+    """Returns the engine of this process's clients; `options` are those of `LocalEngine`."""
     if cfg.max_rows is not None:
         options["max_rows"] = cfg.max_rows
     return ENGINES[cfg.engine](
@@ -326,8 +326,8 @@ def own_engine(
 
 
 def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
-    """Returns what makes trainers whose passes are joint."""
-    if (per_client := loaded.processes.per_client) > 1:  # a site's own choice
+    """Returns a factory of trainers that share forward passes."""
+    if (per_client := loaded.processes.per_client) > 1:  # a site may set this itself
         raise UserError(f"processes_per_client must be 1 with engine stacked, got {per_client}.")
     return loaded.trainer.stacked()
 
@@ -335,7 +335,7 @@ def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
 def partition(
     prompts: list[Prompt], cfg: AlignmentConfig, how: PartitionConfig, num_clients: int
 ) -> list[list[Prompt]]:
-    """Returns the clients' shards, each large enough for a batch of different prompts."""
+    """Returns the clients' shards, each large enough for a batch of distinct prompts."""
     size = cfg.estimator.num_prompts
     if how.kind == "iid":
         shards = iid_partition(len(prompts), num_clients, seed=cfg.seed, min_examples=size)
@@ -353,7 +353,7 @@ def _group_judges(
     reward_fns: Mapping[str, RewardFn],
     calibrations: Mapping[str, Calibration],
 ) -> Judges:
-    """Returns the reward models and maps of a group's clients, in place of the common ones."""
+    """Returns a group's reward models and calibrations, which replace the common ones."""
     config = cfg.groups[group]
     keys = {
         name: f"{group}/{name}" if name in config.rewards else name
@@ -370,7 +370,7 @@ def _group_judges(
 def _calibrate(
     loaded: LoadedRun, cfg: AlignmentConfig, on_event: Callable[..., None] | None
 ) -> dict[str, Calibration]:
-    """Returns the maps from scores to rewards: fixed beforehand, or from base-model replies."""
+    """Returns the maps from scores to rewards: configured, or fitted to base-model replies."""
     seed = cfg.evaluation.calibration_seed
     prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
 
@@ -396,7 +396,7 @@ def _calibrate(
 
 
 def as_figures(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
-    """Returns calibrations as plain data, which ``as_calibrations`` reads."""
+    """Returns calibrations as plain data that ``as_calibrations`` reads."""
     return {key: calibration.to_dict() for key, calibration in calibrations.items()}
 
 

@@ -1,4 +1,4 @@
-"""Talks to the base and the aligned model side by side."""
+"""Chats with the base model and the aligned model side by side."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class ChatConfig(SpeakersConfig):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one side said, and how it was scored."""
+    """One model's reply, with its scores."""
 
     text: str
     scores: list[str]
@@ -57,10 +57,10 @@ class Answer:
 
 
 class Conversation:
-    """Two dialogues with the same turns of the person: the base model's, and the aligned one's.
+    """Two dialogues with the same user turns: one with the base model, one with the aligned model.
 
     Args:
-        cfg: Who talks, and how replies are sampled and scored.
+        cfg: The models, and the sampling and scoring of replies.
 
     Raises:
         UserError: Model, adapter or reward models cannot be loaded.
@@ -81,15 +81,15 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begins both dialogues anew."""
+        """Clears both dialogues."""
         self._dialogues: dict[str, list[Message]] = {}
 
     def answer(self, line: str, turn: int) -> dict[str, Answer]:
-        """Returns each side's reply to a line, and goes on from it.
+        """Returns each model's reply to a line, and appends both to the dialogues.
 
         Args:
-            line: What the person says.
-            turn: Its number; the noise of both sides follows from it and the seed.
+            line: The user's message.
+            turn: Number of the turn; with the seed it determines the sampling noise of both models.
         """
         answers, self._dialogues = self.continued(self._dialogues, line, turn)
         return answers
@@ -97,12 +97,12 @@ class Conversation:
     def continued(
         self, dialogues: Mapping[str, list[Message]], line: str, turn: int
     ) -> tuple[dict[str, Answer], dict[str, list[Message]]]:
-        """Returns each side's reply to a line, and the dialogues with it.
+        """Returns each model's reply to a line, and the extended dialogues.
 
         Args:
-            dialogues: What was said so far, by side; nothing with {}.
-            line: What the person says.
-            turn: Its number; the noise of both sides follows from it and the seed.
+            dialogues: Messages so far, by model; {} for a new conversation.
+            line: The user's message.
+            turn: Number of the turn; with the seed it determines the sampling noise of both models.
         """
         answers, longer = {}, {}
         for side in SIDES:
@@ -112,14 +112,14 @@ class Conversation:
         return answers, longer
 
     def turn_to(self, preference: Sequence[float]) -> None:
-        """Has the aligned side, whose adapter is conditioned, answer at another preference."""
+        """Sets the preference of the aligned model, whose adapter must be conditioned."""
         self._speakers.refold(0, preference)
 
     def _reply(self, side: str, messages: Sequence[Message], turn: int) -> Answer:
-        # reward functions get what they got in training, texts or messages
+        # reward functions receive the same type as in training: texts or messages
         text = hh_text(messages) if self._scores_texts else None
         prompts = [Prompt(text, messages=tuple(messages))]
-        stream = RandomStream(self._seed, "chat", turn)  # the same for both sides
+        stream = RandomStream(self._seed, "chat", turn)  # both models sample with the same noise
         with self._speakers.speaking(SIDES[side]) as sample, stream:
             replies = sample(prompts)
         judges = self._speakers.reward_fns.items()
@@ -131,14 +131,14 @@ class Conversation:
 
 
 def _has_texts(run: Path) -> bool:
-    """Returns whether a run's prompts were texts, rather than chats; by its samples."""
+    """Returns whether a run's prompts were texts rather than chats, judging by its samples."""
     rows = [row for row in Run(run).samples() if {"prompt", "messages"} <= row.keys()]
     chats = [Prompt(messages=tuple(row["messages"])).transcript == row["prompt"] for row in rows]
     return not any(chats)
 
 
 def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibration]) -> list[str]:
-    """Scores with their names, each with its reward in [0, 1] where there is a map to it."""
+    """Formats named scores, each with its reward in [0, 1] if there is a calibration."""
     parts = []
     for name, value in raw.items():
         if value.isnan():
@@ -153,7 +153,7 @@ COMMANDS = "/reset begins anew, /quit leaves"
 
 
 def main(cfg: ChatConfig, console: Console | None = None) -> None:
-    """Answers every line of the input until it ends."""
+    """Replies to every line of the input until it ends."""
     console = console or Console(highlight=False)
     conversation = Conversation(cfg)
     show_welcome(console, cfg, conversation.folder)
@@ -168,14 +168,14 @@ def main(cfg: ChatConfig, console: Console | None = None) -> None:
 
 
 def turns(console: Console) -> Iterator[str]:
-    """Yields what the person says, line by line, until /quit or the end of the input."""
+    """Yields the user's messages, line by line, until /quit or the end of the input."""
     is_person = sys.stdin.isatty()
     while True:
         try:
             line = (console.input("[bold]you[/bold]: ") if is_person else input()).strip()
         except EOFError:
             return
-        line = line.encode(errors="replace").decode()  # bytes that are no text reach no tokenizer
+        line = line.encode(errors="replace").decode()  # keeps invalid bytes from the tokenizer
         if line == "/quit":
             return
         if line:
@@ -185,13 +185,13 @@ def turns(console: Console) -> Iterator[str]:
 
 
 def show_welcome(console: Console, cfg: ChatConfig, folder: Path) -> None:
-    """Says on a terminal who talks, and how to leave."""
+    """On a terminal, prints which models reply and how to quit."""
     if console.is_terminal:
         say(console, f"base     {cfg.policy.path}\naligned  {folder}\n{COMMANDS}\n")
 
 
 def show(console: Console, answers: Mapping[str, Answer]) -> None:
-    """Prints two columns on a terminal, labelled lines elsewhere."""
+    """Prints the replies: in two columns on a terminal, as labelled lines elsewhere."""
     if not console.is_terminal:
         for side, answer in answers.items():
             say(console, f"{side}: {answer.text}")
@@ -208,5 +208,5 @@ def show(console: Console, answers: Mapping[str, Answer]) -> None:
 
 
 def say(console: Console, text: str) -> None:
-    """Prints a text as it is."""
+    """Prints a text verbatim."""
     console.print(Text(legible(text)), soft_wrap=True)

@@ -78,7 +78,7 @@ class CompareConfig(SpeakersConfig):
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """How adapters compare with their base model."""
+    """Comparison of adapters with their base model."""
 
     path: Path
     """Directory of the results: `evaluation.html`, `figures.csv`, `samples.csv`, `config.yaml`."""
@@ -93,12 +93,12 @@ class ComparisonResult:
 
 
 def compare(cfg: CompareConfig) -> ComparisonResult:
-    """Evaluates the base model and every adapter on the same prompts and the same noise.
+    """Evaluates the base model and every adapter on the same prompts with the same noise.
 
-    Prints the seconds that each takes.
+    Prints the seconds that each evaluation takes.
 
     Raises:
-        UserError: Runs or adapters do not fit each other, or the results cannot be written.
+        UserError: Runs or adapters are incompatible, or the results cannot be written.
     """
     out = cfg.out or dated_folder("evaluation")
     check_place(out)
@@ -137,8 +137,8 @@ def _evaluations(
     folder_by_name: Mapping[str, Path],
     calibrations: Mapping[str, Calibration],
 ) -> dict[str, Evaluation]:
-    """Returns the evaluation of the base model and those of the adapters, by name."""
-    # load: whatever does not fit is found before the first reply is sampled
+    """Returns the evaluations of base model and adapters, by name."""
+    # load everything first: incompatibilities surface before the first reply is sampled
     rewards = {**cfg.rewards, **cfg.metrics}
     speakers = Speakers(cfg, list(folder_by_name.values()), rewards)
     prompts = load_prompts(
@@ -177,7 +177,7 @@ def _evaluations(
 
 
 def check_place(out: Path) -> None:
-    """Raises `UserError` where the results cannot be written."""
+    """Raises `UserError` if the results cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out: {out} exists and is not empty; choose another --out.")
     parent = next(path for path in out.resolve().parents if path.exists())
@@ -186,7 +186,7 @@ def check_place(out: Path) -> None:
 
 
 def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibrated: bool) -> None:
-    """Raises `UserError`, with what differs, for runs that one evaluation cannot compare."""
+    """Raises `UserError`, naming the difference, if one evaluation cannot compare the runs."""
     for run, record in zip(runs[1:], records[1:], strict=True):
         first = records[0]
         policies = [dict(leaves(r.settings.get("policy") or {}, "policy")) for r in (first, record)]
@@ -216,10 +216,10 @@ def _words(figures: Mapping[str, Any]) -> str:
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
-    """Returns the PEFT folder of every run or adapter, under a name as short as can be.
+    """Returns the PEFT folder of every run or adapter, by the shortest unique name.
 
     Raises:
-        UserError: Two of them are the same.
+        UserError: Two paths are the same.
     """
     folders = [adapter_folder(path) for path in paths]
     places = [folder.resolve() for folder in folders]
@@ -236,7 +236,7 @@ def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
 def shown_samples(
     evaluations: Mapping[str, Evaluation], limit: int
 ) -> list[tuple[str, dict[str, Reply]]]:
-    """Returns the first prompts, each with the reply of every model."""
+    """Returns the first `limit` prompts, each with the reply of every model."""
     rows = zip(*(evaluation.samples[:limit] for evaluation in evaluations.values()), strict=True)
     return [
         (
@@ -253,7 +253,7 @@ def shown_samples(
 def write_results(
     cfg: CompareConfig, result: ComparisonResult, folders: Mapping[str, Path]
 ) -> None:
-    """Writes the directory of the results, in one step; `folders` are the adapters' by name."""
+    """Writes the results directory atomically; `folders` maps names to adapters."""
     with whole_folder(result.path) as draft:
         config = to_yaml(cfg)
         (draft / "config.yaml").write_text(config, encoding="utf-8")
@@ -292,7 +292,7 @@ def write_results(
 
 
 def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, Any]]:
-    """Returns every figure of every model, the base model first."""
+    """Returns a row for each metric of each model, the base model first."""
     first = next(iter(tables.values()))
     rows: list[dict[str, Any]] = [
         {"model": BASE, "figure": row.name, "mean": row.base, "se": row.base_se,
@@ -332,7 +332,7 @@ NUM_PRINTED_SAMPLES = 2
 
 
 def main(cfg: CompareConfig) -> Path:
-    """Compares and prints; returns the directory of the results."""
+    """Compares the adapters and prints the result; returns the results directory."""
     result = compare(cfg)
     for name, table in result.tables.items():
         print_table(

@@ -1,4 +1,4 @@
-"""A conditioned run at any trade-off: where it is on the measured front, and what it answers."""
+"""Explores a conditioned run at any preference: its place on the front, and its replies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -45,7 +45,7 @@ class ExploreConfig(SpeakersConfig):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a wish leads on the measured front."""
+    """The point on the measured front for a target trade-off."""
 
     preference: list[float]
     """At which the adapter answers."""
@@ -54,10 +54,10 @@ class Place:
 
 
 class Explorer:
-    """A conditioned run's front and its policy.
+    """The front and the policy of a conditioned run.
 
     Args:
-        cfg: The run, and how replies are sampled and scored.
+        cfg: The run, and the sampling and scoring of replies.
 
     Raises:
         UserError: The run has no front, or its model or reward models cannot be loaded.
@@ -78,16 +78,16 @@ class Explorer:
         self._clouds = front_clouds({run.name: self.front})
 
     def place(self, want: Sequence[float]) -> Place:
-        """Returns where a wish [M] leads; see `firm.fronts.reaching`.
+        """Returns the place on the front for a target, shape [M]; see `firm.fronts.reaching`.
 
         Raises:
-            ValueError: The wish is no preference, or all models have collapsed.
+            ValueError: The target is not a valid preference, or all models have collapsed.
         """
         parts = reaching(self.front, want)
         return Place(mean_preference(parts), expected_rewards(parts))
 
     def planes(self, place: Place) -> list[dict[str, Any]]:
-        """Returns the front with a place on it, a figure for plotly for each pair of objectives."""
+        """Returns a plotly figure of the front for each pair of objectives, with `place` marked."""
         facts = {
             f"preference for {name}": f"{share:.3f}"
             for name, share in zip(self.front.objectives, place.preference, strict=True)
@@ -104,13 +104,13 @@ class Explorer:
     def answer(
         self, place: Place, dialogues: Mapping[str, list[Message]], line: str, turn: int
     ) -> tuple[dict[str, Answer], dict[str, list[Message]]]:
-        """Returns the base model's reply and that at a place, and the dialogues with them."""
+        """Returns the replies of the base model and at `place`, and the extended dialogues."""
         self._conversation.turn_to(place.preference)
         return self._conversation.continued(dialogues, line, turn)
 
 
 def _in_any_light(figure: Any) -> Any:
-    """Returns a figure without variables of colours, on no ground of its own."""
+    """Returns a figure with a transparent background and without CSS color variables."""
     match figure:
         case dict():
             return {key: _in_any_light(value) for key, value in figure.items()}

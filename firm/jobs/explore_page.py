@@ -1,4 +1,4 @@
-"""A page with a slider for each objective: the front, and the model's answers anywhere on it."""
+"""A page with the front, a slider for each objective, and a chat at the chosen preference."""
 
 import os
 import socket
@@ -31,8 +31,8 @@ FILE_ROUTES = ("file", "upload", "upload_progress", "process_recording", "proxy"
 
 
 def main(cfg: ExploreConfig) -> None:
-    """Serves the page to this machine until it is interrupted."""
-    if cfg.port is not None:  # before anything is loaded in vain
+    """Serves the page on localhost until interrupted."""
+    if cfg.port is not None:  # fail before anything is loaded
         _check_free(cfg.port)
     _gradio()
     page = build_page(Explorer(cfg))
@@ -41,10 +41,10 @@ def main(cfg: ExploreConfig) -> None:
 
 
 def serve(page: Any, port: int | None) -> str:
-    """Serves a page to this machine, in a thread, and returns its address.
+    """Serves a page on localhost, in a thread, and returns its address.
 
     Raises:
-        UserError: The port is taken.
+        UserError: The port is in use.
     """
     try:
         _, address, _ = page.launch(
@@ -79,25 +79,25 @@ def _taken(port: int | None) -> UserError:
 
 
 def _guard() -> Any:
-    """Returns what refuses requests that no browser of this machine makes for this page."""
+    """Returns middleware that rejects requests other than those of the page in a local browser."""
     from starlette.middleware import Middleware
 
     return Middleware(_Guarded)
 
 
 class _Guarded:
-    """An ASGI application behind checks of what is asked for, and by whom.
+    """An ASGI application that checks the host, origin and path of each request.
 
-    A page elsewhere could have its own name point to this machine and then read the answers (DNS
-    rebinding), so that requests must name this machine as their host. Files neither come in nor go
-    out, whatever the environment allows Gradio.
+    A foreign page could point its domain name at this machine and then read the responses (DNS
+    rebinding), so requests must name this machine as their host. File uploads and downloads are
+    rejected, whatever the environment allows Gradio.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers a request, or hands it on."""
+        """Rejects a request, or passes it to the application."""
         problem = None if scope["type"] == "lifespan" else _problem(scope)
         if problem is None:
             await self._app(scope, receive, send)
@@ -112,7 +112,7 @@ class _Guarded:
 
 
 def _problem(scope: Any) -> tuple[int, str] | None:
-    """Returns status and text of a refusal, or None for a request that is answered."""
+    """Returns status and text of a rejection, or None if the request is allowed."""
     headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
     origin = headers.get(b"origin")
     if _host(f"//{headers.get(b'host', '')}") not in HOSTS:
@@ -132,7 +132,7 @@ def _host(url: str) -> str | None:
 
 
 def build_page(explorer: Explorer) -> Any:
-    """Returns the page as Gradio's Blocks, which are not served yet.
+    """Returns the page as Gradio Blocks, not yet served.
 
     Raises:
         UserError: Gradio is not installed.
@@ -143,14 +143,14 @@ def build_page(explorer: Explorer) -> Any:
     front = explorer.front
 
     def moved(*want: float) -> list[Any]:
-        """Returns the planes with the point where the sliders are, and what it is in words."""
+        """Returns the figures with the sliders' point marked, and its description."""
         place = _place(explorer, want)
         if place is None:
             return [*[gradio.skip()] * len(figures), "Give one objective a share above 0."]
         return [*map(go.Figure, explorer.planes(place)), _in_words(explorer, place)]
 
     def asked(line: str, talk: dict[str, Any], *want: float) -> list[Any]:
-        """Returns an empty field, the state, and both dialogues with the replies to a line."""
+        """Returns a cleared input field, the state, and both dialogues with the new replies."""
         place = _place(explorer, want)
         if not line.strip() or place is None:
             return [line, talk, *(talk["shown"][side] for side in SIDES)]
@@ -200,7 +200,7 @@ def build_page(explorer: Explorer) -> Any:
             trigger_mode="always_last",
             show_progress="hidden",
         )
-        # one model answers all: one line at a time
+        # one model serves all requests: one at a time
         limits = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
         gradio.on(
             [ask.click, line.submit], asked, [line, talk, *sliders], [line, talk, *chats], **limits
@@ -215,7 +215,7 @@ def build_page(explorer: Explorer) -> Any:
 
 
 def _gradio() -> Any:
-    # its environment says which folders Gradio serves, whether it tunnels to the world, and more
+    # environment variables set which folders Gradio serves, whether it opens a tunnel, and more
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         if name != "GRADIO_TEMP_DIR":
             del os.environ[name]
@@ -231,7 +231,7 @@ def _gradio() -> Any:
 
 
 def _theme() -> Any:
-    """Returns a theme that asks no other machine for its fonts."""
+    """Returns a theme that loads no fonts from other servers."""
     return _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
 
 
@@ -252,7 +252,7 @@ def _turn(line: str, answer: Answer) -> list[dict[str, str]]:
 
 
 def _in_words(explorer: Explorer, place: Place) -> str:
-    """Returns the preference and what it should earn, as a table."""
+    """Returns the preference and its expected rewards, as a table."""
     rows = [
         f"| {_escaped(name)} | {share:.3f} | {explorer.front.base[name]:.3f} "
         f"| {place.expected.rewards[name]:.3f} ± {place.expected.errors[name]:.3f} |"
@@ -263,5 +263,5 @@ def _in_words(explorer: Explorer, place: Place) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Returns a text in which no sign means anything to Markdown."""
+    """Escapes all Markdown syntax in a text."""
     return "".join(f"\\{sign}" if sign in r"\`*_{}[]()<>#+-.!|~&" else sign for sign in text)

@@ -26,16 +26,19 @@ AnyConfig = TypeVar("AnyConfig")
 def parse_over_run(
     config_class: type[AnyConfig], argv: Sequence[str] | None, *, key: str, description: str
 ) -> AnyConfig:
-    """Returns the command line's configuration, laid over the settings of a run that it names.
+    """Parses a command line whose defaults are the settings of a run that it names.
 
     Args:
-        config_class: What to parse; it takes from the run what it has fields for.
-        argv: Arguments without the program's name; those of the process when None.
-        key: Names the run, or a list of runs of which the first one counts.
-        description: Opens the help page.
+        config_class: Configuration to parse; settings of the run fill its fields of equal name.
+        argv: Arguments without the program's name; those of the process if None.
+        key: Key that names the run, or a list of runs, of which the first is used.
+        description: First line of the help page.
+
+    Returns:
+        The configuration; the command line overrides the run's settings.
 
     Raises:
-        UserError: There is no such run, or the command line is wrong.
+        UserError: The run does not exist, or the command line is wrong.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -47,7 +50,7 @@ def parse_over_run(
             runs = read_yaml(given or "") or [None]
         except UserError:
             runs = [None]
-    if not isinstance(runs, list) or runs[0] is None:  # or malformed, which `parse` says better
+    if not isinstance(runs, list) or runs[0] is None:  # `parse` explains malformed lists
         return parse(config_class, arguments, description=description)
     run = str(runs[0])
     record = checked_record(Path(run))
@@ -66,7 +69,7 @@ def parse_over_run(
 
 
 def checked_record(path: Path) -> Record:
-    """Returns what a run's files say; names a damaged one, as runs may come from elsewhere.
+    """Reads a run's record; errors name a damaged file, as runs may come from other sources.
 
     Raises:
         UserError: There is no run at `path`, or a file of it is malformed.
@@ -86,7 +89,7 @@ def checked_record(path: Path) -> Record:
 
 
 def run_settings(record: Record) -> dict[str, Any]:
-    """Returns what a run's configuration says of the model and of how it is measured."""
+    """Returns the settings of a run that concern its model and evaluation."""
     settings = record.settings
     evaluation = settings.get("evaluation") or {}
     prompts, functions = (settings.get("data") or {}).get("test"), given_functions(record)
@@ -107,7 +110,7 @@ def run_settings(record: Record) -> dict[str, Any]:
 
 
 def given_functions(record: Record) -> list[str]:
-    """Returns the objectives whose rewards were functions that a Python program gave."""
+    """Returns the objectives with reward functions passed to `firm.align` as objects."""
     settings = record.settings
     train = (settings.get("data") or {}).get("train")
     if not (isinstance(train, Mapping) and train.get("source") == GIVEN):
@@ -117,15 +120,15 @@ def given_functions(record: Record) -> list[str]:
 
 
 def is_function(reward: Any) -> bool:
-    """Returns whether the settings of a reward are those of a function given to `firm.align`."""
+    """Returns whether a reward's settings describe a function passed to `firm.align`."""
     name = reward.get("name") if isinstance(reward, Mapping) else None
     return isinstance(name, str) and "." in name and not reward.get("file")
 
 
 def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
-    """Keeps held-out prompts that were given as objects in a run's directory.
+    """Saves held-out prompts that were passed as objects to the run's directory.
 
-    Nothing is written where a field of theirs is none that JSON has.
+    Writes nothing if a field cannot be encoded as JSON.
     """
     rows = [{**prompt.columns, "prompt": prompt.given, "kind": prompt.kind} for prompt in prompts]
     with suppress(TypeError, ValueError):
@@ -136,14 +139,14 @@ def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
 def check_code(
     rewards: Mapping[str, RewardModelConfig], record: Record, *, allow_code: bool
 ) -> None:
-    """Raises `UserError` where a Python file would run because a run's folder names it.
+    """Raises `UserError` if a Python file would run because a run's folder names it.
 
-    The folder may be a stranger's. Files that the command line names are its user's own.
+    The folder may come from an untrusted source. Files named on the command line are trusted.
 
     Args:
         rewards: The reward models that are about to be loaded.
-        record: The run that the settings come from.
-        allow_code: Whether its files may run.
+        record: The run that provides the settings.
+        allow_code: Whether Python files that it names may run.
     """
     settings = record.settings
     sections = (settings.get("rewards"), (settings.get("evaluation") or {}).get("metrics"))
@@ -158,7 +161,7 @@ def check_code(
 
 
 def adapter_folder(path: Path) -> Path:
-    """Returns the PEFT folder itself, or the one that a finished run has in it."""
+    """Returns `path` if it is a PEFT folder, or the adapter folder of a finished run."""
     is_run = (path / "run.json").is_file() and not (path / "adapter_config.json").exists()
     if is_run and not (path / "adapter").is_dir():
         raise UserError(f"the run in {path} has no adapter yet; finish it with --resume.")
@@ -168,7 +171,7 @@ def adapter_folder(path: Path) -> Path:
 def frozen_calibrations(
     rewards: Mapping[str, RewardModelConfig], record: Record
 ) -> dict[str, Calibration]:
-    """Returns the maps to [0, 1] that a run froze, for the rewards that are still its own."""
+    """Returns a run's frozen maps to [0, 1], for the rewards that are still the run's."""
 
     def is_the_runs(config: RewardModelConfig, settings: Mapping[str, Any]) -> bool:
         given = to_dict(config)

@@ -1,4 +1,4 @@
-"""Federated multi-objective learning on images, tables and text: algorithms, side by side."""
+"""Compares algorithms of federated multi-objective learning on images, tables and text."""
 
 import copy
 import csv
@@ -57,7 +57,7 @@ MEASURED = {
 
 @dataclass(frozen=True)
 class ClassicResult:
-    """What a study has come to."""
+    """Result of a study of classic algorithms."""
 
     path: Path
     """The study's directory."""
@@ -70,16 +70,16 @@ class ClassicResult:
 
     @property
     def metrics(self) -> Frame:
-        """Returns every logged number, one in each row of a pandas.DataFrame.
+        """Returns every logged number as a pandas.DataFrame, one number per row.
 
-        Its columns are `firm.report.tables.COLUMNS`; the setting is the algorithm.
+        The columns are `firm.report.tables.COLUMNS`; the setting is the algorithm.
         """
         table = pd.concat([setting.table for setting in self.runs], ignore_index=True)
         return table.assign(seed=table["seed"].map(self.seeds.__getitem__))
 
     @property
     def losses(self) -> Frame:
-        """Returns the losses of the global model wherever it was evaluated, as a pandas.DataFrame.
+        """Returns the losses at every evaluation of the global model, as a pandas.DataFrame.
 
         It has a column for each objective, and a row for each algorithm, seed and round.
         """
@@ -89,10 +89,10 @@ class ClassicResult:
         return table.pivot(index=at, columns="objective", values="value")
 
     def parameters(self, algorithm: str, *, seed: int | None = None) -> dict[str, torch.Tensor]:
-        """Returns a trained model's state, by default that of the first seed.
+        """Returns a trained model's state dict, by default that of the first seed.
 
-        It is all that ``module.load_state_dict`` takes: trained and frozen parameters, each under
-        all names that it has, and buffers.
+        It is complete for ``module.load_state_dict``: trained and frozen parameters, each under
+        all of its names, and buffers.
 
         Raises:
             ValueError: The study has no such algorithm or seed.
@@ -104,9 +104,9 @@ class ClassicResult:
                 f"seeds {', '.join(map(str, self.seeds))}, got {algorithm!r}, seed {seed}."
             )
         checkpoint = Run(self.path / algorithm / f"seed_{seed}").latest_checkpoint()
-        assert checkpoint is not None  # every run ends with one
+        assert checkpoint is not None  # every finished run has one
         trained = ServerState.from_state(checkpoint[1]["server"]).adapter
-        module = copy.deepcopy(self.new_model(seed))  # a user's function may return its own object
+        module = copy.deepcopy(self.new_model(seed))  # a user's function may return a shared object
         with torch.no_grad():
             for parameter_name, value in trained.items():
                 module.get_parameter(parameter_name).copy_(value)
@@ -114,17 +114,17 @@ class ClassicResult:
 
 
 def run_classic(cfg: ClassicConfig) -> ClassicResult:
-    """Runs what is not finished of a study, and writes the comparison after every algorithm.
+    """Runs the unfinished runs of a study, and writes the comparison after every algorithm.
 
     Raises:
-        UserError: The data do not fit the configuration, the study's directory is taken, or a run
-            in it has done more rounds than are asked for, or there is none to continue.
+        UserError: The data do not match the configuration, the study's directory is in use, one of
+            its runs has done more rounds than configured, or there is no study to continue.
     """
     accept_any_text()  # names of algorithms and objectives are printed
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
-    is_resumed(out, cfg.resume, "*/seed_*/run.json")  # else raises before the data are loaded
+    is_resumed(out, cfg.resume, "*/seed_*/run.json")  # fail before the data are loaded
     splits = load_data(cfg.data)
     if not len(getattr(splits, cfg.split)):
         raise ValueError(
@@ -147,7 +147,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
 
 
 def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: int) -> None:
-    """Trains one run as far as it is not trained yet."""
+    """Trains one run, from its last checkpoint if there is one."""
     algorithm = cfg.algorithms[name]
     source = name if name == cfg.progress_from else None
     settings = to_dict(
@@ -189,7 +189,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
 
 
 class _ClassicWing(Wing):
-    """Measures losses and accuracies on samples, every so many rounds."""
+    """Evaluates losses and accuracies on samples, at intervals of rounds."""
 
     def __init__(
         self,
@@ -248,12 +248,12 @@ class _ClassicWing(Wing):
 
 
 def last_evaluation(rows: Sequence[Row]) -> Row | None:
-    """Returns the last row of an evaluation; None without any."""
+    """Returns the last evaluation row, or None."""
     return next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
 
 
 def is_done(measured: Row | None, rounds: int, target: float | None) -> bool:
-    """Returns whether a run with this last evaluation has done all rounds or reached the target."""
+    """Returns whether a run has done all rounds or reached the target, by its last evaluation."""
     if measured is None:
         return False
     losses = (measured.get("losses") or {}).values()
@@ -262,7 +262,7 @@ def is_done(measured: Row | None, rounds: int, target: float | None) -> bool:
 
 
 def progress_line(path: Path, row: dict[str, Any]) -> str:
-    """Returns how a run stands, in a line."""
+    """Returns a line that reports a run's progress."""
     figures = row.get("accuracies") or row["losses"]
     if len(users := row.get("users") or {}) <= NUM_TABLE_USERS:
         figures = figures | users
@@ -273,9 +273,9 @@ def progress_line(path: Path, row: dict[str, Any]) -> str:
 def write_comparison(
     cfg: ClassicConfig, runs: Sequence[Setting], splits: Splits, out: Path
 ) -> None:
-    """Writes the page and the table of what has run so far.
+    """Writes the page and the table of the runs so far.
 
-    A page that cannot be written is a warning, and the study goes on.
+    If the page cannot be written, warns and lets the study continue.
     """
     with drawing(f"The table {TABLE_NAME}"):
         header, lines = summary(runs)
@@ -302,7 +302,7 @@ def write_comparison(
 
 
 def summary(runs: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
-    """Returns the header and the rows of the final figures, means over the seeds."""
+    """Returns the header and the rows of the final metrics, as means over seeds."""
     settings, _ = comparable(runs)
     criteria = criteria_of(settings)
     texts = further_texts(settings, criteria)
@@ -310,7 +310,7 @@ def summary(runs: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
 
 
 def main(cfg: ClassicConfig) -> Path:
-    """Runs what is not finished of the study, prints the table, and returns the directory."""
+    """Runs the unfinished runs of a study, prints the table, and returns the directory."""
     start = time.perf_counter()
     result = run_classic(cfg)
     title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"

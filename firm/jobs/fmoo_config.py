@@ -154,13 +154,13 @@ class ClassicConfig:
         for name, algorithm in self.algorithms.items():
             check_folder_name(name, "algorithms: an algorithm's name")
             _check_participation(self, name, algorithm)
-            attack_on(algorithm, self)  # checks the amount
+            attack_on(algorithm, self)  # raises on an invalid amount
 
 
 def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig) -> None:
-    """Raises ``ValueError`` where a strategy asks for more clients than the study gives it."""
+    """Raises ``ValueError`` if a strategy requires more clients than the study has."""
     count = algorithm.num_clients or cfg.num_clients
-    if cfg.partition.kind == "natural":  # all users where no number is given; the data tell then
+    if cfg.partition.kind == "natural":  # without a number all users: known once data are loaded
         count = cfg.partition.num_users
     if algorithm.is_centralised:
         count = 1
@@ -174,7 +174,7 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
 
 
 def attack_on(algorithm: AlgorithmConfig, cfg: ClassicConfig) -> AttackConfig:
-    """Returns the attack on an algorithm."""
+    """Returns the attack that an algorithm faces."""
     if algorithm.attack_amount is None:
         return cfg.attack
     return replace(cfg.attack, amount=algorithm.attack_amount)

@@ -1,4 +1,4 @@
-"""Divides data among the clients of a classic study, and builds them."""
+"""Partitions the data of a classic study and builds its clients."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from firm.jobs.fmoo_config import AlgorithmConfig, ClassicConfig, attack_on
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The clients of one algorithm, and what they are measured with."""
+    """The clients of one algorithm, with the components to evaluate them."""
 
     cfg: StrategyConfig
     """The strategy's."""
@@ -43,14 +43,14 @@ class Federation:
 
     @property
     def has_joint_passes(self) -> bool:
-        """Whether the gradients of all clients are taken in one pass."""
+        """Whether all clients' gradients are computed in one pass."""
         return isinstance(self.engine, StackedEngine) and self.workspace.is_stackable
 
 
 def federate(
     cfg: ClassicConfig, algorithm: AlgorithmConfig, splits: Splits, seed: int
 ) -> Federation:
-    """Returns the clients of an algorithm with their samples, and one model for all of them."""
+    """Returns an algorithm's clients with their samples, and the model that they share."""
     train, fraction = splits.train, cfg.partition.test_fraction
     shards, held_out = partition(train, cfg, algorithm.num_clients or cfg.num_clients, seed), {}
     if fraction:
@@ -88,7 +88,7 @@ def federate(
     strategy = algorithm.strategy
     if attack.kind != "none":
         strategy = replace(strategy, always=attack.clients)
-    # a linear map under a weighted sum is trained by one loop over arrays (``weighted_steps``)
+    # weighted-sum training of a linear model runs as one loop over arrays (``weighted_steps``)
     is_loop = workspace.linear_heads is not None and isinstance(strategy, ScalarConfig)
     name = cfg.engine or ("stacked" if workspace.is_stackable and not is_loop else "local")
     engine = ENGINES[name](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
@@ -98,7 +98,7 @@ def federate(
 def partition(
     data: TaskData, cfg: ClassicConfig, count: int, seed: int
 ) -> dict[str, Sequence[int]]:
-    """Returns the samples of each of so many clients, by client."""
+    """Returns the sample indices of each of `count` clients, by client."""
     kind, least, most = cfg.partition.kind, cfg.partition.min_samples, cfg.partition.max_samples
     if kind == "natural":
         if data.natural is None:

@@ -1,4 +1,4 @@
-"""What a classic study measures of a global model."""
+"""Metrics of the global model in a classic study."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ register(
 def evaluation(
     cfg: ClassicConfig, federation: Federation, splits: Splits, state: ServerState
 ) -> dict[str, Any]:
-    """Returns the row of an evaluation of the global model."""
+    """Evaluates the global model and returns the row to log."""
     workspace = federation.workspace
     workspace.load(state.adapter)
     if cfg.split == "train":
@@ -51,7 +51,7 @@ def evaluation(
 
 
 def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
-    """Losses, and accuracies where there are any, by objective."""
+    """Returns losses and, where defined, accuracies by objective."""
     figures = {"losses": scores.losses, "accuracies": scores.accuracies}
     return {
         name: dict(zip(data.objectives, values.tolist(), strict=True))
@@ -61,10 +61,10 @@ def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
 
 
 def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float]]:
-    """Returns each user's accuracy, mean over the objectives, on what its client kept back.
+    """Returns each user's accuracy, averaged over objectives, on its client's held-out samples.
 
-    Where clients keep nothing, but are users of the data, on these users' test samples; without
-    either there is nothing.
+    If clients hold out nothing but are users of the data set, uses these users' test samples;
+    otherwise returns an empty dict.
     """
     data, samples = splits.train, federation.held_out
     if not samples:
@@ -84,7 +84,7 @@ def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float
 def improved(
     federation: Federation, before: ServerState, after: ServerState, row: dict[str, Any]
 ) -> float:
-    """Returns the share of a round's clients none of whose losses the server's step raised."""
+    """Returns the share of a round's clients for which the server step raised no loss."""
     workspace = federation.workspace
     losses = []
     for state in (before, after):
@@ -95,9 +95,12 @@ def improved(
 
 
 def progress(federation: Federation, state: ServerState, clients: State) -> dict[str, float]:
-    """Returns how far local training from the global model lowers each loss on own samples.
+    """Returns the decrease of each loss on clients' own samples by training from the global model.
 
-    The federation is any with the same clients; they begin with the states that are given.
+    Args:
+        federation: Any federation with the same clients.
+        state: The server's state, with the global model.
+        clients: States that the clients start from.
     """
     workspace, engine = federation.workspace, federation.engine
     engine.restore_client_states(clients)

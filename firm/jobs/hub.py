@@ -1,4 +1,4 @@
-"""Pushes what a run has come to: its adapter with tokenizer and card, to the Hugging Face hub."""
+"""Pushes a run's adapter, with tokenizer and model card, to the Hugging Face hub."""
 
 import logging
 import shlex
@@ -42,14 +42,14 @@ def _is_repo_name(name: str) -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """Returns whether a model's name is one on the hub, not a folder's."""
+    """Returns whether `name` is a model on the hub rather than a folder."""
     return _is_repo_name(name) and not Path(name).exists()
 
 
 def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) -> None:
-    """Uploads an adapter's folder, and files of its run by name; says where they are.
+    """Uploads an adapter's folder and the named files of its run, and prints their address.
 
-    The run is complete without it: whatever fails is a warning, with the command that pushes later.
+    The run is complete without it, so a failure is a warning, with the command to push later.
     """
     uploads = [(adapter, [])] + ([(run, list(names))] if names else [])
     try:
@@ -62,7 +62,7 @@ def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) ->
                 allow_patterns=own or None,
                 commit_message=f"Upload {', '.join(own) or 'the adapter'}",
             )
-    except Exception as error:  # without a token, network or permission the run is complete
+    except Exception as error:  # no token, network or permission: the run is still complete
         logger.warning(
             "the adapter was not pushed to %s (%s); push it later with: %s",
             cfg.repo,
@@ -74,7 +74,7 @@ def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) ->
 
 
 def _command(cfg: HubConfig, folder: Path, names: Sequence[str]) -> str:
-    """Returns the shell's command that uploads a folder, or files of these names in it."""
+    """Returns the shell command that uploads a folder, or the named files in it."""
     files = [word for name in names for word in ("--include", name)]
     is_private = ["--private"] if cfg.private else []
     return shlex.join(["hf", "upload", cfg.repo, str(folder), ".", *files, *is_private])

@@ -1,4 +1,4 @@
-"""Writes a configuration for a model, data and reward models of one's own."""
+"""Writes a configuration for the user's own model, data and reward models."""
 
 import json
 import re
@@ -55,7 +55,7 @@ MAX_NEW_TOKENS, MAX_TOKENS = 128, 512
 
 @dataclass(frozen=True)
 class Written:
-    """A configuration that was written."""
+    """A written configuration."""
 
     path: Path
     config: AlignmentConfig
@@ -68,14 +68,15 @@ class Written:
 
 
 def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
-    """Writes the configuration, and returns it as it is read.
+    """Writes the configuration, and returns it as parsed from the file.
 
     Args:
-        cfg: What for.
-        ask: Asks a person for what is missing; None refuses instead.
+        cfg: The policy, reward models and prompts to configure.
+        ask: Prompts the user for missing values; if None, missing values are an error.
 
     Raises:
-        UserError: Something is missing, malformed or not there, or there is a file already.
+        UserError: A value is missing or malformed, a file or folder does not exist, or the output
+            file already exists.
     """
     if cfg.out.exists():
         raise UserError(f"{cfg.out} exists already; choose another --out, or remove it.")
@@ -104,10 +105,10 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
 
 
 def _num_rows(prompts: str, *, is_whole: bool) -> int | None:
-    """Returns how many rows of a file clients train on; None for other sources.
+    """Returns the number of a file's rows that clients train on; None for other sources.
 
     Raises:
-        UserError: The file is not there, or a row of it is malformed.
+        UserError: The file does not exist, or a row of it is malformed.
     """
     check_data("prompts", prompts)
     if not is_file(prompts):
@@ -116,7 +117,7 @@ def _num_rows(prompts: str, *, is_whole: bool) -> int | None:
 
 
 def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> str:
-    """Returns the template with what fits the model, the data and this machine."""
+    """Returns the template, adapted to the model, the data and this machine."""
     changes = {"dtype: bfloat16 # of the frozen": f"dtype: {fast_dtype()} # of the frozen"}
     if num_rows is not None:
         num_clients = max(1, min(MAX_CLIENTS, num_rows // BATCH_SIZE))
@@ -129,13 +130,13 @@ def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> s
         changes["max_prompt_tokens: 384"] = f"max_prompt_tokens: {context - num_new}"
         changes["max_new_tokens: 128"] = f"max_new_tokens: {num_new}"
     for old, new in changes.items():
-        assert old in text, old  # the template has each
+        assert old in text, old  # the template contains each
         text = text.replace(old, new)
     return text
 
 
 def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
-    """Returns what a person answers, for rewards a mapping."""
+    """Returns the user's answer; for rewards, a mapping."""
     if ask is None:
         raise UserError(f"{key} is missing; give --{key}, or run this on a terminal, which asks.")
     question = " ".join(field_docstrings(InitConfig)[key].split())
@@ -146,7 +147,7 @@ def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
 
 
 def _named(answer: str) -> dict[str, str]:
-    """Returns `a: x, b: y`, with or without braces, as a mapping."""
+    """Parses `a: x, b: y`, with or without braces, to a mapping."""
     try:
         named = yaml.safe_load("{" + answer.strip().removeprefix("{").removesuffix("}") + "}")
     except yaml.YAMLError:
@@ -160,7 +161,7 @@ def _named(answer: str) -> dict[str, str]:
 
 
 def _with_section(text: str, key: str, lines: list[str]) -> str:
-    """Returns a YAML text with other lines below a top-level key."""
+    """Returns a YAML text with the lines below a top-level key replaced."""
     section = "\n".join([f"{key}:", *lines, ""])
     return re.sub(rf"(?m)^{key}:.*\n(?: .*\n)+", lambda _: section, text)
 
@@ -191,12 +192,12 @@ def _data(prompts: str, test_prompts: str) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text as YAML has it, in quotes where it needs them."""
+    """Returns a text as a YAML scalar, quoted if necessary."""
     return text if re.fullmatch(r"[A-Za-z_][\w./-]*", text) else json.dumps(text)
 
 
 def main(cfg: InitConfig) -> None:
-    """Writes what `cfg` says, and prints how to go on."""
+    """Writes the configuration, and prints the next commands."""
     written = init(cfg, input if sys.stdin.isatty() else None)
     print(legible(f"wrote {written.path}"))
     for line in _in_words(written):
@@ -207,7 +208,7 @@ def main(cfg: InitConfig) -> None:
 
 
 def _in_words(written: Written) -> list[str]:
-    """Returns what was found out, and what the configuration does with it."""
+    """Returns lines that summarize the inspection and the resulting settings."""
     config, found = written.config, written.inspection
     lines = [f"{config.policy.path} is aligned to {' and '.join(config.rewards)}"]
     if found is None:

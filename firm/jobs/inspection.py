@@ -1,4 +1,4 @@
-"""What a policy's folder says of it, without its weights."""
+"""Inspects a policy from its folder, without loading its weights."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from firm.alignment.prompts import PromptFormat
 
 @dataclass(frozen=True)
 class Inspection:
-    """Properties of a language model that decide how it is aligned."""
+    """Properties of a language model that determine the settings of its alignment."""
 
     model_type: str
     context: int | None
@@ -38,16 +38,16 @@ def inspect_policy(
     *,
     on_note: Callable[[str], None],
 ) -> Inspection | None:
-    """Returns what the files beside a model's weights say; None where they cannot be read.
+    """Inspects the files beside a model's weights; returns None if they cannot be read.
 
     Args:
         path: A folder, or a name on the Hugging Face hub.
-        rollout: Names further ends.
-        prompt_format: How prompts are to be formatted; by default by the chat template, if any.
-        on_note: Called with the reason where the files cannot be read.
+        rollout: Settings with further end tokens.
+        prompt_format: Format of prompts; by default the chat template, if any.
+        on_note: Called with the reason if the files cannot be read.
 
     Raises:
-        ValueError: The format needs a chat template and there is none, or an end is no token.
+        ValueError: The format requires a chat template and there is none, or an end is not a token.
     """
     rollout, prompt_format = rollout or RolloutConfig(), prompt_format or PromptFormat()
     try:
@@ -73,18 +73,18 @@ def inspect_policy(
 def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:  # many folders have none, and the model's configuration has the ends then
+    except OSError:  # optional file: the model's configuration then has the end tokens
         return GenerationConfig.from_model_config(config)
 
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:
-    """Returns the type whose matrix products are faster on this machine, by a measurement."""
+    """Benchmarks matrix products on this machine and returns the faster dtype."""
     if torch.accelerator.is_available():
         return "bfloat16"
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(768, 768, dtype=dtype)
-        torch.mm(matrix, matrix)  # the first product sets kernels up
+        torch.mm(matrix, matrix)  # warm-up: the first product initializes kernels
         start = time.perf_counter()
         for _ in range(3):
             torch.mm(matrix, matrix)

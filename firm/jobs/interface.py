@@ -1,4 +1,4 @@
-"""The interface for Python: aligns a model to rewards, given as objects or by name."""
+"""The Python interface: aligns a model to rewards, passed as objects or by name."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ def align(
     out: str | Path | None = None,
     resume: Resume = False,
 ) -> Result | None:
-    """Aligns a language model to several rewards, across clients, and measures what came of it.
+    """Aligns a language model to several rewards across clients, and evaluates the result.
 
     Example::
 
@@ -68,36 +68,36 @@ def align(
         )
         result.rewards
 
-    A model that is given as an object is trained in place, and is as before when this returns, but
-    for its device: the adapter is in `result.adapter`. Unless its weights are those at the path
-    that it was loaded from, it is saved as `base` in the run's directory, so that commands which
-    take the run, such as `firm evaluate`, and PEFT put the adapter on the right base.
+    A model passed as an object is trained in place and restored before this returns, except for
+    its device; the adapter is in `result.adapter`. If its weights differ from those at the path
+    that it was loaded from, it is saved as `base` in the run's directory, so that PEFT and commands
+    that take the run, such as `firm evaluate`, apply the adapter to the right base model.
 
     Args:
         model: The policy: a folder, a name on the Hugging Face hub, or a loaded model.
-        rewards: Reward models by objective, in their order: `Reward`. A function has the signature
-            of TRL's: it gets `prompts`, `completions` and the data's further fields by keyword and
-            returns one number for each completion, or None where it does not apply.
-        prompts: What clients train on: `Prompts`, whose rows are those of `load_prompts`. The
-            settings `data.train.split`, `data.validation.split` and `data.test.split` select a part
-            of what is given here and below, as they do of files.
-        tokenizer: The policy's; by default the one beside the model.
-        validation_prompts: What is measured after each round; by default a tenth of `prompts`,
-            drawn by the seed, which clients then do not train on.
-        test_prompts: What base and aligned model are compared on; by default likewise.
-        config: YAML files, or names of shipped ones, as `--config` takes them.
-        settings: Values by their dotted keys, as `firm align --help` lists them; they override
-            `config`.
+        rewards: Reward models by objective; their order is that of the objectives. See `Reward`. A
+            function has the signature of TRL's reward functions: it receives `prompts`,
+            `completions` and the data's other fields as keywords, and returns one number for each
+            completion, or None if it does not apply.
+        prompts: Training prompts. See `Prompts`; rows are those of `load_prompts`. The settings
+            `data.train.split`, `data.validation.split` and `data.test.split` select parts of these
+            and the following prompts, as they do of files.
+        tokenizer: The policy's tokenizer; by default the one stored beside the model.
+        validation_prompts: Prompts to evaluate on after each round; by default a tenth of
+            `prompts`, sampled by the seed and excluded from training.
+        test_prompts: Prompts to compare base and aligned model on; by default another tenth.
+        config: YAML files or names of shipped configurations, as in `--config`.
+        settings: Values by dotted key, as listed by `firm align --help`; they override `config`.
         out: The run's directory; by default runs/NAME-TIME.
-        resume: Continues from the last checkpoint in `out`; "auto" begins a run where there is none
+        resume: Continues from the last checkpoint in `out`; "auto" starts a run if there is none
             yet.
 
     Returns:
-        The result; None in the processes of a launcher that only serve the first one.
+        The result; None in a launcher's processes other than the first, which only serve it.
 
     Raises:
-        UserError: An argument is malformed, something that is named cannot be had, or the run's
-            directory is taken.
+        UserError: An argument is malformed, a named resource is not available, or the run's
+            directory is in use.
     """
     is_object = isinstance(model, PreTrainedModel)
     path = with_shipped_paths(str(model.name_or_path or "") if is_object else str(model))
@@ -147,7 +147,7 @@ def align(
 
 
 def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
-    """Returns what the configuration says of a reward model."""
+    """Returns the settings of a reward model."""
     if isinstance(reward, RewardModelConfig):
         return to_dict(reward)
     if isinstance(reward, str):
@@ -166,9 +166,9 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
 def _splits(
     train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts by split; those that are not given are held out from the first.
+    """Returns the prompts by split; missing splits are held out from the training prompts.
 
-    Rows that share a prompt, white space aside, are held out together.
+    Rows with the same prompt, up to white space, are held out together.
     """
     groups: dict[str, list[Prompt]] = {}
     for prompt in _rows(train, "train", "prompts", cfg):

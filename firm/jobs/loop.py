@@ -1,4 +1,4 @@
-"""The training loop of both wings: rounds of a strategy, measured, logged and kept."""
+"""The training loop of both wings: runs, evaluates, logs and checkpoints rounds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from firm.run.rows import Row, valid_rows
 
 
 class Logbook:
-    """Writes the rows of a run to its directory and to W&B, and keeps those that are valid.
+    """Writes a run's rows to its directory and to W&B, and holds the valid ones in memory.
 
     Args:
         run: The run, open for writing.
-        tracker: Where rows go beside the directory.
+        tracker: Receives the rows, too.
     """
 
     def __init__(self, run: Run, tracker: Tracker) -> None:
@@ -39,7 +39,7 @@ class Logbook:
         self._tracker.log_samples(rows)
 
     def repeat_to_tracker(self) -> None:
-        """Forwards what earlier sessions logged: every session is a W&B run of its own."""
+        """Logs earlier sessions' rows to the tracker, as each session is a separate W&B run."""
         for row in self.rows:
             self._tracker.log(row)
         self._tracker.log_samples(self.run.samples())
@@ -47,7 +47,7 @@ class Logbook:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round has come to."""
+    """Result of a round."""
 
     rows: Sequence[Row]
     """What is logged of it."""
@@ -59,11 +59,11 @@ class Round:
 
 
 class Wing(ABC):
-    """What a kind of run adds to the loop: its start, its measurements and its end.
+    """Hooks of one kind of run in the training loop: start, evaluation, checkpoint and display.
 
     Args:
         book: The run's logs.
-        keep_last: Checkpoints that stay beside the best one.
+        keep_last: Number of latest checkpoints to keep, beside the best one.
     """
 
     def __init__(self, book: Logbook, *, keep_last: int) -> None:
@@ -71,7 +71,7 @@ class Wing(ABC):
         self._keep_last = keep_last
 
     def begin(self, engine: Engine) -> ServerState:
-        """Returns the state that rounds start from: the run's last checkpoint, or a fresh one."""
+        """Returns the initial server state: that of the last checkpoint, or a fresh one."""
         if checkpoint := self.book.run.latest_checkpoint():
             state = ServerState.from_state(checkpoint[1]["server"])
             engine.restore_client_states(checkpoint[1]["clients"])
@@ -86,7 +86,7 @@ class Wing(ABC):
     def end_round(
         self, engine: Engine, before: ServerState, after: ServerState, metrics: dict[str, Any]
     ) -> None:
-        """Measures a round that has just ended, logs it, writes a checkpoint and shows it."""
+        """Evaluates, logs, checkpoints and displays the round that has just ended."""
         measured = self.measure(before, after, metrics)
         for row in measured.rows:
             self.book.log(row)
@@ -106,45 +106,45 @@ class Wing(ABC):
 
     @abstractmethod
     def start(self) -> tuple[ServerState, float | None]:
-        """Logs what a fresh run begins with; returns the server's first state and its quality."""
+        """Logs the first rows of a fresh run; returns the initial server state and its quality."""
 
     @abstractmethod
     def restore(self, content: State) -> None:
-        """Restores what ``content`` returned when the last checkpoint was written."""
+        """Restores the value of ``content`` from the last checkpoint."""
 
     def content(self) -> State:
-        """Returns what a checkpoint holds beside the states of server and clients."""
+        """Returns the state to checkpoint in addition to server and client states."""
         return {}
 
     @abstractmethod
     def is_done(self, state: ServerState) -> bool:
-        """Returns whether no further round is due."""
+        """Returns whether all rounds are done."""
 
     @abstractmethod
     def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
-        """Measures a round that has just ended."""
+        """Evaluates the round that has just ended."""
 
     @abstractmethod
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
-        """Shows a round that is logged and kept, or, without rows, that rounds begin or go on."""
+        """Displays a logged round or, without rows, that training starts or resumes."""
 
 
 def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfig) -> ServerState:
-    """Runs rounds until the wing is done, from the run's last checkpoint if there is one.
+    """Runs rounds until the wing is done, starting at the run's last checkpoint if any.
 
     Args:
-        wing: What is trained, how it is measured, and where that is logged.
-        engine: Where the clients are.
+        wing: Defines the model, its evaluation and its logs.
+        engine: Runs the clients.
         clients: Names of all clients, in the order in which their updates are summed.
         cfg: The strategy and its settings.
 
     Returns:
-        The server's last state.
+        The final server state.
     """
     state = wing.begin(engine)
     while not wing.is_done(state):
         before = state
-        with user_code(f"strategy {cfg.name!r}", but=(Exception,)):  # which may end the program
+        with user_code(f"strategy {cfg.name!r}", but=(Exception,)):  # may raise SystemExit
             state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
         wing.end_round(engine, before, state, metrics)
     return state

@@ -1,4 +1,4 @@
-"""The card of an adapter: what it is, how it was made, and what it scored."""
+"""Writes an adapter's model card: description, training and scores."""
 
 import json
 import re
@@ -15,17 +15,17 @@ from firm.run.shipped import path_in_package
 def model_card(
     base_model: str, aim: str, text: str, *tags: str, has_tokenizer: bool = True
 ) -> ModelCard:
-    """Returns an adapter's card, which ends with how to use it.
+    """Returns an adapter's model card, which ends with usage instructions.
 
     Args:
-        base_model: Folder or hub name of the model that the adapter belongs to.
-        aim: What it was aligned to.
-        text: What it is and what it scored, as Markdown.
-        tags: Beside those that every adapter of FIRM's has.
-        has_tokenizer: Whether the adapter's folder has the tokenizer, too.
+        base_model: Folder or hub name of the adapter's base model.
+        aim: Target of the alignment.
+        text: Description and scores, as Markdown.
+        tags: Tags in addition to those of every FIRM adapter.
+        has_tokenizer: Whether the adapter's folder also contains the tokenizer.
     """
     header = ModelCardData(
-        base_model=base_model if is_hub_name(base_model) else None,  # the hub refuses a folder
+        base_model=base_model if is_hub_name(base_model) else None,  # the hub rejects a folder
         library_name="peft",
         tags=["firm", "ppo", "lora", "multi-objective", "federated", *tags],
     )
@@ -59,7 +59,7 @@ tokenizer = AutoTokenizer.from_pretrained({'"path/of/this/folder"' if has_tokeni
 
 
 def model_name(path: str) -> str:
-    """Returns how a card names a model, as Markdown; of a folder of this machine only its name.
+    """Returns a model's name for a card, as Markdown; for a local folder, without its path.
 
     >>> model_name("Qwen/Qwen2.5-0.5B"), model_name("/home/me/models/*policy*")
     ('Qwen/Qwen2.5-0.5B', '\\\\*policy\\\\*')
@@ -74,7 +74,7 @@ def model_name(path: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Returns a text in one line as Markdown that shows it as it is.
+    """Escapes a text as one line of Markdown that renders verbatim.
 
     >>> markdown_text("a|b <i>")
     'a\\\\|b \\\\<i\\\\>'
@@ -83,7 +83,7 @@ def markdown_text(text: str) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a table in Markdown.
+    """Returns a Markdown table.
 
     Raises:
         ValueError: A row has more or fewer cells than the header.

@@ -1,4 +1,4 @@
-"""Runs an alignment over a network: the server's process, and a site's."""
+"""Runs an alignment over a network: the processes of the server and of a site."""
 
 import hashlib
 import logging
@@ -83,14 +83,14 @@ OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path")
 
 
 class Federation(SitesController):
-    """A run whose clients are at their sites."""
+    """Controls a run with clients on remote sites."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = check_name(name, "a run's name")
 
     def work(self, channel: FlareChannel) -> None:
-        """Runs it from the start, or from its last checkpoint."""
+        """Runs the alignment from the start or from its last checkpoint."""
         flare: Any = self.engine
         kit = Path(flare.get_workspace().get_root_dir())
         os.chdir(os.environ[HOME_VARIABLE])
@@ -120,7 +120,7 @@ class Federation(SitesController):
 
 
 def _wait_until_free(out: Path, patience: float = 60.0) -> None:
-    """Waits a while for the process of an earlier job to let the run's folder go."""
+    """Waits up to `patience` seconds for an earlier job's process to release the run's folder."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         with suppress(UserError):
@@ -130,7 +130,7 @@ def _wait_until_free(out: Path, patience: float = 60.0) -> None:
 
 
 def site_process(kit: Path) -> None:
-    """Loads everything once, waits for a job, and answers its messages until it ends."""
+    """Loads models and data once, waits for a job, and serves it until it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     own = compose(SiteConfig, [kit / "site.yaml"], [])
     names = clients_by_site(federation_of(kit))[site_name(kit)]
@@ -164,7 +164,7 @@ def site_process(kit: Path) -> None:
     engines: list[Engine] = []
 
     def build_all(setup: Mapping[str, Any]) -> Engine:
-        as_calibrations(setup["calibrations"])  # before the other processes are told
+        as_calibrations(setup["calibrations"])  # validate before broadcasting
         processes.broadcast(setup)
         engine = build(setup)
         if key is not None:
@@ -189,9 +189,9 @@ def site_process(kit: Path) -> None:
 
 
 def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun, key: str | None = None) -> dict[str, Any]:
-    """Returns what must be the same at server and sites, by a name that a person understands.
+    """Returns the values that must agree between server and sites, by human-readable name.
 
-    With secure aggregation the identity of its key is part of it.
+    With secure aggregation, includes the identity of its key.
     """
     policy: Any = loaded.trainer.policy_model
     base = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The configuration of a federation over a network, and of each party's own part."""
+"""The configuration of a federation over a network, and of its parties."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -123,20 +123,20 @@ class AdminConfig:
 
 
 def run_config(base: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
-    """Returns the configuration of the run."""
+    """Returns the run's configuration."""
     return compose(AlignmentConfig, [base], list(overrides.items()))
 
 
 def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
-    """Returns the configuration of the run as a party carries it out, with its own overrides.
+    """Returns the run's configuration for one party, with this party's overrides.
 
-    Plugins are code, which each party names for itself: those of the kit are not imported.
+    Plugins are code, so each party names its own; the kit's plugins are not imported.
     """
     return compose(AlignmentConfig, [kit / "run.yaml"], [("plugins", []), *overrides.items()])
 
 
 def federation_of(kit: Path) -> FederationConfig:
-    """Returns the federation that a kit belongs to."""
+    """Returns the configuration of a kit's federation."""
     path = kit / "federation.yaml"
     if not path.is_file():
         raise UserError(f"{kit} is no kit; make kits with firm network provision.")
@@ -144,7 +144,7 @@ def federation_of(kit: Path) -> FederationConfig:
 
 
 def site_name(kit: Path) -> str:
-    """Returns the name of the site whose kit this is."""
+    """Returns the name of a kit's site."""
     sites = federation_of(kit).sites
     names = [site for site in sites if kit.resolve().name == site]
     if not names:
@@ -155,7 +155,7 @@ def site_name(kit: Path) -> str:
 
 
 def write_keys(server: Path, sites: Iterable[Path]) -> None:
-    """Makes a key of secure aggregation for the sites' kits, and names it in the server's."""
+    """Writes a new secure aggregation key to the sites' kits, its identity to the server's kit."""
     key = Key.generate()
     for kit in sites:
         path = kit / KEY
@@ -165,7 +165,7 @@ def write_keys(server: Path, sites: Iterable[Path]) -> None:
 
 
 def site_key(kit: Path) -> Key:
-    """Returns the key of secure aggregation in a site's kit."""
+    """Returns the secure aggregation key in a site's kit."""
     try:
         return Key((kit / KEY).read_bytes())
     except (OSError, ValueError) as error:
@@ -176,7 +176,7 @@ def site_key(kit: Path) -> Key:
 
 
 def key_identity(kit: Path) -> str:
-    """Returns which key of secure aggregation the sites have, as the server's kit names it."""
+    """Returns the identity of the sites' secure aggregation key, from the server's kit."""
     path = kit / IDENTITY
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -188,12 +188,12 @@ def key_identity(kit: Path) -> str:
 
 
 def clients_by_site(federation: FederationConfig) -> dict[str, list[str]]:
-    """Returns the names of each site's clients."""
+    """Returns the names of clients by site."""
     return {site: [f"client_{index}" for index in own] for site, own in federation.sites.items()}
 
 
 def server_address(kit: Path) -> tuple[str, int]:
-    """Returns host and port of a kit's server; its certificate is valid."""
+    """Returns host and port of a kit's server, after checking the kit's certificate."""
     federation_of(kit)
     try:
         address = kits.server_address(kit)

@@ -1,4 +1,4 @@
-"""Parties of a federation over a network: makes kits, starts them, submits and follows runs."""
+"""Commands of a federation's parties: create and start kits, submit and follow runs."""
 
 import shlex
 import signal
@@ -39,7 +39,7 @@ SITE_PROCESS = "firm.jobs.network"
 
 
 def provision(cfg: FederationConfig) -> None:
-    """Makes the kits."""
+    """Creates the kits."""
     run = run_config(cfg.run, cfg.overrides)
     clients = sum(map(len, cfg.sites.values()))
     if run.num_clients != clients:
@@ -88,7 +88,7 @@ def start_server(cfg: ServerConfig) -> None:
 
 
 def start_site(cfg: SiteConfig) -> None:
-    """Runs a site until it is stopped: its connection to the server, and its own process."""
+    """Runs a site until it is stopped: the connection to the server and the site process."""
     host, port = server_address(cfg.kit)
     daemons = _site(cfg)
     _wait_for_server(cfg.kit)
@@ -97,10 +97,10 @@ def start_site(cfg: SiteConfig) -> None:
 
 
 def submit(cfg: AdminConfig) -> None:
-    """Starts a run, or takes it up, and waits for its end.
+    """Starts or resumes a run, and waits until it ends.
 
-    While it waits it starts the run again, from its last checkpoint, when the server was lost and
-    is back, or a site is.
+    When the server or a site is lost and reconnects meanwhile, restarts the run from its last
+    checkpoint.
     """
     federation = federation_of(cfg.kit)
     _check_server(cfg.kit)
@@ -109,7 +109,7 @@ def submit(cfg: AdminConfig) -> None:
 
 
 def status(cfg: AdminConfig) -> None:
-    """Prints who is connected and what runs."""
+    """Prints the connected sites and the current runs."""
     federation = federation_of(cfg.kit)
     host, port = server_address(cfg.kit)
     _check_server(cfg.kit)
@@ -121,7 +121,7 @@ def status(cfg: AdminConfig) -> None:
 
 
 def stop(cfg: AdminConfig) -> None:
-    """Stops what runs; its last checkpoint stays, and `submit` goes on from it."""
+    """Stops the current runs; `submit` resumes from their last checkpoints."""
     _check_server(cfg.kit)
     with console.session(cfg.kit) as opened:
         jobs = console.unfinished(opened)
@@ -133,7 +133,7 @@ def stop(cfg: AdminConfig) -> None:
 
 
 def demo(cfg: FederationConfig) -> None:
-    """Does all of it on this machine: kits, a server, its sites, and a run to its end."""
+    """Runs a whole federation on this machine: creates kits, starts parties, completes a run."""
     cfg = replace(cfg, host="localhost", port=free_port())
     provision(cfg)
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ def demo(cfg: FederationConfig) -> None:
 
 
 def _server(cfg: ServerConfig) -> Daemons:
-    """Makes a server ready to start."""
+    """Prepares a server's processes."""
     _, port = server_address(cfg.kit)
     check_not_held(cfg.kit)
     _check_port(port)
@@ -156,7 +156,7 @@ def _server(cfg: ServerConfig) -> Daemons:
 
 
 def _site(cfg: SiteConfig) -> Daemons:
-    """Makes a site ready to start."""
+    """Prepares a site's processes."""
     server_address(cfg.kit)
     check_not_held(cfg.kit)
     site = site_name(cfg.kit)
@@ -172,7 +172,7 @@ def _site(cfg: SiteConfig) -> Daemons:
 
 
 def _keep_own_part(cfg: ServerConfig | SiteConfig, name: str) -> None:
-    """Checks a party's own part and writes it into its kit, where the party's process reads it."""
+    """Checks a party's configuration and writes it to its kit for the party's process."""
     if kit_config(cfg.kit, cfg.overrides).strategy.secure is not None:
         (site_key if isinstance(cfg, SiteConfig) else key_identity)(cfg.kit)
     own = replace(cfg, kit=cfg.kit.resolve())
@@ -180,14 +180,14 @@ def _keep_own_part(cfg: ServerConfig | SiteConfig, name: str) -> None:
 
 
 def _daemons(kit: Path, commands: Mapping[str, list[str]]) -> Daemons:
-    """Returns the processes of a kit; relative paths of the run start from the present folder."""
+    """Returns a kit's processes; they resolve a run's relative paths from the current folder."""
     environment = {**search_path(Path(__file__).parents[2]), HOME_VARIABLE: str(Path.cwd())}
     return Daemons(commands, output=kit / OUTPUT, environment=environment)
 
 
 def _keep_running(daemons: Daemons) -> None:
-    """Watches over processes until this one is stopped."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    """Supervises the processes until this one is stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C
     try:
         with daemons:
             while True:
@@ -210,10 +210,10 @@ def _check_port(port: int) -> None:
 
 
 def _reach(kit: Path) -> str | None:
-    """Returns why the server of a site's or an administrator's kit is out of reach, or None.
+    """Returns why a kit's server cannot be reached, or None if it can; for sites and admins.
 
     Raises:
-        UserError: It can, and server and kit do not accept each other.
+        UserError: The server responds, but it and the kit reject each other.
     """
     host, port = server_address(kit)
     try:
@@ -226,7 +226,7 @@ def _reach(kit: Path) -> str | None:
 
 
 def _wait_for_server(kit: Path) -> None:
-    """Waits for the server, and says so."""
+    """Waits until the server responds, and reports why it does not."""
     host, port = server_address(kit)
     last_problem = None
     while problem := _reach(kit):
@@ -237,7 +237,7 @@ def _wait_for_server(kit: Path) -> None:
 
 
 def _check_server(kit: Path) -> None:
-    """Raises `UserError` where the server cannot be reached."""
+    """Raises `UserError` if the server cannot be reached."""
     host, port = server_address(kit)
     if problem := _reach(kit):
         raise UserError(
@@ -247,10 +247,10 @@ def _check_server(kit: Path) -> None:
 
 
 def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
-    """Submits a run and follows it; returns whether it is to be submitted again.
+    """Submits a run and follows it; returns whether it must be resubmitted.
 
     Raises:
-        UserError: It ended otherwise than well.
+        UserError: The run failed or was stopped, or the server rejected it.
     """
     job = None
     try:
@@ -277,10 +277,10 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
 
 
 def _follow(opened: Any, job: str, sites: list[str]) -> bool:
-    """Prints how a job fares until it ends; returns whether the run is to be started again.
+    """Prints a job's progress until it ends; returns whether the run must be restarted.
 
     Raises:
-        UserError: It ended otherwise than well.
+        UserError: The job failed or was stopped.
     """
     last_state, looks, num_lines, idle = "", 0, 0, set[str]()
     while True:
@@ -300,7 +300,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
             num_lines += len(lines)
         looks += 1
         if state == "RUNNING" and looks % 5 == 0:
-            # Seen twice: right after its start a job may not have reached a site yet.
+            # Check twice: right after its start a job may not have reached a site yet.
             idle, before = set(console.without_part(opened)), idle
             if back := sorted(idle & before):
                 console.tell_returned(opened, job, back)
