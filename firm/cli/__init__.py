@@ -1,1 +1,1 @@
-"""Commands: `cli` of each parses its configuration, `main` calls one job and prints the result."""
+"""The `firm` commands: each parses its configuration, runs one job and prints the result."""

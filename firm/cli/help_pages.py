@@ -1,4 +1,4 @@
-"""Writes the pages that `--help` prints, after a change of keys, texts or defaults.
+"""Regenerates the `--help` pages, after keys, texts or defaults have changed.
 
 python -m firm.cli.help_pages
 """
@@ -13,14 +13,14 @@ TITLE = "keys"
 
 
 def made_page(command: Command) -> str:
-    """Returns a command's page as its configuration has it, without the description."""
+    """Generates a command's page from its configuration, without the description."""
     with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
         command.run(["--help"], description=TITLE)
     return printed.getvalue().removeprefix(f"{TITLE}\n\n")
 
 
 def commands_with_pages() -> list[Command]:
-    """Returns the commands whose pages are files, one of each page."""
+    """Returns the commands with pages in files, one command per page."""
     pages: dict[Path, Command] = {}
     for name, command in COMMANDS.items():
         if " " not in name:

@@ -1,4 +1,4 @@
-"""The command `firm`: a table of jobs, each a function of one configuration."""
+"""The `firm` command: a table of jobs, each a function of one configuration."""
 
 import sys
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ PAGES = Path(__file__).parent / "pages"
 
 @dataclass(frozen=True)
 class Command:
-    """A job on the command line. Its modules are imported when it starts.
+    """A job on the command line, with modules that are imported when it starts.
 
-    Functions, configurations and keys are named as MODULE:NAME below `firm.jobs`.
+    Functions, configurations and keys are given as MODULE:NAME, relative to `firm.jobs`.
     """
 
     text: str
@@ -40,14 +40,14 @@ class Command:
 
     @property
     def page(self) -> Path:
-        """Returns the file with the keys that `--help` prints."""
+        """Returns the path of the `--help` page."""
         return PAGES / f"{self.job.partition(':')[0]}.txt"
 
     def parse(self, argv: Sequence[str] | None = None, *, description: str = "") -> Any:
-        """Returns the configuration of a command line, by default the process's.
+        """Parses a command line, by default that of the process, to a configuration.
 
         Raises:
-            UserError: The command line or a file is wrong.
+            UserError: The command line or a configuration file is invalid.
         """
         arguments = [*(sys.argv[1:] if argv is None else argv), *self.more]
         config = _load(self.config)
@@ -67,7 +67,7 @@ class Command:
         )
 
     def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
-        """Calls the job with the configuration of a command line; bad input ends in one line."""
+        """Runs the job on a command line; invalid input exits with a one-line message."""
         job = _load(self.job)
         from firm.run import exit_on_user_error
 
@@ -190,7 +190,7 @@ processes: `torchrun --nproc_per_node 4 -m firm align ...`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that the first arguments name; without one it prints all of them."""
+    """Runs the command named by the first arguments; without one, prints all commands."""
     accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _print_usage(words: Sequence[str]) -> NoReturn:
-    """Prints all commands, or those that begin with the first word, and ends the program."""
+    """Prints all commands, or those starting with the first word, and exits."""
     group = [name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")]
     asked = " ".join(words[: 2 if group else 1])
     names = group or list(COMMANDS)
@@ -229,7 +229,7 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
     print(USAGE.format(commands="\n".join(lines)))
     if asked.split()[len(group) > 0 :] in ([], ["-h"], ["--help"]):
         raise SystemExit(0)
-    from firm.fields import did_you_mean  # imports that a command's help does without
+    from firm.fields import did_you_mean  # imported late: a command's help does not need it
 
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
     line = f"there is no command {asked!r}{did_you_mean(asked, group or first_words)}"
@@ -238,6 +238,6 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
 
 
 def _load(place: str) -> Any:
-    """Returns what MODULE:NAME names below `firm.jobs`."""
+    """Imports MODULE:NAME, relative to `firm.jobs`."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"firm.jobs.{module}"), name)

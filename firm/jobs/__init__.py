@@ -1,18 +1,18 @@
-"""Whole jobs as functions of one configuration, with typed results.
+"""Complete jobs, each a function from one configuration to a typed result.
 
-- `alignment.align`: one run; `interface.align`, which is `firm.align`, takes objects too
-- `study.study`: several settings of a run, each with several seeds
-- `sweep.sweep`: a run for every preference, and the fronts
-- `compare.compare`: adapters beside their base model
-- `pick.pick`: the model of a front for a wanted preference
+- `alignment.align`: one run; `interface.align`, exported as `firm.align`, also accepts objects
+- `study.study`: a run with several settings and several seeds each
+- `sweep.sweep`: a run for each preference, and the resulting fronts
+- `compare.compare`: a comparison of adapters with their base model
+- `pick.pick`: the model on a front for a target preference
 - `workspace.save_workspace`: the main figures of a run's page in W&B
 - `fmoo.run_classic`: classic algorithms side by side
 
-`loop.train` is the training loop of all of them, `points.run_points` runs several at a time. Import
-from the modules: what a job does not need, it does not load.
+All training uses `loop.train`; `points.run_points` executes several runs at a time. Import from the
+modules, so that a job loads only the dependencies that it needs.
 """
 
 import os
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is taken where there is one
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is used if available
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

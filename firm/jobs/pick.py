@@ -1,4 +1,4 @@
-"""Picks or merges a model for a wanted trade-off, from the front that a sweep or a run left."""
+"""Picks or merges a model for a target trade-off, from the front of a sweep or a run."""
 
 import json
 import math
@@ -65,7 +65,7 @@ class PickConfig:
 
 @dataclass(frozen=True)
 class PickedModel:
-    """The model that answers a wish."""
+    """The model for a target preference."""
 
     front: Front
     want: list[float]
@@ -83,17 +83,17 @@ class PickedModel:
 
     @property
     def adapter(self) -> Path:
-        """Returns the adapter that answers the wish."""
+        """Returns the adapter for the target preference."""
         return self.merged or self.folders[0]
 
     @property
     def expected(self) -> Expectation:
-        """Returns what it should earn."""
+        """Returns the expected rewards."""
         return expected_rewards(self.parts)
 
     @property
     def reward_rows(self) -> list[list[str]]:
-        """Returns the objectives' rows: name, base model's reward, expected reward."""
+        """Returns a table row per objective: name, base model's reward, expected reward."""
         expected = self.expected
         return [
             [name, f"{self.front.base[name]:.3f}", f"{reward:.3f} ± {expected.errors[name]:.3f}"]
@@ -102,7 +102,7 @@ class PickedModel:
 
     @property
     def evidence(self) -> str:
-        """Returns where the expected rewards come from, in a sentence or two."""
+        """Explains the source of the expected rewards, in one or two sentences."""
         prompts = self.front.prompts("held-out prompts")
         if len(self.parts) > 1:
             return (
@@ -123,18 +123,18 @@ class PickedModel:
 
     @property
     def made(self) -> str:
-        """Returns what the models have to do with their preferences."""
+        """Returns the relation of models to preferences: "trained for" or "measured at"."""
         return "measured at" if self.front.is_conditioned else "trained for"
 
     def in_words(self, preference: Sequence[float] | None) -> str:
-        """Returns a preference with its objectives' names, scaled to sum 1."""
+        """Formats a preference, scaled to sum 1, with the names of its objectives."""
         pairs = zip(self.front.objectives, _scaled(preference), strict=True)
         return ", ".join(f"{name} {share:.3f}" for name, share in pairs)
 
     def commands(self) -> dict[str, list[str]]:
-        """Returns the commands that talk to the model and that measure it, by what they do.
+        """Returns the commands to chat with the model and to evaluate it, by purpose.
 
-        There is none that measures where the runs of the adapters are gone.
+        There is no command to evaluate if the adapters' runs no longer exist.
         """
         if self.run is not None:
             chosen = ["--adapter", str(self.merged)] if self.merged else []
@@ -155,11 +155,11 @@ class PickedModel:
 
 
 def pick(cfg: PickConfig) -> PickedModel:
-    """Returns the model that answers a wish, merged where that is asked for.
+    """Returns the model for a target preference, merged if the configuration says so.
 
     Raises:
-        UserError: There is no such front, the wish is no preference of its objectives, or adapters
-            are gone or cannot be merged.
+        UserError: The front does not exist, the target is not a preference over its objectives, or
+            adapters are missing or cannot be merged.
     """
     front = load_front(cfg.front)
     want = parse_want(cfg.want, front.objectives)
@@ -183,10 +183,10 @@ def pick(cfg: PickConfig) -> PickedModel:
 
 
 def load_front(path: Path) -> Front:
-    """Returns the front in a file.
+    """Loads a front from a file.
 
     Raises:
-        UserError: There is none; of a folder, the message names those in it.
+        UserError: The file is not a front; for a folder, the message lists the fronts in it.
     """
     if path.is_dir():
         files = ", ".join(sorted(str(file) for file in path.glob("*.front.json")))
@@ -205,11 +205,11 @@ def load_front(path: Path) -> Front:
 
 
 def parse_want(text: str, objectives: Sequence[str]) -> list[float]:
-    """Returns the shares in a text such as "b=0.3,a=0.7", in the order of the objectives.
+    """Parses shares such as "b=0.3,a=0.7", and returns them in the order of the objectives.
 
     Raises:
         UserError: A pair is malformed, an objective is missing, unknown or named twice, or the
-            shares are no preference.
+            shares are not a valid preference.
 
     >>> parse_want("harmless=1, helpful=3", ["helpful", "harmless"])
     [3.0, 1.0]
@@ -248,7 +248,7 @@ def _scaled(preference: Sequence[float] | None) -> list[float]:
 
 
 def check_there(point: Point, folder: Path, below: Path) -> None:
-    """Raises `UserError` where a point's adapter is gone, or a link leads away from the front."""
+    """Raises `UserError` if a point's adapter is missing, or is a link out of `below`."""
     if not folder.resolve().is_relative_to(below.resolve()):
         raise UserError(
             f"the adapter of {point.name} is a link that leads out of {below}, to "
@@ -265,10 +265,10 @@ def check_there(point: Point, folder: Path, below: Path) -> None:
 def write_merged(
     out: Path, folders: Sequence[Path], shares: Sequence[float], card: ModelCard
 ) -> None:
-    """Writes the mean of some adapters as a PEFT folder, as a whole or not at all.
+    """Writes the weighted mean of adapters to a PEFT folder, atomically.
 
     Raises:
-        UserError: There is something at `out`, or the adapters do not fit each other.
+        UserError: `out` exists already, or the adapters are incompatible.
     """
     if out.exists():
         raise UserError(f"out: {out} exists; choose another --out.")
@@ -322,7 +322,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _unordered(value: Any) -> Any:
-    """Returns the value without the order of lists: peft writes sets of names in any."""
+    """Sorts lists, as peft writes sets of names in arbitrary order."""
     return sorted(map(str, value)) if isinstance(value, list) else value
 
 
@@ -331,7 +331,7 @@ def _shapes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
 
 
 def merged_card(picked: PickedModel) -> ModelCard:
-    """Returns the card of a merged adapter: what it is made of, and what it should earn."""
+    """Returns the model card of a merged adapter: its components and expected rewards."""
     base_model = _read_settings(picked.folders[0])["base_model_name_or_path"]
     parts = [
         [markdown_text(point.name), picked.in_words(point.preference), f"{share:.4f}"]
@@ -368,7 +368,7 @@ def merged_card(picked: PickedModel) -> ModelCard:
 
 
 def _tokenizer_files(adapter: Path) -> list[Path]:
-    """Returns the files of the tokenizer in an adapter's folder; none where it has no tokenizer."""
+    """Returns the tokenizer files in an adapter's folder; empty if it has no tokenizer."""
     if not (adapter / "tokenizer_config.json").is_file():
         return []
     files = (file for file in adapter.iterdir() if file.is_file() and not file.is_symlink())
@@ -376,7 +376,7 @@ def _tokenizer_files(adapter: Path) -> list[Path]:
 
 
 def main(cfg: PickConfig) -> Path:
-    """Prints which model answers the wish; returns the adapter's folder."""
+    """Prints the model for the target preference; returns the adapter's folder."""
     picked = pick(cfg)
     print(f"wanted    {picked.in_words(picked.want)}")
     if picked.front.is_conditioned:

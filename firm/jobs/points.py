@@ -1,4 +1,4 @@
-"""Runs of several settings, each a point of one folder: composed, run, and taken up again."""
+"""Composes, executes and resumes several runs, the points of one folder."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import field, replace
@@ -57,18 +57,18 @@ def point_config(
     source: str,
     base: Path | None = None,
 ) -> AlignmentConfig:
-    """Returns the run of a point; checked, so that a wrong key is reported before anything runs.
+    """Returns the run of a point; checked, so that invalid keys are reported before anything runs.
 
     Args:
-        cfg: What all points have in common.
-        overrides: The point's own keys, over those of all.
-        seed: The point's.
-        setting: What W&B calls the points that differ from it by their seed alone.
-        source: What messages call the place that the overrides come from.
-        base: Configuration of the run in place of that of all.
+        cfg: Configuration common to all points.
+        overrides: Keys of this point, which override those of `cfg`.
+        seed: Seed of this point.
+        setting: W&B name shared by the points that differ from this one only in their seed.
+        source: Source of the overrides, as named in error messages.
+        base: Configuration file of this point's run; `cfg.base` by default.
 
     Raises:
-        UserError: A key is wrong, or all runs would be pushed to one repository.
+        UserError: A key is invalid, or all runs would be pushed to one repository.
     """
     keys = {"evaluation.calibration_seed": cfg.seeds[0], **cfg.overrides, **overrides, "seed": seed}
     run = compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
@@ -89,21 +89,21 @@ def run_points(
     command: str,
     free_keys: Collection[str] = (),
 ) -> Sweep | None:
-    """Runs what is not done yet, and prints how each run ends.
+    """Executes all unfinished runs, and prints the outcome of each.
 
     Args:
-        cfg: What all points have in common; kept in the folder's manifest.
+        cfg: Configuration common to all points; saved in the folder's manifest.
         out: The folder.
-        points: What tells each point from the others, by its name; kept in the manifest, too.
-        runs: The points' runs. Those that start from adapters of other points come last.
-        command: The word after `firm` that continues the folder.
-        free_keys: Keys beside `FREE_KEYS` that may differ when the folder is taken up.
+        points: Distinguishing settings of each point, by name; also saved in the manifest.
+        runs: Configurations of the points' runs, those that start from other points' adapters last.
+        command: Subcommand of `firm` that resumes the folder.
+        free_keys: Keys that may change on resuming, in addition to `FREE_KEYS`.
 
     Returns:
-        The folder; None while other processes are at some of the points.
+        The folder; None while other processes run some of the points.
 
     Raises:
-        UserError: The folder is taken, or some runs failed; names them.
+        UserError: The folder is in use, or some runs failed; the message names them.
     """
     free = {*FREE_KEYS, *free_keys}
     settings = {key: value for key, value in to_dict(cfg).items() if key not in free}
@@ -133,11 +133,11 @@ def run_points(
 
 
 def tracking_group(cfg: PointsConfig, sweep: Sweep) -> str:
-    """Returns what W&B puts the runs of a folder together with."""
+    """Returns the W&B group of a folder's runs."""
     return f"{cfg.name}-{sweep.id}"
 
 
 def _run_point(place: str, settings: dict[str, Any]) -> None:
-    """Runs one point in this process, or takes it up."""
+    """Runs or resumes one point in this process."""
     overrides = [*settings.items(), ("out", place), ("resume", "auto")]
     align(compose(AlignmentConfig, [], overrides, source="the manifest"))

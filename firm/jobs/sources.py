@@ -1,4 +1,4 @@
-"""Refuses files, folders and names that are not there, with the nearest that are."""
+"""Rejects missing files, folders and names, and suggests the nearest existing ones."""
 
 import difflib
 import re
@@ -10,11 +10,11 @@ from reward_models.registry import check_name
 
 
 def check_sources(cfg: AlignmentConfig) -> None:
-    """Checks that what a configuration names on this machine is there; hubs are not asked.
+    """Checks that local resources named in a configuration exist; does not query hubs.
 
     Raises:
-        UserError: A model's or an adapter's folder, a file of data or of reward functions, or a
-            reward model's name is not there.
+        UserError: A folder of a model or adapter, a file of data or reward functions, or the name
+            of a reward model does not exist.
     """
     check_folder("policy.path", cfg.policy.path)
     for use in ("train", "validation", "test"):
@@ -33,7 +33,7 @@ def check_sources(cfg: AlignmentConfig) -> None:
 
 
 def check_reward(key: str, *, path: str = "", file: str = "", name: str = "") -> None:
-    """Raises `UserError` where a reward model's folder, file or name is not there."""
+    """Raises `UserError` if a reward model's folder, file or name does not exist."""
     if file:
         if not Path(file).expanduser().is_file():
             raise UserError(f"{key}: there is no file {file}{near(file)}; correct it.")
@@ -47,7 +47,7 @@ def check_reward(key: str, *, path: str = "", file: str = "", name: str = "") ->
 
 
 def check_data(key: str, source: str) -> None:
-    """Raises `UserError` where a file or folder of data is not there; names on a hub pass."""
+    """Raises `UserError` if a file or folder of data does not exist; accepts names on a hub."""
     if is_file(source):
         if not Path(source).expanduser().is_file():
             raise UserError(f"{key}: there is no file {source}{near(source)}; correct it.")
@@ -56,19 +56,19 @@ def check_data(key: str, source: str) -> None:
 
 
 def is_file(source: str) -> bool:
-    """Returns whether a source of data is named like a file."""
+    """Returns whether a data source looks like a file path."""
     return re.search(r"\.jsonl?(\.gz)?$", source) is not None
 
 
 def check_folder(key: str, path: str) -> None:
-    """Raises `UserError` for a path of this machine that is not there; names on a hub pass."""
+    """Raises `UserError` if a local path does not exist; accepts names on a hub."""
     is_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
         raise UserError(f"{key}: there is no folder {path}{near(path)}; correct it.")
 
 
 def near(path: str | Path) -> str:
-    """Returns a hint at the file or folder beside a missing one that is named most alike."""
+    """Suggests the file or folder with the name most similar to a missing one."""
     place = Path(path).expanduser()
     beside = [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else []
     alike = difflib.get_close_matches(place.name, beside, n=1)

@@ -1,4 +1,4 @@
-"""A base model and adapters on it, of which each replies in turn."""
+"""Samples and scores replies of a base model and of adapters on it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,13 +57,13 @@ class SpeakersConfig:
 
 
 class Speakers:
-    """Loads all that replies are sampled with and scored by.
+    """Loads the models to sample replies with and the reward models to score them.
 
     Args:
-        cfg: The base model and how it is sampled.
-        folders: The adapters.
-        rewards: What replies are scored by.
-        preference: Where the adapters, which are then conditioned ones, are folded.
+        cfg: The base model and its sampling settings.
+        folders: Folders of the adapters.
+        rewards: Reward models that score the replies.
+        preference: Preference at which to fold the adapters, which must then be conditioned.
 
     Raises:
         UserError: Model, adapters or reward models cannot be loaded.
@@ -84,8 +84,8 @@ class Speakers:
             cfg.policy, folders, check_base=cfg.check_base, preference=preference
         )
         self._folders, self._base = folders, cfg.policy.path
-        # The run's own copy counts: the one beside the base model may have changed since, or the
-        # run was made with another.
+        # The run's copy takes precedence: the tokenizer beside the base model may have changed
+        # since, or the run may have used another one.
         kept = next((folder for folder in folders if (folder / _TOKENIZER).is_file()), None)
         self.tokenizer = load_tokenizer(cfg.policy, kept)
         check_vocabulary(
@@ -111,6 +111,6 @@ class Speakers:
 
     @contextmanager
     def speaking(self, index: int | None) -> Iterator[partial[Replies]]:
-        """Gives the function from prompts to the replies of an adapter; None: the base model."""
+        """Yields a function that samples replies of an adapter, or of the base model for None."""
         with select_adapter(self._policy, index) as reference:
             yield partial(self._sample, reference=reference)

@@ -1,4 +1,4 @@
-"""Runs a study: several settings of a run, each with several seeds, side by side."""
+"""Runs a study: compares several settings of a run, with several seeds each."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,7 @@ class StudyConfig(PointsConfig):
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a study has come to."""
+    """Result of a study."""
 
     path: Path
     """The study's folder."""
@@ -79,18 +79,18 @@ class StudyResult:
 
 
 def study_configs(cfg: StudyConfig) -> dict[str, AlignmentConfig]:
-    """Returns the configuration of every run by its name; checked, before anything runs."""
+    """Returns the validated configurations of all runs, by name."""
     return {name: run_config(cfg, **point) for name, point in _points(cfg).items()}
 
 
 def study(cfg: StudyConfig) -> StudyResult | None:
-    """Runs what is not done yet of a study, and writes its page and its figures.
+    """Runs the unfinished runs of a study, and writes its page and figures.
 
     Returns:
-        The result; None while other processes are at some of the runs.
+        The result; None while other processes execute some of the runs.
 
     Raises:
-        UserError: A key is wrong, the folder is taken, or some runs failed.
+        UserError: A key is invalid, the folder is in use, or some runs failed.
     """
     out = cfg.out or dated_folder(cfg.name)
     points, runs = _points(cfg), study_configs(cfg)
@@ -117,7 +117,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
 
 
 def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:
-    """Returns what tells the runs from each other, by their names."""
+    """Returns setting and seed of each run, by name."""
     return {
         point_name(setting, seed): {"setting": setting, "seed": seed}
         for seed in cfg.seeds
@@ -126,24 +126,24 @@ def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:
 
 
 def point_name(setting: str, seed: int) -> str:
-    """Returns the folder of a setting's run."""
+    """Returns the folder name of a setting's run with this seed."""
     return f"{slug(setting)}-seed_{seed}"
 
 
 def study_of(sweep: Sweep) -> StudyConfig:
-    """Returns the configuration of a study that was begun; keys that may change are defaults."""
+    """Returns a started study's configuration; keys that may change have their defaults."""
     settings = list(sweep.manifest["config"].items())
     return compose(StudyConfig, [], settings, source=f"the study {sweep.path}")
 
 
 def run_config(cfg: StudyConfig, *, setting: str, seed: int) -> AlignmentConfig:
-    """Returns the run of a setting."""
+    """Returns the configuration of a setting's run with this seed."""
     own, source = cfg.settings[setting], f"settings.{setting}.overrides"
     return point_config(cfg, own.overrides, seed, setting=setting, source=source, base=own.base)
 
 
 def main(cfg: StudyConfig) -> Path | None:
-    """Runs what is not done yet; returns the folder, None after a plan or with runs elsewhere."""
+    """Runs or plans a study; returns its folder, or None after a plan or with runs elsewhere."""
     if cfg.plan:
         return print_plans(study_configs(cfg), "run")
     result = study(cfg)

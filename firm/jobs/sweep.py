@@ -1,4 +1,4 @@
-"""Sweeps preferences: which trade-offs are reachable, and by which method."""
+"""Sweeps preferences to find the trade-offs that each method can reach."""
 
 import math
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ class SweepConfig(PointsConfig):
 
 @dataclass(frozen=True)
 class PointConfig:
-    """What tells a point from the others; plain data in the manifest."""
+    """Identifies a point of a sweep; stored as plain data in the manifest."""
 
     method: str
     preference: tuple[float, ...]
@@ -89,18 +89,18 @@ class PointConfig:
 
     @property
     def setting(self) -> str:
-        """What it shares with the other seeds: method, preference in percent."""
+        """Returns the name shared by all seeds: method, preference in percent."""
         return f"{self.method} {preference_folder(self.preference)}"
 
     @property
     def name(self) -> str:
-        """Its folder: method, preference in percent, seed."""
+        """Returns the folder name: method, preference in percent, seed."""
         return f"{slug(self.method)}-{preference_folder(self.preference)}-seed_{self.seed}"
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep has come to."""
+    """Result of a sweep."""
 
     path: Path
     """The sweep's folder."""
@@ -111,21 +111,21 @@ class SweepResult:
 
 
 def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
-    """Returns the configuration of every point by its name; checked, before anything runs."""
+    """Returns the validated configurations of all points, by name."""
     objectives = tuple(_base(cfg).rewards)
     points = _points(cfg, objectives)
     return {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
 
 
 def sweep(cfg: SweepConfig) -> SweepResult | None:
-    """Runs what is not done yet of a sweep, and writes its fronts, its page and its figure.
+    """Runs the unfinished points of a sweep, and writes its fronts, page and figure.
 
     Returns:
-        The result; None while other processes are at some of the points.
+        The result; None while other processes run some of the points.
 
     Raises:
-        UserError: A key is wrong, the folder is taken, some points failed, or a model is not above
-            the reference point.
+        UserError: A key is invalid, the folder is in use, some points failed, or a model does not
+            exceed the reference point.
     """
     out, base = cfg.out or dated_folder(cfg.name), _base(cfg)
     objectives = tuple(base.rewards)
@@ -154,7 +154,7 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
 
 
 def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front]) -> Path:
-    """Writes the page and the figure for a paper; returns the page's path."""
+    """Writes the page and the publication figure; returns the page's path."""
     page = write_front_page(
         folder.path / PAGE_NAME,
         fronts,
@@ -172,16 +172,16 @@ def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front])
 
 
 def _base(cfg: SweepConfig) -> AlignmentConfig:
-    """Returns the run that all points start from."""
+    """Returns the base configuration of all points."""
     return compose(AlignmentConfig, [cfg.base], list(cfg.overrides.items()), source="overrides")
 
 
 def front_of(
     sweep: Sweep, method: str, objectives: tuple[str, ...], reference: list[float] | None
 ) -> Front:
-    """Returns the front of a method whose points are all done.
+    """Returns the front of a method, after all its points have finished.
 
-    A point whose log does not tell where it ended is left out, with a warning.
+    Excludes points without a valid final evaluation in the log, with a warning.
     """
     points, records = [], []
     for name, point in sweep.manifest["points"].items():
@@ -224,9 +224,9 @@ def front_of(
 
 
 def row_rewards(sweep: Sweep, front: Front) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rewards of a front's points by row of the test data, and the rows' prompts.
+    """Returns the rewards of a front's points on each row of the test data, and the rows' prompts.
 
-    The rewards have the shape [N, R, M], NaN for a row without one; the prompts are numbers, [R].
+    Rewards have shape [N, R, M], with NaN for missing ones; prompts are numbers, shape [R].
     """
     files = [sweep.run_path(point.name) / SCORES_NAME for point in front.points]
     tables = [load_file(file) for file in files]
@@ -235,7 +235,7 @@ def row_rewards(sweep: Sweep, front: Front) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:
-    """Returns all points by the names of their folders."""
+    """Returns all points by folder name."""
     names = ", ".join(objectives)
     if cfg.reference is not None and len(cfg.reference) != len(objectives):
         raise UserError(f"reference must have a reward for each of {names}, got {cfg.reference}.")
@@ -276,7 +276,7 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointCon
 def _run_config(
     cfg: SweepConfig, point: PointConfig, out: Path, objectives: tuple[str, ...]
 ) -> AlignmentConfig:
-    """Returns the point's run; checked, so that a wrong key shows before anything runs."""
+    """Returns a point's run; checked, so that invalid keys are reported before anything runs."""
     method, source = cfg.methods[point.method], f"methods.{point.method}.overrides"
     overrides = dict(method.overrides)
     if method.kind == "soup" and max(point.preference) < 1:
@@ -288,7 +288,7 @@ def _run_config(
         overrides["rounds"] = 0
     if method.kind == "front":
         trained = PointConfig(point.method, _equal_shares(objectives), point.seed)
-        if point.name == trained.name:  # whose points are runs of their own here
+        if point.name == trained.name:  # the sweep runs its preferences as separate points
             overrides["policy.conditioning.kind"] = "preference"
             overrides["evaluation.preferences"] = []
         else:
@@ -304,18 +304,18 @@ def _run_config(
             f"methods.{point.method}: strategy {run.strategy.name} knows no preferences; use one "
             f"of {names}."
         )
-    if run.policy.conditioning.kind == "none":  # else each prompt has a preference of its own
+    if run.policy.conditioning.kind == "none":  # otherwise each prompt has its own preference
         overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
     return build(overrides)
 
 
 def _equal_shares(objectives: tuple[str, ...]) -> tuple[float, ...]:
-    """Returns the preference of the point of a conditioned training itself."""
+    """Returns equal shares, the preference of the point that trains a conditioned policy."""
     return tuple(1 / len(objectives) for _ in objectives)
 
 
 def _check_reference(fronts: Mapping[str, Front]) -> None:
-    """Raises a `UserError` where a model is not above the reference point; nothing is written."""
+    """Raises `UserError` if a model does not exceed the reference point, before any output."""
     for method, front in fronts.items():
         try:
             _ = front.hypervolume
@@ -327,7 +327,7 @@ def _check_reference(fronts: Mapping[str, Front]) -> None:
 
 
 def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
-    """Returns the points of all methods, for a table."""
+    """Returns a table row for each point of each method."""
     return [
         {
             "method": method,
@@ -346,16 +346,16 @@ def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
 
 
 def _hypervolumes(fronts: Mapping[str, Front]) -> dict[str, float]:
-    """Returns each method's mean over the seeds, where there is one."""
+    """Returns each method's mean hypervolume over seeds, if defined."""
     means = {}
     for method, front in fronts.items():
-        with suppress(ValueError):  # a single point, or one that is not above the reference point
+        with suppress(ValueError):  # a single point, or one that does not exceed the reference
             means[f"hypervolume/{method}"] = seed_hypervolumes(front).mean
     return means
 
 
 def main(cfg: SweepConfig) -> Path | None:
-    """Runs what is not done yet; returns the folder, None after a plan or with points elsewhere."""
+    """Runs or plans a sweep; returns its folder, or None after a plan or with points elsewhere."""
     if cfg.plan:
         return print_plans(sweep_configs(cfg, cfg.out or Path("runs")), "point")
     result = sweep(cfg)

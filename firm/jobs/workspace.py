@@ -1,9 +1,9 @@
-"""A workspace in W&B with the main figures of a run's page, or those of a study's.
+"""Saves a W&B workspace with the main figures of the page of a run, study or sweep.
 
-By itself W&B draws a panel for every series. A saved workspace draws what the page does, of what
-the runs at hand have logged: the trade-off, rewards, every registered quantity in its section, the
-bytes sent, the table of results and the samples. For a study or sweep its lines are means over the
-seeds of a setting with one standard error.
+By default W&B draws a panel for every series. A saved workspace draws the figures of the page, as
+far as the runs have logged them: the trade-off, rewards, every registered quantity in its section,
+the bytes sent, the table of results and the samples. For a study or sweep, lines are means over the
+seeds of a setting, with one standard error.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class WorkspaceConfig:
 
 @dataclass(frozen=True)
 class _Logged:
-    """What runs have logged in W&B."""
+    """Quantities that runs have logged to W&B."""
 
     record: Record
     """The first of them."""
@@ -57,18 +57,18 @@ class _Logged:
 
 
 def save_workspace(cfg: WorkspaceConfig) -> str:
-    """Saves a workspace, and returns its address.
+    """Saves a workspace, and returns its URL.
 
     Raises:
-        UserError: There is no such run, it has no round yet, there is no key, W&B cannot be
-            reached or refuses, or the package `wandb-workspaces` is missing.
+        UserError: The run does not exist or has no round yet, there is no API key, W&B cannot be
+            reached or rejects the request, or the package `wandb-workspaces` is missing.
     """
     logged = _logged(cfg.run)
     workspaces, panels = _packages()
     import wandb
 
     own = logged.record.settings.get("tracking") or {}
-    wandb.setup(settings=wandb.Settings(silent=True))  # asks for no key, but raises without one
+    wandb.setup(settings=wandb.Settings(silent=True))  # raises without a key instead of prompting
     try:
         workspace = workspaces.Workspace(
             entity=cfg.entity or own.get("entity") or wandb.Api().default_entity,
@@ -85,12 +85,12 @@ def save_workspace(cfg: WorkspaceConfig) -> str:
             ),
         )
         return workspace.save().url
-    except Exception as error:  # W&B's refusals have many types
+    except Exception as error:  # W&B raises many types
         raise UserError(f"W&B saves no workspace: {printable(error)}") from error
 
 
 def _packages() -> tuple[Any, Any]:
-    """Returns W&B's modules of workspaces and of panels."""
+    """Imports W&B's modules for workspaces and panels."""
     try:
         names = ("wandb_workspaces.workspaces", "wandb_workspaces.reports.v2.interface")
         workspaces, panels = map(import_module, names)
@@ -122,7 +122,7 @@ def _logged(path: Path) -> _Logged:
 
 
 def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
-    """Returns the panels of every section by its title, in the order of the page."""
+    """Returns the panels of every section by title, in the order of the page."""
     has_end = any(name.startswith("evaluation/test/change/") for name in logged.names)
     tables = {"test": has_end, "samples": logged.has_samples}
     return {
@@ -149,7 +149,7 @@ def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
 
 
 def _planes(logged: _Logged, panels: Any) -> list[Any]:
-    """Returns where each run's global model went by round, and where the runs ended."""
+    """Returns the trade-off panels: global models by round, and final models, by pair."""
     drawn = []
     objectives = logged.record.objectives
     for x, y in [*combinations(objectives, 2)] or [("kl", objectives[0])]:
@@ -170,7 +170,7 @@ def _planes(logged: _Logged, panels: Any) -> list[Any]:
 
 
 def _lines(logged: _Logged, panels: Any, quantities: Sequence[Quantity]) -> list[Any]:
-    """Returns the panels of those quantities that the runs have logged."""
+    """Returns the panels of the quantities that the runs have logged."""
     drawn = []
     for quantity in quantities:
         options = {
@@ -185,7 +185,7 @@ def _lines(logged: _Logged, panels: Any, quantities: Sequence[Quantity]) -> list
 
 
 def _figures(logged: _Logged, quantity: Quantity) -> dict[str, list[str]]:
-    """Returns the names of the series in each figure of a quantity, by its title."""
+    """Returns the names of the series in each figure of a quantity, by figure title."""
     objectives = logged.record.objectives
     entries = {
         "": [""],
@@ -200,7 +200,7 @@ def _figures(logged: _Logged, quantity: Quantity) -> dict[str, list[str]]:
 
 
 def _series(logged: _Logged, quantity: Quantity, entry: str) -> list[str]:
-    """Returns what W&B calls a quantity of an objective or a pair: the clients' and their mean."""
+    """Returns the W&B series of a quantity for an objective or pair: clients and their mean."""
     path = [entry] if entry else []
     if quantity.kind != "client":
         return ["/".join([quantity.kind, quantity.name, *path])]
@@ -219,5 +219,5 @@ def _line(logged: _Logged, panels: Any, names: Sequence[str], **options: Any) ->
 
 
 def main(cfg: WorkspaceConfig) -> None:
-    """Saves the workspace that the configuration asks for."""
+    """Saves the configured workspace and prints its URL."""
     print(f"workspace {save_workspace(cfg)}")

@@ -1,8 +1,8 @@
-"""What a run would do, from its configuration and the models' `config.json` alone.
+"""Plans a run from its configuration and the models' `config.json` alone.
 
-Models are built without storage, so sizes are those of the real ones; messages are counted on a
-round of the strategy without content, and memory on passes without content. It stays an estimate:
-`LEFT_OUT` says of what.
+Models are built without storage, so their sizes are exact. Message sizes are counted in a simulated
+round of the strategy, and memory in simulated passes, on tensors without content. Memory is an
+estimate; `LEFT_OUT` lists what it excludes.
 """
 
 from firm.jobs.plan.planning import LEFT_OUT, make_plan

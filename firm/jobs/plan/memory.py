@@ -1,9 +1,9 @@
-"""How much memory a process takes, counted on passes of tensors that may have no content.
+"""Estimates the memory of a process by tracing passes, with real or fake tensors.
 
-With torch's fake tensors the count needs no weight: the same functions, the same attention kernels
-as on a CPU. On the miniature an update's peak came out 1 to 3 % above the growth of the resident
-set, a rollout's 7 % below, with a malloc that gives freed blocks back; glibc's default took 1.8
-times as much, and 2.4 times with gradient checkpointing.
+With torch's fake tensors no weights are needed; the functions and attention kernels are those of a
+CPU run. On the miniature, the estimated peak of an update was 1 to 3 % above the growth of the
+resident set and that of a rollout 7 % below, with a malloc that returns freed blocks; glibc's
+default malloc took 1.8 times as much, and 2.4 times with gradient checkpointing.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ STATES_PER_CLIENT = 3
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors that are made inside: ``now``, and at most, ``peak``.
+    """Counts the bytes of live tensors created in the context: ``now``, and the maximum, ``peak``.
 
-    The model's parameters and buffers are not counted, nor are views of them.
+    Excludes the model's parameters and buffers, and views of them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Rehearsal(Policy):
-    """A policy whose Jacobian is counted apart."""
+    """A policy for dry runs, with a Jacobian that is excluded from the count."""
 
     live: LiveBytes = field(kw_only=True)
     rows: torch.Tensor = field(kw_only=True)
@@ -81,7 +81,7 @@ class _Rehearsal(Policy):
     """Bytes that lived before each backward pass."""
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
-        """Takes the backward passes and returns no column."""
+        """Runs the backward passes and returns a Jacobian without columns, shape [M, 0]."""
         for objective, loss in enumerate(losses):
             self.kept.append(self.live.now)
             is_last = objective == len(losses) - 1
@@ -89,7 +89,7 @@ class _Rehearsal(Policy):
         return torch.empty(len(losses), 0)
 
     def per_sequence(self) -> PerSequenceGradients:
-        """Returns a context that notes the bytes before each of its backward passes."""
+        """Returns a context that records the live bytes before each backward pass."""
         return _RehearsedSequences(self)
 
 
@@ -99,7 +99,7 @@ class _RehearsedSequences(PerSequenceGradients):
         self._policy = policy
 
     def jacobian(self, losses: Any, coefficients: Any, **options: Any) -> torch.Tensor:
-        """Returns the rows in the room that was made for them."""
+        """Writes the Jacobian to the preallocated rows, after recording the live bytes."""
         self._policy.kept.append(self._policy.live.now)
         return super().jacobian(losses, coefficients, out=self._policy.rows, **options)
 
@@ -112,16 +112,16 @@ def update_memory(
     num_rows: int,
     num_objectives: int,
 ) -> tuple[int, int]:
-    """Returns the bytes of a minibatch's part beyond parameters, critic and Jacobian.
+    """Returns the memory of one micro-batch, excluding parameters, critic and Jacobian.
 
-    They are what lives between forward and backward pass, and the peak of both.
+    The two numbers are the bytes live between forward and backward pass, and the peak of both.
 
     Args:
         model: The policy, with its adapter; real, or fake inside a fake mode.
-        config: The estimator, which rehearses its update.
-        rollout: Gives the lengths of prompts and replies.
-        num_rows: Rows of the part.
-        num_objectives: M.
+        config: The estimator whose update is traced.
+        rollout: Settings with the maximum lengths of prompts and replies.
+        num_rows: Rows of the micro-batch.
+        num_objectives: Number of objectives, M.
     """
     critic = config.new_critic(model, num_objectives)
     owners = torch.nn.ModuleList([model] if critic is None else [model, critic])
@@ -143,7 +143,7 @@ def update_memory(
 
 
 def scoring_memory(model: Any, rollout: RolloutConfig, *, num_rows: int) -> int:
-    """Returns the peak bytes of a pass that gives the log-probabilities of replies."""
+    """Returns the peak bytes of a pass that computes log-probabilities of replies."""
     sequences = _full_length(num_rows, rollout)
     with LiveBytes(model) as live:
         response_logprobs(model, sequences, rollout.temperature)
@@ -151,7 +151,7 @@ def scoring_memory(model: Any, rollout: RolloutConfig, *, num_rows: int) -> int:
 
 
 def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
-    """Replies of full length to prompts of full length, without content."""
+    """Returns rollouts with prompts and replies of maximum length, without content."""
     num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
     logprobs = torch.zeros(num_rows, rollout.max_new_tokens)
     queries = Queries(
@@ -171,7 +171,7 @@ def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
 
 
 def with_fake_parameters(model: Any) -> Any:
-    """Returns the model with tensors of the surrounding fake mode for those of the meta device."""
+    """Replaces the model's meta tensors by those of the active fake mode, and returns it."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -186,7 +186,7 @@ def with_fake_parameters(model: Any) -> Any:
 def policy_without_storage(
     architecture: PretrainedConfig, config: PolicyConfig, num_objectives: int
 ) -> Any:
-    """Returns the policy as `load_policy` makes it, on the meta device."""
+    """Builds the policy on the meta device, as `load_policy` does."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
         return add_adapter(model, config, num_objectives=num_objectives)
@@ -199,13 +199,13 @@ def process_memory(
     traffic: Traffic,
     num_clients: int,
 ) -> Memory:
-    """Returns what one process with so many clients needs, by passes of fake models."""
+    """Returns the memory of a process with `num_clients` clients, by passes of fake models."""
     num_objectives = len(cfg.rewards)
     num_rows = num_objectives * preferences_of_minibatch(cfg)
     joint, sampled = updates(cfg, traffic, num_clients), rollouts(cfg, traffic, num_clients)
     is_stacked = cfg.engine == "stacked"
     in_parts = joint.rows < joint.clients * minibatch_share(cfg, traffic)
-    # every client in lockstep keeps the rows of its last minibatch
+    # clients in lockstep each keep the Jacobian of their last minibatch
     jacobians = (num_clients if is_stacked else 1) + joint.clients * in_parts
     calibration, evaluation = cfg.evaluation.num_calibration_prompts, EVALUATION_BATCH
     measured = min(cfg.rollout.forward_batch_size, max(calibration, evaluation))
@@ -231,16 +231,16 @@ def process_memory(
         scoring = scoring_memory(model, cfg.rollout, num_rows=rows)
     vocabulary = one_token.logits.size(-1)
     num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
-    logged = measured if is_stacked else rows  # joint rollouts keep no logits
+    logged = measured if is_stacked else rows  # batched rollouts keep no logits
     own_adapter = policy.adapter_bytes if is_stacked else 0
-    stacks = 2 * joint.clients * own_adapter  # the clients' matrices and their gradients
+    stacks = 2 * joint.clients * own_adapter  # the clients' LoRA matrices and their gradients
     return Memory(
         learner=STATES_PER_CLIENT * _learner_bytes(architecture, policy, cfg) + own_adapter,
         jacobian=jacobians * num_rows * policy.num_trainable * 4,
         update={key: size + stacks for key, size in update.items()},
         saved=saved,
         cache=cache * num_tokens,
-        scores=2 * logged * cfg.rollout.max_new_tokens * vocabulary * 4,  # transformers': float32
+        scores=2 * logged * cfg.rollout.max_new_tokens * vocabulary * 4,  # float32 in transformers
         scoring=scoring,
     )
 
@@ -248,13 +248,13 @@ def process_memory(
 def _learner_bytes(
     architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
 ) -> int:
-    """Critics and optimizer moments of one client, once."""
+    """Returns the bytes of one copy of a client's critic and optimizer moments."""
     model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
     with torch.device("meta"):
         module = cfg.estimator.new_critic(model, len(cfg.rewards))
     critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
     moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
-    learner = 3 * critic + moments  # what is trained beside the adapter has Adam
+    learner = 3 * critic + moments  # Adam trains all parameters outside the adapter
     if ObjectiveTraining in cfg.strategy.requests(tuple(cfg.rewards)):
-        return len(cfg.rewards) * learner + critic  # of the common learner, which takes no step
+        return len(cfg.rewards) * learner + critic  # the common learner never steps: no moments
     return learner

@@ -1,4 +1,4 @@
-"""How many rows go through the policy at once, and how often in a round."""
+"""Counts the rows in a pass of the policy, and the passes in a round."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from firm.jobs.plan.traffic import Traffic, num_passes
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes of one kind in the process with the most clients, if all its clients take part."""
+    """Passes of one kind in the process with the most clients, if all of them participate."""
 
     clients: int
     """Whose rows are in a pass."""
@@ -21,12 +21,12 @@ class Passes:
 
 
 def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
-    """Returns the forward passes that gradients are taken of.
+    """Returns the forward passes with gradients.
 
     Args:
         cfg: The run's configuration.
-        traffic: What a round of it asks of clients.
-        num_clients: Clients of a round in one process.
+        traffic: Traffic of one round.
+        num_clients: Clients that one process trains in a round.
     """
     share = minibatch_share(cfg, traffic)
     part = min(cfg.estimator.micro_batch_size or share, share)
@@ -41,23 +41,23 @@ def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
 
 
 def minibatch_share(cfg: AlignmentConfig, traffic: Traffic) -> int:
-    """Returns the rows of a client's minibatch that one process takes gradients of, at most."""
+    """Returns the most rows of a client's minibatch that one process computes gradients for."""
     estimator, is_whole = cfg.estimator, traffic.takes_whole_batches
     rows = estimator.batch_size if is_whole else estimator.minibatch_size
     return math.ceil(rows / cfg.processes_per_client)
 
 
 def preferences_of_minibatch(cfg: AlignmentConfig) -> int:
-    """Returns by how many preferences a minibatch's gradients are taken apart, at most."""
+    """Returns the maximum number of preferences with separate gradients in a minibatch."""
     if not solves_at_preferences(cfg) or cfg.policy.conditioning.draw_per == "step":
         return 1
     return min(cfg.estimator.num_prompts, cfg.estimator.minibatch_size)
 
 
 def rollouts(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
-    """Returns the chunks in which replies are sampled, each by a pass for every token."""
+    """Returns the chunks in which replies are sampled, each with one pass per token."""
     size = cfg.estimator.batch_size
-    # all trainings of a client start from one state, so that they have their first batch in common
+    # a client's trainings start from the same state, so they share their first batch
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     rows = min(cfg.rollout.forward_batch_size, size)
     return _joined(cfg, num_clients, rows=rows, count=batches * math.ceil(size / rows))

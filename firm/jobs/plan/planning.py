@@ -1,4 +1,4 @@
-"""From a configuration to a plan; no weights are read, and no data of a hub."""
+"""Makes a plan from a configuration, without reading weights or data from a hub."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,16 +35,16 @@ LEFT_OUT = (
 
 
 def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes) -> Plan:
-    """Returns what a run of this configuration would do.
+    """Returns the plan of a run with this configuration.
 
     Args:
         cfg: The run's configuration.
         clients: Names of all clients.
-        processes: Those that the run would have; they need not be connected.
+        processes: The run's processes, which need not be connected.
 
     Raises:
-        ValueError: No layer of the policy is called like one of the target modules, or the prompts
-            are malformed or too few for the clients.
+        ValueError: A target module matches no layer of the policy, or the prompts are malformed or
+            too few for the clients.
     """
     notes: list[str] = []
     policy, memory, traffic = None, None, round_traffic(cfg, clients)
@@ -57,7 +57,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         policy = _policy_figures(model, traffic)
         try:
             memory = process_memory(architecture, policy, cfg, traffic, busiest)
-        except (RuntimeError, AttributeError) as error:  # what depends on the tensors' content
+        except (RuntimeError, AttributeError) as error:  # operations that depend on tensor content
             notes.append(
                 f"{cfg.policy.path}: no estimate of its memory without weights "
                 f"({first_line(error)})."
@@ -106,9 +106,9 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
 
 
 def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:
-    """Returns the smallest and the largest number of training prompts that a client has.
+    """Returns the smallest and the largest number of training prompts of a client.
 
-    None where the prompts are not on this machine, or cannot be selected by tokens.
+    None if the prompts are not on this machine, or cannot be filtered by token count.
     """
     data = cfg.data.train
     sources = [data.source] if isinstance(data.source, str) else data.source
@@ -130,7 +130,7 @@ def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[i
 
 
 def _reward_models(cfg: AlignmentConfig) -> list[tuple[str, str, RewardModelConfig]]:
-    """Returns key in the configuration, name and settings of all reward models."""
+    """Returns configuration key, name and settings of every reward model."""
     places = {"rewards": cfg.rewards, "evaluation.metrics": cfg.evaluation.metrics}
     models = [(f"{key}.{n}", n, reward) for key, own in places.items() for n, reward in own.items()]
     return models + [
@@ -141,7 +141,7 @@ def _reward_models(cfg: AlignmentConfig) -> list[tuple[str, str, RewardModelConf
 
 
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
-    """Returns a model's configuration; without one, notes what to do."""
+    """Returns a model's configuration; if missing, appends a note with the remedy."""
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -187,17 +187,17 @@ def _work(
     busiest: int,
     prompts_per_client: tuple[int, int] | None,
 ) -> Work:
-    """Returns how much is done; `busiest` is the most clients of a round in one process."""
+    """Counts the work of a run; `busiest` is the most clients per round in any process."""
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
-    # the base model and the final one on both sets, every round's on the validation set
+    # base and final model on both splits; after each round, the validation split
     prompts = 2 * evaluation.num_test_prompts
     prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
     num_fronts = sum(is_front_due(cfg, number) for number in range(1, cfg.rounds + 1))
     num_measured = len(measured_preferences(cfg))
     prompts += num_measured * num_fronts * evaluation.num_validation_prompts
     prompts += (num_measured + evaluation.num_refined) * evaluation.num_test_prompts
-    # all trainings of a client start from one state, so that they have their first batch in common
+    # a client's trainings start from the same state, so they share their first batch
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     training = cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
     evaluated = prompts * evaluation.num_samples
@@ -247,14 +247,14 @@ def _place(
     rewards: Mapping[str, RewardFigures],
     device: str,
 ) -> Place:
-    """Returns where a process has its models, if all processes are on this machine."""
+    """Returns the devices of a process's models, if all processes are on this machine."""
     accelerator, here = torch.accelerator.current_accelerator(), "cpu"
     if accelerator is not None and torch.accelerator.is_available():
         here = f"{accelerator.type}:{rank % torch.accelerator.device_count()}"
     own = here if device in ("auto", here.partition(":")[0]) else device
     if own != "cpu" and ":" not in own:
-        own += ":0"  # of a machine that has what this one has not
-    current = here if own == "cpu" else own  # what "cuda" without an index stands for
+        own += ":0"  # an accelerator of another machine
+    current = here if own == "cpu" else own  # meaning of "cuda" without an index
     return Place(
         clients=processes.hosted(clients, rank),
         policy=own,

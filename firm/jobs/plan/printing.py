@@ -1,4 +1,4 @@
-"""Plans on the terminal."""
+"""Prints plans on the terminal."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from firm.run.shipped import with_shipped_paths
 
 
 def print_plan(cfg: AlignmentConfig) -> None:
-    """Prints what would run, from the first of the launcher's processes."""
+    """Prints the plan of a run, in the first of a launcher's processes."""
     if int(os.environ.get("RANK", 0)):
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
@@ -26,7 +26,7 @@ def print_plan(cfg: AlignmentConfig) -> None:
 
 
 def print_plans(runs: Mapping[str, AlignmentConfig], what: str) -> None:
-    """Prints the names and sizes of several runs, and what the first that trains would do."""
+    """Prints the names and sizes of several runs, and the plan of the first that trains."""
     rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
     print_table(f"{len(rows)} {what}s", [what, "rounds", "clients"], rows)
     print_plan(max(runs.values(), key=lambda run: run.rounds > 0))

@@ -1,4 +1,4 @@
-"""What a plan says: records of sizes, bytes, memory, work and placement."""
+"""Records of a plan: sizes, bytes, memory, work and placement."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from firm.jobs.plan.passes import Passes
 
 @dataclass(frozen=True)
 class Table:
-    """A title, headings, and rows of texts: what `firm.run.print_table` takes."""
+    """A table for `firm.run.print_table`: title, headings and rows of text."""
 
     title: str
     header: tuple[str, ...]
@@ -41,7 +41,7 @@ class PolicyFigures:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in one process, an estimate."""
+    """Estimated bytes in one process."""
 
     learner: int
     """Of one client: critic and optimizer moments, live and saved, and its adapter if stacked."""
@@ -63,7 +63,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class RewardFigures:
-    """One reward model."""
+    """Size and device of a reward model."""
 
     source: str
     num_parameters: int | None
@@ -75,7 +75,7 @@ class RewardFigures:
 
 @dataclass(frozen=True)
 class Work:
-    """How much is done."""
+    """Amount of work in a run."""
 
     optimizer_steps: int
     """Per client and round, if it serves all objectives."""
@@ -104,7 +104,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Place:
-    """What one process hosts, and where."""
+    """Clients and models of one process, and their devices."""
 
     clients: list[str]
     policy: str
@@ -114,7 +114,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would run; figures that need an unknown model are None."""
+    """Plan of a run; figures that require an unknown model are None."""
 
     policy_path: str
     dtype: str
@@ -130,7 +130,7 @@ class Plan:
     """What is left out, and how to have it included."""
 
     def memory_by_device(self) -> dict[str, int]:
-        """Returns the bytes on each device at the worst moment, summed over its processes."""
+        """Returns the peak bytes by device, summed over its processes."""
         total: dict[str, int] = defaultdict(int)
         for place in self.places:
             for name, device in place.rewards.items():
@@ -147,5 +147,5 @@ class Plan:
                 + len(place.clients) * memory.learner
                 + max(update, rollout)
             )
-        total["cpu"] += self.policy.uploads + adapter  # the server's
+        total["cpu"] += self.policy.uploads + adapter  # on the server
         return dict(total)

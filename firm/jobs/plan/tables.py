@@ -1,4 +1,4 @@
-"""A plan as tables for a person."""
+"""Formats a plan as human-readable tables."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from firm.report import formats
 
 
 def plan_tables(plan: Plan) -> list[Table]:
-    """Returns all of a plan but its notes."""
+    """Returns the tables of a plan, without its notes."""
     tables = [_model_table(plan), _work_table(plan), _placement_table(plan)]
     return [*tables, *_memory_tables(plan), *_hyperparameter_tables(plan)]
 
@@ -39,14 +39,14 @@ def _model_table(plan: Plan) -> Table:
 
 
 def _module_rows(figures: PolicyFigures) -> Iterator[tuple[str, str]]:
-    """Yields the parameters and layers of the adapter, by the names of the layers."""
+    """Yields the adapter's parameters and layers, by layer name."""
     for name, count in figures.trainable_by_module.items():
         num_layers = figures.layers_by_module[name]
         yield f"  {name}", f"{count:,} in {num_layers:,} layer{'s' * (num_layers > 1)}"
 
 
 def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Returns how prompts reach the policy, and where its replies end."""
+    """Returns the rows on prompt format and end tokens."""
     if (found := plan.inspection) is None:
         return []
     formats_in_words = {
@@ -89,14 +89,14 @@ def _work_table(plan: Plan) -> Table:
 
 
 def _share_rows(work: Work) -> Iterator[tuple[str, str]]:
-    """Yields how many training prompts the clients have, where that is known."""
+    """Yields the number of training prompts per client, if known."""
     if work.prompts_per_client:
         fewest, most = work.prompts_per_client
         yield "prompts per client", f"{fewest:,}" + f" to {most:,}" * (most > fewest)
 
 
 def _passes_text(passes: Passes) -> str:
-    """Returns how many there are in a round of a process, and of how many rows."""
+    """Formats the number of passes per process and round, and their rows."""
     clients = f" of {passes.clients} clients" * (passes.clients > 1)
     return f"{passes.count:,} per process and round, of {passes.rows:,} rows{clients}"
 
@@ -156,5 +156,5 @@ def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _text(value: Any) -> str:
-    """Returns a value as a YAML file would have it, without quotes that it can do without."""
+    """Formats a value as YAML, without optional quotes."""
     return value if value and isinstance(value, str) else json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""What a strategy's round asks of clients and has them send, in bytes and in kind."""
+"""Counts the requests, messages and bytes in a round of a strategy."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +18,10 @@ which holds but for the rounding of ranks."""
 
 
 class Traffic:
-    """An engine that counts what a strategy sends and gets; its clients fail to train.
+    """An engine that counts messages sent and received; its clients fail to train.
 
-    Their messages hold adapters without entries and Jacobians of few columns. What these lack of
-    the real ones is added to the counts.
+    Messages hold empty adapters and Jacobians with few columns. The bytes that are missing compared
+    to real messages are added to the counts.
     """
 
     def __init__(self, cfg: AlignmentConfig, adapter: Mapping[str, torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ class Traffic:
         self.takes_whole_batches = False
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
-        """Counts the request and its answers; trainings fail, which ends the round."""
+        """Counts the request and its replies; training requests fail, which ends the round."""
         answer = request.example(clients[0], self._sizes)
         down = len(pack(request.of(clients[0]))) + self._adapter_bytes + self._missing(request)
         up = len(pack(answer)) + self._missing(answer)
@@ -56,7 +56,7 @@ class Traffic:
         return [], [Failure(name, "only planned") for name in clients]
 
     def _missing(self, message: Message) -> int:
-        """Returns the bytes of the columns that a message leaves out."""
+        """Returns the bytes of the columns that a message omits."""
         columns = [getattr(message, name) for name in message.column_fields]
         return round((self._scale - 1) * sum(map(_tensor_bytes, columns)))
 
@@ -81,7 +81,7 @@ def _tensor_bytes(content: Any) -> int:
 def round_traffic(
     cfg: AlignmentConfig, clients: Sequence[str], adapter: Mapping[str, torch.Tensor] | None = None
 ) -> Traffic:
-    """Returns what a strategy's round asks of clients and has them send."""
+    """Returns the traffic of one round of the strategy."""
     traffic = Traffic(cfg, adapter or {})
     state = ServerState(traffic.adapter, objectives=tuple(cfg.rewards), seed=0)
     with suppress(RoundFailed):
@@ -97,7 +97,7 @@ def num_passes(cfg: AlignmentConfig) -> int:
 
 
 def _metrics(objectives: Sequence[str]) -> dict[str, Any]:
-    """Returns 7 figures by objective and 30 others: near enough beside solves and adapters."""
+    """Returns 7 values per objective and 30 others, close enough next to solves and adapters."""
     digits = 1 / 3
     by_objective = dict.fromkeys(objectives, digits)
     return {
