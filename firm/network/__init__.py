@@ -1,6 +1,6 @@
-"""Clients at their sites, over a network by NVIDIA FLARE.
+"""Federated training across sites, over NVIDIA FLARE.
 
-`sites` is the server's engine and `site` answers its requests, within the `agreement` that the site
-made; neither knows what carries the messages. `controller` is FLARE's end of the wire at the server
-and `link` that at a site; `kits` makes what each party installs, `console` submits and watches.
+`sites` is the server's engine, and `site` answers its requests within the site's `agreement`; both
+are independent of the transport. `controller` connects the server to FLARE, and `link` connects a
+site. `kits` creates the installation kit of each party; `console` submits and monitors runs.
 """

@@ -1,8 +1,8 @@
-"""A site's agreement with a server, which holds whatever the server asks.
+"""A site's agreement with a server, enforced on every request.
 
-A site has the run's configuration, from which every field of every request follows, but those that
-the algorithm has the server decide. A request that differs is refused, and what is carried out has
-the site's own values.
+A site has the run's configuration, which determines every field of every request, except for the
+fields that the algorithm leaves to the server. A request that differs from the configuration is
+refused, and an accepted request is executed with the site's own values.
 """
 
 import json
@@ -26,11 +26,11 @@ MAX_REFUSALS = 10_000
 
 
 class Refused(PermissionError):
-    """A site does not do what it was asked; the text is its own and quotes no data."""
+    """Raised when a site refuses a request; the site writes the message, which quotes no data."""
 
 
 class Agreement:
-    """The requests that a site carries out, by the run's strategy as the site has it."""
+    """Requests that a site executes, derived from the site's copy of the run's strategy."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Agreement:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Returns the names of the tasks that the strategy asks for."""
+        """Returns the names of the tasks that the strategy requests."""
         return tuple(self._fields)
 
     def request(self, task: str, content: Any) -> Request:
-        """Returns the request as the site carries it out, from fields as they arrived.
+        """Returns the request to execute at the site, from the fields of a message.
 
         Raises:
-            Refused: It asks for what was not agreed.
-            Invalid: It is no request.
+            Refused: The request differs from the agreement.
+            Invalid: The content is not a valid request.
         """
         if task not in self._fields:
             raise Refused(f"the task {shown(task)} is not part of the agreed run")
@@ -82,7 +82,7 @@ class Agreement:
 
 
 def _difference(path: str, own: Any, asked: Any) -> str | None:
-    """Returns how a request differs from what was agreed, in words; None if it does not."""
+    """Describes how a request differs from the agreement; None if it does not differ."""
     own, asked = _plain(own), _plain(asked)
     if own == asked:
         return None
@@ -93,7 +93,7 @@ def _difference(path: str, own: Any, asked: Any) -> str | None:
 
 
 def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the agreed value of every field of a request beside the envelope."""
+    """Returns the agreed value of every field of a request except the envelope."""
     defaults = {
         each.name: each.default_factory() if callable(each.default_factory) else each.default
         for each in fields(kind)
@@ -103,7 +103,7 @@ def _with_defaults(kind: type[Request], agreed: Mapping[str, Any]) -> dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON would have it, so that lists and tuples compare alike."""
+    """Converts a value to JSON types, so that equal lists and tuples compare as equal."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):
@@ -128,10 +128,10 @@ class Budget:
 
 
 class Ledger:
-    """A site's own record of its answers and refusals, and of the ε that the answers have spent.
+    """A site's own record of its answers and refusals, and of the ε that its answers have spent.
 
-    It is written before an answer leaves. A file of JSON lines, where a path is given, keeps it
-    over restarts.
+    An answer is recorded before it is sent. If `path` is given, the record persists across restarts
+    in a JSON Lines file.
     """
 
     def __init__(self, agreement: Agreement, budget: Budget, path: Path | None = None) -> None:
@@ -151,13 +151,13 @@ class Ledger:
         self._max_epsilon = limit
 
     def epsilon(self, client: str, *, more: int = 0) -> float:
-        """Returns what a client's answers so far, and as many more, spend."""
+        """Returns the ε that a client's answers so far, and `more` further ones, spend."""
         answers = self.answers.items()
         count = sum(n for (name, task), n in answers if name == client and _tells_of_data(task))
         return self._spends(count + more)
 
     def check(self, clients: Sequence[str], task: str) -> None:
-        """Raises ``Refused`` unless one more answer of these clients is within the budget."""
+        """Raises ``Refused`` if one more answer from each client would exceed the budget."""
         most = self._budget.max_answers
         for client in clients:
             if most is not None and self.answers[client, task] >= most:
@@ -166,14 +166,14 @@ class Ledger:
                 raise Refused(f"the budget of ε {self._max_epsilon:.4g} of {client} is spent")
 
     def answered(self, round: int, client: str, task: str) -> None:
-        """Records an answer, before it leaves."""
+        """Records an answer before it is sent."""
         self.answers[client, task] += 1
         epsilon = self.epsilon(client)
         spent = {} if epsilon == inf else {"epsilon": epsilon}
         self._write(kind="answer", round=round, client=client, task=task, **spent)
 
     def refused(self, reason: str) -> None:
-        """Records a refusal; no more than ``MAX_REFUSALS`` lines, so that nobody fills the disk."""
+        """Records a refusal; writes at most ``MAX_REFUSALS`` lines, to protect the disk."""
         self.num_refusals += 1
         if self.num_refusals <= MAX_REFUSALS:
             self._write(kind="refusal", reason=reason)
@@ -192,7 +192,7 @@ def _tells_of_data(task: str) -> bool:
 
 
 def _rows(path: Path | None) -> list[dict[str, Any]]:
-    """Returns the rows so far, without a last line that was cut off."""
+    """Returns the recorded rows, without an incomplete last line."""
     if path is None or not path.exists():
         return []
     rows = []

@@ -1,4 +1,4 @@
-"""Whether a kit's certificates hold, before anything else is tried with them."""
+"""Checks of a kit's certificates before its first use."""
 
 import socket
 import ssl
@@ -18,7 +18,7 @@ _ENDED = "the server does not take this kit's certificate (it ends the connectio
 
 
 def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
-    """Returns which certificate of a kit is not valid now; None if all are."""
+    """Describes the first certificate of a kit that is not valid now; None if all are valid."""
     now = now or datetime.now(UTC)
     for path in sorted([*(kit / "startup").glob("*.crt"), kit / "startup/rootCA.pem"]):
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -31,13 +31,13 @@ def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
 
 
 def refusal(kit: Path, host: str, port: int) -> str | None:
-    """Returns why a server and the kit of another party do not accept each other; None if they do.
+    """Describes why a server and another party's kit reject each other; None if they do not.
 
     Raises:
         OSError: The server cannot be reached.
     """
     problem = _refusal(kit, host, port)
-    # FLARE says no more; but a server that is just being stopped does the same
+    # FLARE gives no other reason, but a server that is shutting down ends connections, too
     return _refusal(kit, host, port) if problem == _ENDED else problem
 
 

@@ -1,4 +1,4 @@
-"""An administrator's actions from afar: submit a run, watch it, stop it."""
+"""Remote actions of an administrator: submitting, monitoring and stopping a run."""
 
 import contextlib
 import io
@@ -37,10 +37,10 @@ _ENDING = re.compile(
 
 @contextmanager
 def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
-    """Yields a session with the server, as the administrator whose kit this is."""
+    """Opens a session with the server, as the administrator that owns the kit."""
     with contextlib.redirect_stdout(io.StringIO()):
         opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
-    opened.set_timeout(3.0)  # that the server waits for a site which is gone
+    opened.set_timeout(3.0)  # seconds that the server waits for a disconnected site
     try:
         yield opened
     finally:
@@ -59,10 +59,11 @@ def submit(
 ) -> str:
     """Submits a run and returns the job's identifier.
 
-    The job is configuration alone: which workflow, one that the server allows, runs there by its
-    import path, with which JSON-able arguments, and that the sites' own processes are to be
-    attached. It begins when all sites are connected. Heartbeats are in seconds, between two signs
-    of life of a site's process and until it counts as dead.
+    The job consists of configuration only: the import path of a workflow that the server allows,
+    its JSON-serializable arguments, and the instruction to attach to the sites' own processes. It
+    starts when all sites are connected. `heartbeat_interval` is the time in seconds between two
+    heartbeats of a site's process, and `heartbeat_timeout` the time until the process is considered
+    dead.
     """
     meta = {
         "name": check_name(name, "a job's name"),
@@ -85,8 +86,8 @@ def submit(
 
 
 def unfinished(opened: Session) -> dict[str, str]:
-    """Returns the jobs that wait or run, and the name of each."""
-    # A job that ran when the server was killed is listed as running ever after.
+    """Returns the names of queued and running jobs by their identifiers."""
+    # If the server was killed, a job that ran at that time is listed as running forever.
     alive = {job.job_id for job in opened.get_system_info().job_info}
     return {
         job["job_id"]: printable(job["job_name"])
@@ -96,7 +97,7 @@ def unfinished(opened: Session) -> dict[str, str]:
 
 
 def jobs(opened: Session, num_jobs: int = 10) -> list[list[str]]:
-    """Returns name, status and time of the last jobs, the newest first."""
+    """Returns name, status and submission time of the latest jobs, newest first."""
     return [
         [printable(job["job_name"]), printable(job["status"]), printable(job["submit_time"])[:19]]
         for job in opened.list_jobs(limit=num_jobs, reverse=True)
@@ -114,9 +115,9 @@ def connected(opened: Session) -> set[str]:
 
 
 def without_part(opened: Session) -> list[str]:
-    """Returns the sites that are connected and have no part in the job that runs.
+    """Returns the connected sites that do not participate in the running job.
 
-    A site that was away when a job began takes part once the run is started again.
+    A site that was disconnected when the job started participates after the run is restarted.
     """
     try:
         rows = opened.get_client_job_status() or []
@@ -130,7 +131,7 @@ def without_part(opened: Session) -> list[str]:
 
 
 def said(opened: Session, job: str, num_heard: int) -> list[str]:
-    """Returns the lines that a running job has said after so many; none when it has just ended."""
+    """Returns a running job's output after the first `num_heard` lines; empty if it just ended."""
     with contextlib.suppress(JobNotRunning, NoReply, InternalError):
         answer = opened.do_app_command(job, SAID, {"num_heard": num_heard})
         return [printable(line) for line in answer["lines"]]
@@ -138,16 +139,16 @@ def said(opened: Session, job: str, num_heard: int) -> list[str]:
 
 
 def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
-    """Sends a job the names of sites that are back, so that it ends before its next round."""
+    """Sends a job the names of reconnected sites, so that it ends before its next round."""
     with contextlib.suppress(JobNotRunning, NoReply, InternalError):  # it has just ended
         opened.do_app_command(job, RETURNED, {"sites": sites})
 
 
 def reason(opened: Session, job: str) -> tuple[str, bool]:
-    """Returns why a run ended early, as the server's log says, and whether to start it again.
+    """Returns why a run ended early, from the server's log, and whether to restart it.
 
-    The reason is empty when there is none. Of a job that was refused the log says nothing; what the
-    parties answered to it stands beside it.
+    The reason is empty if there is none. The log has no entry for a job that was refused; in that
+    case, the reason is taken from the parties' answers in the job's metadata.
     """
     logs = opened.get_job_logs(job, "server")["logs"]
     for line in reversed("\n".join(map(str, logs.values())).split("\n")):

@@ -1,4 +1,4 @@
-"""The server's end of the wire: a FLARE workflow that asks its sites what a strategy asks."""
+"""FLARE workflow at the server that sends a strategy's requests to its sites."""
 
 import io
 import logging
@@ -43,21 +43,21 @@ _PROBLEMS = {
 
 
 class Stopped(RuntimeError):
-    """Somebody stopped the job; what the last checkpoint holds is whole."""
+    """Raised when the job is stopped by a user; the last checkpoint is intact."""
 
 
 class SitesController(ModelController):
-    """Runs a program over the sites of a FLARE job; a subclass is the program."""
+    """Base class of programs that run over the sites of a FLARE job."""
 
     def __init__(self) -> None:
         super().__init__(task_check_period=POLL, ignore_result_error=True)
 
     @abstractmethod
     def work(self, channel: "FlareChannel") -> None:
-        """Does everything; the job ends when it returns."""
+        """Runs the program; the job ends when this method returns."""
 
     def run(self) -> None:
-        """Is called by FLARE when the job starts."""
+        """Runs the job; called by FLARE when the job starts."""
         try:
             self.work(FlareChannel(self))
         except Stopped:
@@ -66,15 +66,15 @@ class SitesController(ModelController):
             reason = printable(error)
             logger.info("%s%s", RESTART, reason)
             self.panic(reason)
-        except Exception as error:  # FLARE would end the job without a word of it
+        except Exception as error:  # FLARE would end the job without reporting the error
             reason = printable(" ".join(str(error).split()), max_length=2000)
             logger.exception("what follows is where it happened")
-            logger.error("%s%s", REASON, reason)  # last: a reader of the log starts at its end
+            logger.error("%s%s", REASON, reason)  # last: readers start at the log's end
             self.panic(reason)
 
 
 class Transcript(io.StringIO):
-    """A file that passes on what is written to it, and keeps it."""
+    """A file that forwards text to another file and keeps a copy."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -82,16 +82,16 @@ class Transcript(io.StringIO):
 
     @property
     def lines(self) -> list[str]:
-        """The whole lines so far."""
+        """The complete lines written so far."""
         return self.getvalue().split("\n")[:-1]
 
     def write(self, text: str, /) -> int:
-        """Writes, and returns the number of characters."""
+        """Writes the text and returns its number of characters."""
         self._file.write(text)
         return super().write(text)
 
     def flush(self) -> None:
-        """Hands on what waits."""
+        """Flushes the underlying file."""
         self._file.flush()
 
 
@@ -99,7 +99,7 @@ class FlareChannel:
     """Carries messages to the sites of a FLARE job; implements ``Channel``.
 
     Attributes:
-        transcript: A file for what whoever follows the job is to read.
+        transcript: Output for whoever follows the job.
     """
 
     def __init__(self, controller: SitesController) -> None:
@@ -110,10 +110,10 @@ class FlareChannel:
         self._engine.register_app_command(SAID, self._lines_since)
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
-        """Returns what each site answered, or why it did not; see ``Channel``.
+        """Returns each site's answer, or the reason for a missing one; see ``Channel``.
 
         Raises:
-            Stopped: Somebody stopped the job meanwhile.
+            Stopped: The job was stopped in the meantime.
         """
         answers: dict[str, bytes | Lost] = {}
         changed = threading.Condition()
@@ -148,7 +148,7 @@ class FlareChannel:
             if time.monotonic() >= next_look:
                 missed_before, missed = missed, self._missing(waiting)
                 with changed:
-                    for site in missed & missed_before:  # a connection may break and come back
+                    for site in missed & missed_before:  # a single miss may be transient
                         answers.setdefault(site, Lost("it is not connected"))
                 next_look = time.monotonic() + _LOOK
         with changed:
@@ -160,21 +160,21 @@ class FlareChannel:
             return {site: answers[site] for site in messages}
 
     def returned(self) -> list[str]:
-        """Returns the sites that are connected again: FLARE gives them no part in a running job."""
+        """Returns the reconnected sites: FLARE does not let them rejoin a running job."""
         return list(self._returned)
 
     def close(self) -> None:
-        """Lets the sites go; they hear of the job's end by FLARE."""
+        """Does nothing: FLARE notifies the sites of the job's end."""
 
     def _note_returned(self, topic: str, returned: Any, fl_ctx: FLContext) -> dict[str, Any]:
         self._returned = [printable(site, max_length=MAX_NAME) for site in returned["sites"]]
-        return {"returned": self._returned}  # FLARE takes an empty answer for none
+        return {"returned": self._returned}  # FLARE treats an empty answer as missing
 
     def _lines_since(self, topic: str, asked: dict[str, int], fl_ctx: FLContext) -> dict[str, Any]:
         return {"lines": self.transcript.lines[asked["num_heard"] :]}
 
     def _missing(self, sites: list[str]) -> set[str]:
-        """Returns the sites to which there is no way: the connection or their job has ended."""
+        """Returns the unreachable sites: their connection or their job has ended."""
         replies = self._engine.send_aux_request(
             targets=sites,
             topic="firm.there",
@@ -183,7 +183,7 @@ class FlareChannel:
             fl_ctx=self._context,
             optional=True,
         )
-        gone = ReturnCode.COMMUNICATION_ERROR  # a site that is slow to say anything is not gone
+        gone = ReturnCode.COMMUNICATION_ERROR  # a slow site does not count as unreachable
         return {site for site, reply in replies.items() if reply.get_return_code() == gone}
 
     @property
@@ -201,5 +201,5 @@ def _read(result: Any) -> bytes | Lost:
         return Lost(_PROBLEMS.get(code, f"FLARE says {printable(code)}"))
     try:
         return from_model(FLModelUtils.from_shareable(result))
-    except Exception as error:  # whatever reading a hostile answer may raise is its sender's
+    except Exception as error:  # a malicious answer may raise anything
         return Lost(f"its answer cannot be read: {printable(error)}")

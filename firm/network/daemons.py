@@ -1,4 +1,4 @@
-"""Processes that are kept running: a server's, or a site's connection and its own process."""
+"""Supervised processes: a server's, or a site's FLARE connection and training process."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ it is not started again."""
 
 
 def flare_command(role: Literal["server", "client"], kit: Path, site: str = "") -> list[str]:
-    """Returns the command that runs FLARE in the kit of a server, or of the client of a site."""
+    """Returns the command that runs FLARE's server or a site's FLARE client in a kit."""
     return [
         sys.executable,
         "-u",
@@ -41,22 +41,22 @@ def flare_command(role: Literal["server", "client"], kit: Path, site: str = "") 
 
 
 def search_path(*folders: Path) -> dict[str, str]:
-    """Returns variables by which another Python finds folders, and then what this one does."""
+    """Returns a PYTHONPATH with `folders` first, followed by this process's search path."""
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *sys.path])}
 
 
 def free_port() -> int:
-    """Returns a port of this machine at which nothing listens just now."""
+    """Returns a port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
 
 
 def wait_for_port(port: int, patience: float = 60.0) -> None:
-    """Waits until something on this machine listens at a port.
+    """Waits until a process on this machine listens on a port.
 
     Raises:
-        TimeoutError: Nothing does within `patience` seconds.
+        TimeoutError: No process listens within `patience` seconds.
     """
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
@@ -77,15 +77,15 @@ class _Daemon:
 
 
 class Daemons:
-    """Starts processes, starts those again that end, and ends them all, with what they started.
+    """Starts processes, restarts them if they end, and terminates them with their children on exit.
 
-    As long as one of them lives, nobody else starts any for the same folder, even if this process
-    was killed and left them behind.
+    As long as one of them runs, no other `Daemons` can start for the same folder, even if this
+    process was killed and left them behind.
 
     Args:
-        commands: By a name that a person understands.
-        output: File that all that they print is added to, in the folder that they are for.
-        environment: Variables beside this process's own.
+        commands: Commands by a human-readable name.
+        output: File to which the processes' output is appended, in the folder that they serve.
+        environment: Variables added to this process's environment.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Daemons:
         self._lock = -1
 
     def __enter__(self) -> Self:
-        """Starts them.
+        """Starts the processes.
 
         Raises:
-            UserError: Some run for the same folder already; they are named.
+            UserError: Processes for the same folder are already running; the message names them.
         """
         self._lock = hold(self._output.parent)
         self._file = open(self._output, "ab", opener=partial(os.open, mode=0o600))
@@ -123,14 +123,14 @@ class Daemons:
         os.close(self._lock)
 
     def process_id(self, name: str) -> int:
-        """Returns the present process's number."""
+        """Returns the ID of the current process with this name."""
         return self._daemons[name].process.pid
 
     def watch(self) -> None:
-        """Starts again what has ended; to be called often.
+        """Restarts processes that have ended; call it frequently.
 
         Raises:
-            UserError: One ends again and again, soon after its start.
+            UserError: A process ended ``MANY`` times in a row within ``SOON`` seconds of its start.
         """
         for name, daemon in self._daemons.items():
             code = daemon.process.poll()
@@ -164,7 +164,7 @@ class Daemons:
 
 
 def _end(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """Ends a process and all that it started, at first politely."""
+    """Terminates a process and its children, first by SIGTERM and then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

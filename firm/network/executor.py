@@ -1,4 +1,4 @@
-"""A site's end of a job in FLARE: the one class that a job builds there."""
+"""FLARE executor of a job at a site: the only class that a job may build there."""
 
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.client.config import ExchangeFormat
@@ -7,10 +7,10 @@ from firm.network.link import ATTACH_ID
 
 
 class SiteExecutor(ClientAPIExecutor):
-    """Passes a job's tasks on to the process that the site has started itself.
+    """Forwards a job's tasks to the process that the site has started itself.
 
-    FLARE's own executor can also start a command or a script that a job names; of this one a job
-    sets nothing but how often, in seconds, the two processes look after each other.
+    FLARE's own executor can also start a command or a script named by a job. Here, a job sets only
+    the heartbeat interval and timeout between the two processes, in seconds.
     """
 
     def __init__(self, heartbeat_interval: float, heartbeat_timeout: float) -> None:

@@ -1,9 +1,9 @@
-"""Where a site and a server look at a job before they take it, and again before they run it.
+"""Gates at which a site and a server check a job before accepting it and before running it.
 
-FLARE builds these components from the resources of a kit, which its owner writes; no job reaches
-them. `AppGate` sees a job's folder as soon as it is unpacked; `SiteGate` and `ServerGate` start the
-process of a job, and sit in it when its configuration is built. They also take away what FLARE
-would do for an administrator or a server and no run needs.
+FLARE builds these components from the resources of a kit, which its owner writes; a job cannot
+change them. `AppGate` checks a job's folder as soon as it is unpacked. `SiteGate` and `ServerGate`
+start the process of a job, and check in this process each component that its configuration builds.
+They also disable FLARE's commands and requests that no run needs.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 COMMANDS = frozenset(
     {
-        *("_cert_login", "_check_session", "_commands", "_logout"),  # of every session
+        *("_cert_login", "_check_session", "_commands", "_logout"),  # used by every session
         *("submit_job", "abort_job", "app_command"),
         *("check_status", "list_jobs", "get_job_meta", "get_job_log"),
     }
@@ -73,16 +73,16 @@ Arguments = Sequence[tuple[str, Any]]
 
 
 class AppGate(AppValidator):
-    """Refuses a job whose folder contains anything but what this party allows.
+    """Refuses a job with a folder that contains anything this party does not allow.
 
-    The server allows one workflow, with the arguments that it may be called with.
+    The server allows one workflow, with a fixed set of arguments.
     """
 
     def __init__(self, controller: str = "", arguments: Arguments = ()) -> None:
         self._allowed = server_app(controller, dict(arguments)) if controller else site_app()
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
-        """Returns what is wrong with a folder, or an empty text, and no more details."""
+        """Returns the problem of a folder, empty if there is none, and an empty dictionary."""
         problem = problem_of_app(Path(app_folder), self._allowed)
         if problem:
             logger.error("%s", problem)
@@ -90,14 +90,14 @@ class AppGate(AppValidator):
 
 
 class _Gate(ProcessJobLauncher):
-    """Starts the process of a job that is allowed, and watches over what is built in it."""
+    """Starts the process of an allowed job, and checks each component built in the process."""
 
     def __init__(self, allowed: App) -> None:
         super().__init__()
         self._allowed = allowed
 
     def launch_job(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> JobHandleSpec:
-        """Starts the process of a job; ``RuntimeError`` where the job contains what it may not."""
+        """Starts the process of a job; raises ``RuntimeError`` if the job is not allowed."""
         workspace: Any = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         folder = Path(workspace.get_app_dir(job_meta["job_id"]))
         problem = problem_of_meta(job_meta) or problem_of_app(folder, self._allowed)
@@ -107,9 +107,9 @@ class _Gate(ProcessJobLauncher):
         return super().launch_job(job_meta, fl_ctx)
 
     def get_command(self, job_meta: dict[str, Any], fl_ctx: FLContext) -> str:
-        """Returns the command of a job's process, as one text that a shell would split.
+        """Returns the command of a job's process as a string in shell syntax.
 
-        FLARE joins paths to it as they are, and splits it at white space, quotes and "#" later.
+        FLARE adds paths to it without quoting, and later splits it at white space, quotes and "#".
         """
         arguments = {
             name: (flag, value if name == JobProcessArgs.OPTIONS else shlex.quote(str(value)))
@@ -121,12 +121,12 @@ class _Gate(ProcessJobLauncher):
         return shlex.quote(sys.executable) + command.removeprefix(sys.executable)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Refuses, in the process of a job, a class or an argument that is not allowed."""
+        """Refuses classes and arguments that are not allowed in the process of a job."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             try:
                 self._bootstrap(fl_ctx)
-            except Exception as error:  # FLARE starts in spite of any other
+            except Exception as error:  # FLARE would continue on any other exception
                 raise UnsafeComponentError(f"this FLARE cannot be restricted: {error}") from error
         if event_type == EventType.BEFORE_BUILD_COMPONENT:
             component = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG)
@@ -136,13 +136,13 @@ class _Gate(ProcessJobLauncher):
 
     @abstractmethod
     def _bootstrap(self, fl_ctx: FLContext) -> None:
-        """Takes away what no run needs, before FLARE serves anybody."""
+        """Disables FLARE features that no run needs, before FLARE serves any request."""
 
 
 class SiteGate(_Gate, ClientProcessJobLauncher):
-    """The gate of a site, which also answers no other request than those of ``REQUESTS``.
+    """Gate of a site, which also restricts the server's requests to ``REQUESTS``.
 
-    What another site asks, and an honest server passes on, it does not hear.
+    Requests from other sites, which an honest server forwards, are rejected.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class SiteGate(_Gate, ClientProcessJobLauncher):
         _hear_only(("server", str(fl_ctx.get_identity_name())), connection.cell)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Closes the ears of a job's process to other sites."""
+        """Makes a job's process reject requests from other sites."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.ABOUT_TO_START_RUN:
             engine: Any = fl_ctx.get_engine()
@@ -163,7 +163,7 @@ class SiteGate(_Gate, ClientProcessJobLauncher):
 
 
 class ServerGate(_Gate, ServerProcessJobLauncher):
-    """The gate of a server, which also carries out no other command than those of ``COMMANDS``."""
+    """Gate of a server, which also restricts an administrator's commands to ``COMMANDS``."""
 
     def __init__(self, controller: str, arguments: Arguments) -> None:
         super().__init__(server_app(controller, dict(arguments)))
@@ -176,15 +176,15 @@ class ServerGate(_Gate, ServerProcessJobLauncher):
             admin_server.cmd_reg.add_filter(CommandGate())
             set_admin_server(admin_server)
 
-        server.set_admin_server = set_with_filter  # it is made after this event
+        server.set_admin_server = set_with_filter  # the admin server is created after this event
 
 
 class CommandGate(CommandFilter):
-    """Refuses an administrator's commands but those of ``COMMANDS``."""
+    """Refuses an administrator's commands unless they are listed in ``COMMANDS``."""
 
     def pre_command(self, conn: Connection, args: list[str]) -> bool:
-        """Returns whether a command may be carried out."""
-        entry = conn.get_prop(ConnProps.CMD_ENTRY)  # `args` may name it with its module
+        """Returns whether a command is allowed."""
+        entry = conn.get_prop(ConnProps.CMD_ENTRY)  # `args` may contain the name with its module
         if entry and entry.name in COMMANDS:
             return True
         command = printable(args[0], max_length=100)
@@ -197,7 +197,7 @@ class CommandGate(CommandFilter):
 
 
 def _hear_only(parties: Sequence[str], cell: Any) -> None:
-    """Refuses a process's requests from others; the server vouches for a message's origin."""
+    """Rejects requests unless they come from `parties`; the server authenticates their origin."""
     cell.core_cell.add_incoming_request_filter("*", "*", _refuse_strangers, parties)
 
 

@@ -1,8 +1,8 @@
-"""What a job may contain; everything else in it is refused, whoever signed it.
+"""Allowed contents of a job; any other content is refused, even if it is signed.
 
-A job is a folder for each party and the metadata that go with it. `site_app` and `server_app` say
-which files a folder holds and what stands in them, `META` what the metadata are. A site and a
-server compare before anything of a job is built; FLARE's own checks come on top.
+A job consists of a folder for each party and of metadata. `site_app` and `server_app` define the
+allowed files of a folder and their contents, and `META` defines the allowed metadata. A site and a
+server check a job before building any part of it, in addition to FLARE's own checks.
 """
 
 import json
@@ -33,7 +33,7 @@ _MAX_BYTES = 65_536
 
 @dataclass(frozen=True)
 class Between:
-    """Allows a finite number of a range."""
+    """Allows a finite number within a range."""
 
     low: float
     high: float
@@ -46,7 +46,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Free:
-    """Allows anything: it is written by the server, and nobody acts upon it."""
+    """Allows any value: the server writes it, and no code depends on it."""
 
 
 App = Mapping[str, Any]
@@ -63,7 +63,7 @@ HEARTBEAT_S = Between(0.1, 3600.0)
 
 
 def site_app(heartbeat_interval: Any = HEARTBEAT_S, heartbeat_timeout: Any = HEARTBEAT_S) -> App:
-    """Returns what a site's folder of a job contains: two values in seconds, or their range."""
+    """Returns the allowed contents of a site's folder; heartbeats are in seconds, or ranges."""
     arguments = {"heartbeat_interval": heartbeat_interval, "heartbeat_timeout": heartbeat_timeout}
     return {
         "config/config_fed_client.json": {
@@ -75,7 +75,7 @@ def site_app(heartbeat_interval: Any = HEARTBEAT_S, heartbeat_timeout: Any = HEA
 
 
 def server_app(controller: str, arguments: Mapping[str, Any]) -> App:
-    """Returns what the server's folder of a job contains.
+    """Returns the allowed contents of the server's folder.
 
     Args:
         controller: Import path of the workflow's class.
@@ -124,7 +124,7 @@ META: dict[str, Any] = {
 
 
 def problem_of_app(folder: Path, allowed: App) -> str | None:
-    """Returns what an unpacked folder of a job contains that it may not; None if nothing."""
+    """Describes the first forbidden or missing content of a job's folder; None if it is allowed."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     folders = {parent.as_posix() for name in allowed for parent in Path(name).parents}
     signed = {(Path(parent) / name).as_posix() for parent in folders for name in _SIGNATURE}
@@ -147,13 +147,13 @@ def problem_of_app(folder: Path, allowed: App) -> str | None:
 
 
 def problem_of_meta(meta: Mapping[str, Any]) -> str | None:
-    """Returns what a job's metadata contain that they may not; None if nothing."""
+    """Describes the first forbidden entry of a job's metadata; None if all are allowed."""
     present = {key: allowed for key, allowed in META.items() if key in meta}
     return _difference(dict(meta), present, "meta")
 
 
 def problem_of_component(component: Any, allowed: App) -> str | None:
-    """Returns why a class of a job's configuration may not be built with its arguments, if so."""
+    """Describes why a job may not build a component with its arguments; None if it may."""
     if not isinstance(component, dict):
         return _refused("a component", "is no mapping")
     path = component.get("path")
@@ -185,14 +185,14 @@ def _parse(content: bytes) -> Any:
 
 
 def _difference(value: Any, allowed: Any, where: str) -> str | None:
-    """Returns what of a value is not allowed, by the kind of what allows it; None if nothing."""
+    """Describes the first part of a value that a rule does not allow; None if all are allowed."""
     parts: list[tuple[Any, Any, str]] = []
     match allowed:
         case Free():
             return None
         case Between(low, high):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not low <= value <= high:  # NaN is in no range
+            if not number or not low <= value <= high:  # false for NaN
                 return _refused(where, f"must be from {low:g} to {high:g}", value)
         case Names():
             if not isinstance(value, list) or not all(map(_is_name, value)):

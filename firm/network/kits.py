@@ -1,7 +1,8 @@
-"""The kit of each party of a network: keys, addresses, and what it allows.
+"""Installation kit of each party of a network: keys, addresses and permissions.
 
-Kits are made by FLARE's own provisioning; here stands what our job needs of them and, above all,
-what it does not: no kit runs code that comes with a job, and no component but ours.
+Kits are created by FLARE's own provisioning. This module adds the settings that our job needs and,
+above all, restricts the rest: a kit runs no code that comes with a job, and no components other
+than ours.
 """
 
 import contextlib
@@ -45,16 +46,16 @@ _ORGANISATION = "firm"
 def provision(
     folder: Path, *, name: str, host: str, port: int, sites: list[str], valid_days: int = 360
 ) -> dict[str, Path]:
-    """Makes one kit for each party, with certificates of one new authority.
+    """Creates a kit for each party, with certificates of a new certificate authority.
 
     Args:
-        folder: Where the kits go, each in a folder of its party's name; `authority` beside them
-            holds the key that signs, which no party needs.
-        name: Of the federation.
-        host: Name or address by which sites reach the server; it stands in its certificate.
-        port: The server's one port.
+        folder: Destination of the kits, each in a folder named after its party. Its folder
+            `authority` holds the signing key, which no party needs.
+        name: Name of the federation.
+        host: Name or address at which sites reach the server; its certificate contains it.
+        port: The server's only port.
         sites: Names of the sites.
-        valid_days: After which the certificates end.
+        valid_days: Validity of the certificates in days.
 
     Returns:
         The kits by party: "server", "admin" and the sites.
@@ -95,9 +96,12 @@ def provision(
 
 
 def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) -> None:
-    """Prepares a server's kit where it lies: its storage, and the one workflow that may run.
+    """Configures a server's kit in place: its storage, and the only workflow that may run.
 
-    The JSON-able arguments are those that it may be called with; ``jobs.NAME`` stands for any name.
+    Args:
+        kit: Folder of the kit.
+        controller: Import path of the workflow's class.
+        arguments: Allowed arguments, JSON-serializable; ``jobs.NAME`` as a value allows any name.
     """
     allowed = {"controller": controller, "arguments": [list(pair) for pair in arguments.items()]}
     resources = _resources(kit, builds=controller, gate="ServerGate", arguments=allowed)
@@ -111,10 +115,10 @@ def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) 
 
 
 def prepare_site(kit: Path, *, site: str) -> Path:
-    """Prepares a site's kit where it lies; returns the profile that its process attaches by.
+    """Configures a site's kit in place; returns the profile with which its process attaches.
 
     Raises:
-        ValueError: FLARE cannot connect processes in a folder of this name.
+        ValueError: FLARE cannot connect processes in a folder with this path.
     """
     place = (kit / "attach").resolve()
     unusable = [c for c in str(place) if c in "?#" or not c.isprintable()]
@@ -142,10 +146,10 @@ def prepare_site(kit: Path, *, site: str) -> Path:
 
 
 def server_address(kit: Path) -> tuple[str, int]:
-    """Returns host and port of the server that a kit belongs to.
+    """Returns the host and port of the server that a kit belongs to.
 
     Raises:
-        ValueError: The kit is not one, or would speak without certificates.
+        ValueError: The folder is not a kit, or the kit does not require certificates.
     """
     for name in ("fed_client.json", "fed_server.json", "fed_admin.json"):
         path = kit / "startup" / name
@@ -174,7 +178,7 @@ def server_address(kit: Path) -> tuple[str, int]:
 
 
 def _resources(kit: Path, *, builds: str, gate: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns what FLARE builds when it starts in a kit, with a gate before every job."""
+    """Returns the resources that FLARE builds at its start, with a gate before every job."""
     path = kit / "local/resources.json.default"
     resources = json.loads(path.read_text(encoding="utf-8"))
     resources["class_allow_list"] = [builds]
@@ -187,7 +191,7 @@ def _resources(kit: Path, *, builds: str, gate: str, arguments: dict[str, Any]) 
 
 
 def _restrict(kit: Path, rights: Iterable[str]) -> None:
-    """Lets an administrator do what a run needs and no more, and nobody bring code along."""
+    """Limits an administrator to the `rights` that a run needs, and forbids code in jobs."""
     path = kit / "local/authorization.json.default"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["permissions"] = {

@@ -1,4 +1,4 @@
-"""A site's end of the wire: FLARE's Client API, attached to a process that is ours."""
+"""Connection of a site's own process to its job, by FLARE's Client API in attach mode."""
 
 import json
 import logging
@@ -17,9 +17,12 @@ ATTACH_ID = "firm"
 
 
 def write_profile(path: Path, *, site: str, meeting_place: Path) -> None:
-    """Writes the JSON file by which the Client API finds the site's job.
+    """Writes the JSON file with which the Client API finds the site's job.
 
-    The meeting place is a folder of this user alone, as the site's FLARE knows it.
+    Args:
+        path: File to write.
+        site: Name of the site.
+        meeting_place: Private folder of this user, as configured in the site's FLARE.
     """
     profile = {
         "schema_version": 1,
@@ -33,9 +36,9 @@ def write_profile(path: Path, *, site: str, meeting_place: Path) -> None:
 
 
 def serve(profile: Path, answer: Callable[[bytes], bytes]) -> None:
-    """Waits for a job, answers its packed messages, and returns when it ends.
+    """Waits for a job, answers its packed messages, and returns when the job ends.
 
-    A process can do this once: FLARE keeps the name of its connection for as long as it lives.
+    A process can call this only once: FLARE reserves the connection's name until the process ends.
     """
     api: Any = APIContext(rank="0", config_file=str(profile)).api
     logger.info("a job has begun")

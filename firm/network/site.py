@@ -1,4 +1,4 @@
-"""A site's side of a network: its clients, what it does for a server, and what may leave it."""
+"""Site of a network: runs its clients for a server and restricts the data that leaves it."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,7 +59,7 @@ class SitePolicy:
             )
 
     def released(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of a client's metrics that may leave the site."""
+        """Filters a client's metrics by the names that may leave the site."""
         names = self.metrics
         if names is None:
             names = tuple(name for name, each in of_clients().items() if each.may_leave)
@@ -73,18 +73,18 @@ class SitePolicy:
 class Site:
     """Answers the server's messages for the clients of a site.
 
-    A message is a request, and the site decides: it carries out tasks that its policy names, for
-    its own clients, as they were agreed, within its budget; and what goes back is what the policy
-    lets out. Whatever arrives, an answer goes back.
+    The site executes a request only if its policy allows the task, the clients are its own, the
+    request matches the agreement, and the budget is not exhausted. An answer contains only data
+    that the policy releases. Every message gets an answer, even if it is malformed.
 
     Args:
-        build: From what the server sends at the first meeting to the engine that runs the clients.
-            The server learns the kind of an error that it raises.
-        clients: Their names.
-        fingerprint: What must be the same at the server, as of ``SitesEngine.meet``.
-        agreement: What the site does for the server.
-        policy: What may leave.
-        ledger: The site's own record; in memory by default.
+        build: Builds the engine that runs the clients, from the setup that the server sends at the
+            first meeting. If it raises an error, the server is told only the kind of error.
+        clients: Names of the site's clients.
+        fingerprint: Values that must equal the server's; see ``SitesEngine.meet``.
+        agreement: Requests that the site executes.
+        policy: Limits on tasks and on the data that leaves the site.
+        ledger: The site's own record of its answers; kept in memory by default.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Site:
             answer = self._answer(message)
         except ProcessLost:
             raise
-        except Exception as error:  # whatever a message causes, an answer goes back
-            is_own = isinstance(error, Refused | Invalid | StateMissing)  # which quote no data
+        except Exception as error:  # every message gets an answer
+            is_own = isinstance(error, Refused | Invalid | StateMissing)  # these quote no data
             reason = printable(error) if is_own else error_kind(error)
             logger.error("refused: %s", printable(f"{type(error).__name__}: {error}"))
             logger.debug("the message was refused here", exc_info=True)
-            with suppress(OSError):  # a full disk, which the log reports
+            with suppress(OSError):  # the disk may be full; the reason is in the log
                 self.ledger.refused(reason)
             answer = {"problem": reason}
         return pack({**answer, "number": number})
@@ -178,7 +178,7 @@ class Site:
         return f"{failure.kind or 'its answer was refused'}; its site's log says more"
 
     def _released(self, reply: Reply) -> Answer:
-        """Returns an answer without what must not leave."""
+        """Returns an answer with only the metrics that the policy releases."""
         content = reply.content
         if not hasattr(content, "metrics"):
             return content
@@ -190,7 +190,7 @@ _Clients = Annotated[list[Text], Len(1, 1000)]
 
 
 def differences(server: Mapping[str, Any], site: Mapping[str, Any]) -> str:
-    """Returns in what two fingerprints differ, in words; empty when they are the same."""
+    """Describes the differences between two fingerprints; empty if they are equal."""
     names: Collection[str] = [*server, *(name for name in site if name not in server)]
     texts = [
         f"its {printable(name)} is {shown(site.get(name))}, the server's {shown(server.get(name))}"

@@ -1,4 +1,4 @@
-"""The server's side of a network: which site has which client, and what comes back from it."""
+"""Server of a network: sends requests to the sites of clients and checks their answers."""
 
 import itertools
 import logging
@@ -27,20 +27,20 @@ _SMALL = 16 * 2**20
 
 @dataclass(frozen=True)
 class Lost:
-    """A site from which no answer came, and why."""
+    """Reason for a missing answer from a site."""
 
     reason: str
 
 
 class Channel(Protocol):
-    """Carries messages to sites, and their answers back."""
+    """Sends messages to sites and receives their answers."""
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
-        """Returns what each site answered within ``timeout`` seconds, or why it did not."""
+        """Returns each site's answer within ``timeout`` seconds, or why it is missing."""
         ...
 
     def returned(self) -> list[str]:
-        """Returns the sites that can take part no more until the run is started again."""
+        """Returns the reconnected sites, which cannot participate until the run is restarted."""
         ...
 
     def close(self) -> None:
@@ -49,25 +49,26 @@ class Channel(Protocol):
 
 
 class SitesReturned(RuntimeError):
-    """Sites that were away are back, and take part once the run goes on from its checkpoint."""
+    """Raised when lost sites are back: the run must resume from its checkpoint to include them."""
 
 
 class SitesEngine:
     """Runs clients at their sites; implements ``Engine``.
 
-    Client states stay at their sites: a checkpoint of the server holds the round alone. An answer
-    must be a message, the one that was asked for, and about the site's own clients.
+    Client states stay at their sites: a checkpoint of the server holds only the round. An answer
+    must be a valid message, carry the number of the server's message, and concern only clients of
+    the site.
 
-    A site that was silent once is met again before anything else is asked of it, with a short
-    patience, so that one whose process was started again learns what it has to know.
+    A site that failed to answer is met again before the next request, with a short timeout, so
+    that a restarted process receives its setup again.
 
     Args:
-        channel: Carries the messages.
-        sites: Names of each site's clients; every client is at one site.
+        channel: Transport of the messages.
+        sites: Names of each site's clients; every client belongs to exactly one site.
         clients: Names of all clients, in the order in which updates are summed.
-        timeout: Seconds that a site has for a task.
-        meeting_timeout: Seconds that a site has to say that it is ready, after it was lost.
-        on_event: Called on progress, as by ``LocalEngine``.
+        timeout: Time limit for a task at a site, in seconds.
+        meeting_timeout: Time limit for a lost site to report that it is ready, in seconds.
+        on_event: Progress callback, as for ``LocalEngine``.
     """
 
     def __init__(
@@ -92,15 +93,16 @@ class SitesEngine:
         self._on_event = on_event or (lambda name, **info: None)
         self._numbers = itertools.count(1)
         self._introduction: dict[str, Any] = {"do": "meet", "fingerprint": {}, "setup": {}}
-        self._lost: dict[str, str] = {}  # why, by site
+        self._lost: dict[str, str] = {}  # reasons by site
         self._first_round: int | None = None
 
     def meet(self, fingerprint: Mapping[str, Any], setup: State) -> list[str]:
-        """Returns why the sites cannot begin: who is away, or differs, and in what; [] if they can.
+        """Returns the sites that are lost or differ from the server, with the reasons; else [].
 
         Args:
-            fingerprint: What must be the same everywhere (program, configuration, models), by name.
-            setup: What the sites build their clients from, beside what they have themselves.
+            fingerprint: Values that must be equal everywhere (program, configuration, models), by
+                name.
+            setup: Data from which the sites build their clients, in addition to their own.
         """
         self._introduction = {"do": "meet", "fingerprint": dict(fingerprint), "setup": setup}
         sites = dict.fromkeys(self._site_of.values())
@@ -111,11 +113,11 @@ class SitesEngine:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
         Raises:
-            SitesReturned: The run has to be started again, for all sites to take part.
+            SitesReturned: The run must be restarted for all sites to participate.
         """
         if self._first_round is None:
             self._first_round = request.round
-        # One round at least between two starts, or a site that comes and goes would stop the run.
+        # At least one round between restarts, or a site that comes and goes would stall the run.
         if request.round > self._first_round and (back := self._channel.returned()):
             raise SitesReturned(
                 f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back; the run goes on with "
@@ -152,11 +154,11 @@ class SitesEngine:
         return divided(outcomes[name] for name in clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
-        """Returns {client: {"round": last accepted round}}; the states stay at their sites."""
+        """Returns {client: {"round": last accepted round}}; the states remain at their sites."""
         return {name: {"round": accepted.get(name, 0)} for name in self._clients}
 
     def restore_client_states(self, states: State) -> None:
-        """Raises ``ValueError`` unless the saved clients are these; their sites have the states."""
+        """Raises ``ValueError`` if the saved clients differ; the states are at their sites."""
         check_states(states, self._clients)
 
     def close(self) -> None:
@@ -164,7 +166,7 @@ class SitesEngine:
         self._channel.close()
 
     def _still_lost(self, asked: Mapping[str, Sequence[str]]) -> list[str]:
-        """Returns the sites among those asked that were lost before and are not ready now."""
+        """Returns the sites in `asked` that were lost before and are still not ready."""
         suspects = [site for site in asked if site in self._lost]
         for site, problem in self._meet(suspects, timeout=self._meeting_timeout).items():
             if problem is None:
@@ -173,7 +175,7 @@ class SitesEngine:
         return [site for site in suspects if site in self._lost]
 
     def _meet(self, sites: Sequence[str], *, timeout: float) -> dict[str, str | None]:
-        """Returns why each of these sites is not ready; None if it is."""
+        """Returns, for each site, why it is not ready; None if it is ready."""
         messages = dict.fromkeys(sites, self._introduction)
         answers = self._ask(messages, timeout=timeout, max_bytes=dict.fromkeys(sites, _SMALL))
         problems: dict[str, str | None] = {}
@@ -196,7 +198,7 @@ class SitesEngine:
         timeout: float,
         max_bytes: Mapping[str, int],
     ) -> dict[str, Any]:
-        """Returns the sites' answers to messages with a number each; ``Lost`` otherwise."""
+        """Returns each site's answer to its numbered message, or ``Lost``."""
         if not messages:
             return {}
         numbers = {site: next(self._numbers) for site in messages}
@@ -216,13 +218,16 @@ class SitesEngine:
 
 
 def _most_bytes(request: Request) -> int:
-    """Returns more bytes than an honest answer has: a Jacobian or one adapter per objective."""
+    """Returns an upper bound on the bytes of an honest answer.
+
+    The largest answers are a Jacobian or one adapter per objective.
+    """
     size = sum(parameter.numel() for parameter in request.adapter.values())
     return _SMALL + 16 * (len(request.objectives) + 1) * size
 
 
 def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
-    """Returns a site's answer, with "problem" when it is none."""
+    """Returns a site's answer, or its "problem" if it is not valid."""
     try:
         answer = unpack(raw, max_bytes=max_bytes)
     except ValueError as error:
@@ -240,7 +245,7 @@ def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
 def _outcomes(
     site: str, names: Sequence[str], answer: Any, request: Request, size_of: Callable[[str], int]
 ) -> dict[str, Reply | Failure]:
-    """Returns the reply or failure of each client that a site was asked for."""
+    """Returns the reply or failure of each client requested from a site."""
     if isinstance(answer, Lost):
         return {name: Failure(name, f"its site {site} is lost: {answer.reason}") for name in names}
     if problem := answer.get("problem"):
@@ -258,7 +263,7 @@ def _outcomes(
             elif key == "failures":
                 outcomes[name] = Failure(name, printable(fields.get("reason")), size_of(name))
             else:
-                content = fields.get("content")  # whose bytes the server counts itself
+                content = fields.get("content")  # the server counts its bytes itself
                 sizes = size_of(name), len(pack(content))
                 outcomes[name] = checked_reply(request, name, content, *sizes)
     silent = f"{site} said nothing of it"

@@ -11,11 +11,11 @@ from firm.run.checkpoint import load_state, save_state
 
 
 class DiskStates:
-    """Keeps clients' states in a run's folder, for the last rounds; implements ``ClientStates``.
+    """Stores clients' states of the last rounds in a run's folder; implements ``ClientStates``.
 
-    A site that is killed and started again goes on with the same states, each written as a whole or
-    not at all. Of each client the last ``num_kept`` accepted ones stay, so that a server that falls
-    back to an older checkpoint finds those that it needs.
+    A site that is killed and restarted continues with the same states; each state is written
+    atomically. The last ``num_kept`` accepted states of each client are kept, so that a server can
+    fall back to an older checkpoint.
     """
 
     def __init__(self, folder: Path, *, num_kept: int = 3) -> None:
@@ -28,11 +28,11 @@ class DiskStates:
         return load_state(self._path(client, round))
 
     def write(self, client: str, round: int, state: State) -> None:
-        """Keeps a state."""
+        """Stores a client's state after a round."""
         save_state(self._path(client, round), state)
 
     def forget(self, client: str, accepted: int) -> None:
-        """Drops what came after the accepted round, and what is older than the last few."""
+        """Deletes states after the accepted round, and states before the last ``num_kept``."""
         rounds = self._rounds(client)
         kept = [round for round in rounds if round <= accepted][-self._num_kept :]
         for round in set(rounds) - set(kept):

@@ -1,4 +1,4 @@
-"""How a message of ours travels in FLARE's: one array of bytes, named alike on both ends."""
+"""Conversion of packed messages to and from FLARE's model: one named array of bytes."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ _KEY = "message"
 
 
 def to_model(message: bytes) -> FLModel:
-    """Returns a packed message as FLARE carries it."""
+    """Returns FLARE's model with a packed message."""
     return FLModel(params={_KEY: np.frombuffer(message, dtype=np.uint8)})
 
 
 def from_model(model: Any) -> bytes:
-    """Returns the packed message that came; ``ValueError`` where there is none."""
+    """Returns the packed message in FLARE's model; raises ``ValueError`` if there is none."""
     content = (getattr(model, "params", None) or {}).get(_KEY)
     if not isinstance(content, np.ndarray) or content.dtype != np.uint8:
         raise ValueError(f"FLARE brought {type(content).__name__} instead of a message.")
