@@ -1,11 +1,11 @@
 """Federated multi-objective alignment of language models.
 
 Every client runs PPO with a LoRA adapter on its own prompts, computes one policy gradient per
-objective, resolves their conflict by a small regularised MGDA problem, and sends its adapter
-to a server that averages. The floors, from the bottom: ``solvers`` (Gram matrix to weights),
-``gradients`` (losses to Jacobian to Gram matrix), ``federation`` (clients, engines, strategies),
-then ``alignment`` (what a client of a language model does), ``miniature`` (the embedded world),
-``run`` (configuration, directories, checkpoints) and ``report``.
+objective, resolves their conflict by solving a small regularised MGDA problem, and sends its
+adapter to a server that averages the adapters. The layers, from the bottom: ``solvers`` (Gram
+matrix to weights), ``gradients`` (losses to Jacobian to Gram matrix), ``federation`` (clients,
+engines, strategies), then ``alignment`` (local training of language models), ``miniature`` (the
+embedded world), ``run`` (configuration, directories, checkpoints) and ``report``.
 """
 
 import warnings
@@ -19,9 +19,9 @@ __all__ = ["align"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `align` when it is asked for: with it come torch and transformers."""
+    """Imports `align` lazily, since it imports torch and transformers."""
     if name == "align":
-        with warnings.catch_warnings():  # of bars for notebooks, which no run shows
+        with warnings.catch_warnings():  # about notebook progress bars, which no run uses
             warnings.filterwarnings("ignore", message="IProgress not found")
             import tqdm.auto  # noqa: F401
 

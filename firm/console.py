@@ -1,4 +1,4 @@
-"""The standard streams, where their encoding lacks characters that a program has to say."""
+"""Standard streams whose encoding lacks characters of a program's output."""
 
 import io
 import sys
@@ -6,18 +6,18 @@ from contextlib import suppress
 
 
 def accept_any_text() -> None:
-    """Lets the standard streams carry any text, whatever their encoding.
+    """Makes the standard streams accept any text, regardless of their encoding.
 
-    An output in ASCII or in Windows' cp1252 shows a character that it lacks as an escape, such as
-    ``\\u03b2``, as Python's standard error does: a run of hours must not end because its table
-    holds a Greek letter or a model answered in Chinese. An input shows bytes that are not in its
-    encoding as replacement characters.
+    An output stream in ASCII or in Windows' cp1252 escapes characters that it cannot encode, such
+    as ``\\u03b2``, like Python's standard error: a run of several hours must not fail because its
+    table contains a Greek letter or a model answered in Chinese. An input stream replaces bytes
+    that it cannot decode by replacement characters.
     """
     for stream, errors in (
         (sys.stdin, "replace"),
         (sys.stdout, "backslashreplace"),
         (sys.stderr, "backslashreplace"),
     ):
-        if isinstance(stream, io.TextIOWrapper):  # a notebook's streams are UTF-8 and other types
-            with suppress(io.UnsupportedOperation):  # of an input that has been read from already
+        if isinstance(stream, io.TextIOWrapper):  # notebooks use other types, in UTF-8
+            with suppress(io.UnsupportedOperation):  # raised after input has been read
                 stream.reconfigure(errors=errors)

@@ -1,4 +1,4 @@
-"""Configurations: frozen dataclasses whose types say what a value may be and where it comes from.
+"""Configurations: frozen dataclasses with the range and source of each value in its type.
 
     @configuration
     class KLConfig:
@@ -6,8 +6,8 @@
         coefficient: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
         max_tokens: Annotated[PositiveInt | None, Hint("null takes all")] = None
 
-Ranges are checked whenever an object is made, from a file or in Python, and `--help` shows them.
-A `__post_init__` is left for what concerns several fields at once.
+Ranges are checked whenever an object is created, from a file or in Python, and `--help` shows them.
+Checks that involve several fields belong in `__post_init__`.
 """
 
 import ast
@@ -69,14 +69,14 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Hint:
-    """What to do about a value that is refused; ends the message."""
+    """Remedy for a rejected value, appended to the error message."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Where FIRM's paper (Nourzad et al.) gives a field's value."""
+    """Location of a field's value in FIRM's paper (Nourzad et al.)."""
 
     section: str
     """Section or appendix, such as "A.1"."""
@@ -94,7 +94,7 @@ class Paper:
 
 
 class NotInPaper:
-    """FIRM's paper leaves a field's value open."""
+    """Marks a field whose value FIRM's paper does not specify."""
 
     def __str__(self) -> str:
         return "not in the paper"
@@ -109,14 +109,14 @@ def configuration(form: type[T], /) -> type[T]: ...
 def configuration(*, source: Paper | NotInPaper) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def configuration(form: type | None = None, /, *, source: Paper | NotInPaper | None = None) -> Any:
-    """Makes a class a frozen dataclass that checks its fields by their types.
+    """Turns a class into a frozen dataclass that checks its fields against their types.
 
-    Numbers are checked by their ranges, texts by their literals. A `__post_init__` of the class
-    runs after that.
+    Numbers must be within their range, and strings must be among their literals. A `__post_init__`
+    of the class runs after these checks.
 
     Args:
         form: The class.
-        source: Where the values of those fields come from that do not say it themselves.
+        source: Source of the values of fields whose annotation names no source.
     """
 
     def decorate(form: type) -> type:
@@ -136,13 +136,13 @@ def configuration(form: type | None = None, /, *, source: Paper | NotInPaper | N
 
 
 def metadata(kind: Any) -> list[Any]:
-    """Returns what an annotation states, about a field or the entries in it."""
+    """Returns the metadata of an annotation, including those of nested types."""
     own = list(get_args(kind)[1:]) if get_origin(kind) is Annotated else []
     return [entry for part in get_args(kind) for entry in metadata(part)] + own
 
 
 def sources(form: type) -> dict[str, list[Paper | NotInPaper]]:
-    """Returns what the annotations of a dataclass say about where its fields' values come from."""
+    """Returns the sources of a dataclass's values by field, from the fields' annotations."""
     return {
         name: [entry for entry in metadata(kind) if isinstance(entry, Paper | NotInPaper)]
         for name, kind in get_type_hints(form, include_extras=True).items()
@@ -150,20 +150,20 @@ def sources(form: type) -> dict[str, list[Paper | NotInPaper]]:
 
 
 def in_words(kind: Any) -> str:
-    """Returns what help says beside a field's type: its range, and its value in the paper."""
+    """Describes a field's range and its value in the paper, for the help page."""
     papers = [str(entry) for entry in metadata(kind) if isinstance(entry, Paper | NotInPaper)]
     return ", ".join(filter(None, [_range(kind), *papers]))
 
 
 def choice_in_words(literals: Sequence[Any]) -> str:
-    """Returns the literals that a value may be, such as "one of a, b"."""
+    """Describes the allowed literals of a value, such as "one of a, b"."""
     return ("one of " if len(literals) > 1 else "") + ", ".join(map(str, literals))
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Returns the end of a message about an unknown name, with the nearest of the known ones.
+    """Returns the end of a message about an unknown name, which suggests the nearest known name.
 
-    It is a full stop where none is near. Upper and lower case count as equal.
+    If no name is near, returns a full stop. The comparison ignores case.
 
     >>> did_you_mean("Frim", ["firm", "fedavg"]), did_you_mean("nothing", ["firm", "fedavg"])
     ("; did you mean 'firm'?", '.')
@@ -174,7 +174,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def _range(kind: Any, *, is_whole: bool = False) -> str:
-    """Returns the range in words, with the safeguards only where the whole range is asked for."""
+    """Describes the range of a type; includes the safeguards only if `is_whole`."""
     limits = {
         name: limit
         for entry in metadata(kind)
@@ -200,7 +200,7 @@ def _literals(kind: Any) -> list[Any]:
 
 @cache
 def _adapters(form: type) -> dict[str, tuple[Any, TypeAdapter]]:
-    """Returns annotation and check of the fields whose annotation says more than their type."""
+    """Returns the annotation and validator of each field with metadata or literals."""
     hints = get_type_hints(form, include_extras=True)
     kinds = {f.name: hints[f.name] for f in form.__dataclass_fields__.values()}
     return {
@@ -211,11 +211,11 @@ def _adapters(form: type) -> dict[str, tuple[Any, TypeAdapter]]:
 
 
 def _check_fields(settings: Any) -> None:
-    """Checks the fields of a dataclass by their types.
+    """Checks the fields of a dataclass against their types.
 
     Raises:
-        ValueError: A value is out of range, not finite or none of the literal ones; the message
-            opens with the field's name.
+        ValueError: A value is out of range, not finite or not among the literals; the message
+            starts with the field's name.
     """
     for name, (kind, adapter) in _adapters(type(settings)).items():
         try:
@@ -243,7 +243,7 @@ def _message(name: str, kind: Any, error: ValidationError) -> str:
 
 
 def field_docstrings(form: type) -> dict[str, str]:
-    """Returns the string below each field of a dataclass, inherited ones too, on one line."""
+    """Returns the docstring of each field of a dataclass as one line; includes inherited fields."""
     documents: dict[str, str] = {}
     for base in reversed(form.__mro__):
         if not is_dataclass(base):

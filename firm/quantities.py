@@ -2,10 +2,10 @@
 
     register(Quantity("entropy", "Entropy of the policy", "nats per token", section="training"))
 
-The registration says what a valid value is, whether a client's may leave its site, and how pages,
-figures and dashboards draw it. It is all that a new number needs: a client's message may carry it,
-rows of a log are checked by it, and it stands on the page of a run, on that of a study, among the
-figures with their data and in W&B.
+The registration defines the valid values, whether a client's value may leave its site, and how
+pages, figures and dashboards draw the quantity. A new quantity needs nothing else: clients may send
+it, rows of a log are validated against it, and it appears on the pages of runs and studies, among
+the figures with their data, and in W&B.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
 
 @dataclass(frozen=True)
 class Quantity:
-    """A logged number, or several by objective, by pair of objectives or by solve."""
+    """A logged number, or several numbers per objective, pair of objectives or solve."""
 
     name: str
     """Its field in the rows."""
@@ -78,10 +78,11 @@ class Quantity:
             object.__setattr__(self, "type", named[self.by])
 
     def type_in(self, figures: Mapping[str, Any]) -> Any:
-        """Returns its type beside a client's other figures.
+        """Returns the type of the quantity, given a client's other metrics.
 
-        A client that clips and keeps the length of its update to itself adds noise to its figures
-        (``privacy.statistics`` is noisy): cut back to their ranges, their means would be biased.
+        A client that clips its update and does not report the update's norm adds noise to its
+        metrics (``privacy.statistics`` is noisy). Such values may leave their range, since clamping
+        them would bias their mean.
         """
         is_noisy = "clipped" in figures and "update_norm" not in figures
         return self.noisy if is_noisy and self.noisy is not None else self.type
@@ -92,10 +93,11 @@ QUANTITIES: dict[tuple[Kind, str], Quantity] = {}
 
 
 def register(*quantities: Quantity) -> None:
-    """Registers quantities, or the same ones again.
+    """Registers quantities; registering an equal quantity again has no effect.
 
     Raises:
-        ValueError: A name is the server's own, or is that of another quantity of its kind.
+        ValueError: A name is reserved for the server, or already in use by a different quantity of
+            the same kind.
     """
     for quantity in quantities:
         if quantity.kind == "client" and quantity.name in RESERVED:
@@ -107,12 +109,12 @@ def register(*quantities: Quantity) -> None:
 
 
 def shown(section: str) -> list[Quantity]:
-    """Returns the quantities that a section draws, in order."""
+    """Returns the quantities drawn in a section, in order of registration."""
     return [quantity for quantity in drawn() if quantity.section == section]
 
 
 def drawn() -> list[Quantity]:
-    """Returns the quantities that are drawn, in order."""
+    """Returns the quantities that are drawn, in order of registration."""
     return [quantity for quantity in QUANTITIES.values() if quantity.title]
 
 

@@ -1,8 +1,8 @@
-"""Types of numbers that clients send and runs log: pydantic's, with the ranges that are valid.
+"""Pydantic types, with valid ranges, of the numbers that clients send and runs log.
 
-A type such as ``Series[PerObjective[Share]]`` is stated once, where the number is computed
-(`firm.quantities`). A client's message is read by it strictly, and a row of a log leniently: there
-an invalid entry is left out, and the others stay.
+A type such as ``Series[PerObjective[Share]]`` is declared once, where the number is computed
+(`firm.quantities`). A client's message is validated strictly, and a row of a log leniently: an
+invalid entry is dropped, and the others are kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Objectives(Protocol):
-    """Context in which a value is checked; None where the objectives are not known."""
+    """Validation context of a value; `objectives` is None if they are not known."""
 
     @property
     def objectives(self) -> Sequence[str] | None:
@@ -41,7 +41,7 @@ class Objectives(Protocol):
 
 @dataclass(frozen=True)
 class PerEach:
-    """One entry for each objective, or for each pair of objectives as "a-b"."""
+    """Marks a type with one entry per objective, or per pair of objectives as "a-b"."""
 
     pairs: bool = False
 
@@ -55,7 +55,7 @@ class PerEach:
 
 @dataclass(frozen=True)
 class Separate:
-    """The items of a list have no place: without an invalid one, the others are still valid."""
+    """Marks a list with independent items: if an item is invalid, the others are still valid."""
 
 
 # --- Checks that need the objectives --------------------------------------------------------------
@@ -143,7 +143,7 @@ Gram = Annotated[PerObjective[PerObjective[Finite]], AfterValidator(_is_gram)]
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Returns what pydantic's error wanted in place of a value, such as "a finite number"."""
+    """Describes the value that pydantic's error expects, such as "a finite number"."""
     kind, limits = error["type"], error.get("ctx", {})
     if kind in ("greater_than_equal", "less_than_equal"):
         bound = "at least" if "ge" in limits else "at most"
@@ -170,5 +170,5 @@ _WORDS = {
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Returns pydantic's check of a type; but a tuple for a list, nothing is converted."""
+    """Returns a strict pydantic validator of a type; the only conversion is from tuple to list."""
     return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))

@@ -1,8 +1,8 @@
-"""A run: its configuration, its directory with checkpoints, its tracking and its progress.
+"""Configuration, directory, checkpoints, tracking and progress of a run.
 
 A configuration is a frozen dataclass filled from YAML and the command line (`run_cli`, `parse`). A
-`Run` is a directory that survives being killed at any moment, a `Sweep` a folder of them.
-`Tracker` forwards metrics to W&B when asked, `Progress` informs the person who waits.
+`Run` is a directory that stays consistent if the process is killed at any moment; a `Sweep` is a
+folder of runs. `Tracker` forwards metrics to W&B if enabled, and `Progress` displays the progress.
 """
 
 from firm.run.checkpoint import OtherFormat, load_state, save_state

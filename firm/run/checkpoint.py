@@ -1,8 +1,8 @@
-"""States on disk: the tensors in one safetensors file, everything else in JSON beside it.
+"""States on disk: tensors in a safetensors file, everything else in a JSON file beside it.
 
-A folder is written under another name, forced to the disk and renamed, so that it exists as a whole
-or not at all, whenever the process or the machine stops. What is read is checked against checksums,
-and nothing is ever unpickled.
+A folder is written under a temporary name, flushed to the disk and renamed, so that it is either
+complete or absent, even if the process or the machine stops. Files are verified by checksums when
+they are read, and nothing is ever unpickled.
 """
 
 import errno
@@ -28,19 +28,20 @@ _TENSORS, _STATE = "tensors.safetensors", "state.json"
 
 
 class OtherFormat(UserError):
-    """A checkpoint of a version of this program that wrote them otherwise."""
+    """Raised when a checkpoint has the format of another version of this program."""
 
 
 def save_state(path: str | Path, state: State) -> None:
-    """Writes a state to the folder `path`, as a whole or not at all.
+    """Writes a state to the folder `path`, completely or not at all.
 
-    A folder that exists is replaced; between two renames it is absent for a moment, so whoever
-    needs a state at every moment gives each its own folder. What a state may hold, `encode` says;
-    tensors come back on the CPU, detached.
+    An existing folder is replaced. It is absent for a moment between two renames, so callers that
+    need a state at every moment must use a new folder for each. See `encode` for the supported
+    contents of a state. Tensors are loaded detached and on the CPU.
 
     Raises:
-        ValueError: The state holds something else; the message says where.
-        OSError: It cannot be written, for want of room or permission; what was there stays.
+        ValueError: The state contains an unsupported value; the message says where.
+        OSError: The state cannot be written, for lack of space or permission; an existing folder is
+            kept.
     """
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
@@ -52,9 +53,9 @@ def save_state(path: str | Path, state: State) -> None:
     try:
         try:
             save_file(tensors, draft / _TENSORS)
-        except KeyError as error:  # what safetensors says to a dtype that it does not know
+        except KeyError as error:  # raised by safetensors for an unknown dtype
             raise ValueError(f"a tensor of the state has dtype {error}; convert it.") from None
-        except SafetensorError as error:  # which is no OSError, and has the number in its text
+        except SafetensorError as error:  # not an OSError; its text contains the error number
             number = re.search(r"os error (\d+)", str(error))
             code = int(number[1]) if number else errno.EIO
             raise OSError(code, os.strerror(code), str(draft / _TENSORS)) from error
@@ -80,8 +81,9 @@ def load_state(path: str | Path) -> State:
     """Returns the state that `save_state` wrote to the folder `path`, bit for bit.
 
     Raises:
-        ValueError: The folder or a file of it is missing, truncated, altered or of another save.
-        OtherFormat: Another version of this program wrote it.
+        ValueError: The folder or one of its files is missing, truncated, altered or from another
+            save.
+        OtherFormat: The state was written by a version of this program with another format.
     """
     path = Path(path)
     try:

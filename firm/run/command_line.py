@@ -25,9 +25,9 @@ def run_cli(
     argv: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """Calls `main` with the configuration of the command line; bad input ends in one line.
+    """Calls `main` with the configuration from the command line; exits with one line on bad input.
 
-    The arguments are those of `parse`; errors end as `exit_on_user_error` says.
+    See `parse` for the arguments and `exit_on_user_error` for the handling of errors.
     """
     accept_any_text()
     with exit_on_user_error():
@@ -44,27 +44,27 @@ def parse(
     resumed: Callable[[Path], Any] | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Returns the configuration of the defaults, then YAML files, then overrides.
+    """Parses a configuration from defaults, YAML files and command-line overrides, in this order.
 
-    `--config file.yaml` may be repeated; later files are laid over earlier ones. A top-level key
-    that is a bool needs no value to be true: `--resume`. `--help` prints the keys that matter with
-    docstring, type and default, `--help all` every key, `--help KEY` those at and below one; it
-    imports no plugins. `--resume FOLDER` begins with the configuration of the run in a folder, and
-    continues that run; the Python files that this folder alone names need `--allow_code`.
+    `--config file.yaml` may be repeated; later files override earlier ones. A top-level boolean key
+    without a value is true, such as `--resume`. `--help` prints the main keys with docstring, type
+    and default, `--help all` all keys, and `--help KEY` a key with all keys below it; it imports no
+    plugins. `--resume FOLDER` starts from the configuration of the run in a folder and continues
+    that run; Python files that are named only by this folder require `--allow_code`.
 
     Args:
         config_class: A frozen dataclass.
-        argv: Arguments without the program's name; those of the process when None.
-        description: Opens the help page; the docstring of `config_class` when empty.
-        default_file: YAML file that is read when the command line names none.
-        keys: The keys that matter, by heading; by default the ones that are in no section.
-        resumed: Returns the configuration of the run in a folder, as plain data; without it
+        argv: Arguments without the program's name; by default those of the process.
+        description: First paragraph of the help page; by default the docstring of `config_class`.
+        default_file: YAML file to read if the command line names none.
+        keys: Main keys by heading; by default the top-level keys that are not sections.
+        resumed: Returns the configuration of the run in a folder, as plain data; if None,
             `--resume` takes no folder.
-        base: Settings that all others are laid over, by what messages call their place.
+        base: Settings of lowest precedence, by the name of their source in messages.
 
     Raises:
-        UserError: An unknown key, a value of the wrong type or one that a `__post_init__` refuses,
-            a file that is missing or malformed.
+        UserError: A key is unknown, a value has the wrong type or is rejected by `__post_init__`,
+            or a file is missing or malformed.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     topic = _take_help(arguments)
@@ -96,7 +96,10 @@ def parse(
 
 
 def _take_help(arguments: list[str]) -> str | None:
-    """Takes `--help` off the arguments; returns its topic, empty when none is named."""
+    """Removes `--help` from the arguments; returns its topic, or None without `--help`.
+
+    The topic is empty if none is given.
+    """
     place = next((i for i, given in enumerate(arguments) if given in ("-h", "--help")), None)
     if place is None:
         return None
@@ -107,9 +110,9 @@ def _take_help(arguments: list[str]) -> str | None:
 
 
 def _take_permission(overrides: list[tuple[str, str]]) -> bool:
-    """Takes `--allow_code` off the overrides; returns whether it is given.
+    """Removes `--allow_code` from the overrides; returns its value, false by default.
 
-    It is no key of a configuration: a folder could give it to itself.
+    It is not a configuration key, since a folder could then grant itself the permission.
     """
     given = [text for key, text in overrides if key == ALLOW_CODE]
     overrides[:] = [(key, text) for key, text in overrides if key != ALLOW_CODE]
@@ -120,15 +123,16 @@ def _take_permission(overrides: list[tuple[str, str]]) -> bool:
 
 
 def _check_code(folder: str, settings: Any, own: Any) -> None:
-    """Raises `UserError` where code would run that the settings of a folder alone name.
+    """Raises `UserError` if a folder's settings would run code that the user has not named.
 
-    The folder may be a stranger's, who decides on all that is in it. Paths outside of it are no
-    safer: they may lead to what came along, or to a program of the user's that is no plugin.
+    The folder may come from a stranger, who controls all of its contents. Paths outside the folder
+    are no safer: they may lead to files that were shipped with it, or to a program of the user's
+    that is not a plugin.
 
     Args:
-        folder: What `--resume` names.
-        settings: Its configuration, as plain data.
-        own: Plain data of the user's: code that is named there is theirs.
+        folder: Folder given to `--resume`.
+        settings: Configuration in the folder, as plain data.
+        own: The user's own settings, as plain data; code named there is trusted.
     """
     known = code_in(own)
     if names := [name for name in code_in(settings) if name not in known]:
@@ -139,10 +143,10 @@ def _check_code(folder: str, settings: Any, own: Any) -> None:
 
 
 def _take_folder(overrides: list[tuple[str, str]]) -> str:
-    """Returns the folder that `resume` names, and makes it `out`; empty where it names none.
+    """Returns the folder given to `resume`, and sets `out` to it; empty if there is none.
 
     Raises:
-        UserError: `out` is given, too.
+        UserError: `out` is also given.
     """
     value = dict(overrides).get("resume", "")
     with suppress(UserError):
@@ -161,7 +165,7 @@ def _take_folder(overrides: list[tuple[str, str]]) -> str:
 def _read_arguments(
     arguments: Sequence[str], switches: Collection[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns config files, and overrides as key path and text; a switch alone is true."""
+    """Returns config files, and overrides as key paths and texts; a bare switch is true."""
     files, overrides = [], []
     rest = list(arguments)
     for argument in rest:

@@ -1,4 +1,4 @@
-"""The aligned model beside the base model: every score and side figure of two evaluations."""
+"""Comparison of aligned and base model: all scores and side metrics of two evaluations."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ CLEAR_Z = 2.0
 
 @dataclass(frozen=True)
 class Measure:
-    """A mean with its standard error, where there is one."""
+    """A mean and, if available, its standard error."""
 
     mean: float
     se: float | None = None
@@ -23,18 +23,18 @@ class Measure:
 
     @property
     def z(self) -> float | None:
-        """The mean in standard errors."""
+        """Mean divided by its standard error."""
         return self.mean / self.se if self.se else None
 
     @property
     def is_clear(self) -> bool:
-        """Whether chance is an unlikely cause of a mean that is not zero."""
+        """Whether the mean is at least ``CLEAR_Z`` standard errors from zero."""
         return self.z is not None and abs(self.z) >= CLEAR_Z
 
 
 @dataclass(frozen=True)
 class Line:
-    """One score or side figure: base model, aligned model, and their difference per prompt."""
+    """A score or side metric of the base and the aligned model, and its change per prompt."""
 
     name: str
     base: Measure | None
@@ -45,7 +45,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """Its name on pages."""
+        """Display name on pages."""
         side = QUANTITIES.get(("evaluation", self.name))
         if side and not self.is_score:
             return f"{side.title} ({side.unit})"
@@ -56,7 +56,7 @@ class Line:
 
 
 def prompts_text(num_prompts: int, num_rows: int | None, what: str = "") -> str:
-    """Returns how many prompts there are, and rows of data where rows share prompts.
+    """Describes the number of prompts, and the number of rows if rows share prompts.
 
     >>> prompts_text(8, 8, "test"), prompts_text(8, 12), prompts_text(1, None)
     ('8 test prompts', '8 prompts in 12 rows', '1 prompt')
@@ -67,7 +67,7 @@ def prompts_text(num_prompts: int, num_rows: int | None, what: str = "") -> str:
 
 
 def score_label(name: str) -> str:
-    """Returns a score's name on pages.
+    """Returns the display name of a score.
 
     >>> score_label("parse"), score_label("true_helpful")
     ('parse rate', 'true helpful')
@@ -76,7 +76,7 @@ def score_label(name: str) -> str:
 
 
 def score_notes(names: Iterable[str]) -> str:
-    """Returns sentences on the scores of these names that are measured and never trained on."""
+    """Returns an explanation of those scores that are measured but not trained on."""
     names = list(names)
     true = next((name for name in names if name.startswith("true_")), None)
     sentences = []
@@ -96,10 +96,10 @@ def score_notes(names: Iterable[str]) -> str:
 
 
 def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
-    """Returns base against aligned model, all scores first, from their rows of one split.
+    """Compares base and aligned model on one split, with all scores first.
 
-    The change of a score is paired by row, so that its standard error is smaller than that of
-    two independent means.
+    The change of a score is paired by row, so its standard error is smaller than that of two
+    independent means.
     """
     lines = [
         Line(

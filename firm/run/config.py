@@ -1,18 +1,18 @@
 """Configurations: frozen dataclasses filled from YAML files and from the command line.
 
-A file states what differs from the defaults, and `--key.path value` overrides it:
+A file overrides the defaults, and `--key.path value` overrides the files:
 
-- A *section* (a nested dataclass) is merged: keys that are not named keep their values.
-- A section of several *forms*, told apart by their `name` (a union of dataclasses, or a dataclass
-  whose class method `forms` returns those that are registered), keeps, when another form is chosen,
-  the keys that were given before and that the new form has too.
+- A *section* (a nested dataclass) is merged: keys that are not given keep their values.
+- A section may have several *forms*, selected by `name` (a union of dataclasses, or a dataclass
+  with a class method `forms` that returns the registered ones). If another form is selected, the
+  section keeps those of the given keys that the new form also has.
 - A top-level key `plugins` names modules that register such forms; they are imported first.
-- A list or a dictionary replaces the default as a whole, since which objectives there are is one
-  choice; `--rewards.helpful.path value` changes one entry and leaves the others. A dictionary of
-  anything has key paths for names: `--overrides.strategy.beta value`.
+- A list or a dictionary replaces the entire default, since the set of objectives is a single
+  choice; `--rewards.helpful.path value` changes one entry and keeps the others. The names in a
+  dictionary with arbitrary values may be key paths: `--overrides.strategy.beta value`.
 
-pydantic checks single values. Modules whose dataclasses are read must not postpone their
-annotations.
+Single values are validated by pydantic. Modules that define configuration dataclasses must not
+postpone the evaluation of annotations.
 """
 
 import dataclasses
@@ -53,16 +53,16 @@ def compose(
     *,
     source: str = "command line",
 ) -> Config:
-    """Returns the configuration of the defaults, then YAML files, then overrides.
+    """Builds a configuration from defaults, YAML files and overrides, in this order.
 
     Args:
         config_class: A frozen dataclass.
-        files: YAML files, later ones laid over earlier ones.
-        overrides: Key paths in dots and their values, plain data or its text.
-        source: What messages call the place that overrides come from.
+        files: YAML files; later ones override earlier ones.
+        overrides: Dotted key paths with their values, as plain data or as text.
+        source: Name of the overrides' source in messages.
 
     Raises:
-        UserError: As `parse`.
+        UserError: As for `parse`.
     """
     return build(lay_out(config_class, files, overrides, source=source))
 
@@ -76,10 +76,11 @@ def lay_out(
     base: Mapping[str, Any] | None = None,
     has_plugins: bool = True,
 ) -> "Section":
-    """Returns what `compose` builds, as a tree; required keys may be missing still.
+    """Returns the tree from which `compose` builds a configuration; required keys may be missing.
 
-    Settings in `base`, plain data by what messages call their place, come before the files. With
-    `has_plugins` false no plugin is imported, and forms that one would register are unknown.
+    The files override the settings in `base`, which are plain data by the name of their source in
+    messages. If `has_plugins` is false, no plugins are imported, and the forms that they would
+    register are unknown.
     """
     contents = list((base or {}).items())
     for file in map(str, files):
@@ -98,7 +99,7 @@ def lay_out(
         for file, content in contents:
             with _named_in_errors(file):
                 _lay(config_class, root, (), content, "")
-        # A form's name decides which keys there are: it goes first, wherever it stands.
+        # A form's name determines the valid keys, so names are applied first.
         for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
             given = _Unread(value) if isinstance(value, str) else value
             with _named_in_errors(source):
@@ -114,7 +115,7 @@ def lay_out(
 
 
 def to_dict(config: Any) -> Any:
-    """Returns the configuration as plain data: dictionaries, lists, strings, numbers, None."""
+    """Converts a configuration to plain data: dictionaries, lists, strings, numbers, None."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: to_dict(getattr(config, f.name)) for f in _fields(type(config))}
     if isinstance(config, Mapping):
@@ -125,8 +126,8 @@ def to_dict(config: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """Returns the configuration as YAML that `parse` reads back to an equal one."""
-    # Escapes for what is not ASCII: PyYAML reads a literal next-line character back as a space.
+    """Converts a configuration to YAML from which `parse` builds an equal configuration."""
+    # Non-ASCII is escaped, since PyYAML reads a literal next-line character back as a space.
     return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, width=100)
 
 
@@ -135,7 +136,7 @@ def to_yaml(config: Any) -> str:
 
 @dataclass
 class Section:
-    """A dataclass to be: its checked values so far, and the keys that somebody gave."""
+    """A dataclass under construction: its validated values so far, and the keys that were given."""
 
     form: type
     values: dict[str, Any]
@@ -143,7 +144,7 @@ class Section:
 
     @classmethod
     def of(cls, form: type) -> "Section":
-        """Returns a section with the defaults of `form`; required keys are absent."""
+        """Creates a section with the defaults of `form`, without its required keys."""
         values = {}
         for f in _fields(form):
             if f.default is not MISSING:
@@ -153,14 +154,14 @@ class Section:
         return cls(form, values)
 
     def turned_into(self, form: type) -> "Section":
-        """Returns the section in another form, with the given keys that this form has too."""
+        """Converts the section to another form; keeps the given keys that this form also has."""
         section = Section.of(form)
         section.given = self.given & {f.name for f in _fields(form)}
         section.values |= {key: self.values[key] for key in section.given}
         return section
 
     def key_paths(self) -> Iterator[str]:
-        """Yields all keys at and below this section, in dots."""
+        """Yields the dotted paths of all keys in this section and the sections below it."""
         for f in _fields(self.form):
             yield f.name
             value = self.values.get(f.name)
@@ -173,7 +174,7 @@ def _fields(form: type) -> list[dataclasses.Field]:
 
 
 def _tree(value: Any) -> Any:
-    """Returns a configuration's value with sections in place of dataclasses."""
+    """Replaces the dataclasses in a configuration's value by sections."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: _tree(getattr(value, f.name)) for f in _fields(type(value))}
         return Section(type(value), values)
@@ -185,7 +186,7 @@ def _tree(value: Any) -> Any:
 
 
 def build(tree: Any, path: str = "") -> Any:
-    """Returns a configuration's value from its tree; dataclasses check themselves."""
+    """Builds a configuration's value from its tree; dataclasses validate themselves."""
     if isinstance(tree, dict):
         return {key: build(item, join(path, key)) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
@@ -205,17 +206,17 @@ def build(tree: Any, path: str = "") -> Any:
 
 
 def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any:
-    """Returns the tree `old` with `value`, checked, at the place to which `keys` lead.
+    """Validates a value and inserts it into a tree; returns the new tree.
 
     Args:
         kind: Annotation of the tree.
-        old: The tree so far; sections in it are changed, None starts from the defaults of `kind`.
-        keys: Way from here to the place of `value`; none when it is here.
+        old: The tree so far. Its sections are modified; None starts from the defaults of `kind`.
+        keys: Path from the tree to the place of `value`; empty to replace the tree itself.
         value: Plain data, or its text from the command line.
-        path: Way from the root to here.
+        path: Path from the root to the tree.
 
     Raises:
-        UserError: There is no such place, or the value does not fit it.
+        UserError: The key does not exist, or the value does not match its type.
     """
     members = [member for member in members_of(kind) if member is not type(None)]
     shape = members[0] if len(members) == 1 else kind
@@ -235,10 +236,10 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
 
 
 def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of a mapping whose keys are names; YAML reads yes and 1 as no text.
+    """Yields the entries of a mapping whose keys must be strings; in YAML, yes and 1 are not.
 
     Raises:
-        UserError: A key is no text.
+        UserError: A key is not a string.
     """
     for key, item in value.items():
         if not isinstance(key, str):
@@ -250,7 +251,7 @@ def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, 
 
 
 def _lay_entries(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any:
-    """Returns a list or dictionary: a whole one replaces the old, key paths change one entry."""
+    """Replaces a list or dictionary, or changes a single entry if there are `keys`."""
     origin, parts = get_origin(kind), get_args(kind)
     is_dict, part = origin is dict, parts[1] if origin is dict else parts[0]
     if keys:
@@ -276,7 +277,7 @@ def _lay_section(
 ) -> Section:
     if keys:
         entries = [(keys[0], keys[1:], value)]
-    elif value is None:  # `section:` with all its keys commented out
+    elif value is None:  # `section:` with all of its keys commented out
         entries = []
     elif isinstance(value, Mapping):
         entries = [(key, (), item) for key, item in _with_text_keys(value, path)]
@@ -313,11 +314,11 @@ _adapter = cache(TypeAdapter)
 
 
 class _Unread(str):
-    """A value's text on the command line; one in a file has been read, and is a text in quotes."""
+    """Unparsed text of a value on the command line; strings in files are already parsed."""
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Returns a single value, or what its text stands for, as `kind` wants it."""
+    """Converts a single value, or its text, to the type `kind`."""
     readings, doubt = _readings(kind, value) if isinstance(value, str) else ([value], None)
     for reading in readings:
         with suppress(ValidationError):
@@ -336,7 +337,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _readings(kind: Any, text: str) -> tuple[list[Any], AmbiguousYaml | None]:
-    """Returns what a text may stand for, the likeliest first, and why it may be unclear."""
+    """Returns possible values of a text, the likeliest first, and the error if it is ambiguous."""
     own: Any = Path(text) if Path in members_of(kind) else str(text)
     if kind in (str, Path) or (kind is Any and not isinstance(text, _Unread)):
         return [own], None
@@ -350,14 +351,14 @@ def _readings(kind: Any, text: str) -> tuple[list[Any], AmbiguousYaml | None]:
 
 
 def members_of(kind: Any) -> tuple[Any, ...]:
-    """Returns what a union is a union of; the type itself for other types."""
+    """Returns the members of a union; for other types, the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def forms_of(kind: Any) -> list[type]:
-    """Returns the dataclasses that `kind` is or is a union of; empty for other types.
+    """Returns the dataclasses in `kind`, a dataclass or a union; empty for other types.
 
-    A dataclass with a class method `forms` stands for those that it returns.
+    A dataclass with a class method `forms` is replaced by the dataclasses that it returns.
     """
     forms = []
     for member in members_of(kind):
@@ -402,12 +403,12 @@ def _named_in_errors(source: str) -> Iterator[None]:
 
 
 def join(path: str, *keys: Any) -> str:
-    """Returns a key path in dots."""
+    """Joins keys to a dotted key path."""
     return ".".join([*([path] if path else []), *map(str, keys)])
 
 
 def type_in_words(kind: Any) -> str:
-    """Returns a type as messages and help name it, such as "a list of int or null"."""
+    """Describes a type for messages and help, such as "a list of int or null"."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"

@@ -1,11 +1,11 @@
-"""How two configurations differ, key by key."""
+"""Differences between two configurations, by key."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields key path in dots and value of everything in nested mappings and lists."""
+    """Yields the dotted key path and the value of each leaf in nested mappings and lists."""
     if isinstance(value, Mapping):
         entries: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | tuple):
@@ -18,9 +18,14 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(stored: Any, config: Any, ignore: Collection[str] = ()) -> list[str]:
-    """Returns the differing key paths, each with the stored and the given value, in words.
+    """Describes the differing keys, each with its stored and its given value.
 
-    A key that the stored configuration lacks, since it was added later, is null there.
+    A key that is absent from the stored configuration, because it was added later, counts as null.
+
+    Args:
+        stored: Stored configuration, as plain data.
+        config: Given configuration, as plain data.
+        ignore: Key paths that may differ, together with all keys below them.
     """
     absent = object()
     ours, theirs = dict(leaves(stored)), dict(leaves(config))

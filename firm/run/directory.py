@@ -1,16 +1,16 @@
-"""A run is a directory: what was asked for, what was measured, and where it can be taken up again.
+"""Directory of a run: its configuration, its measurements and the checkpoints to resume from.
 
     config.yaml      the resolved configuration
     run.json         commit, versions, command, times, status
-    metrics.jsonl    one row per line; a row's key "kind" says what it is about
-    samples.jsonl    replies before and after, where text logging is on
-    checkpoints/     round_0003/ and its like, each whole or absent
-    .lock            the process that writes to it
+    metrics.jsonl    one row per line; the key "kind" gives the kind of row
+    samples.jsonl    replies before and after alignment, if text logging is enabled
+    checkpoints/     folders such as round_0003/, each complete or absent
+    .lock            names the process that writes to the directory
 
-The process may be killed at any moment. A checkpoint therefore notes how long the two logs were
-when it was written, and a resumed run cuts them to that length. While a process writes to a run, no
-other one may: see `firm.run.lock`. The directory is its owner's alone, since checkpoints hold what
-clients keep to themselves.
+The process may be killed at any moment. A checkpoint therefore records the length of the two logs,
+and a resumed run truncates them to this length. Only one process at a time may write to a run: see
+`firm.run.lock`. The directory is accessible only to its owner, since checkpoints contain private
+data of clients.
 """
 
 import json
@@ -65,9 +65,10 @@ class CheckpointConfig:
 
 
 def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
-    """Raises `UserError` if there is something at `path` that a new run would mix with.
+    """Raises `UserError` unless `path` is absent or an empty directory.
 
-    It advises to resume a run that is there, if a run of this configuration can be resumed.
+    If the directory contains a run and the configuration has a key `resume`, the message suggests
+    resuming.
     """
     path = Path(path)
     check_not_held(path)
@@ -92,8 +93,9 @@ def run_to_resume(path: Path) -> Any:
 class Run:
     """The directory of one run, open for writing after `create`, `resume` or `open`.
 
-    It keeps other processes out until `close` or the end of this one. As a context manager it
-    closes itself and notes how the run ended, with the traceback in `error.txt` if it failed.
+    It is locked against other processes until `close` is called or this process ends. As a context
+    manager, it closes itself and records how the run ended, with the traceback in `error.txt` if
+    the run failed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -110,7 +112,7 @@ class Run:
         resume: Resume,
         ignore: Collection[str] = (),
     ) -> None:
-        """Raises the `UserError` that `open` would raise; changes nothing."""
+        """Raises the `UserError` that `open` would raise, without side effects."""
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
             if is_resumed(run.path, resume, _CONFIG):
@@ -124,16 +126,16 @@ class Run:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> Self:
-        """Returns a new run in a directory that is absent or empty.
+        """Creates a run in a directory that is absent or empty.
 
         Raises:
-            UserError: There is something at `path` already, or it cannot be written to.
+            UserError: `path` exists and is not an empty directory, or it is not writable.
         """
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
             check_free(path, config)
             place = run.path.resolve()
-            # Filled under another name: a run is there whole or not at all, and locked from then.
+            # Filled under a temporary name, so that the run appears complete and already locked.
             draft = place.with_name(f".{place.name}.draft")
             make_private_folder(draft)
             run._lock = hold(draft, shown=run.path)
@@ -159,16 +161,16 @@ class Run:
         ignore: Collection[str] = (),
         renew: Collection[str] = (),
     ) -> Self:
-        """Returns the run at its latest checkpoint, or at its start without one.
+        """Resumes the run at its latest checkpoint, or at its start if it has none.
 
-        What was logged after that checkpoint is cut off. Key paths in ``ignore``, with everything
-        below them, may differ from the run's own configuration; so may the keys in ``renew``, whose
-        new values config.yaml then has.
+        Rows that were logged after the checkpoint are removed. Key paths in ``ignore``, with all
+        keys below them, may differ from the run's stored configuration. Keys in ``renew`` may
+        differ, too, and their new values are stored in config.yaml.
 
         Raises:
-            UserError: There is no run at `path`, another process writes to it, it has another
-                configuration, no checkpoint is whole or of this version's format, its logs are
-                shorter than the checkpoint says, or it cannot be written to.
+            UserError: There is no run at `path`, another process writes to it, its configuration
+                differs, all checkpoints are damaged or one has another version's format, its logs
+                are shorter than the checkpoint records, or it is not writable.
         """
         run = cls(path)
         is_resumed(run.path, True, _CONFIG)
@@ -200,7 +202,7 @@ class Run:
                 )
 
     def _take_up(self, renewed: Mapping[str, Any]) -> None:
-        """Makes the directory what it was when the latest checkpoint was written."""
+        """Restores the directory to its state at the latest checkpoint."""
         settings = self.settings()
         if any(settings.get(key) != value for key, value in renewed.items()):
             replace_text(self.path / _CONFIG, to_yaml({**settings, **renewed}))
@@ -226,10 +228,10 @@ class Run:
         ignore: Collection[str] = (),
         renew: Collection[str] = (),
     ) -> Self:
-        """Creates a run or, with `resume`, takes up the one that is there.
+        """Creates a run or, depending on `resume`, resumes an existing one.
 
         Raises:
-            UserError: As `create` or `resume`.
+            UserError: As for the methods `create` and `resume`.
         """
         if is_resumed(Path(path), resume, _CONFIG):
             return cls.resume(path, config, ignore=ignore, renew=renew)
@@ -245,7 +247,7 @@ class Run:
             if error is None:
                 self.finish()
                 return
-            # the disk may be full, or a file be damaged, which the error itself says then
+            # the disk may be full or a file damaged, in which case `error` itself says so
             with suppress(OSError, UserError):
                 if isinstance(error, KeyboardInterrupt):
                     self.finish("interrupted")
@@ -257,68 +259,68 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Lets other processes write to the directory, as the end of this one does too."""
+        """Unlocks the directory for other processes; the end of this process does so, too."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def finish(self, status: str = "finished") -> None:
-        """Notes in run.json that the run has ended, when and how."""
+        """Records in run.json when and how the run ended."""
         record = {**self.record(), "status": status, "ended": now()}
         replace_text(self.path / _RUN, json.dumps(record, indent=2))
 
     def record(self) -> Row:
-        """Returns what run.json holds."""
+        """Returns the contents of run.json."""
         path = self.path / _RUN
         return parse_object(read_text(path, remedy=_RESTORE), where=str(path), remedy=_RESTORE)
 
     def settings(self) -> Any:
-        """Returns what config.yaml holds, as plain data."""
+        """Returns the contents of config.yaml as plain data."""
         path = self.path / _CONFIG
         return read_yaml(read_text(path, remedy=_RESTORE), str(path))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl.
 
-        A round's rows are logged before its checkpoint is saved: later ones are cut off on resume.
+        Log a round's rows before saving its checkpoint: resuming removes later rows.
 
         Raises:
-            ValueError: A number in it is not finite; what has no value is None.
+            ValueError: A number in the row is not finite; use None for missing values.
         """
         self._append(_METRICS, [row])
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows to samples.jsonl, under the conditions of `log`."""
+        """Appends rows to samples.jsonl; the conditions of `log` apply."""
         self._append(_SAMPLES, rows)
 
     def rows(self) -> list[Row]:
-        """Returns the valid rows of metrics.jsonl, without a last line that is still being written.
+        """Returns the valid rows of metrics.jsonl, without an incomplete last line.
 
         Raises:
-            UserError: A line holds no JSON object; the message names file and line.
+            UserError: A line is not a JSON object; the message names file and line.
         """
         return self.checked_rows()[0]
 
     def checked_rows(self) -> tuple[list[Row], list[str]]:
-        """Returns the rows and what `valid_rows` left out of them."""
+        """Returns the valid rows, and descriptions of the data that `valid_rows` dropped."""
         load_quantities(self.settings() if (self.path / _CONFIG).exists() else None)
         return valid_rows(read_rows(self.path / _METRICS, remedy=_RESTORE))
 
     def samples(self) -> list[Row]:
-        """Returns what is valid of the rows of samples.jsonl, empty without the file."""
+        """Returns the valid rows of samples.jsonl; empty if there is no file."""
         return valid_rows(read_rows(self.path / _SAMPLES, remedy=_RESTORE), kind="sample")[0]
 
     def save_checkpoint(
         self, round: int, state: State, *, keep_last: int = 3, quality: float | None = None
     ) -> Path:
-        """Writes the state after a round, and returns the checkpoint's folder.
+        """Saves the state after a round, and returns the checkpoint's folder.
 
-        Of all checkpoints the last ones stay, and the first one with the highest quality (larger is
-        better; None when it is not measured).
+        Keeps the last `keep_last` checkpoints and the one with the highest quality, the earliest
+        among equals (larger is better; None if it is not measured).
 
         Raises:
             ValueError: The quality is not finite.
-            UserError: The disk is full, or refuses otherwise; earlier checkpoints are whole.
+            UserError: The disk is full or not writable; earlier checkpoints remain intact.
         """
         if quality is not None and not math.isfinite(quality):
             raise ValueError(
@@ -352,17 +354,17 @@ class Run:
             if number <= round and number not in kept:
                 _remove(path)
                 self._qualities.pop(number, None)
-        for suffix in ("draft", "old"):  # of saves that were interrupted
+        for suffix in ("draft", "old"):  # remains of interrupted saves
             for remains in (self.path / "checkpoints").glob(f".round_*.{suffix}"):
                 _remove(remains)
 
     def latest_checkpoint(self) -> tuple[int, State] | None:
-        """Returns round and state of the newest whole checkpoint, None before the first.
+        """Returns the round and state of the newest intact checkpoint; None if there are none.
 
-        It warns of newer ones that are damaged.
+        Logs a warning about damaged newer checkpoints.
 
         Raises:
-            UserError: None is whole, or one is of another version's format.
+            UserError: All checkpoints are damaged, or one has another version's format.
         """
         envelope = self._latest_envelope(log=logger.warning)
         return (envelope["round"], envelope["state"]) if envelope else None
@@ -389,7 +391,7 @@ class Run:
         return None
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
-        """Returns round and folder of all checkpoints, whole or not, by rising round."""
+        """Returns the round and folder of all checkpoints, intact or not, in ascending order."""
         folders = (self.path / "checkpoints").glob("round_*")
         numbers = ((path.name.removeprefix("round_"), path) for path in folders)
         return sorted((int(number), path) for number, path in numbers if number.isdecimal())
@@ -410,7 +412,7 @@ class Run:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder; one that refuses costs room, which is no reason to stop a run."""
+    """Removes a folder; a failure only wastes space, so it is logged and does not stop a run."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -419,5 +421,5 @@ def _remove(folder: Path) -> None:
 
 
 def _log_lengths(envelope: State | None) -> dict[str, int]:
-    """Returns the bytes that each log had when a checkpoint was written; none without one."""
+    """Returns the size of each log at a checkpoint, in bytes; 0 without a checkpoint."""
     return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}

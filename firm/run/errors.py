@@ -1,4 +1,4 @@
-"""Errors that are the user's to cure: one line, exit code 2, no traceback."""
+"""User errors: reported in one line, with exit code 2 and no traceback."""
 
 import os
 import signal
@@ -17,19 +17,19 @@ _MAX_LINE = 4_000
 
 
 class UserError(ValueError):
-    """What was wrong, what was received and what to do, in one line for the person who typed it."""
+    """Raised on invalid user input; one line states the problem, the input and a remedy."""
 
 
 class Terminated(KeyboardInterrupt):
-    """Somebody asked this process to end, by SIGTERM; like Ctrl-C, it is no defect."""
+    """Raised when this process receives SIGTERM; like Ctrl-C, this is not a defect."""
 
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Raises `Terminated` inside, in the main thread, where SIGTERM comes.
+    """Raises `Terminated` in the main thread inside the context, if SIGTERM arrives.
 
-    A run then notes how it ended before the process goes. A handler that the signal has already, or
-    is given inside, counts instead.
+    A run can then record how it ended before the process exits. A signal handler that is already
+    set, or that is set inside the context, takes precedence.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -38,7 +38,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
     owner = os.getpid()
 
     def end(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked child, which ends as it would have
+        if os.getpid() != owner:  # a forked child terminates by default
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
@@ -55,13 +55,14 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Ends the program with one line on stderr and exit code 2 when the input is at fault.
+    """Exits with one line on stderr and exit code 2 if the input is invalid.
 
-    Bad values, files and rewards raise ValueError or OSError, or make every client fail. A defect
-    may do so too, so whatever is not a plain `UserError` says how to see its traceback. So does a
-    SystemExit from code of a user, which would end the program without a word. All other exceptions
-    keep theirs. Ctrl-C ends the program with 130, SIGTERM with 143, as shells count, and with the
-    notes that were added to the interrupt on its way.
+    Invalid values, files and rewards raise ValueError or OSError, or make every client fail. A
+    defect may do so, too, so the line says how to get a traceback unless the error is a
+    `UserError`. A SystemExit raised by user code, which would end the program silently, is reported
+    in the same way. Other exceptions keep their traceback. As in shells, the exit code is 130 after
+    Ctrl-C and 143 after SIGTERM; the notes added to the interrupt are printed. The exit code is 1
+    after `ProcessLost`.
     """
     try:
         with interrupted_by_sigterm():
@@ -69,7 +70,7 @@ def exit_on_user_error() -> Iterator[None]:
     except (ValueError, OSError, RoundFailed, ProcessLost) as error:
         if os.environ.get("FIRM_TRACEBACK"):
             raise
-        rank = os.environ.get("RANK", "0")  # of a launcher's processes; the first needs no name
+        rank = os.environ.get("RANK", "0")  # of a launcher's process; the first needs no label
         words = " ".join(str(error).split()) or type(error).__name__
         line = printable(words, max_length=_MAX_LINE)
         hint = "" if isinstance(error, UserError) else " (FIRM_TRACEBACK=1 shows where)"

@@ -1,4 +1,4 @@
-"""Files of a run as they are read, and folders that are their owner's alone."""
+"""Reads and writes files of a run, and creates private folders."""
 
 import csv
 import errno
@@ -17,11 +17,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_text(path: Path, *, remedy: str) -> str:
-    """Returns the text of a UTF-8 file; messages end with what to do, the remedy.
+    """Returns the text of a UTF-8 file; error messages end with `remedy`.
 
     Raises:
-        UserError: A byte of it is not UTF-8; the message names file and line.
-        OSError: It cannot be read.
+        UserError: The file is not valid UTF-8; the message names file and line.
+        OSError: The file cannot be read.
     """
     return _decoded(path.read_bytes(), path, remedy)
 
@@ -37,14 +37,14 @@ def _decoded(content: bytes, path: Path, remedy: str) -> str:
 
 
 class TooDeep(UserError):
-    """A JSON text is nested too deeply to be read."""
+    """Raised when a JSON text is nested too deeply to be parsed."""
 
 
 def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
-    """Returns the JSON object in a text; messages name where it is and the remedy.
+    """Parses a JSON object; error messages start with its location `where` and end with `remedy`.
 
     Raises:
-        UserError: It is no JSON object; ``TooDeep`` where nothing can read it.
+        UserError: The text is not a JSON object; ``TooDeep`` if it is nested too deeply.
     """
     try:
         value = json.loads(text)
@@ -60,12 +60,12 @@ def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
 
 
 def make_private_folder(path: Path) -> None:
-    """Makes a folder that its owner alone can enter, whatever the umask; one that is there stays.
+    """Creates a folder that only its owner can access, for any umask; keeps an existing folder.
 
-    Parents are made as usual.
+    Parents are created with default permissions.
 
     Raises:
-        OSError: It cannot be made, or something else is there.
+        OSError: The folder cannot be created, or `path` exists and is not a folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -74,11 +74,11 @@ def make_private_folder(path: Path) -> None:
         if not path.is_dir():
             raise
     else:
-        path.chmod(0o700)  # a umask may have taken more than it should
+        path.chmod(0o700)  # the umask may have removed permissions of the owner
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a text file as a whole, or not at all."""
+    """Replaces a text file atomically."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -90,7 +90,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a table whose columns are the keys of its first row; its texts are `legible`."""
+    """Writes a CSV table with the keys of the first row as columns; texts are made `legible`."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, legible_data(list(rows[0])))
         writer.writeheader()
@@ -100,7 +100,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def whole_folder(place: Path) -> Iterator[Path]:
-    """Gives a draft of a folder, which gets its name once it is complete."""
+    """Yields a draft of a folder, and renames it to `place` on successful exit."""
     place = place.resolve()
     draft = place.with_name(f".{place.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -111,7 +111,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
 
 @contextmanager
 def file_errors(what: str, comfort: str = "") -> Iterator[None]:
-    """Turns what the file system refuses into a line on what could not be written."""
+    """Converts an OSError to a UserError that says what could not be written, and the remedy."""
     try:
         yield
     except OSError as error:
@@ -125,7 +125,7 @@ def file_errors(what: str, comfort: str = "") -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk."""
+    """Flushes a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -134,17 +134,17 @@ def sync(path: Path) -> None:
 
 
 def read_rows(path: Path, *, remedy: str) -> list[Any]:
-    """Returns the JSON objects in the lines of a file; empty without the file.
+    """Reads the JSON objects in the lines of a file; returns an empty list if there is no file.
 
-    A last line that is still being written is left out. One that is nested too deeply is None,
-    which `valid_rows` leaves out.
+    An incomplete last line is skipped. A line that is nested too deeply becomes None, which
+    `valid_rows` drops.
 
     Raises:
-        UserError: A line is not UTF-8, or holds no JSON object; the message names file and line.
+        UserError: A line is not UTF-8 or not a JSON object; the message names file and line.
     """
     if not path.exists():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0]  # what follows the last line end is torn
+    whole = path.read_bytes().rpartition(b"\n")[0]  # drops an incomplete last line
     lines = _decoded(whole, path, remedy).split("\n") if whole else []
     rows: list[Any] = []
     for number, line in enumerate(lines, start=1):

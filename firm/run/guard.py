@@ -1,4 +1,4 @@
-"""What only shows a run never ends it: a page, figure, table or W&B that fails is a warning."""
+"""Turns failures of pages, figures, tables and W&B into warnings, so that they never end a run."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def drawn(what: str, draw: Callable[[], T], instead: Callable[[str], T]) -> T:
-    """Returns what `draw` returns or, where it fails, what `instead` makes of a note on that.
+    """Returns the result of `draw` or, if it fails, the result of `instead` on a note.
 
-    The note, one line that names what failed and the error, is logged as a warning, and the
-    traceback at level DEBUG. Our own tests fail on such a warning.
+    The note, one line that names the failed output and the error, is logged as a warning; the
+    traceback is logged at level DEBUG. Our own tests fail on such a warning.
 
     >>> drawn("The answer", lambda: f"{42:.1f}", instead=str)
     '42.0'
@@ -25,13 +25,13 @@ def drawn(what: str, draw: Callable[[], T], instead: Callable[[str], T]) -> T:
         return draw()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the run is worth more than any picture of it
+    except BaseException as error:  # a failed figure must not end the run
         return instead(_warn(what, error))
 
 
 @contextmanager
 def drawing(what: str) -> Iterator[None]:
-    """Turns whatever fails inside into the warning of `drawn`."""
+    """Turns exceptions inside the context into the warning of `drawn`."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The help page of a configuration: the keys that matter, all of them, or those below one."""
+"""Help page of a configuration: its main keys, all keys, or the keys below a given one."""
 
 import dataclasses
 import difflib
@@ -28,7 +28,7 @@ _Versions = list[tuple[str, Section]]
 
 @dataclass(frozen=True)
 class _Key:
-    """One key."""
+    """Help on one key."""
 
     path: str
     kind: str
@@ -44,13 +44,13 @@ class _Key:
 
     @property
     def default(self) -> str:
-        """Returns the first default, and those that differ from it."""
+        """Describes the first default and all defaults that differ from it."""
         (_, first), *others = self.defaults
         rest = [f"{name}: {value}" for name, value in others if value not in (first, None)]
         return "; ".join(["required" if first is None else f"default: {first}", *rest])
 
     def described(self, *, briefly: bool = False) -> str:
-        """Returns the docstring, or its first sentence, with type and default."""
+        """Returns the docstring, or its first sentence if `briefly`, with type and default."""
         text = re.split(r"(?<=\.)(?<!Eq\.)\s", self.text)[0] if briefly else self.text
         facts = [self.kind, "" if briefly else self.remark, self.default]
         return f"{text} ({', '.join(filter(None, facts))})".strip()
@@ -58,7 +58,7 @@ class _Key:
 
 @dataclass(frozen=True)
 class _Part:
-    """A section."""
+    """Help on one section."""
 
     path: str
     title: str
@@ -90,16 +90,17 @@ def help_page(
     keys: Mapping[str, Sequence[str]] | None = None,
     files: Sequence[str] = (),
 ) -> str:
-    """Returns the help on a configuration.
+    """Returns the help page of a configuration.
 
     Args:
-        root: The configuration, with the defaults that are shown.
-        topic: A key, for what is at and below it; "all" for every key; empty for those that matter.
-        keys: Those that matter, by heading; by default the ones that are in no section.
-        files: Files that the defaults come from.
+        root: The configuration, with the defaults to show.
+        topic: A key, for help on the key and all keys below it; "all" for all keys; empty for the
+            main keys.
+        keys: Main keys by heading; by default the top-level keys that are not sections.
+        files: Files from which the defaults come.
 
     Raises:
-        UserError: There is no such key.
+        UserError: `topic` is not a key.
     """
     parts = list(_parts([("", root)]))
     every = {key.path: key for part in reversed(parts) for key in reversed(part.keys)}
@@ -153,14 +154,14 @@ def _parts(
     topic: Sequence[str] = (),
     before: dict[Any, _Part] | None = None,
 ) -> Iterator[_Part]:
-    """Yields a section, then every section in it, as far as the topic asks for them.
+    """Yields a section and, recursively, the sections in it that match the topic.
 
     Args:
         versions: The section.
-        path: The key path to it.
-        title: What it is, where it has several forms.
-        topic: A key path; what is at and below it is yielded.
-        before: The sections that were yielded so far, by their forms.
+        path: Key path of the section.
+        title: Title of the section, used if it has several forms.
+        topic: Key path; only keys at and below it are included.
+        before: Sections yielded so far, by their forms.
     """
     before = {} if before is None else before
     forms = _forms(versions)
@@ -185,7 +186,7 @@ def _differ(key: _Key, other: _Key) -> bool:
 
 
 def _is_at(path: str, topic: Sequence[str]) -> bool:
-    """Returns whether a key path leads to a topic, or below it."""
+    """Returns whether a key path equals a topic or lies below it."""
     steps = path.split(".")
     return len(steps) >= len(topic) and all(
         step == wanted or step in _PLACEHOLDERS.values()
@@ -194,7 +195,7 @@ def _is_at(path: str, topic: Sequence[str]) -> bool:
 
 
 def _forms(versions: _Versions) -> dict[type, str]:
-    """Returns the forms with their names; a single form needs none."""
+    """Returns the names of the forms; empty for a single form."""
     forms = dict.fromkeys(section.form for _, section in versions)
     return {form: _form_name(form) if len(forms) > 1 else "" for form in forms}
 
@@ -208,7 +209,7 @@ def _title(form: type) -> str:
 
 
 def _fields(form: type) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields name, type, annotation and docstring of a form's fields."""
+    """Yields the name, type, annotation and docstring of each field of a form."""
     documents, kinds = field_docstrings(form), get_type_hints(form)
     annotations = get_type_hints(form, include_extras=True)
     for name in (field.name for field in dataclasses.fields(form) if field.init):
@@ -216,7 +217,7 @@ def _fields(form: type) -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def _keys(versions: _Versions, path: str) -> list[_Key]:
-    """Returns a section's own keys; what several forms have in common comes once."""
+    """Returns the keys directly in a section; a key shared by several forms is listed once."""
     forms = _forms(versions)
     kinds: dict[tuple, Any] = {}
     owners: dict[tuple, _Versions] = {}
@@ -234,7 +235,7 @@ def _keys(versions: _Versions, path: str) -> list[_Key]:
     for identity, sections in owners.items():
         (name, _, text), (kind, annotation) = identity, kinds[identity]
         having = {forms[section.form]: None for _, section in sections}
-        if kind == choice:  # a form's own name is no default
+        if kind == choice:  # a form's own name does not count as a default
             sections = [entry for entry in sections if entry[0] not in having]
         defaults = [(label, _default(section, name)) for label, section in sections]
         keys.append(
@@ -257,7 +258,7 @@ def _default(section: Section, name: str) -> str | None:
 
 
 def _sections(versions: _Versions) -> Iterator[tuple[str, str, _Versions]]:
-    """Yields the sections in a section: the way to each, its docstring, and the section."""
+    """Yields the path, docstring and versions of each section directly in a section."""
     found: dict[tuple, list[tuple[str, Any]]] = {}
     texts: dict[tuple, str] = {}
     for label, section in versions:
@@ -272,7 +273,7 @@ def _sections(versions: _Versions) -> Iterator[tuple[str, str, _Versions]]:
 
 
 def _versions_of(forms: Sequence[type], entry: str, values: Sequence[tuple[str, Any]]) -> _Versions:
-    """Returns a section from its values in the versions of the section around it."""
+    """Returns the versions of a section from its values in the versions of its parent."""
     (_, chosen), *others = values
     if not entry and isinstance(chosen, Section):
         rest = (form for form in forms if form is not chosen.form)
@@ -285,7 +286,7 @@ def _versions_of(forms: Sequence[type], entry: str, values: Sequence[tuple[str, 
 
 
 def _entries(label: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns the entries of a mapping or sequence by name; another value by its own label."""
+    """Returns the entries of a mapping or sequence by name; any other value by `label`."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple):
@@ -294,7 +295,7 @@ def _entries(label: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _places(kind: Any) -> dict[str, list[type]]:
-    """Returns the forms of the sections that a field of this type holds, by the entry's name."""
+    """Returns the forms of the sections in a field of this type, by the entry's placeholder."""
     places: dict[str, list[type]] = {}
     for member in members_of(kind):
         entry = _PLACEHOLDERS.get(get_origin(member), "")

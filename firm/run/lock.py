@@ -1,7 +1,7 @@
-"""One writer per directory: a lock that the kernel takes back when its process ends, however.
+"""Lock that allows one writer per directory; the kernel releases it when the process ends.
 
-The lock is on a file in the directory, so that it follows when the directory is renamed. A file
-system without locks (some network mounts) is written to all the same, with a warning.
+The lock is held on a file in the directory, so it persists when the directory is renamed. On file
+systems without locks (some network mounts), writing is allowed with a warning.
 """
 
 import errno
@@ -23,14 +23,14 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def hold(folder: Path, *, shown: Path | None = None) -> int:
-    """Returns a descriptor that keeps other writers out until it is closed or the process ends.
+    """Locks a directory until the returned descriptor is closed or the process ends.
 
-    Child processes that are not forked from this one do not inherit it. Messages call the folder
-    `shown`, where that is given.
+    Child processes inherit the descriptor only if they are forked or if it is passed to them.
+    Messages refer to the folder as `shown`, if given.
 
     Raises:
-        UserError: Somebody else holds the directory.
-        OSError: It cannot be written to.
+        UserError: Another process holds the lock.
+        OSError: The directory is not writable.
     """
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     with ExitStack() as on_error:
@@ -42,14 +42,14 @@ def hold(folder: Path, *, shown: Path | None = None) -> int:
 
 
 def name_holders(descriptor: int, processes: Sequence[int]) -> None:
-    """Says which processes have the descriptor, for whoever comes after."""
+    """Writes the IDs of the processes that hold the lock to the lock file, for error messages."""
     numbers = ", ".join(map(str, processes))
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{numbers} on {socket.gethostname()}".encode(), 0)
 
 
 def check_not_held(folder: Path) -> None:
-    """Raises `UserError` while somebody holds the directory; writes nothing."""
+    """Raises `UserError` if a process holds the lock of the directory; writes nothing."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Names that people give, where they become folders and files."""
+"""User-supplied names that become folders and files."""
 
 from collections.abc import Collection
 from datetime import datetime
@@ -11,12 +11,12 @@ MAX_FOLDER_BYTES = 150
 
 
 def dated_folder(name: str) -> Path:
-    """Returns runs/NAME-TIME, where results go for which no folder is named."""
+    """Returns runs/NAME-TIME, the default folder of results."""
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def slug(name: str) -> str:
-    """Returns a name as part of a file's.
+    """Converts a name to a part of a file name.
 
     >>> slug("FIRM, β = 0.05")
     'firm_β_0.05'
@@ -26,12 +26,14 @@ def slug(name: str) -> str:
 
 
 def check_slugs(names: Collection[str], what: str) -> None:
-    """Checks that several names differ as files and that none of them is hidden or too long.
+    """Checks that names yield distinct file names, none of which is hidden or too long.
 
-    ``what`` says in messages what is named, such as "settings".
+    Args:
+        names: The names.
+        what: Noun for the named objects in messages, such as "settings".
 
     Raises:
-        ValueError: A name is not fit, or two become the same file.
+        ValueError: A name is not suitable, or two names yield the same file name.
     """
     taken: dict[str, str] = {}
     for name in names:
@@ -56,13 +58,16 @@ def check_slugs(names: Collection[str], what: str) -> None:
 
 
 def check_folder_name(name: str, what: str) -> str:
-    """Returns a name that becomes a folder just as it is.
+    """Returns a name unchanged after checking that it can be the name of a folder.
 
-    It is one printable path component that begins with no dot or space and ends with neither;
-    ``what`` says in messages what is named, such as "an algorithm's name".
+    It must be a single printable path component that neither starts nor ends with a dot or a space.
+
+    Args:
+        name: The name.
+        what: Noun for the name in messages, such as "an algorithm's name".
 
     Raises:
-        ValueError: The name is something else, such as '../run', or too long.
+        ValueError: The name is not suitable, such as '../run', or too long.
     """
     is_plain = name.isprintable() and name.strip(" .") == name and not set(name) & set("/\\")
     if not name or not is_plain or len(name.encode(errors="replace")) > MAX_FOLDER_BYTES:

@@ -1,4 +1,4 @@
-"""Plugins: modules that register strategies and the like when they are imported."""
+"""Plugins: modules that register strategies and other components when imported."""
 
 import hashlib
 import importlib
@@ -21,10 +21,10 @@ _CODE_KEYS = {"plugins", "file"}
 
 
 def import_plugin(name: str) -> None:
-    """Imports a module, by its name or a Python file's path, so that what it registers is there.
+    """Imports a plugin, given as the name of a module or the path of a Python file.
 
     Raises:
-        UserError: There is no such module or file, or it cannot be imported.
+        UserError: The module or file does not exist, or cannot be imported.
     """
     try:
         if name.endswith(".py"):
@@ -34,16 +34,18 @@ def import_plugin(name: str) -> None:
             importlib.import_module(name)
     except ENDS:
         raise
-    except BaseException as error:  # whatever another's module raises ends in one line
+    except BaseException as error:  # a plugin may raise anything, and the user sees one line
         reason = described(error)
         raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
 
 
 def import_file(file: Path) -> None:
-    """Runs a Python file as a module, once in this process, and says so; it may raise anything.
+    """Imports a Python file as a module, once per process, and announces it on standard error.
+
+    Exceptions from the file's code propagate.
 
     Raises:
-        ImportError: There is no such file, or it is no Python file.
+        ImportError: The file does not exist or is not a Python file.
     """
     path = file.expanduser().resolve()
     name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
@@ -56,7 +58,7 @@ def import_file(file: Path) -> None:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:  # whatever it was, the module is not imported
+    except BaseException:  # after any exception, the module counts as not imported
         del sys.modules[name]
         raise
 
@@ -64,9 +66,9 @@ def import_file(file: Path) -> None:
 def code_in(settings: Any) -> list[str]:
     """Returns the modules and Python files that a configuration's plain data may run.
 
-    Looks at all depths: below key paths in dots, into texts that would be read as YAML, and into
-    the files that `base` names. It may return names that nothing runs, but misses none, since
-    data of a stranger may hide them.
+    Searches at every depth, including dotted key paths, strings that can be parsed as YAML, and
+    the files named by `base`. The result may include names that are never run, but must not miss
+    any, since untrusted data may hide them.
     """
     return list(dict.fromkeys(_code_names(settings, is_code=False, bases=frozenset())))
 
@@ -93,7 +95,7 @@ def _code_names(settings: Any, *, is_code: bool, bases: frozenset[Path]) -> Iter
 
 
 def _names_in_base(name: str, bases: frozenset[Path]) -> Iterator[str]:
-    with suppress(UserError, OSError, UnicodeDecodeError):  # reading it in earnest says so
+    with suppress(UserError, OSError, UnicodeDecodeError):  # reported when the file is used
         path = find_config(name).resolve()
         if path not in bases:
             data = read_yaml(path.read_text(encoding="utf-8"))
@@ -101,6 +103,6 @@ def _names_in_base(name: str, bases: frozenset[Path]) -> Iterator[str]:
 
 
 def _announce(kind: str, name: object) -> None:
-    """Says whose code runs, since a configuration may come from somebody else."""
-    if not int(os.environ.get("RANK", 0)):  # one of the launcher's processes speaks for all
+    """Announces that a plugin runs, since the configuration may come from somebody else."""
+    if not int(os.environ.get("RANK", 0)):  # only the first of a launcher's processes prints
         sys.stderr.write(printable(f"runs Python {kind} {name}") + "\n")

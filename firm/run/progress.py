@@ -1,6 +1,6 @@
-"""What a person sees of a running run: a live table on a terminal, a line per round elsewhere.
+"""Progress display of a run: a live table on a terminal, and one line per round elsewhere.
 
-A notebook is no terminal: it gets the lines as plain text.
+A notebook does not count as a terminal: it shows the lines as plain text.
 """
 
 import sys
@@ -30,7 +30,7 @@ QUIET_SECONDS = 15.0
 
 @dataclass
 class _ClientView:
-    """What is known of a client in the current round."""
+    """Progress of a client in the current round."""
 
     stage: str = "starting"
     share_done: float = 0.0
@@ -40,10 +40,10 @@ class _ClientView:
 
 
 class SamplingLines:
-    """Says what replies are being sampled, and now and then how far that is.
+    """Reports which replies are being sampled and, from time to time, the progress.
 
-    The first line comes before the first token, since a large model takes long for it. The longer
-    it takes in all, the rarer further lines become.
+    The first line is printed before the first token, which takes long with a large model. The
+    longer the sampling takes, the less frequent are further lines.
 
     Args:
         say: Prints a line.
@@ -55,13 +55,14 @@ class SamplingLines:
         self._began = self._last_said = time.monotonic()
 
     def __call__(self, *, what: str, done: float, total: int, num_tokens: int) -> str:
-        """Returns what a live view shows; empty once all replies are sampled.
+        """Returns the text for the live view; empty after all replies are sampled.
 
         Args:
-            what: The replies' use, such as "calibration"; each is announced once.
-            done: Replies sampled so far; those that are being sampled count by their tokens.
-            total: Number of all replies.
-            num_tokens: Longest reply.
+            what: Purpose of the replies, such as "calibration"; each is announced once.
+            done: Number of replies sampled so far; unfinished replies count in proportion to their
+                tokens.
+            total: Total number of replies.
+            num_tokens: Maximum length of a reply in tokens.
         """
         now = time.monotonic()
         work = f"{what}: {total:,} replies of up to {num_tokens:,} tokens"
@@ -80,24 +81,24 @@ class SamplingLines:
 
 
 class Progress:
-    """Shows how a run proceeds. Use it as a context manager and tell it what happens.
+    """Shows the progress of a run. Use it as a context manager and report events to it.
 
-    Names, stages and reasons may come from elsewhere: line ends and what a terminal would obey are
-    shown as escapes. Rounds and notes go to standard output, what takes long to standard error; a
-    console that is given gets both.
+    Names, stages and reasons may come from untrusted sources: line breaks and terminal control
+    characters are escaped. Rounds and notes are printed on standard output, and lines about long
+    operations on standard error. If a console is given, it gets both.
 
-    Events and what they take:
+    Events and their arguments:
 
-    - "loading": nothing; policy and reward models may take minutes
-    - "started": alarms (texts, what the configuration alone gives reason to warn of)
-    - "resumed": round, the last one that earlier sessions completed; 0 for a new run
+    - "loading": none; loading the policy and reward models may take minutes
+    - "started": alarms (texts, warnings that follow from the configuration alone)
+    - "resumed": round (the last round completed by earlier sessions; 0 for a new run)
     - "client_started": round, client
-    - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client where several
-      train at a time
-    - "client_finished": metrics (of them "weights", "rewards" and "kl" are shown), and client
-    - "measured": what `SamplingLines` takes
-    - "round_finished": row (a row of kind "round"), scores (name to mean on validation prompts); a
-      row of round 0 shows the base model
+    - "stage": stage (such as "rollout"), step (1..num_steps), num_steps, and client if several
+      clients train concurrently
+    - "client_finished": metrics ("weights", "rewards" and "kl" are shown), client
+    - "measured": the arguments of `SamplingLines`
+    - "round_finished": row (a row of kind "round"), scores (means on validation prompts, by name);
+      a row of round 0 shows the base model
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Progress:
         self._live.stop()
 
     def event(self, name: str, **info: Any) -> None:
-        """Takes notice of one of the events that the class lists; ``ValueError`` on another."""
+        """Handles an event listed in the class docstring; raises ``ValueError`` on any other."""
         match name:
             case "loading":
                 self._say("loading the models")
@@ -197,13 +198,13 @@ class Progress:
             self._console.print(shown, markup=False, soft_wrap=True)
 
     def _share_done(self) -> float:
-        """Returns the share of this session's rounds that is done, from 0 to 1."""
+        """Returns the completed share of this session's rounds, from 0 to 1."""
         running = sum(view.share_done for view in list(self._views.values())) / self._num_clients
         num_rounds = max(self._num_rounds - self._first, 1)
         return min((self._num_done - self._first + running) / num_rounds, 1.0)
 
     def _time_left(self) -> str:
-        """Returns the time to the end at the speed so far; empty before a first step."""
+        """Estimates the remaining time from the speed so far; empty before the first step."""
         share = self._share_done()
         if not 0 < share < 1:
             return ""
@@ -242,12 +243,12 @@ def print_table(
     *,
     console: Console | None = None,
 ) -> None:
-    """Prints an aligned table; in a pipe it is as wide as it needs to be.
+    """Prints an aligned table; its width is not limited if the output is not a terminal.
 
-    The title stands above the table, in one line; line ends before it leave room. Floats are shown
-    with three decimals, None as "-"; the first column is aligned left, the others right. Without
-    any heading there is no line of headings. Line ends in a cell, and what a terminal would obey,
-    are shown as escapes.
+    The title is printed above the table in one line; its leading line breaks are kept as space.
+    Floats have three decimals, and None is shown as "-". The first column is left-aligned, the
+    others are right-aligned. If all headings are empty, the header is omitted. Line breaks and
+    terminal control characters in cells are escaped.
     """
     console = console or _standard_output()
     if not console.is_terminal:
@@ -264,9 +265,10 @@ def print_table(
 
 
 def say(line: str) -> None:
-    """Prints what takes long on standard error, which leaves standard output to results.
+    """Prints a line about a long operation on standard error, to keep standard output for results.
 
-    A notebook shows standard error as a warning, so that it gets the line as other output.
+    In a notebook, the line is printed on standard output, since standard error looks like a
+    warning.
     """
     accept_any_text()
     stream = sys.stdout if Console().is_jupyter else sys.stderr
@@ -276,16 +278,16 @@ def say(line: str) -> None:
 def _standard_output() -> Console:
     """Returns a console on standard output.
 
-    In a notebook rich would show each line as an HTML block of its own, and take it for a terminal
-    where HTML is off, since kernels set FORCE_COLOR.
+    In a notebook, rich would render each line as a separate HTML block or, if HTML is disabled,
+    treat the notebook as a terminal, since kernels set FORCE_COLOR.
     """
-    accept_any_text()  # a script that calls `firm.align` may print in any encoding
+    accept_any_text()  # a script that calls `firm.align` may use any encoding
     console = Console(highlight=False)
     return _plain_console() if console.is_jupyter else console
 
 
 def _plain_console(*, file: IO[str] | None = None, width: int | None = None) -> Console:
-    """Returns a console that prints plain text, wherever it goes."""
+    """Returns a console that always prints plain text."""
     return Console(
         file=file, width=width, highlight=False, force_terminal=False, force_jupyter=False
     )

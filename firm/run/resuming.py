@@ -1,4 +1,4 @@
-"""Folders whose run continues: which one `--resume` names, and the line that Ctrl-C leaves."""
+"""Resuming of runs: the folder given to `--resume`, and the command printed after Ctrl-C."""
 
 import difflib
 import shlex
@@ -21,15 +21,15 @@ STUDY_NAME = "study.yaml"
 
 
 def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
-    """Returns whether the run in a folder continues, rather than a new one beginning there.
+    """Returns whether to resume the run in a folder instead of starting a new one.
 
     Args:
         path: The folder.
-        resume: What is asked for.
-        marker: A file that a run has in its folder, or a pattern of such files.
+        resume: The requested behaviour.
+        marker: Name of a file in the folder of a run, or a pattern of such files.
 
     Raises:
-        UserError: A run is to continue, and there is none; names the nearest that is beside it.
+        UserError: `resume` is true and there is no run; suggests the folder with the nearest name.
     """
     if not resume:
         return False
@@ -48,7 +48,7 @@ def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
 
 
 def check_out(resume: Resume, out: Path | None) -> None:
-    """Raises ``ValueError`` where a run is to continue whose folder is not named."""
+    """Raises ``ValueError`` if a run is to be resumed but its folder is not given."""
     if resume and out is None:
         raise ValueError(
             f"resume must come with the run's folder, got {resume} without `out`; give --resume "
@@ -70,11 +70,13 @@ def study_to_resume(path: Path) -> Any:
 
 @contextmanager
 def continued_by(command: str, path: Path) -> Iterator[None]:
-    """Notes on a `KeyboardInterrupt` the command line that continues what is in a folder, if any.
+    """Adds to a `KeyboardInterrupt` a note with the command that resumes a run or study.
+
+    No note is added if the folder contains neither.
 
     Args:
-        command: The word after `firm`.
-        path: The folder of its run or study.
+        command: Subcommand of `firm`.
+        path: Folder of the run or study.
     """
     try:
         yield

@@ -1,8 +1,9 @@
-"""What the rows of a run's logs may hold, and rows without what they may not.
+"""Validation of the rows of a run's logs, which drops invalid data.
 
-A log is read long after it was written, by whatever version: a row that an older one let through,
-with a text for a number or an infinite one, must not keep a run from being shown or taken up again.
-Whoever reads a log therefore sees valid rows alone, and what was left out by name.
+A log may be read long after it was written, by another version of this program. A row that an older
+version accepted, such as one with a text or an infinite value in place of a number, must not
+prevent showing or resuming the run. Readers of a log therefore get only valid rows, and a list of
+the data that was dropped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ class _Failure(TypedDict):
 
 
 class _Training(TypedDict):
-    """One of several trainings of a client, with the fields of a client's row."""
+    """One of several trainings of a client; has the fields of a client's row."""
 
 
 class _Message(TypedDict):
@@ -102,9 +103,10 @@ KEYS = {
 
 
 def load_quantities(settings: Any) -> None:
-    """Imports the wing that wrote a run's log, where its quantities are registered.
+    """Imports the package that wrote a run's log, which registers the quantities in it.
 
-    A log is read in programs that train nothing; they know the wing by the run's settings alone.
+    Programs that only read a log have not imported the package; they infer it from the run's
+    settings.
     """
     is_language = isinstance(settings, Mapping) and "policy" in settings
     import_module("firm.alignment" if is_language else "firm.fmoo")
@@ -114,14 +116,14 @@ def load_quantities(settings: Any) -> None:
 
 
 def valid_rows(rows: Sequence[Any], *, kind: str | None = None) -> tuple[list[Row], list[str]]:
-    """Returns rows without what is not valid in them, and what was left out, a text for each.
+    """Returns the valid data of rows, and a description of each part that was dropped.
 
-    The first row of kind "run" has the objectives and the rounds. A second of the same objectives,
-    of a run that was given other rounds, takes its place.
+    The first row of kind "run" defines the objectives and the number of rounds. A second one with
+    the same objectives, from a run resumed with another number of rounds, updates it.
 
     Args:
-        rows: A log's lines as JSON reads them.
-        kind: The kind of rows that do not name theirs.
+        rows: Lines of a log, as parsed from JSON.
+        kind: Kind of the rows that have no key "kind".
     """
     valid: list[Row] = []
     left_out: list[str] = []
@@ -155,16 +157,17 @@ def valid_row(
     num_objectives: int | None = None,
     last_round: int | None = None,
 ) -> tuple[Row | None, list[str]]:
-    """Returns a row without what is not valid in it, and what was left out, a text for each.
+    """Returns the valid data of a row, and a description of each part that was dropped.
 
     Args:
-        row: A log's line as JSON reads it, or as it is about to be written.
-        kind: The row's kind where it does not name it.
-        num_objectives: M, where it is known: lists of another length are not valid.
-        last_round: Of the run, where it is known.
+        row: Line of a log, as parsed from JSON or as about to be written.
+        kind: Kind of the row, if it has no key "kind".
+        num_objectives: M, if it is known: per-objective lists of another length are invalid.
+        last_round: Last round of the run, if it is known.
 
     Returns:
-        None in place of a row that does not say what it is about.
+        The row and the descriptions. The row is None if it is not a mapping, its kind is invalid,
+        or one of the ``KEYS`` of its kind is missing or invalid.
     """
     kind = row.get("kind", kind) if isinstance(row, Mapping) else None
     if not isinstance(row, Mapping) or not isinstance(kind, str | None):
@@ -191,10 +194,11 @@ def _types(kind: str | None, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_one_training(row: Mapping[str, Any]) -> Row:
-    """Returns a client's row in the layout of one training, where it had one per objective.
+    """Merges a client's trainings, one per objective, into a row in the layout of one training.
 
-    What belongs to an objective is that of its own training, seconds are summed, and the rest is
-    averaged. The weights of such a training, 1 for its objective, say nothing and are left out.
+    The values of an objective come from its own training, seconds are summed, and the other values
+    are averaged. The weights of these trainings carry no information, being 1 for the objective
+    trained, and are omitted. A row with a single training is returned unchanged.
     """
     trainings = row.get("by_objective")
     if not trainings:
@@ -229,10 +233,10 @@ def _mean(values: list[float | None]) -> float | None:
 def entries(
     row: Mapping[str, Any], objectives: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], float | None]]:
-    """Yields the numbers of a valid row with their path, such as ("weights", "helpful").
+    """Yields the path, such as ("weights", "helpful"), and the value of each number in a valid row.
 
-    Lists over solves become their means, columns of lists of lists are named by the objectives, and
-    what is no number is left out. Derived quantities follow.
+    Lists over solves are averaged, columns of nested lists are named after the objectives or their
+    pairs, and values other than numbers are skipped. Derived quantities follow at the end.
     """
     pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
     columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
@@ -251,7 +255,7 @@ def _numbers(
         for key, item in entry.items():
             yield from _numbers((*path, key), item, columns)
     elif isinstance(entry, list) and entry and isinstance(entry[0], list):  # [S][columns]
-        if columns:  # other matrices, such as a Gram, are no series
+        if columns:  # other matrices, such as Gram matrices, are not series
             for column, values in zip(columns, zip(*entry, strict=True), strict=True):
                 yield from _numbers((*path, column), list(values), ())
     elif isinstance(entry, list):
@@ -266,7 +270,7 @@ def _is_number(value: Any) -> bool:
 
 
 def mean_over_clients(lines: Mapping[str, Points]) -> Points:
-    """Returns the means by round of each client's points; the server's value stands for all."""
+    """Returns the means over clients by round; a value of the server replaces the mean."""
     own = [points for client, points in lines.items() if client]
     rounds = sorted({at for points in own for at in points})
     means = {at: fmean(points[at] for points in own if at in points) for at in rounds}
@@ -274,18 +278,18 @@ def mean_over_clients(lines: Mapping[str, Points]) -> Points:
 
 
 class _Invalid(Exception):
-    """A value is not of its shape."""
+    """Raised when a value does not match its type."""
 
 
 @dataclass(frozen=True)
 class _Check:
-    """Sorts out one row; what it left out is in ``left_out``, path and value."""
+    """Validates one row, and records the path and value of dropped data in ``left_out``."""
 
     objectives: Sequence[str] | None
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def valid(self, value: Any, kind: Any, path: str) -> Any:
-        """Returns the value without what is not valid in it, or raises ``_Invalid``."""
+        """Returns the valid part of a value, or raises ``_Invalid``."""
         form = _form(kind)
         if form is Any:
             if _is_plain(value, DEPTH):
@@ -310,12 +314,12 @@ class _Check:
     def fields(
         self, value: Mapping[str, Any], types: Mapping[str, Any], required: Sequence[str], path: str
     ) -> Row:
-        """Returns the valid fields, or raises ``_Invalid`` where a required one is missing."""
+        """Returns the valid fields, or raises ``_Invalid`` if a required one is missing."""
         checked = {}
         for key, item in value.items():
             kind = types.get(key, Any)
             if item is None and _is_nested(kind):
-                continue  # as good as absent
+                continue  # the same as absent
             item = self._or_left_out(item, kind, f"{path}{key}")
             if item is not _LEFT_OUT:
                 checked[key] = item
@@ -324,7 +328,7 @@ class _Check:
         return checked
 
     def _by_name(self, value: Mapping[str, Any], kind: Any, path: str) -> Row:
-        """Returns the entries; an invalid number becomes None, another entry is left out."""
+        """Returns the valid entries; invalid numbers become None, others are dropped."""
         items = {
             name: item if item is None else self._or_left_out(item, kind, f"{path}.{name}")
             for name, item in value.items()
@@ -346,12 +350,12 @@ _LEFT_OUT = object()
 
 
 def _form(kind: Any) -> Any:
-    """Returns a type without what is stated about it."""
+    """Returns a type without its annotations."""
     return kind.__origin__ if get_origin(kind) is Annotated else kind
 
 
 def _is_nested(kind: Any) -> bool:
-    """Returns whether values of a type have entries."""
+    """Returns whether values of a type are lists or mappings."""
     return is_typeddict(_form(kind)) or get_origin(_form(kind)) in (dict, list)
 
 
@@ -366,12 +370,12 @@ def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, list | tuple | Mapping):
         items = value.values() if isinstance(value, Mapping) else value
         return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
-    is_number = isinstance(value, int | float) and -LARGEST <= value <= LARGEST  # false of NaN
+    is_number = isinstance(value, int | float) and -LARGEST <= value <= LARGEST  # false for NaN
     return is_number or value is None or isinstance(value, str | bool)
 
 
 def _place(row: Row) -> str:
-    """Returns what a row is about, in words."""
+    """Describes the subject of a row, such as "client_0 in round 3"."""
     at = f"round {row['round']}" if "round" in row else "no round"
     match row.get("kind"):
         case "client":

@@ -1,4 +1,4 @@
-"""The surroundings of a run: the program, its versions and its commit."""
+"""Environment of a run: command, package versions and commit."""
 
 import importlib.metadata
 import platform
@@ -14,7 +14,7 @@ _PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate",
 
 
 def session() -> Row:
-    """Returns the surroundings of one start of the program."""
+    """Returns the time, command, commit and package versions of this start of the program."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -30,7 +30,7 @@ def session() -> Row:
 
 
 def _git_commit() -> str | None:
-    """Returns the source tree's commit, with "-dirty" after changes; None outside a repository."""
+    """Returns the commit, with "-dirty" if the tree was modified; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(
@@ -42,5 +42,5 @@ def _git_commit() -> str | None:
 
 
 def now() -> str:
-    """Returns the present time, in UTC."""
+    """Returns the current time in UTC, in ISO format with a precision of seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")

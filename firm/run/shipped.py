@@ -1,4 +1,4 @@
-"""Configurations and checkpoints that come with the package, from any working directory."""
+"""Access to the package's configurations and checkpoints from any working directory."""
 
 import dataclasses
 import difflib
@@ -18,13 +18,13 @@ Value = TypeVar("Value")
 
 
 def find_config(name: str | Path) -> Path:
-    """Returns a configuration file: one that is there, or else the shipped one of this name.
+    """Returns an existing configuration file or, failing that, the shipped one with this name.
 
-    A name may lack its `.yaml`. A shipped file's is such as `smoke`, `fmoo/adult.yaml` or
-    `configs/smoke.yaml`.
+    The suffix `.yaml` is optional. Names of shipped files are, for example, `smoke`,
+    `fmoo/adult.yaml` or `configs/smoke.yaml`.
 
     Raises:
-        UserError: There is neither; names the nearest, among those that ship and those beside it.
+        UserError: Neither exists; suggests similar names among shipped and neighbouring files.
     """
     path = Path(name)
     if path.is_file():
@@ -51,7 +51,7 @@ def find_config(name: str | Path) -> Path:
 
 
 def path_in_package(path: str | Path) -> str | None:
-    """Returns where a path leads inside the package `firm`; None for a path that leads elsewhere.
+    """Returns a path relative to the package `firm`; None if it is outside or does not exist.
 
     >>> path_in_package("firm/miniature/checkpoints/policy")
     'miniature/checkpoints/policy'
@@ -62,10 +62,10 @@ def path_in_package(path: str | Path) -> str | None:
 
 
 def with_shipped_paths(value: Value) -> Value:
-    """Returns a dataclass, or what one holds, with paths that work from any working directory.
+    """Resolves shipped paths in a dataclass or in a value of its fields.
 
-    Texts and paths that begin with `firm/`, and that lead nowhere from here, are made absolute
-    where the package has such a file or folder.
+    A string or path that starts with `firm/` and does not exist relative to the working directory
+    becomes absolute if the package contains this file or folder.
     """
     result: Any = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

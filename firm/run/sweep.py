@@ -1,12 +1,12 @@
-"""A sweep: many runs of one program below one folder, which may be killed and taken up again.
+"""Sweep: a folder with many runs of one program, which may be killed and resumed.
 
-    sweep.json       what was asked for: the configuration, and every point by name
-    points/NAME/     a run directory for each point
-    logs/NAME.txt    what the point's run printed
+    sweep.json       the configuration, and the settings of every point by name
+    points/NAME/     the run directory of a point
+    logs/NAME.txt    the output of the point's run
 
-What is done is read off the runs themselves: a point is finished when its run says so. Several
-processes may work on one sweep at a time, on one machine or on several that share the folder: the
-lock of a run keeps all but one of them from each point.
+Progress is determined from the runs themselves: a point is finished if its run is. Several
+processes may work on a sweep concurrently, on one machine or on several that share the folder: the
+lock of each run ensures that only one process works on a point.
 """
 
 import json
@@ -39,7 +39,7 @@ START_METHOD = "spawn"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run of a point ended."""
+    """Result of a point's run."""
 
     name: str
     seconds: float
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Sweep:
-    """A folder of runs, which has a manifest."""
+    """A folder of runs with a manifest."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -63,13 +63,17 @@ class Sweep:
         *,
         resume: Resume,
     ) -> Self:
-        """Returns a new sweep, or with `resume` the one that is there for this configuration.
+        """Creates a sweep or, depending on `resume`, returns the one with this configuration.
 
-        Configuration and points, by name what distinguishes each, are plain data.
+        Args:
+            path: Folder of the sweep.
+            config: Configuration, as plain data.
+            points: Distinguishing settings of each point by name, as plain data.
+            resume: Whether to continue an existing sweep.
 
         Raises:
-            UserError: There is something else at `path`, a sweep of another configuration or other
-                points, or none where one is to continue; nothing is changed then.
+            UserError: `path` contains something else or a sweep with another configuration or other
+                points, or there is no sweep to continue. Nothing is changed in these cases.
         """
         path = Path(path)
         asked = {"config": dict(config), "points": {n: dict(p) for n, p in points.items()}}
@@ -94,22 +98,22 @@ class Sweep:
             make_private_folder(path)
             draft = path / f".{SWEEP_NAME}.{uuid.uuid4().hex}"
             draft.write_text(json.dumps({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
-            with suppress(FileExistsError):  # another process of this sweep was faster
+            with suppress(FileExistsError):  # another process of this sweep was first
                 os.link(draft, path / SWEEP_NAME)
             draft.unlink()
         return cls.open(path, config, points, resume=True)
 
     @property
     def id(self) -> str:
-        """What distinguishes this sweep from others with the same name."""
+        """Identifier that distinguishes this sweep from others with the same name."""
         return self.manifest["id"]
 
     def run_path(self, name: str) -> Path:
-        """Returns where the run of a point is, or will be."""
+        """Returns the directory of a point's run, which may not exist yet."""
         return self.path / "points" / name
 
     def is_done(self, name: str) -> bool:
-        """Returns whether the run of a point has finished."""
+        """Returns whether a point's run is finished."""
         run = Run(self.run_path(name))
         return (run.path / "run.json").exists() and run.record().get("status") == "finished"
 
@@ -124,16 +128,16 @@ class Sweep:
         *,
         num_workers: int = 1,
     ) -> Iterator[Outcome]:
-        """Runs points that are not done, in several processes; yields each as it ends.
+        """Runs the unfinished points in several processes; yields each outcome as it completes.
 
-        A point that fails leaves the others to go on. One that another process is at is left to
-        that process, and not yielded.
+        A failed point does not affect the others. A point that another process is running is
+        skipped and not yielded.
 
         Args:
-            run: Called with the path of a point's run and its settings: a function of a module. It
-                takes up the run that is there, if any.
-            settings: Plain data by point; the others are left alone.
-            num_workers: Processes that work at once.
+            run: Module-level function, called with the path of a point's run and its settings. It
+                must resume the run if it exists.
+            settings: Plain data by point; points that are not listed are not run.
+            num_workers: Number of concurrent processes.
         """
         queue = [name for name in settings if not self.is_done(name)]
         context = multiprocessing.get_context(START_METHOD)
@@ -145,7 +149,7 @@ class Sweep:
                 while queue or running:
                     while queue and len(running) < num_workers:
                         name = queue.pop(0)
-                        if self.is_done(name):  # another process was faster
+                        if self.is_done(name):  # another process was first
                             continue
                         log = self.path / "logs" / f"{name}.txt"
                         log.parent.mkdir(exist_ok=True)
@@ -157,24 +161,24 @@ class Sweep:
                     for future in done:
                         if outcome := future.result():
                             yield outcome
-            except Terminated:  # which came to this process alone, unlike Ctrl-C
+            except Terminated:  # only this process got the signal, unlike Ctrl-C
                 for worker in multiprocessing.active_children():
                     worker.terminate()
-                pool.shutdown(cancel_futures=True)  # once their runs have noted it
+                pool.shutdown(cancel_futures=True)  # waits until their runs have recorded it
                 raise
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
 def sweep_folder(run_path: Path) -> Path | None:
-    """Returns the folder of the sweep that a run is a point of; None for a run on its own."""
+    """Returns the folder of the sweep that contains a run; None for a standalone run."""
     folder = run_path.absolute().parent.parent
     is_point = (folder / SWEEP_NAME).is_file() and run_path.absolute().parent.name == "points"
     return folder if is_point else None
 
 
 def summarise(outcomes: Sequence[Outcome]) -> None:
-    """Raises a `UserError` that names the points that failed, if any did."""
+    """Raises a `UserError` that lists the failed points, if there are any."""
     failed = [outcome for outcome in outcomes if outcome.problem]
     if failed:
         causes = by_reason((outcome.name, outcome.problem or "") for outcome in failed)
@@ -192,7 +196,7 @@ def _run_point(
     settings: dict[str, Any],
     log: str,
 ) -> Outcome | None:
-    """Runs one point in a worker; returns None where another process is at it."""
+    """Runs one point in a worker; returns None if another process is running it."""
     start, problem = time.perf_counter(), None
     if _is_held(place):
         return None
@@ -200,10 +204,10 @@ def _run_point(
         with interrupted_by_sigterm(), _printed_to(log):
             run(place, settings)
     except UserError as error:
-        if _is_held(place):  # both came at once, and the other one was faster
+        if _is_held(place):  # another process started it in the meantime
             return None
         problem = str(error)
-    except Exception as error:  # a point that fails leaves the others to go on
+    except Exception as error:  # a failed point must not stop the others
         problem = f"{type(error).__name__}: {error}"
         with open(log, "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
@@ -225,7 +229,7 @@ def _printed_to(log: str) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when its parent is gone, however that ended: a lock must not survive it."""
+    """Exits this process when its parent has ended for any reason, to release its lock."""
 
     def watch() -> None:
         while os.getppid() == parent:

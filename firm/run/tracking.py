@@ -1,15 +1,16 @@
-"""Metrics in Weights & Biases, when asked for; the run directory always has them too.
+"""Optional tracking in Weights & Biases; the run directory always contains the metrics, too.
 
-W&B groups series by the first part of their names. Here that is the quantity and the client comes
-last, `weights/helpful/client_0`, so that the clients' curves of a quantity stand together. The mean
-over the clients of a round is one number, `train/weight/helpful`, the same as on the run's page.
+W&B groups series by the first part of their names. Here, this is the quantity, and the client comes
+last, as in `weights/helpful/client_0`, so that the clients' curves of a quantity are shown
+together. The mean over the clients of a round is a separate series, `train/weight/helpful`, and
+equals the mean on the run's page.
 
-Runs of a setting that differ by their seed alone have the same group and job type, by which W&B
+Runs of a setting that differ only in their seed have the same group and job type, by which W&B
 draws their mean and spread.
 
-A run never waits for the service: without a key, without a network or with a wrong key it goes on
-off line, says so in one line, and leaves files that `wandb sync` uploads later. Nor does it end for
-it: what W&B does not take is a warning.
+A run does not depend on the service: without a key or network, or with a wrong key, it continues
+offline, says so in one line, and leaves files that `wandb sync` can upload later. Data that W&B
+rejects causes a warning and does not end the run.
 """
 
 import logging
@@ -88,13 +89,13 @@ class TrackingConfig:
                 )
 
     def within(self, group: str) -> Self:
-        """Returns the same in a group, unless it has one already or tracks nothing."""
+        """Returns a copy with the given group, unless a group is set or tracking is disabled."""
         if self.mode == "disabled" or self.group is not None:
             return self
         return replace(self, group=group)
 
     def of_setting(self, setting: str) -> Self:
-        """Returns the same with a setting as tag and, unless it has one, as job type."""
+        """Returns a copy with a setting as tag and, unless a job type is set, as job type."""
         if self.mode == "disabled":
             return self
         label = _label(setting)
@@ -102,11 +103,11 @@ class TrackingConfig:
 
 
 class Tracker:
-    """Forwards the rows of metrics.jsonl to W&B; does nothing where tracking is disabled.
+    """Forwards the rows of metrics.jsonl to W&B; does nothing if tracking is disabled.
 
-    Its files go to `wandb/` in the run's directory, which names the run by default. The
-    configuration is shown beside the metrics; its own group and job type count before ``group`` and
-    ``job_type``, its tags come before ``tags``.
+    W&B's files are stored in `wandb/` in the run's directory, and the name of the run defaults to
+    that of the directory. W&B shows `run_config` beside the metrics. The group and job type in
+    `config` take precedence over ``group`` and ``job_type``, and its tags precede ``tags``.
     """
 
     def __init__(
@@ -148,13 +149,13 @@ class Tracker:
         self.finish(succeeded=kind is None)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Forwards one row of metrics.jsonl, without what is not valid in it.
+        """Forwards the valid data of one row of metrics.jsonl.
 
-        Its numbers become series over the rounds, the run's own facts part of the configuration.
-        The row of a round, which follows those of its clients, brings the means over them, and the
-        bytes sent so far.
-        Evaluations with scores are drawn in the trade-off plane, too, and the last one on the test
-        split is compared with the base model's, in a table and in the summary.
+        Numbers become series over the rounds, and the row of kind "run" is added to the
+        configuration. The row of a round follows the rows of its clients, and adds the means over
+        the clients and the total of bytes sent so far. Evaluations with scores are also drawn in
+        the trade-off plane, and the last one on the test split is compared with the base model in a
+        table and in the summary.
         """
         if not self._run:
             return
@@ -170,7 +171,7 @@ class Tracker:
                 self._run.log({"round": valid["round"], **series, **more})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Shows rows of samples.jsonl side by side: replies to a prompt before and after."""
+        """Shows rows of samples.jsonl: replies to each prompt before and after alignment."""
         valid, _ = valid_rows(list(rows), kind="sample")
         self._samples += [row for row in valid if {"prompt", "completion"} <= row.keys()]
         with self._drawing("the samples"):
@@ -181,10 +182,12 @@ class Tracker:
     def log_points(
         self, title: str, rows: Sequence[Mapping[str, Any]], *, summary: Mapping[str, float]
     ) -> None:
-        """Shows what several runs came to: a table, their trade-off planes, and a summary.
+        """Shows the results of several runs: a table, their trade-off planes, and a summary.
 
-        The rows, one per run, have the objectives' names among the keys; all names begin with the
-        title.
+        Args:
+            title: Prefix of all names in W&B.
+            rows: One row per run, whose keys include the names of the objectives.
+            summary: Values of the summary by name.
         """
         if not self._run:
             return
@@ -199,7 +202,7 @@ class Tracker:
             self._run.summary.update({f"{title}/{name}": value for name, value in summary.items()})
 
     def finish(self, *, succeeded: bool = True) -> None:
-        """Closes W&B's files, and waits at most the configured time for the last upload."""
+        """Closes W&B's files, and waits at most `timeout_s` seconds for the last upload."""
         run, self._run = self._run, None
         with self._drawing("the end of the run"):
             if run:
@@ -207,10 +210,10 @@ class Tracker:
 
     @contextmanager
     def _drawing(self, what: str) -> Iterator[None]:
-        """Keeps from the run what fails inside, and warns of each failure once."""
+        """Turns exceptions inside the context into warnings; warns once about equal failures."""
         try:
             yield
-        except Exception as error:  # the run is worth more than its picture in W&B
+        except Exception as error:  # a failure of W&B must not end the run
             if (failure := (type(error), str(error))) not in self._reported:
                 self._reported.add(failure)
                 with drawing(f"W&B: {what}"):
@@ -242,8 +245,8 @@ class Tracker:
 def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, float]:
     """Returns the numbers of a row under flat names, such as "weights/helpful/client_0".
 
-    Lists over solves become their means, and derived quantities are added. Rows without a round
-    (the run's own) have no series.
+    Lists over solves are averaged, and derived quantities are added. Rows without a round (of kind
+    "run") have no series.
 
     >>> row = {"kind": "client", "round": 1, "client": "a", "weights": [[0.25, 0.75], [1, 0]]}
     >>> flatten(row, ["helpful", "harmless"])
@@ -262,7 +265,7 @@ def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, floa
 
 
 def mean_name(quantity: str, *path: str) -> str:
-    """Returns what the mean of a quantity over clients is called.
+    """Returns the W&B name of the mean of a quantity over clients.
 
     >>> mean_name("weights", "helpful"), mean_name("kl")
     ('train/weight/helpful', 'train/kl')
@@ -271,10 +274,11 @@ def mean_name(quantity: str, *path: str) -> str:
 
 
 def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, float]:
-    """Returns the means over clients of a round's rows under flat names, such as "train/kl".
+    """Returns the means over the clients of a round under flat names, such as "train/kl".
 
-    They are those of the run's page: of the rewards and all drawn quantities of clients, each
-    client counts alike, and a weight that the server finds for all stands in place of theirs.
+    They are equal to those on the run's page: they cover the rewards and all drawn quantities of
+    clients, all clients count equally, and a weight that the server computes for all clients
+    replaces the mean of theirs.
 
     >>> row = {"kind": "client", "round": 1, "rewards": {"helpful": 0.25}}
     >>> means([{**row, "client": "a"}, {**row, "client": "b"}], ["helpful"])
@@ -293,9 +297,9 @@ def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[
 
 
 def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, Any]:
-    """Returns charts of the global model after each round, one per pair of objectives.
+    """Draws the global model after each round in one chart per pair of objectives.
 
-    A single objective is drawn against the KL.
+    A single objective is drawn against the KL divergence.
     """
     charts = {}
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [("kl", objectives[0])]:
@@ -316,7 +320,7 @@ def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dic
 def _comparison(
     base: Mapping[str, Any], aligned: Mapping[str, Any]
 ) -> tuple[Any, dict[str, float | None]]:
-    """Returns base against aligned model on the test split: a table, and its means by name."""
+    """Compares base and aligned model on the test split: a table, and its means by name."""
     lines: list[list[Any]] = []
     for line in compare(base, aligned):
         measures = [line.base, line.aligned, line.change]
@@ -333,7 +337,7 @@ def _comparison(
 
 
 def _sample_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns a line per reply of the base model, with the latest reply to the same prompt."""
+    """Returns a table of the base model's replies, each with the latest reply to its prompt."""
     last_round = max(row["round"] for row in rows)
     scores = list(dict.fromkeys(name for row in rows for name in row.get("scores") or ()))
     replies: dict[str, list[Mapping[str, Any]]] = {}
@@ -376,10 +380,10 @@ def _start(
     run_config: Mapping[str, Any],
     **labels: Any,
 ) -> Any:
-    """Starts a W&B run, online if that is wanted and possible."""
-    import wandb  # a second of imports that only tracked runs pay
+    """Starts a W&B run, online if configured and possible, else offline."""
+    import wandb  # importing takes a second, which only tracked runs spend
 
-    # A silent W&B asks for no key: without one, `init` raises at once, on a terminal too.
+    # A silent W&B does not ask for a key: without one, `init` raises, even on a terminal.
     wandb.setup(settings=wandb.Settings(silent=True))
     settings = wandb.Settings(
         silent=True,
@@ -394,7 +398,7 @@ def _start(
             mode=mode,
             project=config.project,
             entity=config.entity,
-            dir=str(run_path.resolve()),  # its service may have started in another folder
+            dir=str(run_path.resolve()),  # W&B's service may run in another folder
             config=legible_data(dict(run_config)),
             settings=settings,
             **labels,
@@ -420,7 +424,7 @@ def _start(
 
 
 def _label(text: str) -> str:
-    """Returns a text as a tag or job type; of those that are too long, no two become the same."""
+    """Converts a text to a tag or job type; long texts are shortened, with a hash to differ."""
     label = printable(text)
     if len(label) <= _LABEL_LENGTH:
         return label
@@ -429,4 +433,4 @@ def _label(text: str) -> str:
 
 
 def _folder(run: Any) -> Path:
-    return Path(run.dir).parent  # the files' folder lies in the one that `wandb sync` takes
+    return Path(run.dir).parent  # parent of the files' folder, as `wandb sync` expects

@@ -1,4 +1,4 @@
-"""Reads YAML texts that may come from anywhere."""
+"""Safe parsing of YAML from untrusted sources."""
 
 import json
 import re
@@ -33,11 +33,12 @@ _OF_YAML_1_2 = re.compile(r"[-+]?0[0-9]+|0o[0-7]+")
 
 
 class AmbiguousYaml(UserError):
-    """Raised on a text without quotes that readers of YAML take for different values.
+    """Raised on an unquoted text that YAML parsers interpret differently.
 
     Args:
-        line: Where it is.
-        reason: What it may be, and what to write.
+        line: Line number of the text.
+        reason: Possible interpretations, and how to write the text instead.
+        source: Name of the file or key, empty if it is not known.
     """
 
     def __init__(self, line: int, reason: str, source: str = "") -> None:
@@ -46,18 +47,18 @@ class AmbiguousYaml(UserError):
 
 
 def read_yaml(text: str, source: str = "") -> Any:
-    """Returns the plain data in a YAML text.
+    """Parses a YAML text to plain data.
 
-    Numbers are decimal or hexadecimal, and truth values are true and false. Anything else without
-    quotes that YAML 1.1 and 1.2 read differently, such as 010, 1:30, 1_000, yes or 2024-01-01, is
-    refused. PyYAML keeps the last of two equal keys without a word, and a few lines of aliases can
-    stand for more values than fit into memory: both are refused before anything is built. Messages
+    Numbers are decimal or hexadecimal, and booleans are true and false. Other unquoted texts that
+    YAML 1.1 and 1.2 interpret differently, such as 010, 1:30, 1_000, yes or 2024-01-01, are
+    refused. PyYAML silently keeps the last of several equal keys, and a few lines of aliases can
+    expand to more values than fit into memory: both are refused before any value is built. Messages
     name the source, a file or key.
 
     Raises:
-        AmbiguousYaml: It holds such a text.
-        UserError: It is malformed, has a key twice or half a surrogate pair, or is too
-            deep or too large.
+        AmbiguousYaml: The text contains an ambiguous value.
+        UserError: The text is malformed, contains a duplicate key or half a surrogate pair, or is
+            too deep or too large.
     """
     try:
         return deepcopy(_data(text))
@@ -68,9 +69,9 @@ def read_yaml(text: str, source: str = "") -> Any:
         line = f", line {mark.line + 1}" if mark else ""
     except RecursionError:
         line, problem = "", "it is nested too deeply"
-    except (ValueError, OverflowError) as error:  # a date or a number that there is not
+    except (ValueError, OverflowError) as error:  # an impossible date or number
         line, problem = "", error
-    except (LookupError, AttributeError, TypeError):  # what PyYAML meets in !!bool x, for one
+    except (LookupError, AttributeError, TypeError):  # raised by PyYAML on `!!bool x`, for example
         line, problem = "", "a value does not fit its tag"
     where = f"{source} is " if source else ""
     raise UserError(f"{where}malformed YAML{line}: {problem}; correct it.")
@@ -78,8 +79,8 @@ def read_yaml(text: str, source: str = "") -> Any:
 
 @lru_cache(maxsize=16)
 def _data(text: str) -> Any:
-    """Returns the data in a text; a run's settings are asked for with every page of it."""
-    loader = _Loader("")  # a text with odd characters is refused as it is given, below
+    """Parses a text; cached, since each page of a run reads the run's settings."""
+    loader = _Loader("")  # `_Loader(text)` raises on invalid characters
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -92,10 +93,10 @@ def _data(text: str) -> Any:
 
 
 class _Resolver(yaml.resolver.BaseResolver):
-    """Finds what a text without quotes is, or that readers of YAML disagree about it."""
+    """Resolves the type of an unquoted text, and detects texts that YAML parsers disagree on."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
-        """Returns the tag of a node."""
+        """Returns the tag of a node; ``_AMBIGUOUS`` if YAML parsers disagree."""
         earlier = super().resolve(kind, value, implicit)
         if kind is not yaml.ScalarNode or not implicit[0]:
             return earlier
@@ -107,7 +108,7 @@ class _Resolver(yaml.resolver.BaseResolver):
 
 
 class _Loader(_Resolver, yaml.SafeLoader):
-    """Reads plain data."""
+    """Loads plain data; refuses ambiguous texts."""
 
     def construct_ambiguous(self, node: yaml.ScalarNode) -> NoReturn:
         """Raises `AmbiguousYaml`."""
@@ -118,13 +119,13 @@ _Loader.add_constructor(_AMBIGUOUS, _Loader.construct_ambiguous)
 
 
 class Dumper(_Resolver, yaml.SafeDumper):
-    """Writes plain data; texts that could be read as something else are put in quotes."""
+    """Writes plain data; quotes texts that could be parsed as another type."""
 
 
 def _in_words(value: str) -> str:
-    """Returns what readers of YAML take an ambiguous text for, and how to write it instead."""
+    """Describes the interpretations of an ambiguous text, and how to write it instead."""
     readings, value = [], printable(value, max_length=80)
-    with suppress(ValueError):  # of a date that there is not
+    with suppress(ValueError):  # raised on an impossible date
         readings.append(yaml.safe_load(value))
     if _OF_YAML_1_2.fullmatch(value):
         readings.append(int(value, 8 if "o" in value else 10))
@@ -138,8 +139,8 @@ def _in_words(value: str) -> str:
 
 
 def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
-    """Raises a YAML error on what would not be read as it stands; `read_yaml` says what."""
-    num_values: dict[int, int | None] = {}  # by node; None inside of it
+    """Raises an error on content that `read_yaml` refuses before building any value."""
+    num_values: dict[int, int | None] = {}  # by node; None while the node is being visited
 
     def refuse(problem: str, node: yaml.Node) -> NoReturn:
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -171,7 +172,7 @@ def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
         seen: dict[Any, str] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                continue  # no configuration has such keys, and PyYAML refuses those it cannot take
+                continue  # not used in configurations; PyYAML refuses unhashable keys
             text = key_node.value
             is_merge = key_node.tag == "tag:yaml.org,2002:merge"
             key = "<<" if is_merge else loader.construct_object(key_node)
