@@ -1,4 +1,4 @@
-"""Standard streams whose encoding lacks characters of a program's output."""
+"""Standard streams that accept text outside of their encoding."""
 
 import io
 import sys

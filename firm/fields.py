@@ -94,7 +94,7 @@ class Paper:
 
 
 class NotInPaper:
-    """Marks a field whose value FIRM's paper does not specify."""
+    """Marks a field that FIRM's paper leaves unspecified."""
 
     def __str__(self) -> str:
         return "not in the paper"
@@ -116,7 +116,7 @@ def configuration(form: type | None = None, /, *, source: Paper | NotInPaper | N
 
     Args:
         form: The class.
-        source: Source of the values of fields whose annotation names no source.
+        source: Source of the values, for fields without a source in their annotation.
     """
 
     def decorate(form: type) -> type:
@@ -136,7 +136,7 @@ def configuration(form: type | None = None, /, *, source: Paper | NotInPaper | N
 
 
 def metadata(kind: Any) -> list[Any]:
-    """Returns the metadata of an annotation, including those of nested types."""
+    """Returns the metadata of an annotation and of the types nested in it."""
     own = list(get_args(kind)[1:]) if get_origin(kind) is Annotated else []
     return [entry for part in get_args(kind) for entry in metadata(part)] + own
 

@@ -1,4 +1,4 @@
-"""Checks of a kit's certificates before its first use."""
+"""Checks a kit's certificates before any other connection with them is attempted."""
 
 import socket
 import ssl

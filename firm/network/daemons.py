@@ -130,7 +130,7 @@ class Daemons:
         """Restarts processes that have ended; call it frequently.
 
         Raises:
-            UserError: A process ended ``MANY`` times in a row within ``SOON`` seconds of its start.
+            UserError: A process failed ``MANY`` times in a row, within ``SOON`` seconds each.
         """
         for name, daemon in self._daemons.items():
             code = daemon.process.poll()

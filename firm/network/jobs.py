@@ -63,7 +63,13 @@ HEARTBEAT_S = Between(0.1, 3600.0)
 
 
 def site_app(heartbeat_interval: Any = HEARTBEAT_S, heartbeat_timeout: Any = HEARTBEAT_S) -> App:
-    """Returns the allowed contents of a site's folder; heartbeats are in seconds, or ranges."""
+    """Returns the allowed contents of a site's folder.
+
+    Args:
+        heartbeat_interval: Time between two heartbeats in seconds, or its allowed range.
+        heartbeat_timeout: Time without a heartbeat in seconds, after which the site's process
+            counts as dead, or its allowed range.
+    """
     arguments = {"heartbeat_interval": heartbeat_interval, "heartbeat_timeout": heartbeat_timeout}
     return {
         "config/config_fed_client.json": {
@@ -185,7 +191,7 @@ def _parse(content: bytes) -> Any:
 
 
 def _difference(value: Any, allowed: Any, where: str) -> str | None:
-    """Describes the first part of a value that a rule does not allow; None if all are allowed."""
+    """Describes the first part of a value that a rule forbids; None if the value is allowed."""
     parts: list[tuple[Any, Any, str]] = []
     match allowed:
         case Free():

@@ -49,8 +49,8 @@ def provision(
     """Creates a kit for each party, with certificates of a new certificate authority.
 
     Args:
-        folder: Destination of the kits, each in a folder named after its party. Its folder
-            `authority` holds the signing key, which no party needs.
+        folder: Destination of the kits, each in a subfolder named after its party. The
+            subfolder `authority` holds the signing key, which no party needs.
         name: Name of the federation.
         host: Name or address at which sites reach the server; its certificate contains it.
         port: The server's only port.

@@ -75,7 +75,8 @@ class Site:
 
     The site executes a request only if its policy allows the task, the clients are its own, the
     request matches the agreement, and the budget is not exhausted. An answer contains only data
-    that the policy releases. Every message gets an answer, even if it is malformed.
+    that the policy releases. Every message gets an answer, even if the message is
+    malformed.
 
     Args:
         build: Builds the engine that runs the clients, from the setup that the server sends at the

@@ -1,4 +1,4 @@
-"""The command line of a configuration: `--config FILE.yaml`, `--key.path VALUE` and `--help`."""
+"""Command line of a configuration: `--config FILE.yaml`, `--key.path VALUE` and `--help`."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -28,7 +28,7 @@ class Measure:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the mean is at least ``CLEAR_Z`` standard errors from zero."""
+        """Whether the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors."""
         return self.z is not None and abs(self.z) >= CLEAR_Z
 
 

@@ -211,7 +211,7 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
     Args:
         kind: Annotation of the tree.
         old: The tree so far. Its sections are modified; None starts from the defaults of `kind`.
-        keys: Path from the tree to the place of `value`; empty to replace the tree itself.
+        keys: Path from the tree to the place of `value`; empty for the tree itself.
         value: Plain data, or its text from the command line.
         path: Path from the root to the tree.
 
@@ -236,7 +236,7 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
 
 
 def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of a mapping whose keys must be strings; in YAML, yes and 1 are not.
+    """Yields the entries of a mapping, with a check for string keys; in YAML, yes and 1 are not.
 
     Raises:
         UserError: A key is not a string.

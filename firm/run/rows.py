@@ -198,7 +198,7 @@ def as_one_training(row: Mapping[str, Any]) -> Row:
 
     The values of an objective come from its own training, seconds are summed, and the other values
     are averaged. The weights of these trainings carry no information, being 1 for the objective
-    trained, and are omitted. A row with a single training is returned unchanged.
+    trained, and are omitted. Other rows are returned as a copy.
     """
     trainings = row.get("by_objective")
     if not trainings:

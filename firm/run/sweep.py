@@ -69,7 +69,7 @@ class Sweep:
             path: Folder of the sweep.
             config: Configuration, as plain data.
             points: Distinguishing settings of each point by name, as plain data.
-            resume: Whether to continue an existing sweep.
+            resume: Whether to continue an existing sweep; see ``Resume``.
 
         Raises:
             UserError: `path` contains something else or a sweep with another configuration or other
@@ -118,7 +118,7 @@ class Sweep:
         return (run.path / "run.json").exists() and run.record().get("status") == "finished"
 
     def pending(self) -> list[str]:
-        """Returns the points that are not finished, in order."""
+        """Returns the names of the unfinished points, in order."""
         return [name for name in self.manifest["points"] if not self.is_done(name)]
 
     def work(
