@@ -1,7 +1,7 @@
 """Federation: the client protocol, engines that run clients, and strategies, one per paper.
 
-A strategy is one round of one paper's algorithm and reads from top to bottom; an engine says where
-clients run; a client keeps its data and its state. None of the three knows text or images.
+A strategy is one round of a paper's algorithm and reads from top to bottom; an engine runs the
+clients; a client keeps its data and its state. All three are independent of the data modality.
 """
 
 from firm.federation.client import (

@@ -1,7 +1,7 @@
 """The client protocol, and the records that a client and the server exchange.
 
-Nothing here knows text or images: whatever gives one gradient per objective and takes a step can be
-federated by every strategy, on every engine.
+This module is independent of the data modality: every strategy and every engine can federate a
+model that computes one gradient per objective and takes optimizer steps.
 """
 
 from abc import ABC, abstractmethod
@@ -45,11 +45,11 @@ class Batch(Protocol):
 
     @property
     def whole(self) -> Any:
-        """Returns the whole batch as ``gradients`` takes it, for weights that hold per batch."""
+        """The whole batch as an argument of ``gradients``, for weights solved once per batch."""
         ...
 
     def minibatches(self) -> Iterator[Any]:
-        """Yields what ``gradients`` takes, in the order of use (PPO: epochs x minibatches)."""
+        """Yields arguments of ``gradients`` in the order of use (PPO: epochs x minibatches)."""
         ...
 
 
@@ -64,12 +64,12 @@ _NEEDS: dict[Capability, tuple[str, str]] = {
 
 
 class Client(ABC):
-    """A private shard of data with a model that can give gradients and take steps.
+    """A private shard of data with a model that computes gradients and takes optimizer steps.
 
-    A client implements the abstract methods; of the others it overrides those that it declares in
-    ``capabilities``. Everything that outlives a round (optimizer moments, critic, KL coefficient,
-    generators, position in the shard) belongs to ``state``; the adapter itself comes from the
-    server each time.
+    A client implements the abstract methods and overrides the optional methods that it declares in
+    ``capabilities``. Everything that persists between rounds (optimizer moments, critic, KL
+    coefficient, generators, position in the shard) belongs to ``state``; the server sends the
+    adapter itself in each round.
     """
 
     name: str
@@ -85,12 +85,12 @@ class Client(ABC):
 
     @cached_property
     def carried(self) -> dict[str, Any]:
-        """What options carry from one of the client's rounds to the next, kept with ``state``."""
+        """State that options keep between the client's rounds, stored with ``state``."""
         return {}
 
     @abstractmethod
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Starts a local training in this round, from 1, from a copy of the adapter θ_t."""
+        """Starts the local training of a round (from 1) from a copy of the adapter θ_t."""
 
     @abstractmethod
     def batches(self, num_steps: int) -> Iterator[Batch]:
@@ -101,20 +101,20 @@ class Client(ABC):
         """Returns the gradients of all objectives at the current parameters."""
 
     def gradients_by_preference(self, minibatch: Any) -> Gradients:
-        """Returns the gradients of all objectives, apart by preference where data have their own.
+        """Returns the gradients of all objectives, separated by the examples' preferences.
 
-        That is with a model that is conditioned on a preference; with others it is ``gradients``.
+        Applies to models that are conditioned on a preference; for others it equals ``gradients``.
         """
         return self.gradients(minibatch)
 
     @abstractmethod
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Takes one optimizer step along the weighted gradient, and the critic's step.
+        """Takes one optimizer step along the weighted gradient, and one step of the critic.
 
         Args:
-            gradients: What ``gradients`` returned for this minibatch.
-            weights: Weights of the Jacobian's rows, shape [M], non-negative, sum 1; [K M] by
-                preference, where those of each sum to 1.
+            gradients: Result of ``gradients`` for this minibatch.
+            weights: Weights of the Jacobian's rows, shape [M], non-negative, sum 1. Shape [K M] if
+                the gradients are separated by preference; the weights of each preference sum to 1.
         """
 
     @abstractmethod
@@ -123,17 +123,17 @@ class Client(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """Returns a deep copy of everything but the adapter that shapes later rounds."""
+        """Returns a deep copy of all state that affects later rounds, except the adapter."""
 
     @abstractmethod
     def restore(self, state: State) -> None:
-        """Returns to a state that ``state`` gave; the argument stays untouched."""
+        """Restores a state returned by ``state``; the argument is not modified."""
 
     @abstractmethod
     def metrics(self) -> dict[str, Any]:
         """Returns JSON-able metrics of the local training since ``load``.
 
-        Those that are registered (`firm.quantities`) reach the server.
+        Only registered metrics (`firm.quantities`) are sent to the server.
         """
 
     @cached_property
@@ -153,50 +153,50 @@ class Client(ABC):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in one pass over the shard; a local epoch takes as many local steps."""
+        """Number of batches in one pass over the shard, the local steps of one local epoch."""
         raise ValueError(missing(self.name, "epochs"))
 
     def weighted_gradients(self, minibatch: Any, weights: torch.Tensor) -> Gradients:
-        """Returns the gradient of the sum of the losses with weights [M], as a Jacobian of one row.
+        """Returns the gradient of the losses' sum with weights [M], as a Jacobian with one row.
 
-        With the capability "weighted_gradients" that takes one backward pass and no Jacobian.
+        With the capability "weighted_gradients" it takes one backward pass and no Jacobian.
         """
         gradients = self.gradients(minibatch)
         return replace(gradients, jacobian=combine(gradients.jacobian, weights)[None])
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
-        """Takes all local steps on a weighted sum of the losses at once, where the client can.
+        """Takes all local steps on a weighted sum of the losses in one call, if supported.
 
-        The loss has + μ/2 ‖θ - θ_t‖² with μ = ``proximal``. Returns how many steps were taken; 0,
-        the default, leaves them to the loop over batches.
+        The loss includes μ/2 ‖θ - θ_t‖² with μ = ``proximal``. Returns the number of steps taken;
+        with 0, the default, the steps are taken by the loop over batches instead.
         """
         return 0
 
     def alone(self, objective: str, state: State) -> None:
-        """Returns to a state's batches and random numbers, to train on one objective by itself.
+        """Restores the batches and random numbers of a state, to train on one objective only.
 
-        A client whose optimizer outlives a round keeps one in ``state`` for each objective that is
-        trained by itself. By default all of the state is restored.
+        A client whose optimizer persists between rounds keeps a separate optimizer in ``state`` for
+        each objective trained this way. By default the whole state is restored.
         """
         self.restore(state)
 
     def skip_failed_batches(self) -> None:  # noqa: B027  # it is no duty of every client
-        """Leaves out, from the present state on, as many batches as were drawn since ``load``.
+        """Skips the batches drawn since ``load``, starting at the current state.
 
         Engines call it after a failure, once they have restored the accepted state: a client that
-        drew the same batch again would fail for ever. By default nothing is left out.
+        drew the same batch again would fail in every round. By default no batches are skipped.
         """
 
 
 def missing(client: str, capability: Capability, *, strategy: str = "the strategy") -> str:
-    """Returns the message that a client (or a kind of clients) lacks a capability."""
+    """Returns the error message for a client (or a class of clients) that lacks a capability."""
     need, remedy = _NEEDS[capability]
     return f"{strategy} needs {need}, which {client} does not have; {remedy}."
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's answer, and the serialized bytes that went each way."""
+    """A client's answer, and the number of serialized bytes in each direction."""
 
     client: str
     content: Any
@@ -209,7 +209,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that did not finish its part of a round, or was refused, and why."""
+    """A client that did not finish its part of a round or whose answer was refused, and why."""
 
     client: str
     reason: str
@@ -226,12 +226,15 @@ class Failure:
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the run is gone; no client's fault, and the last checkpoint is whole."""
+    """Raised when another process of the run is gone; the last checkpoint is still valid.
+
+    It does not count as a failure of a client.
+    """
 
 
 class TimeLimitError(TimeoutError):
-    """A client's time limit has passed, which interrupts whatever is at work."""
+    """Raised when a client's time limit has passed, to interrupt the work in progress."""
 
 
 class TeamLost(ProcessLost):
-    """It worked on the same client as this process."""
+    """Raised when the lost process worked on the same client as this process."""

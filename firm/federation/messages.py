@@ -1,8 +1,8 @@
-"""Messages: one frozen dataclass for what each task asks of a client, and one for its answer.
+"""Messages: a frozen dataclass for the request of each task, and one for its answer.
 
-Every field has a type, by which it is read when it arrives, whatever engine brought it. An
-unknown field of a request is refused; of an answer it is left out and counted, so that a newer
-client can serve an older server.
+Every field has a type against which it is validated on arrival, with every engine. A request with
+an unknown field is refused; unknown fields of an answer are dropped and counted, so that a newer
+client can work with an older server.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ Examples = Annotated[int, Interval(ge=1, le=MAX_EXAMPLES)]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a client's work, by which a plan asks for examples of answers."""
+    """Sizes of a client's work, from which a plan generates examples of answers."""
 
     num_columns: int
     """Columns of a Jacobian in an example; bytes of more follow by proportion."""
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Message:
-    """A message between a server and a client; each field's annotation has its type.
+    """A message between a server and a client; each field is typed by its annotation.
 
     Attributes:
         column_fields: Names of the fields whose tensors grow with a Jacobian's columns.
@@ -61,9 +61,9 @@ class Message:
 
     @classmethod
     def read(cls, content: Any, reading: Reading) -> Self:
-        """Returns the message that arrived, itself or a mapping of its fields, fully checked.
+        """Returns the validated message, from an instance or a mapping of its fields.
 
-        ``reading.dropped`` receives what was left out.
+        The names of dropped fields are added to ``reading.dropped``.
 
         Raises:
             Invalid: A field is missing, unknown, or not of its type.
@@ -77,16 +77,16 @@ class Message:
         return message
 
     def check(self, reading: Reading) -> None:
-        """Raises ``Invalid`` where fields do not go together."""
+        """Raises ``Invalid`` if fields are inconsistent with each other."""
 
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """A client's answer to a request; unknown fields are left out and counted."""
+    """A client's answer to a request; unknown fields are dropped and counted."""
 
     @classmethod
     def read(cls, content: Any, reading: Reading) -> Self:
-        """Returns the answer that arrived; see ``Message``."""
+        """Returns the validated answer; see ``Message``."""
         if isinstance(content, Mapping):
             known, _ = fields_of(cls)
             strangers = [name for name in content if name not in known]
@@ -100,9 +100,9 @@ class Request(Message):
     """A server's request to clients, each of which receives only its own part.
 
     Attributes:
-        task: Name of the registered task that carries it out; no code travels.
+        task: Name of the registered task that handles the request; no code is sent.
         answer: Type of the answer.
-        tells_of_data: Whether an answer says something new about a client's data.
+        tells_of_data: Whether an answer reveals new information about a client's data.
     """
 
     task: ClassVar[str]
@@ -120,45 +120,45 @@ class Request(Message):
 
     @property
     def num_trainings(self) -> int:
-        """How many local trainings are asked for, each of which sends an adapter."""
+        """Number of local trainings requested, each of which returns an adapter."""
         return 0
 
     def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
-        """Returns the bytes of parameters in an answer, given number and bytes of the adapter's."""
+        """Returns the bytes of parameters in an answer, given the adapter's number and bytes."""
         return self.num_trainings * adapter_bytes
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether gradients of a whole batch are asked for, beside its minibatches'."""
+        """Whether the gradients of a whole batch are needed, in addition to its minibatches'."""
         return False
 
     def num_solves(self, num_passes: int) -> int:
-        """Returns how often a client solves for weights in so many optimizer steps."""
+        """Returns how often a client solves for weights in ``num_passes`` optimizer steps."""
         return 0
 
     def example(self, client: str, sizes: Sizes) -> Answer:
-        """Returns an answer as large as a client's, with the request's own adapter."""
+        """Returns an example answer of realistic size, with the adapter of the request."""
         raise NotImplementedError(f"{type(self).__name__} must say what its answers are like.")
 
     def of(self, *clients: str) -> Self:
-        """Returns the request as it goes to some clients, without a word about the others."""
+        """Returns the request for some clients, without information about the others."""
         accepted = {name: self.accepted[name] for name in clients if name in self.accepted}
         return replace(self, accepted=accepted)
 
     def to_network(self, *clients: str) -> Self:
-        """Returns the request as it leaves this program for some clients at their sites."""
+        """Returns the request in the form sent over the network to some clients."""
         return self.of(*clients)
 
     def received(self, content: Any, client: str) -> Any:
-        """Returns an answer that was read as the server uses it; by default as it is.
+        """Returns a validated answer in the form that the server uses; by default unchanged.
 
         Raises:
-            Invalid: It is not of this client.
+            Invalid: The answer is not from this client.
         """
         return content
 
     def reading(self) -> Reading:
-        """Returns what an answer is read against."""
+        """Returns the context in which an answer is validated."""
         return Reading(self.objectives, self.adapter)
 
 
@@ -174,7 +174,7 @@ SENT_FORMS: dict[str, type] = {}
 
 
 def sent_form(kind: type) -> type:
-    """Registers a dataclass of one field that an option sends in the place of an adapter.
+    """Registers a dataclass with one field that an option sends instead of an adapter.
 
     Raises:
         ValueError: The field's name is taken.

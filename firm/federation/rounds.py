@@ -1,4 +1,4 @@
-"""A round as every strategy runs it: draw clients, ask them, drop what is invalid, report."""
+"""A round of any strategy: sample clients, send requests, drop invalid answers, report."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ RequestType = TypeVar("RequestType", bound=Request)
 
 
 class Round:
-    """A round under way: its clients, its failures and its bytes so far."""
+    """A round in progress, with its clients and the failures and bytes counted so far."""
 
     def __init__(
         self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: RoundConfig
@@ -50,11 +50,11 @@ class Round:
         """Entries of the round's row so far, JSON-able."""
 
     def seed(self, purpose: str) -> int:
-        """Returns a seed that all clients of this round share, and no other round does."""
+        """Returns a seed shared by all clients of this round and unique to the round."""
         return derive_seed(self._state.seed, purpose, self.number)
 
     def request(self, kind: type[RequestType], fields: Mapping[str, Any]) -> RequestType:
-        """Returns a request of this round with these fields, θ_t and the accepted rounds."""
+        """Returns a request for this round with these fields, θ_t and the accepted rounds."""
         state = self._state
         return kind(
             round=self.number,
@@ -75,7 +75,7 @@ class Round:
     ) -> list[Reply]:
         """Returns the valid replies of these clients, in order; the others become failures.
 
-        The further arguments, and the error, are those of ``accept``.
+        The keyword arguments and the error are the same as for ``accept``.
         """
         replies, failures = self._engine.map(request, clients)
         for item in [*replies, *failures]:
@@ -96,12 +96,12 @@ class Round:
     def train(
         self, fields: Mapping[str, Any], *, clients: Sequence[str] | None = None
     ) -> list[Reply]:
-        """Returns the valid replies of a local training, from the sampled clients by default.
+        """Returns the valid replies to a local training request.
 
         Args:
-            fields: Those of ``LocalTraining`` that ``StrategyConfig.training`` gave, and what the
-                server decided in this round. Losses that are shared must not be negative.
-            clients: Whom to ask.
+            fields: Fields of ``LocalTraining``: the ones from ``StrategyConfig.training`` and the
+                ones that the server decided in this round. Shared losses must be non-negative.
+            clients: Clients to train; the sampled ones by default.
         """
         kind, fields = next(iter(self._cfg.training_requests(dict(fields)).items()))
         request: Any = self.request(kind, fields)
@@ -129,10 +129,10 @@ class Round:
         Args:
             replies: The accepted replies; their contents are updates.
             adapter: θ_{t+1}; by default the result of the server's step that the configuration
-                composes, which adds entries of its own.
-            memory: What the strategy carries on; as before when None.
-            also: Clients without an update whose states count as after this round all the same.
-            entries: What else the round's row holds, JSON-able.
+                composes, which adds its own entries to the row.
+            memory: The strategy's state for the next round; unchanged when None.
+            also: Clients without an update that still advance to their state after this round.
+            entries: Additional entries of the round's row, JSON-able.
         """
         entries, hidden = {**self.entries, **(entries or {})}, ()
         if adapter is None:
@@ -172,7 +172,7 @@ class Round:
 
 
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:
-    """Returns why these cannot be a client's losses [M] at θ_t; None if they can."""
+    """Returns why these are not valid losses [M] of a client at θ_t; None if they are valid."""
     if losses is None:
         return f"its answer has no loss for each of {', '.join(objectives)}"
     for name, loss in zip(objectives, losses, strict=True):
@@ -182,7 +182,7 @@ def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) ->
 
 
 def losses_of(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
-    """Returns each client's weighted sum of its losses at θ_t; without weights all count alike."""
+    """Returns each client's weighted sum of losses at θ_t; the weights are uniform by default."""
     rows = [update.metrics["start_losses"] for update in updates]
     losses = torch.tensor(rows, dtype=torch.float64)
     scaled = fixed_weights(torch.eye(losses.size(1), dtype=torch.float64), weights=weights)

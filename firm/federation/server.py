@@ -1,4 +1,4 @@
-"""The server's side of a round: its state, the checks of answers, and the rows of the log."""
+"""The server's side of a round: its state, the validation of answers, and the rows of the log."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ register(
 
 @dataclass(frozen=True)
 class ServerState:
-    """The server's state from round to round."""
+    """State that the server keeps between rounds."""
 
     adapter: Adapter
     """Parameters of the global model's adapter, θ_t."""
@@ -51,9 +51,12 @@ class ServerState:
     def advance(
         self, adapter: Adapter, clients: Sequence[str], *, memory: State | None = None
     ) -> Self:
-        """Returns the state after a round with θ_{t+1} that accepted these clients' updates.
+        """Returns the state after a round that accepted updates from these clients.
 
-        A strategy's memory stays as before when None.
+        Args:
+            adapter: θ_{t+1}.
+            clients: Names of the clients whose updates were accepted.
+            memory: The strategy's state for the next round; unchanged when None.
         """
         finished = self.round + 1
         accepted = {**self.accepted, **dict.fromkeys(clients, finished)}
@@ -61,17 +64,17 @@ class ServerState:
         return replace(self, adapter=adapter, round=finished, accepted=accepted, memory=memory)
 
     def to_state(self) -> State:
-        """Returns what a checkpoint holds; ``from_state`` is the way back."""
+        """Returns the state in the form saved in a checkpoint; the inverse of ``from_state``."""
         return {**vars(self), "objectives": list(self.objectives)}
 
     @classmethod
     def from_state(cls, state: State) -> Self:
-        """Returns the server's state that ``to_state`` wrote."""
+        """Returns the server's state from the result of ``to_state``."""
         return cls(**{**state, "objectives": tuple(state["objectives"])})
 
 
 class RoundFailed(RuntimeError):
-    """Too few clients finished a round; what the last checkpoint holds is whole."""
+    """Raised when too few clients finish a round; the last checkpoint is still valid."""
 
 
 Check = Callable[[Any], str | None]
@@ -90,21 +93,21 @@ def accept(
 ) -> tuple[list[Reply], list[Failure]]:
     """Returns the replies that are valid in this round, and all failures.
 
-    The engine has read every answer by its schema. Here an update must be within the norm limit
-    when there is one, and as the options have clients send it.
+    The engine has already validated every answer against its schema. This function checks that
+    updates are within the norm limit, if there is one, and have the form that the options require.
 
     Args:
-        request: What was asked.
-        replies: What came back.
-        failures: Of those from whom nothing came.
-        cfg: The round's quorum, norm limit and options.
-        check: What the strategy checks in an answer.
-        common: What all answers must have in common, such as the number of columns of a Jacobian;
-            those that differ from the most frequent value are refused.
-        may_fail: Whether the round goes on without an answer.
+        request: The request that was sent.
+        replies: The replies that were received.
+        failures: Failures of the clients that did not answer.
+        cfg: Configuration of the round with its quorum, norm limit and options.
+        check: The strategy's validation of an answer.
+        common: Returns a value on which all answers must agree, such as the number of columns of a
+            Jacobian; answers that differ from the most frequent value are refused.
+        may_fail: Whether the round continues without any answer.
 
     Raises:
-        RoundFailed: Fewer are left than ``cfg.quorum``, or than an option needs.
+        RoundFailed: Fewer valid answers are left than ``cfg.quorum`` or an option requires.
     """
     replies, problems = list(replies), []
     for place, reply in enumerate(replies):
@@ -136,7 +139,7 @@ def accept(
 def _uncommon(
     replies: Sequence[Reply], problems: Sequence[str | None], common: Callable[[Any], int]
 ) -> list[str | None]:
-    """Returns the problems, with those of answers that differ from the most frequent value."""
+    """Adds a problem for each answer that differs from the most frequent value."""
     values = [
         None if problem else common(reply.content)
         for reply, problem in zip(replies, problems, strict=True)
@@ -150,12 +153,12 @@ def _uncommon(
 
 
 def num_refused(failures: Sequence[Failure]) -> int:
-    """Returns how many clients sent an answer that was refused."""
+    """Returns the number of clients that sent an answer that was refused."""
     return len({failure.client for failure in failures if failure.is_refused})
 
 
 def _received(reply: Reply, request: Request) -> tuple[Reply, str | None]:
-    """Returns a reply as the server uses it, or why it cannot."""
+    """Returns a reply in the form that the server uses, or the reason why it is refused."""
     try:
         return replace(reply, content=request.received(reply.content, reply.client)), None
     except Invalid as error:
@@ -171,12 +174,12 @@ def _problem(content: Any, request: Request, cfg: RoundConfig, check: Check | No
             if reason is not None:
                 return reason
         return check(content) if check else None
-    except Exception as error:  # whatever checking a hostile answer may raise is its sender's
+    except Exception as error:  # any error caused by a hostile answer is its sender's failure
         return printable(f"its answer is refused: {type(error).__name__}: {error}")
 
 
 def too_long(adapter: Adapter, start: Adapter, limit: float | None) -> str | None:
-    """Returns why an adapter is too far from θ_t; None if it is near enough, or may be anywhere."""
+    """Returns why an adapter is too far from θ_t; None if it is near enough or without a limit."""
     if limit is None:
         return None
     norm = update_length(start, adapter)
@@ -197,8 +200,8 @@ def round_metrics(
 ) -> dict[str, Any]:
     """Returns a round's rows for the log, {"round": row, "clients": [row, ...]}, JSON-able.
 
-    The accepted replies, whose contents are updates, are in client order; the failures are those of
-    everybody else who was asked.
+    The accepted replies contain updates and are in client order; the failures are of all other
+    clients that received a request.
     """
     updates = [reply.content for reply in replies]
     norms = [row for update in updates for row in update.metrics.get("gradient_norms", ())]
@@ -237,7 +240,7 @@ def round_metrics(
 
 
 def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, dict[str, float]]:
-    """Returns how far the clients' own weights scatter, where they have some."""
+    """Returns the spread of the clients' weights, if clients chose weights themselves."""
     if not all("weights" in update.metrics for update in updates):
         return {}
     spread = weights_spread([update.metrics["weights"] for update in updates]).tolist()
@@ -245,10 +248,11 @@ def _spread(objectives: Sequence[str], updates: Sequence[Update]) -> dict[str, d
 
 
 def _gram_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Returns bounds for the first solves of a round, at θ_t, where clients sent Gram matrices.
+    """Returns bounds for the first solves of a round, at θ_t, if clients sent Gram matrices.
 
-    Later solves are at each client's own parameters: the mean gradient of different models
-    describes none, and weights that are averaged before they are compared may disagree by turns.
+    Later solves are at each client's own parameters: a mean of gradients at different models is
+    the gradient of none of them, and averaging weights before comparing them can hide
+    disagreements that alternate.
     """
     if not updates:
         return {}

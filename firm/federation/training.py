@@ -1,8 +1,8 @@
-"""Local training: a client's part of a round, as tasks that travel by name.
+"""Local training: a client's part of a round, as tasks that are requested by name.
 
-"local_training" is that of Algorithm 1 of FIRM (Nourzad et al.) and, with fixed weights, that of
-every algorithm that decides on the server; "objective_training" that of FMGDA and FSMGDA (Yang et
-al. 2023, arXiv:2310.09866).
+"local_training" implements Algorithm 1 of FIRM (Nourzad et al.) and, with fixed weights, every
+algorithm whose server chooses the weights; "objective_training" implements FMGDA and FSMGDA (Yang
+et al. 2023, arXiv:2310.09866).
 """
 
 import time
@@ -71,13 +71,14 @@ WeightingOptions = Annotated[dict[str, Any], PlainValidator(_options)]
 
 
 def weighting(name: str, **options: Any) -> Callable[[WeightingFunction], WeightingFunction]:
-    """Returns a decorator that registers how a local training finds its weights.
+    """Returns a decorator that registers a function that computes the weights in local training.
 
     The function takes a Gram matrix [M, M], the indices of the objectives that the client serves
-    and, by keyword, options of the types that are given here. It returns weights [M].
+    and, by keyword, options of the types given here. It returns weights [M].
 
     Raises:
-        ValueError: The name is taken, or an option has another type elsewhere.
+        ValueError: The name is taken, or another weighting has an option of the same name with a
+            different type.
     """
 
     def register(function: WeightingFunction) -> WeightingFunction:
@@ -101,7 +102,7 @@ def _fixed(
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining(Request):
-    """Asks for an update after K local steps, or E local epochs, from the server's adapter."""
+    """Requests an update after K local steps, or E local epochs, from the server's adapter."""
 
     task: ClassVar[str] = "local_training"
     answer: ClassVar[type[Answer]] = Update
@@ -141,22 +142,22 @@ class LocalTraining(Request):
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Returns whether weights are solved for a batch as a whole."""
+        """Returns whether the weights are solved once per batch."""
         return self.weighting != "fixed" and self.solve_per == "batch"
 
     def num_solves(self, num_passes: int) -> int:
-        """Returns how often a client solves for weights; never where they are fixed."""
+        """Returns how often a client solves for weights; 0 if they are fixed."""
         return 0 if self.weighting == "fixed" else self._num_weights(num_passes)
 
     def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
-        """Returns the bytes of the update's numbers."""
+        """Returns the size of the update's parameters in bytes."""
         return next(iter(self._sizes(num_parameters)), adapter_bytes)
 
     def _num_weights(self, num_passes: int) -> int:
         return self.num_local_steps if self.solve_per == "batch" else num_passes
 
     def example(self, client: str, sizes: Sizes) -> Answer:
-        """Returns an update with the figures of every solve; see ``Request``."""
+        """Returns an update with the metrics of every solve; see ``Request``."""
         count, digits = len(self.objectives), 1 / 3  # 18 digits, as most figures have
         solve = {
             "weights": [digits] * count,
@@ -170,28 +171,28 @@ class LocalTraining(Request):
             **sizes.metrics,
             **({"gram": [[digits] * count] * count} if self.share_gram else {}),
         }
-        # an update in a form of its own names no parameters
+        # an update in an option's sent form has no parameter names
         return Update(client, {} if self._sizes(1) else self.adapter, 1000, metrics)
 
     def _sizes(self, num_parameters: int) -> list[int]:
-        """Returns the bytes of an update's numbers by each option that sets them."""
+        """Returns the size of an update's parameters in bytes under each option that changes it."""
         sizes = (option.num_bytes(num_parameters) for option in self.options.values())
         return [size for size in sizes if size is not None]
 
     def of(self, *clients: str) -> "LocalTraining":
-        """Returns the request as it goes to some clients."""
+        """Returns the part of the request that concerns some clients."""
         options = self.options_by_client
         own = {name: options[name] for name in clients if name in options}
         parts = {key: option.of(clients) for key, option in self.options.items()}
         return replace(super().of(*clients), options_by_client=own, options=parts)
 
     def trained(self, client: str) -> torch.Tensor | None:
-        """Returns which of the parameters a client trains, bool [d]; None: all."""
+        """Returns a mask of the parameters that a client trains, bool [d]; None for all."""
         masks = (option.trained(self.adapter, client) for option in self.options.values())
         return next((mask for mask in masks if mask is not None), None)
 
     def received(self, content: Any, client: str) -> Any:
-        """Returns an update with the adapter that was sent, whole."""
+        """Returns an update with the full adapter reconstructed from its sent form."""
         if not isinstance(content, Update):
             return content
         for option in reversed(self.options.values()):
@@ -202,7 +203,7 @@ class LocalTraining(Request):
         return content
 
     def to_network(self, *clients: str) -> "LocalTraining":
-        """Returns the request without what each site decides for itself."""
+        """Returns the request without settings that each site decides for itself."""
         own = self.of(*clients)
         options = {key: option.to_network() for key, option in own.options.items()}
         return replace(own, options=options)
@@ -222,7 +223,7 @@ class ObjectiveUpdates(Answer):
     """Those of each training under "by_objective"."""
 
     def check(self, reading: Reading) -> None:
-        """Raises ``Invalid`` without updates, or with more shared parameters than there are."""
+        """Raises ``Invalid`` if there are no updates, or more shared parameters than parameters."""
         size = reading.num_parameters
         if not self.updates:
             raise Invalid(f"updates are of none of {', '.join(reading.objectives)}")
@@ -232,7 +233,7 @@ class ObjectiveUpdates(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveTraining(Request):
-    """Asks for one update per objective, each trained from the server's adapter alone."""
+    """Requests one update per objective, each trained independently from the server's adapter."""
 
     task: ClassVar[str] = "objective_training"
     answer: ClassVar[type[Answer]] = ObjectiveUpdates
@@ -278,14 +279,15 @@ register(
 
 @task(LocalTraining)
 def local_training(client: Client, request: LocalTraining) -> Update:
-    """Returns a client's update after K local steps from the server's adapter, or E epochs.
+    """Returns a client's update after K local steps, or E epochs, from the server's adapter.
 
-    In each local step the client draws a batch and passes over its minibatches; in each pass the
-    gradients of all objectives are combined by weights that their own Gram matrix gives. Fixed
-    weights need no Gram matrix, and a client with the capability "weighted_gradients" no Jacobian
-    either. A client that serves some of the objectives finds the weights of these alone.
+    In each local step the client draws a batch and iterates over its minibatches. For each
+    minibatch it combines the gradients of all objectives with weights computed from their Gram
+    matrix. Fixed weights need no Gram matrix, and a client with the capability
+    "weighted_gradients" needs no Jacobian either. A client that serves only some of the objectives
+    computes weights for those only.
 
-    The request's options are wrapped around this, the first of them innermost.
+    The request's options wrap this function, the first option innermost.
     """
     train = reduce(lambda inner, option: option.wrap(inner), request.options.values(), _trained)
     return train(client, request)
@@ -304,12 +306,12 @@ def _trained(client: Client, request: LocalTraining) -> Update:
 
 @task(ObjectiveTraining)
 def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveUpdates:
-    """Returns one update per objective that the client serves, each trained from θ_t alone.
+    """Returns one update per served objective, each trained independently from θ_t.
 
-    All see the same batches: the sample ξ_i^{t,k} of FSMGDA has no index of the objective. What an
-    optimizer keeps from round to round is each objective's own (``Client.alone``), and the random
-    numbers of the next round continue those of one training, chosen by the objectives' names: the
-    order of the objectives decides nothing.
+    All objectives are trained on the same batches: the sample ξ_i^{t,k} of FSMGDA has no objective
+    index. Each objective has its own optimizer state between rounds (``Client.alone``). The next
+    round continues the random numbers of one of the trainings, which is selected by the
+    objectives' names, so that the order of the objectives has no effect.
     """
     start = client.state()
     served = [client.objectives[objective] for objective in served_objectives(client)]
@@ -336,11 +338,11 @@ def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveU
 
 
 def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
-    """Returns the metrics of K steps whose weights come from the gradients themselves."""
+    """Takes K steps with weights computed from the gradients, and returns their metrics."""
     options = request.options_by_client.get(client.name, request.weighting_options)
     find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
     gradients_of = client.gradients
-    if "preference" in options:  # data with preferences of their own are solved at these
+    if "preference" in options:  # examples with their own preferences are solved at those
         gradients_of = client.gradients_by_preference
     num_steps, solves = 0, []
     weights = torch.empty(0)
@@ -373,7 +375,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
 
 
 def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
-    """Returns the metrics of K steps on a sum of the objectives with known weights."""
+    """Takes K steps on a weighted sum of the objectives, and returns their metrics."""
     count = len(client.objectives)
     weights = fixed_weights(
         torch.eye(count, dtype=torch.float64), weights=request.weighting_options["weights"]
@@ -398,14 +400,14 @@ def _batches(client: Client, request: LocalTraining) -> Iterator[Batch]:
 
 
 def _num_steps(client: Client, request: LocalTraining) -> int:
-    """Returns K, or as many steps as E epochs have."""
+    """Returns K, or the number of steps in E epochs."""
     if request.num_local_epochs is None:
         return request.num_local_steps
     return request.num_local_epochs * client.batches_per_epoch
 
 
 def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:
-    """Returns the gradients with the proximal term's, μ(θ - θ_t), added to every row."""
+    """Returns the gradients with that of the proximal term, μ(θ - θ_t), added to every row."""
     if request.proximal == 0:
         return gradients
     pull = request.proximal * (flat(client.adapter()) - flat(request.adapter))
@@ -414,7 +416,7 @@ def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -
 
 
 def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns each objective's losses in its own training, where metrics have them by objective."""
+    """Returns each objective's losses in its own training, if the metrics have losses by name."""
     losses = {
         name: each["losses"][name]
         for name, each in metrics.items()
@@ -426,11 +428,12 @@ def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _solve(
     gradients: Gradients, find: Callable[..., torch.Tensor], served: Sequence[int]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the weights of a Jacobian's rows, and the figures of the solve.
+    """Returns the weights of a Jacobian's rows, and the metrics of the solve.
 
-    By preference each has a problem of its own; the figures are those of the objectives' whole
-    gradients and of their mean weights. A problem is that of the objectives that the gradients
-    serve, by default ``served``; of none, all weights are 0.
+    If the gradients are separated by preference, each preference has a separate problem; the
+    metrics then describe the objectives' total gradients and mean weights. A problem covers the
+    objectives that the gradients serve, by default ``served``; if there are none, all weights are
+    0.
     """
 
     def found(gram: torch.Tensor, own: Sequence[int], **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Engines: where clients run. A strategy asks, an engine carries and counts the bytes."""
+"""Engines run clients: they deliver a strategy's requests and count the bytes."""
 
 from firm.federation.engines.engine import ENGINES, Engine, check_engine, engine
 from firm.federation.engines.local import LocalEngine

@@ -1,4 +1,4 @@
-"""The interface of every engine, and the registry of those that a configuration may choose."""
+"""The interface of engines, and the registry of engines that a configuration may choose."""
 
 import errno
 import os
@@ -14,33 +14,33 @@ from firm.fields import did_you_mean
 
 
 class Engine(Protocol):
-    """Runs tasks on clients and keeps their states, wherever they are.
+    """Runs tasks on clients and keeps the clients' states, wherever the clients run.
 
-    A client's state is transactional. Before a task it is that after the last round that the server
-    accepted (0: the initial state); what the task leaves is pending until a later request says
-    whether it was accepted. A client that is lost or refused is as if it had not been sampled. So
-    is one that raises or hangs, except that the batches it had drawn are left out
+    A client's state is transactional. A task starts from the state after the last round that the
+    server accepted (0: the initial state); the state after the task is pending until a later
+    request tells whether it was accepted. If a client is lost or refused, its state is rolled back.
+    The same applies if it raises or hangs, except that the batches it had drawn are skipped
     (``Client.skip_failed_batches``).
     """
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies of the clients that finished, in the given order, and the failures.
 
-        Every answer has been read by its schema (``checked_reply``). To each client goes only what
-        concerns it.
+        Every answer has been validated against its schema (``checked_reply``). Each client receives
+        only the part of the request that concerns it.
         """
         ...
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
-        """Returns all clients' states after their last accepted rounds, for a checkpoint."""
+        """Returns the states of all clients after their last accepted rounds, for a checkpoint."""
         ...
 
     def restore_client_states(self, states: State) -> None:
-        """Continues from what ``client_states`` returned."""
+        """Restores the states returned by ``client_states``."""
         ...
 
     def close(self) -> None:
-        """Ends what the engine started."""
+        """Stops the threads and processes that the engine started."""
         ...
 
 
@@ -70,7 +70,7 @@ def engine(name: str) -> Callable[[Factory], Factory]:
 
 
 def check_engine(name: str) -> None:
-    """Raises ``ValueError`` on a name that no engine has."""
+    """Raises ``ValueError`` if no engine has this name."""
     if name not in ENGINES:
         near = did_you_mean(name, ENGINES)
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}{near}")
@@ -79,13 +79,13 @@ def check_engine(name: str) -> None:
 def checked_reply(
     request: Request, client: str, content: Any, bytes_down: int, bytes_up: int
 ) -> Reply | Failure:
-    """Returns the reply of a client whose answer is as its schema says; a failure if it is not."""
+    """Returns the client's reply if its answer conforms to the schema, otherwise a failure."""
     reading = request.reading()
     try:
         answer = request.answer.read(content, reading)
         if getattr(answer, "client", client) != client:
             raise Invalid("client must be the one that was asked")
-    except Exception as error:  # whatever reading a hostile answer may raise is its sender's
+    except Exception as error:  # any error caused by a hostile answer is its sender's failure
         kind = "" if isinstance(error, Invalid) else f"{type(error).__name__}: "
         reason = printable(f"its answer is refused: {kind}{error}")
         return Failure(client, reason, bytes_down, bytes_up, is_refused=True)
@@ -93,14 +93,18 @@ def checked_reply(
 
 
 def divided(outcomes: Iterable[Reply | Failure]) -> tuple[list[Reply], list[Failure]]:
-    """Returns the replies and the failures among clients' outcomes, each in their order."""
+    """Splits clients' outcomes into replies and failures; both keep the given order."""
     outcomes = list(outcomes)
     replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]
     return replies, [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
 
 def check_states(states: State, clients: Collection[str]) -> None:
-    """Raises ``ValueError`` unless a checkpoint has the states of exactly these clients."""
+    """Checks that a checkpoint has the states of exactly these clients.
+
+    Raises:
+        ValueError: It has the states of other clients.
+    """
     if states.keys() != set(clients):
         raise ValueError(
             f"The checkpoint has the clients {sorted(states)}, this run has {sorted(clients)}; "
@@ -109,7 +113,7 @@ def check_states(states: State, clients: Collection[str]) -> None:
 
 
 def request_sizes(request: Request) -> Callable[[str], int]:
-    """Returns a function from a client to the bytes of its own request, which it does not pack."""
+    """Returns a function that computes the bytes of a client's request without packing it."""
     num_bytes, num_text_bytes = len(pack(request.of())), _text_bytes(request.of())
     return lambda client: num_bytes + _text_bytes(request.of(client)) - num_text_bytes
 
@@ -120,9 +124,9 @@ def _text_bytes(request: Request) -> int:
 
 
 def error_kind(error: BaseException) -> str:
-    """Returns the kind of an error and the machine's number for it.
+    """Returns the type of an error and the operating system's error number, without its text.
 
-    Its text may quote a prompt: so does that of an ``OSError`` by a file that is named by one.
+    The text may quote a prompt, for example in an ``OSError`` about a file named after one.
     """
     kind = type(error).__name__
     number = getattr(error, "errno", None)
@@ -138,9 +142,9 @@ def tell_finished(
     *,
     seconds: float | None = None,
 ) -> None:
-    """Reports to ``on_event`` that a client has finished, how, and in how many seconds.
+    """Reports to ``on_event`` that a client has finished, with its outcome and duration.
 
-    By default these are those of its metrics.
+    By default ``seconds`` is the total of the stage times in the client's metrics.
     """
     failed = isinstance(outcome, Failure)
     metrics = {} if failed else getattr(outcome.content, "metrics", {})
@@ -155,7 +159,7 @@ def tell_finished(
 
 
 def _total_seconds(metrics: Mapping[str, Any]) -> float:
-    """Returns the total of a client's stage times; 0 where its metrics have none."""
+    """Returns the total of a client's stage times; 0 if its metrics have none."""
     seconds = metrics.get("seconds")
     stages = seconds.values() if isinstance(seconds, dict) else ()
     return sum(value for value in stages if isinstance(value, int | float))

@@ -1,4 +1,7 @@
-"""The local engine: clients in this process. The default, and the others' reference."""
+"""The local engine, which runs clients in this process.
+
+It is the default, and the reference for the other engines.
+"""
 
 import logging
 import threading
@@ -36,30 +39,30 @@ MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
 
 @engine("local")
 class LocalEngine:
-    """Runs clients one after the other, or on several threads; implements ``Engine``.
+    """Runs clients sequentially or on several threads; implements ``Engine``.
 
-    Clients return the same on any number of threads as long as they share nothing that they change
-    (clients of one language model do, those of one ``fmoo.Workspace`` do not).
+    The results do not depend on the number of threads as long as clients share no mutable state
+    (clients of one language model share some, clients of one ``fmoo.Workspace`` do not).
 
     Args:
-        clients: All clients, with distinct names and the same objectives. Their present states are
-            those of round 0.
-        num_workers: Threads that clients run on; 1 is the caller's own. Each computes with the
-            number of threads that torch is set to when the first client runs; several need one
-            each: ``torch.set_num_threads(1)``.
-        timeout: Seconds after which a client is interrupted (``time_limit``); that needs calls from
-            the program's main thread, and one worker.
-        interrupt: Whether a client may be interrupted; if not, its process ends. A member of a
-            ``Team`` must not give up alone: it would go on with the next client while others are at
-            this one.
-        states: Where the clients' states are kept; in memory by default.
+        clients: All clients, with distinct names and the same objectives. Their current states are
+            used as the states of round 0.
+        num_workers: Threads that clients run on; 1 is the caller's thread. Each computes with the
+            number of threads that torch is set to when the first client runs; with several workers
+            it must be one: ``torch.set_num_threads(1)``.
+        timeout: Seconds after which a client is interrupted (``time_limit``); requires calls from
+            the program's main thread, and a single worker.
+        interrupt: Whether a client may be interrupted; otherwise its process exits. A member of a
+            ``Team`` must not give up alone: it would continue with the next client while the other
+            members still work on this one.
+        states: Storage of the clients' states; in memory by default.
         on_event: Called, one call at a time, with "client_started" (client, round) and
             "client_finished" (client, round, seconds, the reason of a failure, and an update's
             metrics).
 
     Raises:
-        ValueError: Clients with one name or different objectives, no worker, or a limit that is not
-            positive or cannot be kept.
+        ValueError: Two clients have the same name or different objectives, there is no worker, or
+            the time limit is not positive or cannot be enforced.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class LocalEngine:
         self._timeout, self._interrupt = timeout, interrupt
         self._on_event = on_event or (lambda name, **info: None)
         self._event_lock = threading.Lock()
-        # asked for its number of threads, a new thread takes over torch's; oneDNN never asks
+        # a new thread adopts torch's number of threads once it queries it; oneDNN never does
         self._pool = (
             ThreadPoolExecutor(num_workers, initializer=torch.get_num_threads)
             if num_workers > 1
@@ -105,9 +108,9 @@ class LocalEngine:
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
-        Any exception of a client is its failure; the traceback goes to the log at level DEBUG.
-        Unless the machine is to blame (no memory, a full disk), the batches that the client had
-        drawn are left out of its state from then on.
+        Any exception raised by a client becomes a failure; the traceback is logged at level DEBUG.
+        The batches that the client had drawn are skipped in later rounds, unless the machine caused
+        the error (out of memory, disk full).
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("only the program's main thread can keep a time limit.")
@@ -122,18 +125,22 @@ class LocalEngine:
         }
 
     def restore_client_states(self, states: State) -> None:
-        """Continues from what ``client_states`` returned; ``ValueError`` for other clients."""
+        """Restores the states returned by ``client_states``.
+
+        Raises:
+            ValueError: The states are those of other clients.
+        """
         check_states(states, self._clients)
         for name, saved in states.items():
             self._states.write(name, saved["round"], saved["state"])
             self._states.forget(name, saved["round"])
 
     def patience(self, num_clients: int) -> float | None:
-        """Returns the seconds in which so many clients have ended for certain; None: no limit."""
+        """Returns an upper bound on the seconds that the clients take; None without a limit."""
         return None if self._timeout is None else num_clients * (self._timeout + GRACE)
 
     def close(self) -> None:
-        """Ends the workers, once they are done."""
+        """Stops the workers once they have finished."""
         if self._pool:
             self._pool.shutdown()
 
@@ -169,7 +176,7 @@ class LocalEngine:
             raise TeamLost(f"{name}: {error}") from error
         except ENDS:
             raise
-        except BaseException as error:  # a client may run anything; its failure is its own
+        except BaseException as error:  # a client may run any code; it must not end the run
             logger.debug("%s failed in round %d", name, request.round, exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
             reason, kind = f"{type(error).__name__}: {error}", error_kind(error)
@@ -180,24 +187,24 @@ class LocalEngine:
         return outcome
 
     def _leave_out_failed_batches(self, client: Client, round: int, state: State) -> None:
-        """Moves a client's accepted state past the batches that the failed task had drawn."""
+        """Advances a client's accepted state past the batches drawn by the failed task."""
         try:
             _restore(client, state)
             client.skip_failed_batches()
             self._states.write(client.name, round, _state_of(client))
         except ENDS:
             raise
-        except BaseException:  # what fails here failed before, and was reported
+        except BaseException:  # the same error has been reported already
             logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)
 
 
 def _state_of(client: Client) -> State:
-    """Returns all of a client that shapes later rounds: its state, and what options carry."""
+    """Returns everything that affects a client's later rounds: its state and that of options."""
     return {**client.state(), **({"carried": dict(client.carried)} if client.carried else {})}
 
 
 def _restore(client: Client, state: State) -> None:
-    """Restores a client from what ``_state_of`` gave."""
+    """Restores a client from the result of ``_state_of``."""
     own = dict(state)
     client.carried.clear()
     client.carried.update(own.pop("carried", {}))

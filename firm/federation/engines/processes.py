@@ -1,8 +1,8 @@
-"""The processes engine: clients divided among the processes that a launcher started.
+"""The processes engine, which distributes clients over the processes of a launcher.
 
 `torchrun --nproc_per_node N` or `accelerate launch --num_processes N` start the same program N
-times. The first process is the server: it alone runs the strategy, writes and shows. The others
-host clients, or work as one with the process that does.
+times. The first process is the server: only this one runs the strategy, writes files and prints.
+The others host clients, or work as a team with the process that does.
 """
 
 import os
@@ -42,13 +42,14 @@ _PATIENCE = timedelta(days=30)
 
 
 class Processes:
-    """The processes of one program, as one of them sees them; without a launcher there is one.
+    """The processes of a program, seen from one of them; without a launcher there is only one.
 
     Attributes:
-        rank: This process's place, from 0, the server.
-        size: How many there are.
-        per_client: How many work as one on a client.
-        clients: Names of all clients once an engine knows them, to say whose process is gone.
+        rank: Rank of this process; 0 is the server.
+        size: Number of processes.
+        per_client: Number of processes that work together on each client.
+        clients: Names of all clients once an engine has set them, for messages about lost
+            processes.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, per_client: int = 1) -> None:
@@ -63,11 +64,11 @@ class Processes:
 
     @classmethod
     def join(cls, *, per_client: int = 1) -> "Processes":
-        """Returns the processes that the launcher started, connected; call it once, first of all.
+        """Connects the processes that the launcher started; call it once, before anything else.
 
-        Other libraries are not to take the processes for data-parallel copies of one training
+        Other libraries must not mistake the processes for data-parallel copies of one training
         (Accelerate would average the gradients of different clients): after this call they see a
-        single process, on a CUDA device of its own where there are some.
+        single process, on the CUDA device of its local rank if there are any.
         """
         place = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
         size = int(place.get("WORLD_SIZE", 1))
@@ -84,16 +85,16 @@ class Processes:
 
     @property
     def is_server(self) -> bool:
-        """Whether this process runs the strategy, writes and shows."""
+        """Whether this process runs the strategy, writes files and prints."""
         return self.rank == 0
 
     def hosted(self, clients: Sequence[str], rank: int | None = None) -> list[str]:
-        """Returns the clients that a process, by default this one, works on, dealt out in turn."""
+        """Returns the clients of a process, by default this one, assigned round-robin."""
         rank = self.rank if rank is None else rank
         return list(clients[rank // self.per_client :: self.size // self.per_client])
 
     def leads(self, rank: int) -> bool:
-        """Returns whether the process of this rank answers for the clients that it works on."""
+        """Returns whether the process of this rank sends the replies of its clients."""
         return rank % self.per_client == 0
 
     def team(self) -> "Team":
@@ -107,7 +108,7 @@ class Processes:
         return Team(self.rank % self.per_client, self.per_client, group)
 
     def send(self, message: Any, rank: int) -> None:
-        """Sends a message to another process; raises ``ProcessLost`` when it is gone."""
+        """Sends a message to another process; raises ``ProcessLost`` if it is gone."""
         packed = torch.frombuffer(bytearray(pack(message)), dtype=torch.uint8)
         try:
             dist.send(torch.tensor([len(packed)]), rank)
@@ -116,14 +117,14 @@ class Processes:
             raise self._lost(rank) from error
 
     def receive(self, rank: int) -> Any:
-        """Returns the next message of another process; raises ``ProcessLost`` when it is gone."""
+        """Returns the next message of another process; raises ``ProcessLost`` if it is gone."""
         return self.expect(rank).result()
 
     def expect(self, rank: int) -> Future[Any]:
-        """Returns the next message of another process to be, or ``ProcessLost`` once that is gone.
+        """Returns a future of another process's next message, or of ``ProcessLost`` if it is gone.
 
-        A thread that waits inside a collective lets no signal through, and a process whose peer has
-        died would have to be killed without a word; one that waits for the result does.
+        A thread that waits inside a collective blocks signals, so that a process whose peer has
+        died could only be killed without a message. A thread that waits for a future does not.
         """
         expected: Future[Any] = Future()
 
@@ -134,7 +135,7 @@ class Processes:
                 lost = self._lost(rank)
                 lost.__cause__ = error
                 expected.set_exception(lost)
-            except BaseException as error:  # whoever waits for the result raises it
+            except BaseException as error:  # raised where the result is awaited
                 expected.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
@@ -149,7 +150,7 @@ class Processes:
         )
 
     def _stopped(self, signum: int, frame: FrameType | None) -> NoReturn:
-        """Ends this process: the launcher ends all when one has ended, and the server names it."""
+        """Ends this process: the launcher then ends all of them, and the server reports it."""
         if self.is_server:
             others = [self.expect(rank) for rank in range(1, self.size)]
             for other in wait(others, timeout=_MOMENT, return_when=FIRST_EXCEPTION).done:
@@ -161,7 +162,7 @@ class Processes:
         )
 
     def broadcast(self, message: Any = None) -> Any:
-        """Returns the server's message to all processes, which give none themselves."""
+        """Returns the server's message on all processes; only the server passes one."""
         if not self.is_server:
             return self.receive(0)
         for rank in range(1, self.size):
@@ -171,9 +172,10 @@ class Processes:
 
 @dataclass(frozen=True)
 class Team:
-    """Processes that work as one on the same clients; a team of one does nothing beside.
+    """Processes that work together on the same clients; a team of one does not communicate.
 
-    They run the same task at the same time: whoever calls one of these, all do, in one order.
+    All members run the same task at the same time: when one calls a method of the team, all must
+    call it, in the same order.
     """
 
     rank: int = 0
@@ -184,12 +186,12 @@ class Team:
     """Their process group."""
 
     def share(self, num_rows: int) -> slice:
-        """Returns this process's rows of a batch: parts of near-equal size, in order of rank."""
+        """Returns this process's rows of a batch, split nearly evenly in order of rank."""
         bounds = [num_rows * rank // self.size for rank in (self.rank, self.rank + 1)]
         return slice(*bounds)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of all members' tensors, of the same shape on all."""
+        """Returns the sum of all members' tensors, which must have the same shape."""
         if self.size > 1:
             tensor = tensor.clone()
             with self._connected():
@@ -197,7 +199,7 @@ class Team:
         return tensor
 
     def gather(self, content: Any) -> list[Any]:
-        """Returns what every member gave, in order of rank: anything that `pack` takes."""
+        """Returns the values of all members in order of rank; any value that `pack` accepts."""
         if self.size == 1:
             return [content]
         packed = torch.frombuffer(bytearray(pack(content)), dtype=torch.uint8)
@@ -224,10 +226,10 @@ class Team:
 
     @contextmanager
     def unanimous(self) -> Iterator[None]:
-        """Ends without an error only where every member's block does.
+        """Raises an error on every member if the block raises one on any member.
 
-        An own error is raised as it is, another member's as ``RuntimeError``; so no member waits
-        for one that has given up.
+        A member's own error is raised unchanged, another member's as ``RuntimeError``. So no member
+        waits for one that has given up.
         """
         if self.size == 1:
             yield
@@ -237,7 +239,7 @@ class Team:
             yield
         except ProcessLost:
             raise
-        except Exception as own:  # raised below, once the other members know of it
+        except Exception as own:  # raised below, once the other members have been informed
             error = own
         reasons = self.gather(f"{type(error).__name__}: {error}" if error else None)
         if error:
@@ -250,13 +252,13 @@ class Team:
 class ProcessesEngine:
     """Runs clients on the processes of a launcher; implements ``Engine`` on the server.
 
-    Updates come back in the order that was asked for, so that any number of processes gives the
-    adapter that one gives, bit for bit on the CPU.
+    Updates are returned in the requested order, so that on the CPU the resulting adapter is bitwise
+    identical for any number of processes.
 
     Args:
-        processes: All of them, with more than one member.
+        processes: All processes of the program; more than one.
         clients: Names of all clients, in order.
-        local: Runs the clients that this process works on.
+        local: Engine for the clients of this process.
         on_event: Called for the clients on other processes, as by ``LocalEngine``.
     """
 
@@ -273,7 +275,7 @@ class ProcessesEngine:
         self._on_event = on_event or (lambda name, **info: None)
 
     def serve(self) -> None:
-        """Does what the server asks until it says that the run is over; for the other processes."""
+        """Handles the server's requests until the run is over; called on the other processes."""
         while (message := self._processes.receive(0))["do"] != "stop":
             answer: Any = None
             if message["do"] == "map":
@@ -296,7 +298,8 @@ class ProcessesEngine:
         """Returns the replies in the given order, and the failures; see ``Engine``.
 
         Raises:
-            ProcessLost: A process is gone, or hangs beyond its clients' limit; it names them.
+            ProcessLost: A process is gone, or exceeds its clients' time limit; the message names
+                them.
         """
         asked = {rank: self._hosted(rank, clients) for rank in range(self._processes.size)}
         for rank in self._others(asked):
@@ -327,7 +330,7 @@ class ProcessesEngine:
         return {name: states[name] for name in self._clients}
 
     def restore_client_states(self, states: State) -> None:
-        """Continues from what ``client_states`` returned, on any number of processes."""
+        """Restores the states returned by ``client_states``, on any number of processes."""
         check_states(states, self._clients)
         for rank in range(self._processes.size):
             hosted = {name: states[name] for name in self._hosted(rank, self._clients)}
@@ -337,7 +340,7 @@ class ProcessesEngine:
                 self._processes.send({"do": "restore_client_states", "states": hosted}, rank)
 
     def close(self) -> None:
-        """Ends the other processes; one that is gone already is left alone."""
+        """Stops the other processes; a process that is already gone is ignored."""
         for rank in range(1, self._processes.size):
             try:
                 self._processes.send({"do": "stop"}, rank)
@@ -365,8 +368,8 @@ class ProcessesEngine:
 def _received(rank: int) -> Any:
     """Returns the next message of a process.
 
-    No tensor outlives this function: a thread that frees one while the interpreter ends, as whoever
-    got the message may let it, aborts the process.
+    The tensors are freed in this function: if a thread frees one while the interpreter shuts down,
+    the process aborts.
     """
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, rank)
@@ -376,7 +379,7 @@ def _received(rank: int) -> Any:
 
 
 def _reply(request: Request, fields: dict[str, Any]) -> Reply | Failure:
-    """Returns a reply that another process of this program has read, in its types again."""
+    """Returns a reply received from another process of this program, with its types restored."""
     sizes = fields["bytes_down"], fields["bytes_up"]
     reply = checked_reply(request, fields["client"], fields["content"], *sizes)
     return replace(reply, dropped=fields["dropped"]) if isinstance(reply, Reply) else reply

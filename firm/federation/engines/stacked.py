@@ -1,4 +1,4 @@
-"""The stacked engine: all clients of a process at once, as one large batch."""
+"""The stacked engine, which batches the forward and backward passes of a process's clients."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,20 +17,20 @@ than the cache waits for memory."""
 
 @engine("stacked")
 class StackedEngine(LocalEngine):
-    """Runs clients in lockstep: what they do with a model that all share is done for all at once.
+    """Runs clients in lockstep, with batched passes through a model that they share.
 
-    A client's tasks, its state and its failures are those of the local engine. Clients that share
-    nothing in lockstep run one after the other.
+    Tasks, states and failures of clients are handled as by the local engine. Clients that share no
+    model run sequentially.
 
     Args:
         clients: As for ``LocalEngine``.
-        max_rows: The most rows of a joint pass, which bounds memory; a client's own rows are one
-            pass however many they are.
-        timeout: Must be None: a joint pass has no single client to interrupt.
-        **options: Those of ``LocalEngine``.
+        max_rows: Maximum rows of a batched pass, which bounds memory; the rows of a single client
+            are never split.
+        timeout: Must be None: a batched pass has no single client to interrupt.
+        **options: Options of ``LocalEngine``.
 
     Raises:
-        ValueError: As ``LocalEngine``, or a time limit is given.
+        ValueError: As for ``LocalEngine``, or a time limit is given.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Storage of the clients' states for an engine: the accepted ones, and those that are pending."""
+"""Storage of the clients' accepted and pending states for an engine."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from firm.federation.client import State
 
 
 class StateMissing(RuntimeError):
-    """A client's state is not there; the text names rounds, and quotes no data."""
+    """Raised when a client's state is missing; the message names rounds, and quotes no data."""
 
     def __init__(self, client: str, round: int, kept: list[int]) -> None:
         super().__init__(
@@ -16,23 +16,23 @@ class StateMissing(RuntimeError):
 
 
 class ClientStates(Protocol):
-    """Keeps each client's states by the round that they are after."""
+    """Stores each client's states by the round after which they were taken."""
 
     def read(self, client: str, round: int) -> State:
-        """Returns a client's state after a round; raises ``StateMissing`` without one."""
+        """Returns a client's state after a round; raises ``StateMissing`` if there is none."""
         ...
 
     def write(self, client: str, round: int, state: State) -> None:
-        """Keeps a state in place of one of the same client and round, or raises ``OSError``."""
+        """Stores a state, replacing one of the same client and round; may raise ``OSError``."""
         ...
 
     def forget(self, client: str, accepted: int) -> None:
-        """Drops a client's states that came after the accepted round, and older ones."""
+        """Drops all states of a client except the one after the accepted round."""
         ...
 
 
 class MemoryStates:
-    """Keeps states in memory; implements ``ClientStates``."""
+    """Stores states in memory; implements ``ClientStates``."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[int, State]] = {}
@@ -45,7 +45,7 @@ class MemoryStates:
         return states[round]
 
     def write(self, client: str, round: int, state: State) -> None:
-        """Keeps a state."""
+        """Stores a state."""
         self._states.setdefault(client, {})[round] = state
 
     def forget(self, client: str, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""A time limit for work that may hang."""
+"""Time limits for work that may hang."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ GRACE = 10.0
 
 @contextmanager
 def time_limit(seconds: float | None, name: str, *, interrupt: bool = True) -> Iterator[None]:
-    """Interrupts work that takes longer than it may, and ends the process if that does not help.
+    """Interrupts work that exceeds a time limit, and ends the process if that has no effect.
 
-    Python work is interrupted by the signal SIGALRM, which only the program's main thread hears.
-    Where that does not help for ``GRACE`` seconds, as with work in native code, or may not be done,
-    the process says whose work it is and exits with 1, so that nobody waits for it.
+    Python code is interrupted by the signal SIGALRM, which only the program's main thread receives.
+    If this has no effect for ``GRACE`` seconds, as in native code, or if interrupting is not
+    allowed, the process prints ``name`` and exits with 1, so that no other process waits for it.
 
     Raises:
         TimeLimitError: The limit has passed.
@@ -43,7 +43,7 @@ def time_limit(seconds: float | None, name: str, *, interrupt: bool = True) -> I
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # may be interrupted itself, the rest may not
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the signal may arrive here, but no later
     finally:
         last_resort.cancel()
         signal.signal(signal.SIGALRM, before)
