@@ -1,8 +1,9 @@
-"""Lockstep: functions that run as coroutines and stop where their work can be done together.
+"""Lockstep: functions that run as coroutines and pause where their work can be batched.
 
-A function says ``together(work, argument)`` where it would call ``work([argument])``: it stops,
-others run until they stop or end, and then one call of the work serves all who wait for the same.
-The result comes back as if the function had been alone, and the code between stays as it is.
+A function calls ``together(work, argument)`` instead of ``work([argument])``: it pauses, the other
+functions run until they pause or return, and then a single call of ``work`` computes the results of
+all functions that wait for it. Each function receives its result as if it had run alone, so the
+rest of its code does not change.
 """
 
 import random
@@ -31,7 +32,7 @@ class _Request:
 
 
 class _Member(greenlet.greenlet):
-    """One function on its way, with the surroundings that others must not see."""
+    """A running function, with its own copy of the global state (``_surroundings``)."""
 
     result: Any = None
     outcome: tuple[str, Any] = ("run", None)
@@ -45,9 +46,10 @@ class _Member(greenlet.greenlet):
 
 
 def clock() -> float:
-    """Returns seconds that pass as they would for a function that was alone, for differences.
+    """Returns a clock reading in seconds, to measure a function's time as if it ran alone.
 
-    In ``lockstep`` they stand still while others run; what is done together counts by sizes.
+    Only differences are meaningful. In ``lockstep`` the clock stops while other functions run, and
+    the time of batched work is divided by the sizes of the arguments.
     """
     member = greenlet.getcurrent()
     now = time.perf_counter()
@@ -57,16 +59,17 @@ def clock() -> float:
 def together(
     work: Work, argument: Any, *, key: Any = None, size: int = 1, is_urgent: bool = False
 ) -> Any:
-    """Returns what a work gives for this argument, done together with those of others.
+    """Returns the result of ``work`` for this argument, batched with other functions' arguments.
 
-    Outside of ``lockstep`` it is done at once, for this argument alone.
+    Outside of ``lockstep`` the work is done immediately, for this argument alone.
 
     Args:
-        work: What is done; that of others joins in if it is equal.
-        argument: What for.
-        key: Works with different keys are not joined.
-        size: Of the argument, such as rows, of which only so many are taken at a time; positive.
-        is_urgent: Whether it goes first, because it frees memory.
+        work: Function of a list of arguments; equal ones of several functions share a call.
+        argument: This function's argument.
+        key: Arguments with different keys are not batched.
+        size: Size of the argument, such as its number of rows; positive. ``lockstep`` limits the
+            total size of a call.
+        is_urgent: Whether the work goes first, because it frees memory.
     """
     member = greenlet.getcurrent()
     if isinstance(member, _Member):
@@ -80,7 +83,7 @@ def together(
 
 
 def outcome_of(function: Callable[..., T], *arguments: Any) -> T | ValueError:
-    """Returns what a function returns, or its ``ValueError``: a work's result for one of many."""
+    """Returns the function's result, or its ``ValueError``, as one result of batched work."""
     try:
         return function(*arguments)
     except ValueError as error:
@@ -88,15 +91,15 @@ def outcome_of(function: Callable[..., T], *arguments: Any) -> T | ValueError:
 
 
 def lockstep(functions: Sequence[Callable[[], T]], *, max_size: int | None = None) -> list[T]:
-    """Returns the results of all functions, which run as coroutines in this thread.
+    """Runs functions as coroutines in this thread, and returns their results.
 
-    Each sees torch's, numpy's and Python's global random numbers and torch's gradient mode as if it
-    were alone. What one raises ends all.
+    Each function sees torch's, numpy's and Python's global random numbers and torch's gradient mode
+    as if it ran alone. An exception in one function ends all of them.
 
     Args:
-        functions: What is run; the order of equal works is theirs.
-        max_size: The largest sum of sizes that is done together; one argument is done however large
-            it is. None sets no limit.
+        functions: Functions to run; batched arguments keep their order.
+        max_size: Maximum total size of the arguments in one call of the work; a single argument may
+            exceed it. None sets no limit.
     """
     members = [_Member(_keeping_result(function)) for function in functions]
     surroundings = dict.fromkeys(members, _surroundings())
@@ -107,8 +110,8 @@ def lockstep(functions: Sequence[Callable[[], T]], *, max_size: int | None = Non
             waiting = [member for member in members if member.request is not None]
             running = _served(waiting, max_size) if waiting else []
     finally:
-        stopped = [member for member in members if member]  # on their way
-        _each(stopped, _Member.throw, surroundings)  # their blocks are left in order
+        stopped = [member for member in members if member]  # not finished yet
+        _each(stopped, _Member.throw, surroundings)  # runs their finally blocks
     return [member.result for member in members]
 
 
@@ -135,10 +138,10 @@ def _go_on(member: _Member) -> None:
 
 
 def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
-    """Does the work that the most urgent waits for, of all who wait for the same.
+    """Does the most urgent work, for all members that wait for it, and returns those members.
 
-    Where no work is urgent, those who were served least go first, so that the others' next work
-    can be joined with theirs.
+    If no work is urgent, the members served least often go first, so that the next work of the
+    others can be batched with theirs.
     """
     requests = {member: member.request for member in waiting if member.request is not None}
     first = requests[min(requests, key=lambda m: (not requests[m].is_urgent, m.num_served))]
@@ -152,7 +155,7 @@ def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
     start = time.perf_counter()
     try:
         results = first.work([requests[member].argument for member in chosen])
-    except Exception as error:  # the work's own error is everybody's
+    except Exception as error:  # an error of the whole call is raised in every member
         results = [error] * len(chosen)
     seconds = time.perf_counter() - start
     for member, result in zip(chosen, results, strict=True):
@@ -167,7 +170,7 @@ def _each(
     act: Callable[[_Member], object],
     surroundings: dict[_Member, tuple[Any, ...]],
 ) -> None:
-    """Acts on every member among the global state that it left."""
+    """Calls ``act`` on every member, with the member's own global state restored."""
     outer = _surroundings()
     try:
         for member in members:

@@ -1,8 +1,8 @@
-"""Options of a federation: what any strategy can have and none has to know, such as privacy.
+"""Options of a federation: features such as privacy that are independent of the strategy.
 
-An option is one file in ``firm.federation.options``: its settings, what it wraps around a client's
-training, what it makes of an update that arrives, its steps on the server, and its conflicts. An
-option that is off does not exist: a round without options calls nothing of them.
+An option is one file in ``firm.federation.options``. It defines the option's settings, its wrapper
+of a client's training, its decoding of received updates, its steps on the server, and its
+conflicts. An option that is off adds no code to the path of a round.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ Requests = dict[type[Request], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Need:
-    """A value that another key must have for an option to work."""
+    """A value of another key that an option requires."""
 
     key: str
     """The key below ``strategy``, such as "aggregation" or "robust.rule"."""
@@ -43,15 +43,16 @@ class Need:
 
 
 class Option:
-    """Base class of options; every method's default changes nothing.
+    """Base class of options; by default no method has an effect.
 
     Attributes:
         key: Name of the option, its key below ``strategy``.
-        needs: Values that other keys must have.
+        needs: Values of other keys that the option requires.
         travels: Whether clients need the option: it is sent with each ``LocalTraining``.
         row_entry: Entry that the option adds to the row of every round.
-        scope: What the option can work on. "any": every strategy. "mean": those that take a mean
-            of updates. "adapters": those whose clients send nothing else that trains the model.
+        scope: Strategies that support the option. "any": every strategy. "mean": strategies that
+            take a mean of updates. "adapters": strategies in which adapters are the only messages
+            of clients that train the model.
     """
 
     key: ClassVar[str]
@@ -76,68 +77,68 @@ class Option:
                     f"{_shown(given)}."
                 )
 
-    # at the clients
+    # On the clients
 
     def wrap(self, train: Train) -> Train:
         """Returns the local training with the option applied, in the client's own process."""
         return train
 
     def trained(self, adapter: Adapter, client: str) -> torch.Tensor | None:
-        """Returns which of the parameters a client trains, bool [d]; None: all."""
+        """Returns a mask of the parameters that a client trains, bool [d]; None for all."""
         return None
 
-    # on the way
+    # In transit
 
     def of(self, clients: Sequence[str]) -> Self:
-        """Returns the option as it goes to some clients, without a word about the others."""
+        """Returns the option as sent to some clients, without information about the others."""
         return self
 
     def to_network(self) -> Self:
-        """Returns the option as it leaves this program."""
+        """Returns the option in the form sent over the network."""
         return self
 
     def num_bytes(self, num_parameters: int) -> int | None:
-        """Returns the bytes of an update's numbers; None: those of the adapter's own type."""
+        """Returns the size of an update's parameters in bytes; None if it is unchanged."""
         return None
 
     def received(self, update: Update, request: Any) -> Update:
-        """Returns an update as the server uses it.
+        """Returns a received update in the form that the server uses.
 
         Raises:
-            Invalid: It is not as the option has clients send it.
+            Invalid: The update does not have the form that the option requires.
         """
         return update
 
-    # on the server
+    # On the server
 
     def around(self, engine: "Engine") -> "Engine":
-        """Returns the engine of a run in one place, with the sites' part of the option."""
+        """Wraps the engine of a run on one machine with the part of the option run by sites."""
         return engine
 
     def requests(self, requests: Requests, cfg: "RoundConfig") -> Requests:
-        """Returns the requests by which clients train, that of the training first."""
+        """Returns the requests of a local training, the training request itself first."""
         return requests
 
     def quorum(self, num_refused: int) -> tuple[int, str]:
-        """Returns the fewest answers that a round needs, and words that follow the number."""
+        """Returns the minimum number of answers, and text to follow it in an error message."""
         return 0, ""
 
     def collected(self, this_round: "Round", replies: list[Reply]) -> list[Reply]:
-        """Returns the valid replies of a training as the strategy uses them."""
+        """Returns the valid replies of a training in the form that the strategy uses."""
         return replies
 
     def steps(self, steps: Sequence[Transform], cfg: "RoundConfig") -> Sequence[Transform]:
-        """Returns the server's steps with the option's own among them."""
+        """Returns the server's steps with the option's steps inserted."""
         return steps
 
-    # beside a round
+    # Outside of rounds
 
     def spent_epsilon(self, num_messages: int) -> float | None:
-        """Returns the ε that so many messages of one client spend; None: none is accounted for."""
+        """Returns the ε spent by ``num_messages`` of one client; None without accounting."""
         return None
 
     def notes(self) -> list[str]:
-        """Returns what a user of these settings has to know; nothing of the defaults."""
+        """Returns notes for the user about these settings; none about default values."""
         return []
 
 
@@ -148,7 +149,7 @@ Kind = TypeVar("Kind", bound=type[Option])
 
 
 def option(kind: Kind) -> Kind:
-    """Registers an option that travels; a decorator of its class.
+    """Registers an option that is sent to clients; a class decorator.
 
     Raises:
         ValueError: The key is taken.
@@ -183,7 +184,7 @@ _SCOPES = {
 
 
 def _value(cfg: Any, key: str, default: Any) -> Any:
-    """Returns the value of a key such as "robust.rule"; the default where a strategy lacks it."""
+    """Returns the value of a key such as "robust.rule"; the default if the strategy lacks it."""
     try:
         return attrgetter(key)(cfg)
     except AttributeError:
@@ -191,7 +192,7 @@ def _value(cfg: Any, key: str, default: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as YAML has it."""
+    """Formats a value as in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

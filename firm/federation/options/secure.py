@@ -1,9 +1,10 @@
-"""Secure aggregation: a server learns the mean of updates without reading them.
+"""Secure aggregation: the server learns the mean of updates without seeing single updates.
 
-A client's site masks w_c (θ_c - θ_t) and w_c (``masking``), the server adds what arrives, and one
-of the sites opens the sum: θ_t + Σ w_c (θ_c - θ_t) / Σ w_c. All sites have one key, and the server
-has none. That hides single updates from a server that follows the protocol and repeats no round; a
-hostile one has a client answer twice, or sums opened that differ by one client.
+A client's site masks w_c (θ_c - θ_t) and w_c (``masking``), the server adds the masked messages,
+and one of the sites unmasks the sum: θ_t + Σ w_c (θ_c - θ_t) / Σ w_c. All sites share a key, which
+the server does not have. This hides single updates from a server that follows the protocol and
+repeats no round. A malicious server can ask a client twice, or request the unmasking of sums that
+differ by one client.
 """
 
 import time
@@ -57,7 +58,7 @@ FEWEST = 2
 
 
 class SecureFigures(TypedDict):
-    """Figures of a secure sum, in the row of its round."""
+    """Metrics of a secure sum, in the row of its round."""
 
     num_updates: Count
     masked_bytes: NotRequired[Count]
@@ -84,7 +85,7 @@ Nonce = Annotated[str, StringConstraints(pattern=f"^[0-9a-f]{{{2 * masking.NONCE
 
 @dataclass(frozen=True)
 class MaskedUpdate(Answer):
-    """The answer to a local training whose update the server must not see."""
+    """Answer to a local training with an update that is hidden from the server."""
 
     client: Text
     masked: MaskedNumbers
@@ -97,7 +98,7 @@ class MaskedUpdate(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedTraining(LocalTraining):
-    """Asks for an update after a local training, under a mask."""
+    """Requests a masked update after a local training."""
 
     task: ClassVar[str] = "masked_training"
     answer: ClassVar[type[Answer]] = MaskedUpdate
@@ -108,16 +109,16 @@ class MaskedTraining(LocalTraining):
     """Longest update that leaves the site."""
 
     def parameter_bytes(self, num_parameters: int, adapter_bytes: int) -> int:
-        """Returns the bytes of the masked numbers."""
+        """Returns the size of the masked update in bytes."""
         return masking.NUM_BYTES * num_parameters
 
     def plain(self) -> LocalTraining:
-        """Returns the training that the client itself is asked for."""
+        """Returns the request without masking, as the client itself receives it."""
         values = {each.name: getattr(self, each.name) for each in fields(LocalTraining)}
         return LocalTraining(**values)
 
     def example(self, client: str, sizes: Sizes) -> Answer:
-        """Returns an update but for its parameters' numbers; see ``parameter_bytes``."""
+        """Returns an example update without its parameters; see ``parameter_bytes``."""
         update = self.plain().example(client, sizes)
         assert isinstance(update, Update)
         weight = torch.zeros(1, masking.NUM_BYTES, dtype=torch.uint8)
@@ -134,11 +135,11 @@ class OpenedMean(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSum(Request):
-    """Asks a client's site to open a sum of masked updates."""
+    """Requests that a client's site unmask a sum of masked updates."""
 
     task: ClassVar[str] = "open_sum"
     answer: ClassVar[type[Answer]] = OpenedMean
-    tells_of_data: ClassVar[bool] = False  # the sum is of updates that were counted
+    tells_of_data: ClassVar[bool] = False  # the updates in the sum have been counted already
 
     total: MaskedNumbers
     """The sum, uint8 [d + 1, 6]."""
@@ -152,7 +153,7 @@ class OpenSum(Request):
 
 @task(MaskedTraining)
 def masked_training(client: Client, request: MaskedTraining) -> MaskedUpdate:
-    """Raises ``RuntimeError``: the key is the site's, whose ``SecureEngine`` masks updates."""
+    """Raises ``RuntimeError``: the ``SecureEngine`` of the site has the key and masks updates."""
     raise RuntimeError(f"{client.name} has no key of its own; ask it through a SecureEngine.")
 
 
@@ -163,7 +164,7 @@ def open_sum(client: Client, request: OpenSum) -> OpenedMean:
 
 
 class SecureSums(Option):
-    """Has the server learn the mean of updates alone, whose masks sites put on and take off."""
+    """Reveals only the mean of updates to the server; sites mask and unmask the updates."""
 
     key: ClassVar[str] = "secure"
     scope: ClassVar[str] = "adapters"
@@ -175,7 +176,7 @@ class SecureSums(Option):
     )
 
     def check(self, cfg: RoundConfig) -> None:
-        """Raises ``ValueError`` where the server could not do its part without single updates."""
+        """Raises ``ValueError`` if the server's steps need single updates."""
         super().check(cfg)
         if not FEWEST <= (cfg.clients_per_round or FEWEST) <= masking.MAX_MESSAGES:
             raise ValueError(
@@ -189,14 +190,15 @@ class SecureSums(Option):
             )
 
     def around(self, engine: Engine) -> Engine:
-        """Returns an engine with a key of its own, in a run where nobody else needs it.
+        """Wraps the engine of a run on one machine, with a new key.
 
-        There secure aggregation protects nobody, but costs and ends as it would between sites.
+        Secure aggregation protects no one in such a run, but it has the same cost and the same
+        results as between sites.
         """
         return SecureEngine(engine, masking.Key.generate())
 
     def requests(self, requests: Requests, cfg: RoundConfig) -> Requests:
-        """Returns requests for masked updates and for the opening of their sum."""
+        """Returns requests for masked updates and for unmasking their sum."""
         masked = {"aggregation": cfg.aggregation, "max_update_norm": cfg.max_update_norm}
         return {
             MaskedTraining: {**requests[LocalTraining], **masked},
@@ -204,11 +206,11 @@ class SecureSums(Option):
         }
 
     def quorum(self, num_refused: int) -> tuple[int, str]:
-        """Returns two: the mean of one update would tell it."""
+        """Returns 2, because the mean of a single update would reveal it."""
         return FEWEST, ""
 
     def collected(self, this_round: Round, replies: list[Reply]) -> list[Reply]:
-        """Returns replies with the mean in the place of each update, which keeps any mean."""
+        """Replaces each update by the mean of all, which leaves any weighted mean unchanged."""
         mean = _opened(this_round, replies)
         return [
             replace(reply, content=Update(reply.client, mean, 1, reply.content.metrics))
@@ -216,7 +218,7 @@ class SecureSums(Option):
         ]
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
-        """Returns the steps without the drift in the log, which needs single updates."""
+        """Returns the steps without logging the drift, which needs single updates."""
         return [*steps, _without_drift]
 
 
@@ -225,12 +227,12 @@ def _without_drift(step: ServerStep) -> ServerStep:
 
 
 def _opened(this_round: Round, replies: Sequence[Reply]) -> Adapter:
-    """Returns the mean of masked updates, from the first of their clients that can open it.
+    """Returns the mean of masked updates, from the first of their clients that can unmask it.
 
-    The clients take turns at being asked first.
+    The client that is asked first rotates with the round.
 
     Raises:
-        RoundFailed: None can.
+        RoundFailed: No client can unmask the sum.
     """
     start = time.perf_counter()
     updates = [reply.content for reply in replies]
@@ -257,10 +259,10 @@ def _opened(this_round: Round, replies: Sequence[Reply]) -> Adapter:
 def masked_update(
     request: MaskedTraining, update: Update, key: masking.Key
 ) -> tuple[str, torch.Tensor]:
-    """Returns the nonce and the masked numbers of a client's update.
+    """Returns the nonce and the masked values of a client's update.
 
     Raises:
-        ValueError: It is too large to be added.
+        ValueError: The update is too large for the sum.
     """
     weight = 1.0
     if request.aggregation == "by_examples":
@@ -271,10 +273,10 @@ def masked_update(
 
 
 def opened_mean(request: OpenSum, key: masking.Key) -> Adapter:
-    """Returns θ_t + Σ w_c (θ_c - θ_t) / Σ w_c in the adapter's own types.
+    """Returns θ_t + Σ w_c (θ_c - θ_t) / Σ w_c in the adapter's dtypes.
 
     Raises:
-        ValueError: Under these masks there is no sum of updates.
+        ValueError: The unmasked message is not a sum of updates.
     """
     nonces = [bytes.fromhex(nonce) for nonce in request.nonces]
     numbers = masking.opened(request.total, nonces, key)
@@ -288,14 +290,14 @@ def opened_mean(request: OpenSum, key: masking.Key) -> Adapter:
 
 
 class SecureEngine:
-    """Masks what clients send before it leaves, and opens sums; implements ``Engine``.
+    """Masks the clients' updates before they are sent, and unmasks sums; implements ``Engine``.
 
-    All else goes to the engine within.
+    All other calls are forwarded to the wrapped engine.
 
     Args:
-        engine: Runs the clients.
-        key: The federation's.
-        least_in_mean: Fewest updates in a sum that is opened.
+        engine: Engine that runs the clients.
+        key: Key of the federation.
+        least_in_mean: Minimum number of updates in a sum to be unmasked.
     """
 
     def __init__(self, engine: Engine, key: masking.Key, *, least_in_mean: int = FEWEST) -> None:
@@ -312,19 +314,19 @@ class SecureEngine:
         return kept, [*failures, *own_failures]
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
-        """Returns the states that the engine within keeps."""
+        """Returns the client states of the wrapped engine."""
         return self._engine.client_states(accepted)
 
     def restore_client_states(self, states: State) -> None:
-        """Continues from what ``client_states`` returned."""
+        """Restores the states returned by ``client_states``."""
         self._engine.restore_client_states(states)
 
     def close(self) -> None:
-        """Ends what the engine within started."""
+        """Closes the wrapped engine."""
         self._engine.close()
 
     def _masked(self, request: MaskedTraining, reply: Reply) -> Reply | Failure:
-        """Returns a client's reply under a mask, or why its update stays at the site."""
+        """Returns a client's masked reply, or a failure if its update must not leave the site."""
         update = reply.content
         assert isinstance(update, Update)
         begin = time.perf_counter()
@@ -342,9 +344,9 @@ class SecureEngine:
         return replace(reply, content=content, bytes_up=len(pack(content)))
 
     def _open(self, request: OpenSum, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
-        """Returns the mean that a sum gives, for each client that is asked, or why there is none.
+        """Returns the unmasked mean for each requested client, or failures.
 
-        A sum of few updates would tell of each.
+        A sum of too few updates is refused, because it would reveal information about each.
         """
         size_of = request_sizes(request)
         try:

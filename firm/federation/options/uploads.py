@@ -1,10 +1,10 @@
-"""Quantised uploads: a client's update in a few bits per number.
+"""Quantised uploads: updates with a few bits per parameter.
 
-A client sends Q(θ_c - θ_t), from which the server has θ_t + Q(θ_c - θ_t). Rounded to the nearest
-level, what rounding took is kept and added to the client's next update: error feedback, by which
-the updates that arrived and those that were meant differ by one rounding error however many rounds
-there are (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). Rounded at random, every
-update is right in the mean by itself (QSGD, Alistarh et al. 2017, arXiv:1610.02132).
+A client sends Q(θ_c - θ_t), and the server reconstructs θ_t + Q(θ_c - θ_t). With rounding to the
+nearest level, the client keeps the rounding error and adds it to its next update. With this error
+feedback, the sums of sent and of true updates differ by a single rounding error after any number
+of rounds (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). With stochastic rounding,
+every update is unbiased by itself (QSGD, Alistarh et al. 2017, arXiv:1610.02132).
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ QuantizedMessage = Annotated[dict[str, Any], PlainValidator(_message)]
 @sent_form
 @dataclass(frozen=True)
 class QuantizedUpdate:
-    """θ_c - θ_t in a few bits per number, as it travels in the place of θ_c."""
+    """Quantised θ_c - θ_t, which is sent instead of θ_c."""
 
     quantized: QuantizedMessage
     """The numbers that the client trains, as a Jacobian of one row (``message_to_dict``)."""
@@ -71,12 +71,12 @@ class UploadConfig(Option):
     right in the mean, and nothing is kept."""
 
     def num_bytes(self, num_parameters: int) -> int:
-        """Returns the bytes of so many numbers and their scales."""
+        """Returns the size in bytes of the quantised parameters and their scales."""
         num_scales = -(-num_parameters // QuantizingCompressor.bucket)
         return -(-num_parameters * self.bits // 8) + FLOAT_BYTES * num_scales
 
     def wrap(self, train: Train) -> Train:
-        """Returns the training with a quantised update, whose rounding error the client keeps."""
+        """Returns the training with its update quantised; the client keeps the rounding error."""
 
         def quantized_training(client: Client, request: Any) -> Update:
             update = train(client, request)
@@ -97,10 +97,10 @@ class UploadConfig(Option):
         return quantized_training
 
     def received(self, update: Update, request: Any) -> Update:
-        """Returns the update with θ_t + Q(θ_c - θ_t); what the client does not train is θ_t's.
+        """Returns the update with θ_t + Q(θ_c - θ_t); untrained parameters are those of θ_t.
 
         Raises:
-            Invalid: It was sent in another way.
+            Invalid: The update is not quantised, has the wrong size, or leads to huge entries.
         """
         content = update.adapter
         if not isinstance(content, QuantizedUpdate):
@@ -114,6 +114,6 @@ class UploadConfig(Option):
             raise Invalid(f"its update must be {size} numbers, got {message.shape[1]}")
         delta = message.reconstruct()[0].double()
         numbers[kept] = (numbers[kept].double() + delta).to(numbers.dtype)
-        if not (numbers.abs() <= LARGEST_ENTRY).all():  # NaN is not, either
+        if not (numbers.abs() <= LARGEST_ENTRY).all():  # also catches NaN
             raise Invalid(f"its update leads to entries beyond {LARGEST_ENTRY:g}")
         return replace(update, adapter=unflattened(numbers, request.adapter))

@@ -1,4 +1,4 @@
-"""Robust rules, one file each; every module here is imported, and registers itself."""
+"""Robust rules, one per file; every module in this package is imported and registers its rule."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -12,9 +12,9 @@ from firm.federation.options.robust.rule import RobustConfig, robust_rule, stack
 
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the squared distances of all pairs of rows, [N, ...] to float64 [N, N].
+    """Returns the squared distances between all pairs of rows, [N, ...] to float64 [N, N].
 
-    They are of differences, not of inner products, which lose all digits where rows are close.
+    Computed from differences: inner products lose all digits when rows are close.
     """
     squares = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for i, row in enumerate(rows):
@@ -25,14 +25,15 @@ def squared_distances(rows: torch.Tensor) -> torch.Tensor:
 
 
 def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
-    """Returns each update's score: the sum of its squared distances to its nearest others.
+    """Returns each update's score: the sum of squared distances to its nearest neighbours.
 
     Blanchard et al. (2017), "Machine Learning with Adversaries: Byzantine Tolerant Gradient
-    Descent", NIPS 2017 (preprint arXiv:1703.02757): the N - f - 2 nearest others, so that an update
-    that looks honest has honest ones near. It tolerates f attackers where N ≥ 2f + 3.
+    Descent", NIPS 2017 (preprint arXiv:1703.02757), use the N - f - 2 nearest neighbours, so that
+    the neighbours of an honest-looking update include honest ones. Krum tolerates f attackers if
+    N ≥ 2f + 3.
 
     Args:
-        squares: Squared distances of all pairs, shape [N, N].
+        squares: Squared distances between all pairs, shape [N, N].
         num_attackers: f, from 0 to (N - 3)/2.
 
     Returns:
@@ -49,11 +50,11 @@ def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
 
 
 def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> list[int]:
-    """Returns which updates Krum chooses: those of the smallest scores, in the given order.
+    """Returns the indices of the updates with the smallest scores, in ascending order.
 
-    One (m = 1) is Krum, which gives one update and its client's noise as they are; more, up to N,
-    is Multi-Krum. Its authors leave m open; ``robust_updates`` takes N - f, as many as are honest.
-    Of equal scores the first counts.
+    With ``num_chosen`` = m = 1 this is Krum, which returns a single update with its client's noise;
+    with larger m, up to N, it is Multi-Krum. The authors do not prescribe m; ``robust_updates``
+    uses N - f, the number of honest updates. Ties are broken in favour of the first update.
     """
     scores = krum_scores(squares, num_attackers)
     if not 1 <= num_chosen <= len(scores):
@@ -70,7 +71,7 @@ def _krum(
     squares = torch.zeros(count, count, dtype=torch.float64)
     for _, rows in stacks(start, updates):
         squares += squared_distances(rows)
-    if count < 3:  # no attacker is left among them, and nobody has two neighbours to compare
+    if count < 3:  # no attackers left, and too few neighbours to compare
         return list(updates), {"chosen": [update.client for update in updates]}
     num_chosen = 1 if cfg.rule == "krum" else count - num_attackers
     chosen = [updates[i] for i in krum(squares, num_attackers, num_chosen=num_chosen)]

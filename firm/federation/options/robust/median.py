@@ -1,4 +1,4 @@
-"""The median of updates, coordinate by coordinate."""
+"""Coordinate-wise median of updates."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ from firm.federation.options.robust.rule import (
 def coordinate_median(rows: torch.Tensor) -> torch.Tensor:
     """Returns the median of each coordinate, [N, ...] to float64 [...].
 
-    It lies between the two middle values where N is even. Yin et al. (2018), "Byzantine-Robust
+    For even N it is the midpoint of the two middle values. Yin et al. (2018), "Byzantine-Robust
     Distributed Learning: Towards Optimal Statistical Rates", arXiv:1803.01498, Definition 1: with f
-    < N/2 attackers every coordinate stays within the range of the honest ones. It is the same for
-    any order of the rows, bit for bit.
+    < N/2 attackers every coordinate stays within the range of the honest values. The result is
+    bitwise independent of the order of the rows.
     """
     ordered = rows.double().sort(dim=0).values
     return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2

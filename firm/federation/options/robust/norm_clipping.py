@@ -1,4 +1,4 @@
-"""Norm clipping: no update longer than a limit."""
+"""Norm clipping: limits the norm of every update."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from firm.federation.options.robust.rule import RobustConfig, robust_rule, scale
 
 
 def clip_factors(lengths: torch.Tensor, clip_norm: float | None = None) -> torch.Tensor:
-    """Returns what each update is multiplied by so that none is longer than a limit.
+    """Returns the factors that scale updates down to at most a limit on their norm.
 
     Norm clipping as in Sun et al. (2019), "Can You Really Backdoor Federated Learning?",
-    arXiv:1911.07963. An attacker turns the mean by no more than limit / N. The median of the
-    lengths as the limit, which is not in that paper, follows the honest updates as they grow
-    shorter; it lies between honest lengths where N ≥ 2f + 1.
+    arXiv:1911.07963. An attacker moves the mean by at most limit / N. Taking the median norm as
+    the limit is not in that paper. It adapts as the honest updates get smaller, and is between
+    honest norms if N ≥ 2f + 1.
 
     Args:
         lengths: ‖u_c‖, shape [N], non-negative.
-        clip_norm: The limit; None takes the lengths' median.
+        clip_norm: The limit; by default the median of ``lengths``.
 
     Returns:
         float64 [N], from 0 to 1; exactly 1 for updates within the limit.

@@ -1,4 +1,4 @@
-"""Normalisation: all updates with their median length."""
+"""Normalisation: scales all updates to their median norm."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from firm.federation.options.robust.rule import RobustConfig, robust_rule, scale
 
 
 def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:
-    """Returns what each update is multiplied by so that all have the median length, float64 [N].
+    """Returns the factors that scale all updates to the median norm, float64 [N].
 
-    FedMGDA+'s normalisation (Hu et al. 2022, arXiv:2006.11489, Algorithm 1), by which a client
-    counts by its direction alone. The common length is an addition: unit updates would ask for
-    another server learning rate, and would not shrink where training converges. Factors are exactly
-    1 where all lengths are equal; an update of length 0 has no direction and stays 0.
+    FedMGDA+'s normalisation (Hu et al. 2022, arXiv:2006.11489, Algorithm 1), with which only the
+    direction of a client's update matters. The common norm is not in the paper: updates of norm 1
+    would need a different server learning rate, and would not shrink as training converges. The
+    factors are exactly 1 if all norms are equal; a zero update has no direction and stays zero.
     """
     lengths = lengths.double()
     return torch.where(lengths > 0, coordinate_median(lengths) / lengths, 0.0)

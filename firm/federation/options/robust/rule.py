@@ -1,6 +1,7 @@
-"""Robust aggregation: means that a few attacking clients cannot move at will.
+"""Robust aggregation: bounds the influence of a few attackers on the mean of updates.
 
-A rule takes the updates of N clients, f of whom may send anything finite, and computes in float64.
+A rule takes the updates of N clients, up to f of which are attackers that may send any finite
+values. It computes in float64.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +40,12 @@ def robust_rule(
     """Returns a decorator that registers a robust rule.
 
     The function takes (θ_t, updates, ``RobustConfig``, number of attackers f). It returns the
-    updates whose plain mean the server takes, and an entry of the round's row.
+    updates to be averaged by the server with equal weights, and an entry of the round's row.
 
     Args:
-        name: Its name, which ``strategy.robust.rule`` has.
-        margin: m, for at least 2f + m updates in a round.
-        needs_attackers: Whether the rule means nothing without an assumed attacker.
+        name: Name of the rule, a value of ``strategy.robust.rule``.
+        margin: m; the rule needs at least 2f + m updates in a round.
+        needs_attackers: Whether the rule is meaningless without an assumed attacker.
 
     Raises:
         ValueError: The name is taken.
@@ -108,23 +109,23 @@ class RobustConfig(Option):
 
     @property
     def min_updates(self) -> int:
-        """The fewest updates that the rule needs with all attackers among them."""
+        """Minimum number of updates if they include all assumed attackers."""
         return self.updates_needed(self.num_attackers)
 
     def updates_needed(self, num_attackers: int) -> int:
-        """Returns the fewest updates that the rule needs with so many attackers among them.
+        """Returns the minimum number of updates if ``num_attackers`` are among them.
 
-        Without an attacker left one is enough, for every rule.
+        Without attackers one update suffices for every rule.
         """
         if num_attackers == 0 or self.rule == "none":
             return 1
         return 2 * num_attackers + RULES[self.rule].margin
 
     def attackers_left(self, num_refused: int) -> int:
-        """Returns how many attackers can be among the updates that were accepted.
+        """Returns the maximum number of attackers among the accepted updates.
 
-        Every refused answer is that of one of the f assumed attackers. A client that fails or is
-        silent is not counted: an honest one may.
+        Every refused answer counts as one of the f assumed attackers. Clients that fail or do not
+        answer are not counted, because honest clients may do so too.
         """
         return max(0, self.num_attackers - num_refused)
 
@@ -138,12 +139,12 @@ class RobustConfig(Option):
             )
 
     def quorum(self, num_refused: int) -> tuple[int, str]:
-        """Returns the fewest updates that the rule needs with the attackers that are left."""
+        """Returns the minimum number of updates with the remaining attackers among them."""
         left = self.attackers_left(num_refused)
         return self.updates_needed(left), f" of robust.rule {self.rule} with {left} attackers left"
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
-        """Returns the steps with the rule before all others."""
+        """Returns the steps with the robust rule as the first."""
         return [self._chosen, *steps]
 
     def _chosen(self, step: ServerStep) -> ServerStep:
@@ -156,21 +157,22 @@ class RobustConfig(Option):
 def robust_updates(
     start: Adapter, updates: Sequence[Update], cfg: RobustConfig, *, num_refused: int = 0
 ) -> tuple[list[Update], State]:
-    """Returns the updates whose plain mean the server takes, and an entry of the round's row.
+    """Returns the updates to be averaged with equal weights, and an entry of the round's row.
 
-    Coordinates, lengths and distances are those of LoRA's A and B, not of their products.
+    Coordinates, norms and distances are computed on LoRA's A and B, not on their products.
 
     Args:
         start: θ_t.
-        updates: As many as the rule needs with the attackers that are left, all finite and with the
-            start's names and shapes.
-        cfg: The rule.
-        num_refused: Clients whose answers were refused; they count as attackers.
+        updates: At least the number of updates that the rule needs with the remaining attackers,
+            all finite and with the names and shapes of ``start``.
+        cfg: Configuration of the rule.
+        num_refused: Number of clients with refused answers, which count as attackers.
 
     Returns:
-        The updates, and {"robust": ...} with "rule" and who was "chosen", or "clipped", or how far
-        from the result each was. Without a rule the updates themselves and no entry; equal updates
-        come back bit for bit, unless they are longer than a given ``clip_norm``.
+        The updates, and {"robust": ...} with "rule" and either the clients that were "chosen" or
+        "clipped", or each client's distance from the result. Without a rule, the given updates and
+        no entry. Equal updates are returned bitwise unchanged, unless they exceed a given
+        ``clip_norm``.
     """
     if cfg.rule == "none":
         return list(updates), {}
@@ -186,13 +188,13 @@ def robust_updates(
 
 
 def stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each parameter of all adapters, float64 [N, ...], one at a time to save memory."""
+    """Yields one parameter of all adapters at a time, float64 [N, ...], to save memory."""
     for name in start:
         yield name, torch.stack([update.adapter[name].double() for update in updates])
 
 
 def scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
-    """Returns θ_t + a (θ_c - θ_t) for each; θ_c itself where a is 1."""
+    """Returns the updates with θ_t + a (θ_c - θ_t); θ_c itself where the factor a is 1."""
     return [
         update if factor == 1 else replace(update, adapter=moved(start, [update.adapter], [factor]))
         for update, factor in zip(updates, factors.tolist(), strict=True)
@@ -200,13 +202,13 @@ def scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> 
 
 
 def merged_update(merged: Adapter, start: Adapter) -> Update:
-    """Returns one update in the place of all, in the adapter's own types."""
+    """Returns a single update that replaces all others, in the adapter's dtypes."""
     adapter = {name: merged[name].to(parameter.dtype) for name, parameter in start.items()}
     return Update("merged", adapter, 1, {})
 
 
 def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the mean over the rows, added up in their order, whatever torch's own order is."""
+    """Returns the mean over the rows, summed in their order, unlike ``torch.mean``."""
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row

@@ -1,4 +1,4 @@
-"""The mean of updates without the outermost values, coordinate by coordinate."""
+"""Coordinate-wise trimmed mean of updates."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,12 @@ from firm.federation.options.robust.rule import (
 
 
 def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:
-    """Returns the mean of each coordinate without its b smallest and largest, [N, ...] to [...].
+    """Returns the mean over rows without the b extreme values per side, [N, ...] to [...].
 
-    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values off each side, b < N/2.
-    With f ≤ b attackers every coordinate stays within the range of the honest ones. Values are
-    summed in float64 from the smallest up: any order of the rows gives the same, bit for bit.
+    Yin et al. (2018), arXiv:1803.01498, Definition 2, with b = βN values trimmed on each side,
+    b < N/2. With f ≤ b attackers every coordinate stays within the range of the honest values.
+    Values are summed in float64 in ascending order, so that the result is bitwise independent of
+    the order of the rows.
     """
     if not 0 <= 2 * num_trimmed < len(rows):
         raise ValueError(
