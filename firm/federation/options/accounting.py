@@ -1,13 +1,14 @@
-"""The privacy that a run has spent: ε at its δ, by Google's dp-accounting.
+"""Privacy accounting: ε of a run at its δ, computed with Google's dp-accounting.
 
-Two federations are neighbours when one client, with all its data, is replaced by another: the sum
-of their clipped deltas differs by at most 2S, so that noise of standard deviation zS is z/2 times
-the sensitivity. (Where the other client may only be one that sends a zero delta, the difference is
-S, and z stands in the place of z/2; no theorem on sampling without replacement is known for that.)
-Local steps, batches and PPO epochs do not matter, because the whole delta is clipped once.
+Two federations are neighbours if one client, with all its data, is replaced by another: the sums
+of their clipped deltas differ by at most 2S, so that noise of standard deviation zS is z/2 times
+the sensitivity. (If the other client may only be one that sends a zero delta, the difference is S,
+and z replaces z/2; no theorem on sampling without replacement is known for that case.) Local steps,
+batches and PPO epochs do not matter, because the whole delta is clipped once.
 
-Rényi divergences are summed over the rounds (Mironov 2017, arXiv:1702.07476); clients drawn without
-replacement by Theorem 27 of Wang, Balle and Kasiviswanathan (2019), arXiv:1808.00087.
+Rényi divergences are summed over the rounds (Mironov 2017, arXiv:1702.07476). Sampling of clients
+without replacement is accounted for by Theorem 27 of Wang, Balle and Kasiviswanathan (2019),
+arXiv:1808.00087.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PrivacyFigures(TypedDict):
-    """What a run has spent on privacy, in the row of a round; None is an infinite ε."""
+    """Privacy spent by a run, in the row of a round; None is an infinite ε."""
 
     epsilon: NonNegative | None
     epsilon_if_unknown: NotRequired[NonNegative | None]
@@ -45,7 +46,7 @@ and the time of each grows with its square; orders up to 256 change ε by less t
 
 
 def require_accountant() -> None:
-    """Raises ``ValueError`` when dp-accounting is not installed."""
+    """Raises ``ValueError`` if dp-accounting is not installed."""
     if find_spec("dp_accounting") is None:
         raise ValueError(
             "privacy is accounted for by dp-accounting, which is not installed: "
@@ -56,13 +57,13 @@ def require_accountant() -> None:
 def gaussian_epsilon(
     rounds: Mapping[float, int], delta: float, *, sample: tuple[int, int] | None = None
 ) -> float:
-    """Returns ε at δ of Gaussian mechanisms one after the other; infinite without noise.
+    """Returns ε at δ of a composition of Gaussian mechanisms; infinite without noise.
 
     Args:
-        rounds: How many rounds have which noise, in multiples of the sensitivity.
+        rounds: Number of rounds by noise level, in multiples of the sensitivity.
         delta: δ, in (0, 1).
-        sample: (n, C) where each round draws n of C clients without replacement, in secret. A bound
-            that is worse than without it counts for nothing.
+        sample: (n, C) if each round secretly draws n of C clients without replacement. It is
+            ignored if the bound without sampling is smaller.
 
     >>> round(gaussian_epsilon({4.0: 16}, 1e-5), 2)
     4.73
@@ -89,29 +90,29 @@ def spend(
     num_clients: int,
     has_regulars: bool = False,
 ) -> tuple[State, dict[str, Any]]:
-    """Returns the ledger after a round, and the round's row on privacy.
+    """Returns the ledger after a round, and the round's privacy entry.
 
-    There are three observers, all of whom know everything but one client's data and the noise:
+    ε is computed for three observers, who know everything except one client's data and the noise:
 
-    - "epsilon": whoever sees the server's models after each round, knows who took part in which,
-      and has the noisy statistics where clients send them. The client that took part most often
-      counts; sampling helps only by its being left out.
-    - "epsilon_if_unknown", where clients are sampled: whoever sees the models but no log, so that
-      who took part is hidden. The run's seed reveals it, and must be as secret.
-    - "epsilon_server", where clients add the noise: the server, who gets their messages.
+    - "epsilon": observers who see the server's model after each round, know the participants of
+      every round, and receive the noisy statistics if clients send them. It is computed for the
+      client with the most rounds; sampling helps only because a client is absent from some rounds.
+    - "epsilon_if_unknown", if clients are sampled: observers who see the models but not the log,
+      and so do not know the participants. The run's seed reveals them, and must be kept secret too.
+    - "epsilon_server", if clients add the noise: the server, which receives their messages.
 
     Args:
         cfg: The limits and the noise.
-        ledger: That of the round before; {} at first. It has "rounds", how often each client was
-            asked, and "sizes", how many updates each round averaged.
-        updates: The round's accepted ones.
-        asked: Names of all who were asked; one that failed may have sent all the same.
+        ledger: Ledger after the previous round; {} at first. It has "rounds", the number of
+            requests to each client, and "sizes", the number of averaged updates of each round.
+        updates: The accepted updates of the round.
+        asked: Names of all clients that received a request; even a failed one may have answered.
         num_clients: C.
-        has_regulars: Whether some clients take part in every round, unsampled.
+        has_regulars: Whether some clients take part in every round, without sampling.
 
     Returns:
-        The ledger, and the row: each ε, None where it is infinite, "delta", and "clipped", the
-        share of clients whose delta was clipped, where they report it.
+        The ledger, and the entry: each ε, None if it is infinite, "delta", and "clipped", the share
+        of clients with a clipped delta, if they report it.
     """
     counts = Counter(ledger.get("rounds", {}))
     counts.update(asked)
@@ -121,7 +122,7 @@ def spend(
     message = cfg.noise_multiplier / 2
     models = _models(cfg, sizes)
     statistics = {message: longest} if cfg.statistics == "noisy" else {}
-    # a client is in its own rounds alone, and the fewest updates hide it least
+    # a client affects only its own rounds; at worst these are the rounds with the fewest updates
     models_seen = _models(cfg, sorted(sizes)[:longest])
     entry = {"epsilon": _finite(_compose(models_seen, statistics, cfg.delta))}
     if len(asked) < num_clients and not has_regulars:
@@ -138,11 +139,11 @@ def spend(
 
 
 def message_epsilon(cfg: "PrivacyConfig", num_messages: int) -> float:
-    """Returns what so many messages of one client have spent of ε at ``cfg.delta``.
+    """Returns the ε at ``cfg.delta`` spent by ``num_messages`` messages of one client.
 
-    It holds against whoever reads the messages, where the client adds the noise; where the server
-    does, against everybody else, if the server is honest. With exact statistics, which ε does not
-    cover, and without noise it is infinite.
+    If the client adds the noise, ε applies to every reader of the messages; if an honest server
+    adds it, to everyone except the server. ε is infinite without noise, and with exact statistics,
+    which it does not cover.
     """
     if cfg.statistics == "exact":
         return inf if num_messages else 0.0
@@ -152,15 +153,15 @@ def message_epsilon(cfg: "PrivacyConfig", num_messages: int) -> float:
 
 
 def share_clipped(updates: Sequence[Update]) -> State:
-    """Returns {"clipped": mean of the clients' reports}; nothing where they report none."""
+    """Returns {"clipped": mean of the clients' reports}; empty without reports."""
     shares = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
     return {"clipped": fmean(shares)} if shares else {}
 
 
 def _models(cfg: "PrivacyConfig", sizes: Sequence[int]) -> Counter[float]:
-    """Counts rounds by the noise of their mean, in multiples of what one client changes.
+    """Counts rounds by the noise of their mean, in multiples of one client's sensitivity.
 
-    n independent noises of clients are √n times as strong in the sum as one.
+    If n clients add independent noise, the noise of the sum is √n times as large.
     """
     factor = cfg.noise_multiplier / 2
     return Counter(factor * (size**0.5 if cfg.at == "client" else 1.0) for size in sizes)
@@ -178,7 +179,7 @@ def _finite(epsilon: float) -> float | None:
 def _epsilon(
     rounds: tuple[tuple[float, int], ...], delta: float, sample: tuple[int, int] | None
 ) -> float:
-    # seconds to load, and none of it needed without privacy
+    # takes seconds to import, and is not needed without privacy
     import dp_accounting
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 

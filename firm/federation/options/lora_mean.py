@@ -1,6 +1,6 @@
-"""The mean of LoRA's products B·A in place of the means of A and of B.
+"""The mean of LoRA's products B·A, instead of separate means of A and B.
 
-mean(B)·mean(A) is not mean(B·A), which is computed here and brought back to rank r.
+mean(B)·mean(A) differs from mean(B·A), which is computed here and truncated to rank r.
 """
 
 import re
@@ -52,7 +52,7 @@ class LoraProducts(Option):
             )
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
-        """Returns the steps with a mean of products."""
+        """Returns the steps with the mean taken over products."""
         return [ProductMean() if isinstance(step, Mean) else step for step in steps]
 
 
@@ -68,7 +68,7 @@ class ProductMean:
 
 @dataclass(frozen=True)
 class LoraPair:
-    """Names of the two factors of one layer."""
+    """Parameter names of the two factors of a layer."""
 
     a: str
     """Of A, shape [r, in]."""
@@ -77,15 +77,15 @@ class LoraPair:
 
 
 def lora_pairs(adapter: Adapter) -> list[LoraPair]:
-    """Returns the pairs of LoRA factors, by PEFT's names, in the order of their A.
+    """Returns the pairs of LoRA factors, identified by PEFT's names, in the order of their A.
 
-    Other parameters, among them LoRA's of embeddings and its biases, belong to no pair.
+    Other parameters, including LoRA factors of embeddings and biases, belong to no pair.
 
     >>> lora_pairs({"q.lora_A.weight": torch.zeros(1, 3), "q.lora_B.weight": torch.zeros(2, 1)})
     [LoraPair(a='q.lora_A.weight', b='q.lora_B.weight')]
 
     Raises:
-        ValueError: A factor stands alone, or a pair's shapes are not [r, in] and [out, r].
+        ValueError: A factor has no partner, or a pair's shapes are not [r, in] and [out, r].
     """
     pairs = []
     for name in adapter:
@@ -111,26 +111,27 @@ def lora_pairs(adapter: Adapter) -> list[LoraPair]:
 
 
 def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
-    """Returns an adapter whose products are the means Σ wᵢ BᵢAᵢ / Σ wᵢ, as far as rank r can.
+    """Returns an adapter with the rank-r approximation of the mean products Σ wᵢ BᵢAᵢ / Σ wᵢ.
 
-    The mean product has rank up to C·r; its best approximation of rank r (Eckart and Young, 1936)
-    takes its place. Only products enter it, so that it is the same whatever coordinates clients
-    write their factors in (Bᵢ Q, Q⁻¹ Aᵢ).
+    The mean product has rank up to C·r; it is replaced by its best approximation of rank r (Eckart
+    and Young, 1936). It depends only on the clients' products, and so is invariant to the basis in
+    which clients represent their factors (Bᵢ Q, Q⁻¹ Aᵢ).
 
-    The product leaves its factors open up to an invertible [r, r]. They are chosen near the plain
-    means Ā and B̄, so that optimizer moments, which clients keep by coordinate, go on to mean the
-    same: A is Ā projected onto the product's row space, B follows, and directions in which that
-    would make one factor short and the other long are rescaled (``_scales``). Balanced factors
-    would not do: a young B is far shorter than A, and balancing shrinks A in the first round.
+    The product determines its factors up to an invertible [r, r] matrix. They are chosen close to
+    the plain means Ā and B̄, so that the optimizer moments, which clients keep per coordinate,
+    remain meaningful: A is Ā projected onto the product's row space, B follows from it, and
+    directions in which one factor would become small and the other large are rescaled
+    (``_scales``). Balanced factors are not suitable: early in training B is much smaller than A,
+    and balancing would shrink A in the first round.
 
-    A conditioned adapter's further matrices B₁ to B_{M-1} stand below its B, so that all products
-    with A are averaged at once.
+    A conditioned adapter's further matrices B₁ to B_{M-1} are stacked below its B, so that all
+    products with A are averaged together.
 
-    Everything runs in float64 on the CPU, and no [out, in] is formed. Weights, names and shapes are
-    as for ``weighted_mean``; parameters outside pairs are plain means.
+    Computes in float64 on the CPU, without forming an [out, in] matrix. Weights, names and shapes
+    are as for ``weighted_mean``; parameters outside of pairs are averaged plainly.
 
     Raises:
-        ValueError: There are no pairs, or a factor stands alone.
+        ValueError: There are no pairs, or a factor has no partner.
     """
     if any(_FURTHER.fullmatch(name) for name in adapters[0]):
         return _apart(product_mean([_stacked(own) for own in adapters], weights), adapters[0])
@@ -151,7 +152,7 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
 
 
 def _stacked(adapter: Adapter) -> Adapter:
-    """Returns the adapter with the B of each layer above its further matrices, [M out, r]."""
+    """Stacks the B of each layer and its further matrices vertically, [M out, r]."""
     stacked = {}
     for name, values in adapter.items():
         parts = _FURTHER.fullmatch(name)
@@ -166,7 +167,7 @@ def _stacked(adapter: Adapter) -> Adapter:
 
 
 def _apart(stacked: Adapter, like: Adapter) -> Adapter:
-    """Takes apart what `_stacked` put together, into the names and shapes of `like`."""
+    """Inverts ``_stacked``: splits an adapter into the names and shapes of ``like``."""
     left = dict(stacked)
     apart = {}
     for name, values in like.items():
@@ -178,7 +179,7 @@ def _apart(stacked: Adapter, like: Adapter) -> Adapter:
 
 @dataclass(frozen=True)
 class Product:
-    """left · core · rightᵀ, with orthonormal columns outside."""
+    """left · core · rightᵀ, where left and right have orthonormal columns."""
 
     left: torch.Tensor  # [out, k]
     core: torch.Tensor  # [k, l], both at most C r
@@ -199,20 +200,20 @@ def mean_product(pair: LoraPair, adapters: Sequence[Adapter], weights: Sequence[
 def _factors(
     product: Product, mean_a: torch.Tensor, mean_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns A [r, in] and B [out, r] of the product's best rank r, near the plain means."""
+    """Returns A [r, in] and B [out, r] of the best rank-r approximation, near the plain means."""
     rank = len(mean_a)
     u, sizes, vh = torch.linalg.svd(product.core, full_matrices=False)
     kept = min(rank, int((sizes > RANK_TOLERANCE * sizes[0]).sum()))
     rows = product.right @ vh[:kept].T  # [in, kept]
     columns = product.left @ (u[:, :kept] * sizes[:kept])  # [out, kept]
 
-    # where the product has a smaller rank, mean_a's own rows fill up A, and B has zeros there
+    # if the product's rank is below r, A is completed with directions of mean_a, and B with zeros
     rest = torch.linalg.svd(mean_a - (mean_a @ rows) @ rows.T, full_matrices=False).Vh.T
     spare = rest[:, : rank - kept]
     rows = torch.cat([rows, spare], dim=1)
     columns = torch.cat([columns, columns.new_zeros(len(columns), spare.size(1))], dim=1)
 
-    # mean_a in these rows is X diag(lengths) Yᵀ; one direction of A goes with one of B
+    # mean_a in the basis of these rows is X diag(lengths) Yᵀ, which pairs directions of A and B
     x, lengths, yh = torch.linalg.svd(mean_a @ rows, full_matrices=False)
     rows, columns = rows @ yh.T, columns @ yh.T
     scales = _scales(lengths, (mean_b @ x).norm(dim=0), columns.norm(dim=0))
@@ -221,10 +222,10 @@ def _factors(
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-    """Returns for each direction the s that minimises (s - a)² + (product / s - b)².
+    """Returns the s that minimises (s - a)² + (product / s - b)² in each direction.
 
-    It is a root of s⁴ - a s³ + b product s - product², which is at most 0 at 0 and at least 0 at
-    a + √product; it is a itself where a · b is the product.
+    It is a root of s⁴ - a s³ + b product s - product², which is non-positive at 0 and non-negative
+    at a + √product. If a · b equals the product, it is a.
     """
     low, high = torch.zeros_like(a), a + product.sqrt()
     for _ in range(NUM_HALVINGS):

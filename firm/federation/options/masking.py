@@ -2,11 +2,11 @@
 
 The additively homomorphic stream cipher of Castelluccia, Mykletun and Tsudik (2005), "Efficient
 Aggregation of Encrypted Data in Wireless Sensor Networks" (doi:10.1109/MOBIQUITOUS.2005.25), on
-integers modulo 2⁴⁸. Whoever has the key K sends c = x + F_K(nonce), with a nonce of its own for
-every message. The sum of messages is Σx + ΣF_K(nonce): with K and the nonces the masks come off,
-without them it is uniformly random. The masks come off of the sum of exactly these messages and of
-nothing else, so one message cannot be opened as a sum of several. Nothing ties a message to its
-round or sender, though: two messages with the same content open as a sum of two.
+integers modulo 2⁴⁸. A holder of the key K sends c = x + F_K(nonce), with a fresh nonce for every
+message. The sum of messages is Σx + ΣF_K(nonce): with K and the nonces the masks can be removed,
+without them the sum is uniformly random. Only the sum of exactly these messages can be unmasked,
+so a single message cannot be unmasked as a sum of several. However, messages are not bound to a
+round or sender: two messages with the same content are unmasked as a sum of two.
 
 F_K is SHAKE-256 of the key and the nonce, a pseudo-random function of 256 bits of key.
 """
@@ -34,10 +34,10 @@ _MODULUS = np.uint64(2 ** (8 * NUM_BYTES))
 
 
 class Key:
-    """The secret that hides messages and opens their sums; all sites have it, no server does.
+    """Secret that masks messages and unmasks their sums; shared by all sites, not by the server.
 
     Attributes:
-        identity: Digest that tells keys apart and says nothing about them.
+        identity: Digest that distinguishes keys without revealing them.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -48,16 +48,16 @@ class Key:
 
     @classmethod
     def generate(cls) -> Self:
-        """Returns a new key, from the operating system's entropy."""
+        """Returns a new key from the operating system's entropy."""
         return cls(os.urandom(KEY_BYTES))
 
     @property
     def content(self) -> bytes:
-        """The secret itself, 32 bytes."""
+        """The secret bytes of the key, 32 bytes."""
         return self._content
 
     def __repr__(self) -> str:
-        return f"Key({self.identity})"  # a log must not have the secret
+        return f"Key({self.identity})"  # logs must not contain the secret
 
     def mask(self, nonce: bytes, size: int) -> np.ndarray:
         """Returns F_K(nonce): integers modulo 2⁴⁸, shape [size]."""
@@ -68,10 +68,10 @@ class Key:
 
 
 def masked(values: np.ndarray, key: Key) -> tuple[bytes, torch.Tensor]:
-    """Returns a fresh nonce, and values in multiples of STEP under its mask.
+    """Returns a fresh nonce, and the values in multiples of STEP, masked with it.
 
     Args:
-        values: Numbers, float64 [d], each below LARGEST in magnitude.
+        values: Float64 [d], each below LARGEST in magnitude.
         key: K.
 
     Returns:
@@ -92,10 +92,10 @@ def masked(values: np.ndarray, key: Key) -> tuple[bytes, torch.Tensor]:
 
 
 def added(messages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of messages, uint8 [d, 6], which takes no key.
+    """Returns the sum of messages, uint8 [d, 6]; no key is needed.
 
     Raises:
-        ValueError: There are none, or more than MAX_MESSAGES.
+        ValueError: There are no messages, or more than MAX_MESSAGES.
     """
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise ValueError(f"a sum is of 1 to {MAX_MESSAGES} messages, got {len(messages)}.")
@@ -106,13 +106,13 @@ def added(messages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def opened(total: torch.Tensor, nonces: Sequence[bytes], key: Key) -> np.ndarray:
-    """Returns the sum of the values of the messages that have these nonces, float64 [d].
+    """Returns the sum of the values behind the messages with these nonces, float64 [d].
 
-    Of any other messages, or with another key, what comes out is random.
+    For other messages, or with another key, the result is random.
     """
     numbers = _integers(total.numpy())
     for nonce in nonces:
-        numbers -= key.mask(nonce, len(numbers))  # modulo 2⁶⁴, of which 2⁴⁸ is a divisor
+        numbers -= key.mask(nonce, len(numbers))  # modulo 2⁶⁴, which 2⁴⁸ divides
     numbers %= _MODULUS
     signed = numbers.astype(np.int64)
     signed[numbers >= _MODULUS // np.uint64(2)] -= int(_MODULUS)

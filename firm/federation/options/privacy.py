@@ -1,18 +1,20 @@
-"""Differential privacy of clients: what leaves one is clipped, and noise covers the rest.
+"""Client-level differential privacy: clips updates and adds Gaussian noise.
 
-DP-FedAvg of McMahan et al. (2018), arXiv:1710.06963, on adapters. A client's whole contribution to
-a round is one vector, its delta θ_c - θ_t over all parameters together. It is clipped to a length
-before it leaves the client; Gaussian noise is added there, or by a server that is trusted to. What
-ε that gives, ``firm.federation.options.accounting`` computes.
+DP-FedAvg of McMahan et al. (2018), arXiv:1710.06963, on adapters. A client's entire contribution to
+a round is one vector, its delta θ_c - θ_t over all parameters. The delta is clipped to a maximum
+norm before it leaves the client. Gaussian noise is added on the client, or by a trusted server.
+``firm.federation.options.accounting`` computes the resulting ε.
 
-Noise is drawn from the operating system's entropy, byte for byte: a generator would narrow it to
-its seed, of which torch's on the CPU keeps 32 bits. So a run with noise is not repeated by its
-seed, and a round that is repeated after a stop has other noise. A fixed ``noise_seed`` restores
-both promises, for tests and replays: whoever knows it can subtract the noise.
+All bytes of the noise are drawn from the operating system's entropy: a generator would reduce the
+entropy to that of its seed, of which torch's CPU generator keeps 32 bits. So a run with noise
+cannot be reproduced from its seed, and a round that is repeated after a stop has different noise.
+A fixed ``noise_seed`` makes both reproducible, for tests and replays, but anyone who knows it can
+subtract the noise.
 
-The theory has noise of real numbers. That of floating-point numbers, here float64 rounded to the
-adapter's type, can betray in its lowest bits what it was added to (Mironov 2012, "On Significance
-of the Least Significant Bits for Differential Privacy"); ε does not count that.
+The theory assumes real-valued noise. The lowest bits of floating-point noise, here float64 rounded
+to the adapter's dtype, can reveal information about the value that it was added to (Mironov 2012,
+"On Significance of the Least Significant Bits for Differential Privacy"); ε does not account for
+this.
 """
 
 import os
@@ -91,7 +93,7 @@ class PrivacyConfig(Option):
     bit, for tests and replays, and lets all who know it subtract the noise."""
 
     def check(self, cfg: RoundConfig) -> None:
-        """Raises ``ValueError`` where ε would not hold of what clients send."""
+        """Raises ``ValueError`` if ε would not cover the messages of clients."""
         super().check(cfg)
         if cfg.share_gram and self.statistics != "exact":
             raise ValueError(
@@ -106,7 +108,7 @@ class PrivacyConfig(Option):
         require_accountant()
 
     def wrap(self, train: Train) -> Train:
-        """Returns the training with errors kept back and an update that may leave the client."""
+        """Returns the training with a private update, and with error messages withheld."""
 
         def private_training(client: Client, request: Any) -> Update:
             with errors_kept_back():
@@ -116,11 +118,11 @@ class PrivacyConfig(Option):
         return private_training
 
     def to_network(self) -> Self:
-        """Returns the settings without a seed of the noise, which is each site's own."""
+        """Returns the settings without the noise seed, which each site sets itself."""
         return replace(self, noise_seed=None)
 
     def received(self, update: Update, request: Any) -> Update:
-        """Returns the update; raises ``Invalid`` where it is not clipped though it must be."""
+        """Returns the update; raises ``Invalid`` if it should be clipped but is not."""
         if self.at == "server":
             norm = update_length(request.adapter, update.adapter)
             if norm > self.clip_norm * (1 + ROUNDING):
@@ -130,15 +132,15 @@ class PrivacyConfig(Option):
         return update
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
-        """Returns the steps, with the server's noise and the account of ε at the end."""
+        """Returns the steps, followed by the server's noise and the accounting of ε."""
         return [*steps, ServerNoise(self, has_regulars=bool(cfg.always))]
 
     def spent_epsilon(self, num_messages: int) -> float:
-        """Returns the ε that so many messages of one client spend; see ``message_epsilon``."""
+        """Returns the ε spent by ``num_messages`` of one client; see ``message_epsilon``."""
         return message_epsilon(self, num_messages)
 
     def notes(self) -> list[str]:
-        """Returns what a user of these settings has to know beside ε; nothing of the defaults."""
+        """Returns warnings about these settings that ε does not express."""
         notes = []
         if self.noise_multiplier == 0:
             notes.append("privacy.noise_multiplier is 0: deltas are clipped, nobody is protected.")
@@ -156,16 +158,16 @@ class PrivacyConfig(Option):
 
 
 def noise_source(seed: int | None, *names: str | int) -> NoiseSource:
-    """Returns where noise comes from: the operating system or, with a seed, a named stream."""
+    """Returns the source of noise: the operating system or, with a seed, a named stream."""
     if seed is None:
         return os.urandom
     return np.random.default_rng(derive_seed(seed, "privacy", *names)).bytes
 
 
 def gaussian(shape: Sequence[int], source: NoiseSource) -> torch.Tensor:
-    """Returns standard normal noise, float64 of this shape, by the inverse of its distribution.
+    """Returns standard normal noise, float64 of this shape, by inverse transform sampling.
 
-    Each number takes 52 bits, which reach 8.1 standard deviations.
+    Each number uses 52 random bits, which reach 8.1 standard deviations.
     """
     count = int(np.prod(shape))
     bits = np.frombuffer(source(8 * count), dtype=np.uint64) >> np.uint64(12)
@@ -174,9 +176,9 @@ def gaussian(shape: Sequence[int], source: NoiseSource) -> torch.Tensor:
 
 
 def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
-    """Returns the adapter plus N(0, std²) in each coordinate, in its own dtypes.
+    """Returns the adapter plus N(0, std²) in each coordinate, in the adapter's dtypes.
 
-    Without noise, at a ``std`` of 0, that is the adapter itself.
+    With a ``std`` of 0 it returns the adapter itself.
     """
     if std == 0:
         return adapter
@@ -187,13 +189,13 @@ def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
 
 
 def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
-    """Returns θ_t + min(1, S / ‖θ_c - θ_t‖) (θ_c - θ_t), never further than S from θ_t.
+    """Returns θ_t + min(1, S / ‖θ_c - θ_t‖) (θ_c - θ_t), at a distance of at most S from θ_t.
 
-    An adapter θ_c that is near enough comes back as it is, bit for bit. A number that its type
-    cannot hold goes to the neighbour towards θ_t, so that rounding makes no delta longer.
+    An adapter θ_c within the limit is returned bitwise unchanged. Values that the dtype cannot
+    represent are rounded towards θ_t, so that rounding never increases the norm of the delta.
 
     Raises:
-        ValueError: The delta is not finite; it must not leave the client as it is.
+        ValueError: The delta is not finite; it must not leave the client.
     """
     norm = update_length(start, adapter)
     if not isfinite(norm):
@@ -211,11 +213,11 @@ def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
 
 
 def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: int) -> Update:
-    """Returns what of an update may leave its client in this round.
+    """Returns an update that may leave its client in this round.
 
-    The adapter is clipped and, where clients do it, noised; of the metrics there remain those that
-    ``cfg.statistics`` lets out and the number of local steps, which the configuration sets. The
-    shard's size stays at home too: all count 1.
+    The adapter is clipped and, if clients add the noise, noised. The metrics are reduced to the
+    ones that ``cfg.statistics`` allows and the number of local steps, which is known from the
+    configuration. The size of the shard is withheld too: it is set to 1.
 
     Raises:
         ValueError: The delta is not finite.
@@ -237,9 +239,10 @@ def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: 
 
 
 def statistics_radius(num_objectives: int) -> float:
-    """Returns half the largest distance of two clients' statistics, what S is to their deltas.
+    """Returns half the maximum distance between two clients' statistics.
 
-    Two λ are at most √2 apart, the M(M-1)/2 cosines 2 each, and whether a delta was clipped 1.
+    It corresponds to S for deltas. Two λ differ by at most √2, each of the M(M-1)/2 cosines by 2,
+    and the flag for a clipped delta by 1.
     """
     num_pairs = num_objectives * (num_objectives - 1) // 2
     return (2 + 4 * num_pairs + 1) ** 0.5 / 2
@@ -247,14 +250,14 @@ def statistics_radius(num_objectives: int) -> float:
 
 @dataclass(frozen=True)
 class ServerNoise:
-    """Adds the server's noise to the mean, where the server adds it, and accounts for ε."""
+    """Adds the server's noise to the mean, if the server adds the noise, and accounts for ε."""
 
     cfg: PrivacyConfig
     has_regulars: bool
     """Whether some clients take part in every round, unsampled."""
 
     def __call__(self, step: ServerStep) -> ServerStep:
-        """Returns the step with noise, the ledger in its memory, and the row's "privacy"."""
+        """Returns the step with noise, the updated ledger, and the "privacy" entry of the row."""
         adapter = server_noised(
             step.adapter,
             self.cfg,
@@ -270,7 +273,7 @@ class ServerNoise:
             num_clients=step.num_clients,
             has_regulars=self.has_regulars,
         )
-        # the drift is that of deltas without noise
+        # the drift would be computed from deltas without noise
         is_exact = self.cfg.at == "client" or self.cfg.statistics == "exact"
         return replace(
             step,
@@ -283,15 +286,16 @@ class ServerNoise:
 
 @contextmanager
 def errors_kept_back() -> Iterator[None]:
-    """Raises a client's error again by its type alone.
+    """Replaces a client's error by one that names only its type.
 
-    Its text may quote the client's data; it stays the cause in the client's own process.
+    The error's text may quote the client's data. In the client's process the original error is
+    available as the cause.
     """
     try:
         yield
     except ENDS:
         raise
-    except BaseException as error:  # any of them may quote data
+    except BaseException as error:  # any error may quote data
         raise RuntimeError(
             f"{type(error).__name__} in the local training; with privacy its text stays with the "
             "client, in its log at level DEBUG"
@@ -306,9 +310,10 @@ def server_noised(
     learning_rate: float,
     round_number: int,
 ) -> Adapter:
-    """Returns the server's next adapter θ_t + η/n Σ Δ_c with its noise, where the server adds it.
+    """Adds the server's noise to θ_t + η/n Σ Δ_c, if the server adds the noise.
 
-    The sum of the n clipped deltas gets N(0, (zS)²) in each coordinate; the step is η/n of the sum.
+    The noise of the sum of the n clipped deltas is N(0, (zS)²) in each coordinate; the step is η/n
+    of the sum.
     """
     if cfg.at == "client":
         return adapter
@@ -319,13 +324,13 @@ def server_noised(
 def _noisy_statistics(
     metrics: dict[str, Any], is_clipped: float, multiplier: float, source: NoiseSource
 ) -> dict[str, Any]:
-    """Returns noisy means of λ and cosines over the solves, and ``is_clipped``, as of one solve.
+    """Returns noisy means of λ and cosines over the solves, and of ``is_clipped``, as one solve.
 
-    The numbers may leave their ranges: cut back to them, their means over clients would be biased.
+    The values may be out of range: clamping them would bias their means over clients.
     """
     weights = np.mean(metrics["weights"], axis=0)  # [M]
     num_pairs = len(weights) * (len(weights) - 1) // 2
-    # with weights that are given there is no solve, hence no cosine
+    # fixed weights need no solve, so there are no cosines
     cosines = np.mean(metrics["cosines"], axis=0) if metrics.get("cosines") else None
     exact = np.concatenate([weights, np.zeros(num_pairs) if cosines is None else cosines, [0.0]])
     exact[-1] = is_clipped

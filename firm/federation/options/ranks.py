@@ -1,4 +1,4 @@
-"""Ranks of single clients: some train and send the first ranks of each LoRA layer alone."""
+"""Ranks per client: some clients train and send only the first ranks of each LoRA layer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ Numbers = Annotated[torch.Tensor, PlainValidator(_numbers)]
 @sent_form
 @dataclass(frozen=True)
 class PartialUpdate:
-    """Those numbers of θ_c that a client trains, as they travel in its place."""
+    """The parameters of θ_c that a client trains, which are sent instead of θ_c."""
 
     partial: Numbers
     """The numbers one after the other, [k]."""
@@ -48,7 +48,7 @@ class PartialUpdate:
 @option
 @dataclass(frozen=True)
 class Ranks(Option):
-    """Ranks that some clients train, the first ones of each LoRA layer."""
+    """Number of ranks that some clients train, the first ones of each LoRA layer."""
 
     key: ClassVar[str] = "ranks"
     travels: ClassVar[bool] = True
@@ -69,11 +69,11 @@ class Ranks(Option):
         return replace(self, ranks={c: self.ranks[c] for c in clients if c in self.ranks})
 
     def trained(self, adapter: Adapter, client: str) -> torch.Tensor | None:
-        """Returns which of the parameters a client trains, bool [d]; None: all."""
+        """Returns a mask of the parameters that a client trains, bool [d]; None for all."""
         return rank_mask(adapter, self.ranks[client]) if client in self.ranks else None
 
     def wrap(self, train: Train) -> Train:
-        """Returns the training without gradients in other ranks, and with the trained numbers."""
+        """Returns the training restricted to the client's ranks; only these are sent."""
 
         def partial_training(client: Client, request: Any) -> Update:
             trained = self.trained(request.adapter, client.name)
@@ -81,17 +81,17 @@ class Ranks(Option):
                 return train(client, request)
             limited: Any = _LimitedClient(client, trained)
             update = train(limited, request)
-            if not isinstance(update.adapter, dict):  # another option has packed it
+            if not isinstance(update.adapter, dict):  # already packed by another option
                 return update
             return replace(update, adapter=PartialUpdate(flat(update.adapter, None)[trained]))
 
         return partial_training
 
     def received(self, update: Update, request: Any) -> Update:
-        """Returns the update whole, with the numbers of θ_t where the client trains none.
+        """Returns the full update; parameters that the client does not train are those of θ_t.
 
         Raises:
-            Invalid: It has other numbers than the client trains.
+            Invalid: The update has other parameters than the client trains.
         """
         content, trained = update.adapter, self.trained(request.adapter, update.client)
         if trained is None or not isinstance(content, dict | PartialUpdate):
@@ -106,14 +106,14 @@ class Ranks(Option):
         return replace(update, adapter=unflattened(numbers, request.adapter))
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
-        """Returns the steps with a mean of each parameter over those who train it."""
+        """Returns the steps with each parameter averaged over the clients that train it."""
         return [
             RankMean(self, step.learning_rate) if isinstance(step, Mean) else step for step in steps
         ]
 
 
 class _LimitedClient:
-    """A client whose gradients are zero where it trains nothing; all else is the client's own."""
+    """Wraps a client, with zero gradients for the parameters that it does not train."""
 
     def __init__(self, client: Client, trained: torch.Tensor) -> None:
         self._client, self._trained = client, trained
@@ -131,7 +131,7 @@ class _LimitedClient:
         return self._within(self._client.weighted_gradients(minibatch, weights))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
-        return 0  # steps at once know nothing of ranks
+        return 0  # ``weighted_steps`` of the client ignores ranks
 
     def _within(self, gradients: Gradients) -> Gradients:
         rows = gradients.jacobian
@@ -140,7 +140,7 @@ class _LimitedClient:
 
 @dataclass(frozen=True)
 class RankMean:
-    """Takes the mean of each parameter over the clients that train it."""
+    """Averages each parameter over the clients that train it."""
 
     ranks: Ranks
     learning_rate: float
@@ -159,12 +159,12 @@ class RankMean:
 
 
 def rank_mask(adapter: Adapter, rank: int) -> torch.Tensor:
-    """Returns which of the parameters belong to the first ranks of their layers, bool [d].
+    """Returns a mask of the parameters in the first ``rank`` ranks of their layers, bool [d].
 
     These are rows of A, and columns of B and of a conditioned adapter's further matrices.
 
     Raises:
-        ValueError: A parameter is no factor of LoRA, or its layer has fewer ranks.
+        ValueError: A parameter is not a LoRA factor, or its layer has fewer ranks.
     """
     parts = []
     for name, parameter in adapter.items():
@@ -193,14 +193,15 @@ def mean_where_trained(
     """Returns θ_t + η Σ wᵢ mᵢ (θᵢ - θ_t) / Σ wᵢ mᵢ, coordinate by coordinate.
 
     Each parameter is averaged over the clients that train it, as in HeteroFL (Diao et al. 2021,
-    arXiv:2010.01264); one that nobody trains stays. Zeros in the place of what a client lacks, as
-    in HetLoRA (Cho et al. 2024, arXiv:2401.06432), would draw it towards where it was.
+    arXiv:2010.01264); a parameter that no client trains is unchanged. Padding missing parameters
+    with zeros, as in HetLoRA (Cho et al. 2024, arXiv:2401.06432), would pull the mean back towards
+    its previous value.
 
     Args:
         start: θ_t.
         adapters: θᵢ, at least one.
-        weights: w, not negative.
-        trained: mᵢ, bool [d] over the adapter's parameters; None where a client trains all.
+        weights: w, non-negative.
+        trained: mᵢ, bool [d] over the adapter's parameters; None if a client trains all.
         learning_rate: η.
     """
     sizes = [parameter.numel() for parameter in start.values()]
