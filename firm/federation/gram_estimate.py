@@ -1,7 +1,7 @@
-"""ApproxGramJacobian's server: the Gram matrix of the mean Jacobian from the clients' messages.
+"""Server side of ApproxGramJacobian, which estimates the Gram matrix of the mean Jacobian.
 
-Algorithms 3, 6 and 9 of Askin et al. (2024), arXiv:2410.16398, and the local training that follows
-in Algorithms 1, 7 and 10. The clients' part is ``firm.federation.sharing``.
+Algorithms 3, 6 and 9 of Askin et al. (2024), arXiv:2410.16398, and the subsequent local training
+in Algorithms 1, 7 and 10. The client side is ``firm.federation.sharing``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class GramConfig(StrategyConfig):
         super().__post_init__()
 
     def jacobians(self) -> dict[str, Any]:
-        """Returns the fields of a ``JacobianRequest`` that the configuration decides."""
+        """Returns the fields of a ``JacobianRequest`` that are set by the configuration."""
         return {
             "compressor": None if self.compressor == "none" else self.compressor,
             "budget": self.upload_budget,
@@ -75,7 +75,7 @@ class GramConfig(StrategyConfig):
         }
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``StrategyConfig``."""
+        """Returns the requests of a round; see ``StrategyConfig``."""
         is_two_sample = self.communication == "two_sample"
         jacobians = {**self.jacobians(), "seed": DECIDED_BY_SERVER}
         training = {
@@ -94,7 +94,7 @@ class GramConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The Gram matrix at θ_t of the objectives that have losses, and who trains."""
+    """Gram matrix at θ_t of the active objectives, and the clients that train."""
 
     gram: torch.Tensor
     """G of the A objectives that someone's batch has losses for, float64 [A, A]."""
@@ -113,7 +113,7 @@ class Estimate:
     """Each client's losses [M] and the objectives that it serves."""
 
     def spread(self, weights: Sequence[float]) -> list[float]:
-        """Returns the A objectives' weights among zeros for the others, shape [M]."""
+        """Returns the A active objectives' weights, with zeros for the others, shape [M]."""
         by_index = dict(zip(self.active, weights, strict=True))
         return [by_index.get(j, 0.0) for j in range(len(self.factors))]
 
@@ -121,11 +121,11 @@ class Estimate:
 def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Estimate:
     """Returns the estimate of ApproxGramJacobian, Algorithms 3 and 6.
 
-    An objective's gradient is averaged over the clients whose batches have losses for it, its
-    training over those that serve it.
+    An objective's gradient is averaged over the clients with losses for it in their batches, and
+    its training over the clients that serve it.
 
     Raises:
-        RoundFailed: Fewer than ``cfg.quorum`` clients sent what they were asked for.
+        RoundFailed: Fewer than ``cfg.quorum`` clients sent the requested messages.
     """
     fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians")}
     replies = _jacobians(this_round, this_round.sampled, fields, state, cfg)
@@ -150,7 +150,7 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
     else:
         gram = one_way_gram([_message(reply) for reply in replies])
 
-    # averages over those that have an objective, where the formulas take all clients
+    # averages only over clients that have the objective; the formulas average over all clients
     count = len(state.objectives)
     scale = _mean_factors([reply.content.in_batch for reply in replies], count)
     return Estimate(
@@ -175,7 +175,7 @@ def estimate_two_sample_gram(
 ) -> Estimate:
     """Returns the estimate of ApproxGramJacobian-T, Algorithm 9.
 
-    It is Y₁Y₂ᵀ of two samples of n' clients (``count``; None takes all) with batches of their own,
+    It is Y₁Y₂ᵀ of two samples of n' clients (``count``; None takes all) with independent batches,
     and need not be symmetric.
     """
     samples, replies = [], []
@@ -199,7 +199,7 @@ def estimate_two_sample_gram(
         _mean_factors([reply.content.in_batch for reply in each], len(state.objectives))
         for each in replies
     ]
-    # an engine keeps what a client's last task left, and only if that one was accepted
+    # an engine keeps only the state after a client's last task, and only if it was accepted
     last = [reply.client for reply in replies[1]]
     last += [reply.client for reply in replies[0] if reply.client not in samples[1]]
     return Estimate(
@@ -222,17 +222,17 @@ def train_on_sum(
     scale: float = 1.0,
     memory: State | None = None,
 ) -> tuple[ServerState, dict[str, Any]]:
-    """Finishes a round by phase 2 of Algorithms 1, 7 and 10: local training on Σⱼ wⱼ fⱼ.
+    """Finishes a round with phase 2 of Algorithms 1, 7 and 10: local training on Σⱼ wⱼ fⱼ.
 
     Args:
-        this_round: The round under way.
+        this_round: The round in progress.
         state: The server's state.
         cfg: The strategy's configuration.
-        estimate: Who trains, and how much of each mean they make up.
+        estimate: The clients that train, and their factors in each mean.
         weights: w, shape [M]; the task divides them by their sum.
-        entries: What the round's row holds beside "weights".
-        scale: Factor of the local loss, the sum of weights that are not to be scaled.
-        memory: What the strategy carries on; as before when None.
+        entries: Entries of the round's row in addition to "weights".
+        scale: Factor of the local loss: the sum of the weights, if they must not be normalised.
+        memory: The strategy's state for the next round; unchanged when None.
     """
     factors = [scale * factor for factor in estimate.factors]
     fields = {
@@ -250,11 +250,14 @@ def train_on_sum(
 
 
 def _mean_factors(having: Sequence[Sequence[int]], count: int) -> list[float]:
-    """Returns what makes a mean over n clients one over those that have an objective, shape [M].
+    """Returns factors that turn means over n clients into means over those with the objective.
 
     Args:
         having: Indices of the objectives that each client has.
         count: M.
+
+    Returns:
+        A factor per objective, shape [M].
     """
     counts = [sum(j in each for each in having) for j in range(count)]
     return [len(having) / number if number else 0.0 for number in counts]
@@ -263,12 +266,12 @@ def _mean_factors(having: Sequence[Sequence[int]], count: int) -> list[float]:
 def _of_active(
     gram: torch.Tensor, rows: Sequence[float], columns: Sequence[float]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Returns the matrix [A, A] of what both sides have, scaled by their factors, and its indices.
+    """Returns the scaled matrix [A, A] of the objectives in rows and columns, and their indices.
 
     Args:
-        gram: Of means over all clients, float64 [M, M].
+        gram: Gram matrix of means over all clients, float64 [M, M].
         rows: Factors of the rows, 0 for objectives without gradients, shape [M].
-        columns: Those of the columns.
+        columns: Factors of the columns, shape [M].
     """
     active = [j for j in range(len(gram)) if rows[j] > 0 and columns[j] > 0]
     scales = [torch.tensor(each, dtype=torch.float64)[active] for each in (rows, columns)]
@@ -291,7 +294,7 @@ def _jacobians(
     state: ServerState,
     cfg: GramConfig,
 ) -> list[Reply]:
-    """Returns the clients' valid Jacobians, of as many columns each."""
+    """Returns the clients' valid Jacobians, with the same number of columns each."""
     request = this_round.request(JacobianRequest, fields)
     is_two_sample = cfg.communication == "two_sample"
 

@@ -1,4 +1,4 @@
-"""Algorithms whose uploads reports set beside those of a run, each registered by its strategy."""
+"""Registry of algorithms that reports compare with a run by upload size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Rival:
-    """What an algorithm uploads."""
+    """Uploads of an algorithm."""
 
     upload: Callable[[int, int, int], int]
     """Bytes of parameters and gradients that one client uploads in one round, of the number of

@@ -1,4 +1,4 @@
-"""Settings of a round that every strategy has."""
+"""Settings of a round that are common to all strategies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -93,37 +93,37 @@ class RoundConfig:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The options that are on, in the order in which they wrap a client's training."""
+        """The enabled options, in the order in which they wrap a client's training."""
         return ()
 
     def steps(self, num_rounds: int) -> list[Transform]:
-        """Returns the server's steps from updates to θ_{t+1}, after so many finished rounds."""
+        """Returns the server's steps from updates to θ_{t+1} after ``num_rounds`` rounds."""
         return [Count(self.aggregation), Mean(self.server_learning_rate)]
 
     def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
-        """Returns the server's step, the options' steps included, after so many rounds."""
+        """Returns the server's step, including options, after ``num_rounds`` rounds."""
         steps: Sequence[Transform] = self.steps(num_rounds)
         for option in self.options:
             steps = option.steps(steps, self)
         return chain(*steps)
 
     def check(self, objectives: Sequence[str]) -> None:
-        """Raises ``ValueError`` on settings that do not fit these objectives; by default all do."""
+        """Raises ``ValueError`` if the settings do not fit these objectives; never by default."""
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns the fields of every request of a round beside ``ENVELOPE``, by its type.
+        """Returns the fields of every request of a round by its type, except ``ENVELOPE``.
 
-        A field that is not among them has its default, and one whose value is ``DECIDED_BY_SERVER``
-        is the server's to decide in each round. A site agrees to these requests and to no others.
+        Other fields have their defaults; fields with the value ``DECIDED_BY_SERVER`` are set by the
+        server in each round. A site agrees to these requests and to no others.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns alarms to show after a round, each text once, from the log's rows so far."""
+        """Returns alarms to show after a round, each only once, from the log's rows so far."""
         return []
 
     def check_clients(self, kind: type[Client]) -> None:
-        """Raises ``ValueError`` on a class of clients that lacks a needed capability."""
+        """Raises ``ValueError`` if a class of clients lacks a required capability."""
         needs: dict[Capability, bool] = {
             "losses": self.reads_losses,
             "epochs": self.num_local_epochs is not None,
@@ -134,25 +134,25 @@ class RoundConfig:
                 raise ValueError(missing(kind.__name__, capability, strategy=name))
 
     def least_answers(self, num_refused: int) -> tuple[int, str]:
-        """Returns the fewest answers that a round needs, and words on why, for the message."""
+        """Returns the minimum number of answers in a round, and the reason for the message."""
         needs = [(self.quorum, ""), *(option.quorum(num_refused) for option in self.options)]
         return max(needs, key=lambda need: need[0])
 
     def spent_epsilon(self, num_messages: int) -> float:
-        """Returns the ε that so many messages of one client spend; infinite without privacy."""
+        """Returns the ε spent by ``num_messages`` of one client; infinite without privacy."""
         spent = (option.spent_epsilon(num_messages) for option in self.options)
         return next((epsilon for epsilon in spent if epsilon is not None), inf)
 
     def around(self, engine: "Engine") -> "Engine":
-        """Returns the engine of a run in one place, with the sites' part of the options."""
+        """Wraps the engine of a run on one machine with the part of the options run by sites."""
         for option in self.options:
             engine = option.around(engine)
         return engine
 
     def training_requests(self, training: dict[str, Any]) -> dict[type[Request], dict[str, Any]]:
-        """Returns the fields of the requests by which clients train, that of the training first.
+        """Returns the fields of the requests of a local training, the training request first.
 
-        These are the given ones of ``LocalTraining``, or what an option makes of them.
+        These are the given fields of ``LocalTraining``, possibly changed by options.
         """
         requests: dict[type[Request], dict[str, Any]] = {LocalTraining: training}
         for option in self.options:
@@ -160,10 +160,10 @@ class RoundConfig:
         return requests
 
     def local_work(self) -> dict[str, Any]:
-        """Returns the fields of a request that say how long local training is."""
+        """Returns the fields of a request that set the length of local training."""
         return {"num_local_steps": self.num_local_steps, "num_local_epochs": self.num_local_epochs}
 
     def training(self) -> dict[str, Any]:
-        """Returns the fields of ``LocalTraining`` that every strategy's configuration decides."""
+        """Returns the fields of ``LocalTraining`` that every strategy's configuration sets."""
         options = {option.key: option for option in self.options if option.travels}
         return {**self.local_work(), "share_gram": self.share_gram, "options": options}

@@ -1,9 +1,9 @@
-"""What the fields of messages may be, and how they are read.
+"""Types and validation of the fields of messages.
 
-Nothing that another party sends is used before it has been read here. Reading checks type, shape,
-range and finiteness by pydantic types (`firm.schema`, and those of tensors below), and returns
-plain values that the program can compute with; an error names the field's path. The same types
-generate the mutated messages of the conformance suite.
+All data from other parties is validated by this module before use. Validation checks type, shape,
+range and finiteness with pydantic types (`firm.schema`, and the tensor types below), and returns
+plain values; errors name the path of the field. The conformance suite generates its mutated
+messages from the same types.
 """
 
 import reprlib
@@ -29,12 +29,12 @@ Record = TypeVar("Record")
 
 
 class Invalid(ValueError):
-    """A value is not of its type; the message names the field."""
+    """Raised when a value does not conform to its type; the message names the field."""
 
 
 @dataclass
 class Reading:
-    """The context in which a message is read, and what was left out of it."""
+    """Context of the validation of a message, and the names of its dropped fields."""
 
     objectives: Sequence[str]
     adapter: Mapping[str, torch.Tensor]
@@ -47,10 +47,10 @@ class Reading:
 
 
 def read(kind: Any, value: Any, path: str, reading: Reading) -> Any:
-    """Returns a value of a type; ``path`` names it in messages.
+    """Returns a value validated against a type; ``path`` names it in error messages.
 
     Raises:
-        Invalid: It is something else.
+        Invalid: The value does not conform to the type.
     """
     try:
         return adapter(kind).validate_python(value, context=reading)
@@ -61,7 +61,7 @@ def read(kind: Any, value: Any, path: str, reading: Reading) -> Any:
         for step in first["loc"]
     )
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Invalid):  # of a check below, which continues the path
+    if isinstance(cause, Invalid):  # from a nested check, which extends the path
         raise Invalid(f"{place}{cause}")
     raise invalid(in_words(first), first["input"], at=place)
 
@@ -74,17 +74,17 @@ def read_fields(
     required: Collection[str] = (),
     path: str | None = None,
 ) -> dict[str, Any]:
-    """Returns a mapping whose fields have a type each; an unknown one is refused.
+    """Returns a mapping with each field validated against its type; unknown fields are refused.
 
     Args:
-        kinds: The types by name.
+        kinds: The types by field name.
         value: The mapping.
-        reading: Its context.
-        required: Names that it must have.
-        path: Its path; None is the message itself, and in a check of a type it is empty.
+        reading: Context of the validation.
+        required: Names of required fields.
+        path: Path of the mapping: None for the message itself, empty in a check of a type.
 
     Raises:
-        Invalid: It is something else.
+        Invalid: The mapping or a field does not conform to its type.
     """
     what, opening = ("the message", "") if path is None else (path, f"{path}.")
     if not isinstance(value, Mapping):
@@ -101,10 +101,10 @@ def read_fields(
 
 
 def read_record(form: type[Record], value: Any, path: str, reading: Reading) -> Record:
-    """Returns a frozen dataclass, which checks itself, from one or from a mapping of its fields.
+    """Returns a self-validating frozen dataclass, from an instance or a mapping of its fields.
 
     Raises:
-        Invalid: It is something else.
+        Invalid: The value is neither.
     """
     if isinstance(value, form):
         return value
@@ -118,7 +118,7 @@ def read_record(form: type[Record], value: Any, path: str, reading: Reading) -> 
 
 @cache
 def fields_of(form: type) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the types of a dataclass' fields, and the names of those without a default."""
+    """Returns the types of a dataclass' fields, and the names of fields without a default."""
     hints = get_type_hints(form, include_extras=True)
     required = (
         each.name
@@ -129,37 +129,37 @@ def fields_of(form: type) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def shown(value: Any) -> str:
-    """Returns a value in few printable characters, whatever it is."""
+    """Returns a short printable representation of any value."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}, {value.dtype}"
     try:
         return printable(reprlib.repr(value), max_length=80)
-    except Exception:  # a stranger's object may raise anything when it is shown
+    except Exception:  # the repr of an untrusted object may raise any error
         return f"a {type(value).__name__}"
 
 
 def invalid(wanted: str, value: Any, *, at: str = "") -> Invalid:
-    """Returns the error about a value that is none of what is wanted.
+    """Returns an error about a value that is not as expected.
 
     Args:
-        wanted: What it must be, in words.
-        value: What it is.
-        at: Its path; in a check of a type it is empty, or the path from the value on.
+        wanted: Description of the expected value.
+        value: The value received.
+        at: Path of the value; in a check of a type, empty or relative to the checked value.
     """
     return Invalid(f"{at} must be {wanted}, got {shown(value)}")
 
 
 def context(info: ValidationInfo) -> Reading:
-    """Returns the context in which a check of a type takes place."""
+    """Returns the validation context of a check of a type."""
     assert isinstance(info.context, Reading)
     return info.context
 
 
 def finite(tensor: torch.Tensor, at: str = "") -> torch.Tensor:
-    """Returns a tensor itself, not a copy, if it is dense and its entries are finite floats.
+    """Returns the tensor itself, not a copy, if it is dense and its entries are finite floats.
 
     Raises:
-        Invalid: It is something else.
+        Invalid: The tensor is sparse, or an entry is not a finite float.
     """
     if tensor.layout != torch.strided or not tensor.is_floating_point():
         raise invalid("a dense tensor of floats", tensor, at=at)
@@ -245,7 +245,7 @@ def _metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """A text among names, which may be registered later."""
+    """A string that must be one of a set of names; names may be registered later."""
 
     names: Collection[str]
 

@@ -1,6 +1,6 @@
-"""Messages and states as data: tensors in one safetensors file, everything else in JSON.
+"""Serialization of messages and states: tensors in one safetensors file, the rest in JSON.
 
-Nothing is ever unpickled: what is read can hold numbers and texts, never code.
+Pickle is never used: serialized data can contain numbers and strings, but no code.
 """
 
 import json
@@ -41,7 +41,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     of dense tensors, numbers, strings, bools and None. Tensors are copied to the CPU.
 
     Raises:
-        ValueError: The value holds something else; the message says where.
+        ValueError: The value contains an unsupported type; the message names its location.
     """
     if value is None or isinstance(value, bool | str | int):
         return value
@@ -79,10 +79,10 @@ def _with_lists(value: Any) -> Any:
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor], *, only_text_keys: bool = False) -> Any:
-    """Returns what `encode` was given, bit for bit; records come back as dictionaries.
+    """Inverts `encode` bit for bit, except that records are returned as dictionaries.
 
-    With `only_text_keys` dictionaries with integer keys are refused: whoever chooses those can make
-    them collide, which makes reading quadratic.
+    With `only_text_keys`, dictionaries with integer keys are refused: a malicious sender could
+    choose colliding keys, with which decoding takes quadratic time.
     """
 
     def read(value: Any) -> Any:
@@ -107,13 +107,14 @@ def decode(value: Any, tensors: dict[str, torch.Tensor], *, only_text_keys: bool
 
 
 def pack(message: Any) -> bytes:
-    """Returns a message as it travels: the length of its JSON, the JSON, and a safetensors file.
+    """Returns a message as bytes: the length of its JSON, the JSON, and a safetensors file.
 
-    Spaces behind the JSON make up for the digits that its floats lack. Messages tell how many
-    seconds work took, and equal runs would send unequal numbers of bytes otherwise.
+    The JSON is padded with spaces as if all floats had the maximum number of digits. Messages
+    contain durations in seconds, so that equal runs would otherwise send different numbers of
+    bytes.
 
     Raises:
-        ValueError: The message holds what `encode` refuses.
+        ValueError: The message contains a type that `encode` does not support.
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(message, "message", tensors)
@@ -122,7 +123,7 @@ def pack(message: Any) -> bytes:
 
 
 def _missing_digits(encoded: Any) -> int:
-    """Returns by how many bytes the floats in a JSON text are shorter than the longest."""
+    """Returns the number of bytes by which floats in a JSON text fall short of the maximum."""
     if isinstance(encoded, float):
         return _FLOAT_BYTES - len(repr(encoded))
     if isinstance(encoded, dict):
@@ -131,17 +132,17 @@ def _missing_digits(encoded: Any) -> int:
 
 
 def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:
-    """Returns the message that `pack` was given.
+    """Returns the message serialized by `pack`.
 
-    Whatever the bytes are, this ends in a message or in one error, in a time that grows with their
-    number. A tensor takes the bytes that came for it and no more: safetensors checks names, types,
-    shapes and offsets before it makes any of them.
+    Any input results in a message or a ``ValueError``, in time linear in the number of bytes. A
+    tensor takes no more memory than its serialized bytes: safetensors checks names, types, shapes
+    and offsets before it creates tensors.
 
-    With ``max_bytes``, for messages of another party, more bytes than this are refused, and so are
-    more than ``MAX_TEXT_BYTES`` of text and dictionaries with integer keys.
+    With ``max_bytes``, for messages of other parties, larger inputs are refused, and so are texts
+    of more than ``MAX_TEXT_BYTES`` and dictionaries with integer keys.
 
     Raises:
-        ValueError: The bytes are no message.
+        ValueError: The bytes are not a valid message.
     """
     try:
         end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "big")

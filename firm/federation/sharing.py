@@ -1,6 +1,6 @@
-"""Sharing of gradients: Jacobians, losses, and which objectives a client serves.
+"""Sharing of Jacobians, losses, and the list of objectives that a client serves.
 
-The tasks are the clients' part of ApproxGramJacobian, Algorithms 3, 6 and 9 of Askin et al. (2024),
+The tasks are the client side of ApproxGramJacobian, Algorithms 3, 6 and 9 of Askin et al. (2024),
 FedCMOO.
 """
 
@@ -57,7 +57,7 @@ Compressed = Annotated[dict[str, Any], PlainValidator(_compressed)]
 
 @dataclass(frozen=True)
 class JacobianShare(Answer):
-    """A client's Jacobian, whole or compressed, and what goes with it."""
+    """A client's Jacobian, complete or compressed, with its objectives and losses."""
 
     column_fields: ClassVar[tuple[str, ...]] = ("jacobian", "message")
 
@@ -75,11 +75,11 @@ class JacobianShare(Answer):
 
     @property
     def in_batch(self) -> list[int]:
-        """Indices of the objectives whose gradients the Jacobian has."""
+        """Indices of the objectives with gradients in the Jacobian."""
         return self.served if self.scored is None else self.scored
 
     def check(self, reading: Reading) -> None:
-        """Raises ``Invalid`` on objectives that do not exist, and unless there is one Jacobian."""
+        """Raises ``Invalid`` for unknown objectives, or unless there is exactly one Jacobian."""
         count = len(reading.objectives)
         if len(set(self.served)) < len(self.served) or max(self.served) >= count:
             raise Invalid(f"served must be some of the {count} objectives, got {self.served}")
@@ -91,7 +91,7 @@ class JacobianShare(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class JacobianRequest(Request):
-    """Asks for the Jacobian at θ_t."""
+    """Requests the Jacobian at θ_t."""
 
     task: ClassVar[str] = "share_jacobian"
     answer: ClassVar[type[Answer]] = JacobianShare
@@ -109,7 +109,7 @@ class JacobianRequest(Request):
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Returns True: the Jacobian is that of a batch."""
+        """Returns True, because the Jacobian is computed on a whole batch."""
         return True
 
     def example(self, client: str, sizes: Sizes) -> Answer:
@@ -136,7 +136,7 @@ class GramCorrection(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionRequest(JacobianRequest):
-    """Asks for what corrects the Gram matrix of compressed Jacobians."""
+    """Requests the correction of the Gram matrix of compressed Jacobians."""
 
     task: ClassVar[str] = "correct_gram"
     answer: ClassVar[type[Answer]] = GramCorrection
@@ -153,11 +153,11 @@ class CorrectionRequest(JacobianRequest):
 
 @task(JacobianRequest)
 def share_jacobian(client: Client, request: JacobianRequest) -> JacobianShare:
-    """Returns a client's Jacobian at the server's adapter, compressed.
+    """Returns a client's compressed Jacobian at the server's adapter.
 
-    It is that of the batch that the local training of the same round will draw first, because an
-    engine returns a client to its accepted state before every task. Gradients of objectives that
-    the client does not serve are zero.
+    It is computed on the batch that the local training of the same round will draw first, because
+    engines restore a client's accepted state before every task. Gradients of objectives that the
+    client does not serve are zero.
     """
     rows, in_batch = _rows(client, request)
     losses = start_losses(client) if request.share_losses else None
@@ -171,10 +171,10 @@ def share_jacobian(client: Client, request: JacobianRequest) -> JacobianShare:
 
 @task(CorrectionRequest)
 def correct_gram(client: Client, request: CorrectionRequest) -> GramCorrection:
-    """Returns a client's second upload of two-way communication: two [M, M] matrices.
+    """Returns a client's second upload in two-way communication: two [M, M] matrices.
 
-    The client repeats what it did for ``share_jacobian``, which is deterministic, so that nothing
-    has to be kept between the tasks.
+    The client repeats the deterministic computation of ``share_jacobian``, so that nothing has to
+    be stored between the tasks.
     """
     rows, _ = _rows(client, request)
     broadcast = message_from_dict(request.broadcast)
@@ -186,7 +186,7 @@ def served_objectives(client: Client) -> tuple[int, ...]:
     """Returns the indices of the objectives that a client has losses for.
 
     Raises:
-        ValueError: When there are none, or one does not exist.
+        ValueError: There are none, or one does not exist.
     """
     count = len(client.objectives)
     served = client.served
@@ -198,7 +198,7 @@ def served_objectives(client: Client) -> tuple[int, ...]:
 
 
 def shared_columns(client: Client, adapter: Adapter) -> slice:
-    """Returns the Jacobian's columns that all objectives share, with both ends given."""
+    """Returns the Jacobian's columns shared by all objectives, as a slice with explicit ends."""
     size = sum(parameter.numel() for parameter in adapter.values())
     start, stop, _ = client.shared.indices(size)
     return slice(start, stop)
@@ -210,14 +210,14 @@ def start_losses(client: Client) -> list[float]:
 
 
 def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
-    """Returns ``count`` batches of a client, after others that are drawn and not used."""
+    """Returns ``count`` batches of a client, after drawing and discarding ``skipped`` batches."""
     return islice(client.batches(skipped + count), skipped, None)
 
 
 def _rows(client: Client, request: JacobianRequest) -> tuple[torch.Tensor, list[int] | None]:
-    """Returns the Jacobian's shared columns, float32 [M, d] on the CPU, and what it is of.
+    """Returns the Jacobian's shared columns, float32 [M, d] on the CPU, and its objectives.
 
-    That are the indices of the objectives that the batch has losses for; None for all served ones.
+    These are the indices of the objectives with losses in the batch; None for all served ones.
     """
     client.load(request.adapter, request.round)
     (batch,) = drawn_batches(client, 1, skipped=request.skipped_batches)

@@ -1,7 +1,7 @@
-"""The server's step from a round's updates: transformations that are composed, as in optax.
+"""The server's step from a round's updates, composed of transformations as in optax.
 
-Some change which updates count and for how much, one takes their mean, others change the mean.
-Options add their own (``Option.steps``).
+Some transformations select or weight updates, one averages them, others modify the mean. Options
+add their own (``Option.steps``).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from firm.federation.messages import Update
 
 @dataclass(frozen=True)
 class ServerStep:
-    """A server's step under way, from a round's accepted updates to θ_{t+1}."""
+    """A server's step in progress, from a round's accepted updates to θ_{t+1}."""
 
     start: Adapter
     """θ_t."""
@@ -61,16 +61,16 @@ class Transform(Protocol):
 
 
 def chain(*transforms: Transform) -> Callable[[ServerStep], ServerStep]:
-    """Returns the composition of transformations, from left to right."""
+    """Composes transformations from left to right."""
     return lambda step: reduce(lambda so_far, transform: transform(so_far), transforms, step)
 
 
 @dataclass(frozen=True)
 class UnitLengths:
-    """Divides every update by its length; a zero update has no direction and stays zero."""
+    """Normalises every update to norm 1; a zero update has no direction and stays zero."""
 
     def __call__(self, step: ServerStep) -> ServerStep:
-        """Returns the step with the lengths, and the row's "zero_updates" where there are any."""
+        """Returns the step with the updates' norms, and "zero_updates" in the row if any."""
         lengths = update_lengths(step.start, step.updates)
         entries = {**step.entries, **zero_updates(step.updates, lengths)}
         return replace(step, lengths=lengths, entries=entries)
@@ -78,7 +78,7 @@ class UnitLengths:
 
 @dataclass(frozen=True)
 class Count:
-    """Says what each update counts for: the same, or its client's number of examples."""
+    """Weights updates equally, or by their clients' numbers of examples."""
 
     by: Aggregation
 
@@ -108,12 +108,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Rate:
-    """Steps from θ_t towards the mean by a server learning rate η: θ_t + η (θ̄ - θ_t)."""
+    """Steps from θ_t towards the mean with a server learning rate η: θ_t + η (θ̄ - θ_t)."""
 
     learning_rate: float
 
     def __call__(self, step: ServerStep) -> ServerStep:
-        """Returns the step with θ_{t+1} moved."""
+        """Returns the step with θ_{t+1} moved by η."""
         rate = self.learning_rate
         adapter = server_step(step.start, [step.adapter], [1.0], learning_rate=rate)
         return replace(step, adapter=adapter, learning_rate=rate)
@@ -122,9 +122,9 @@ class Rate:
 def zero_updates(
     updates: Sequence[Update], lengths: Sequence[float] | None
 ) -> dict[str, list[str]]:
-    """Returns an entry of the round's row that names the clients whose updates have no direction.
+    """Returns an entry of the round's row with the names of clients that sent zero updates.
 
-    It is empty where all have one, and where there are no lengths because they do not matter.
+    It is empty if there are none, or if updates are not normalised and ``lengths`` is None.
     """
     if lengths is None:
         return {}

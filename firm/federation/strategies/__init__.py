@@ -1,7 +1,8 @@
-"""Strategies: one file is one paper's algorithm, written as one round, and registers itself.
+"""Strategies: each file implements and registers one paper's algorithm, written as one round.
 
-Every module here is imported, so that ``STRATEGIES`` has all of them; those of other packages
-register themselves with the same decorator when they are imported (a configuration's ``plugins``).
+Every module in this package is imported, so that ``STRATEGIES`` contains all of them. Strategies of
+other packages are registered by the same decorator when they are imported (a configuration's
+``plugins``).
 """
 
 from importlib import import_module

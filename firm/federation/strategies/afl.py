@@ -1,4 +1,4 @@
-"""Agnostic federated learning: the model descends while the clients' weights climb their losses.
+"""Agnostic federated learning: the model descends while the clients' weights ascend the losses.
 
 Mohri et al. (2019), "Agnostic Federated Learning", arXiv:1902.00146, in the form of Hu et al.
 (2022), arXiv:2006.11489, with local training in place of one gradient.
@@ -46,13 +46,13 @@ def afl(
     """Returns the server's state after one round of AFL, and the round's rows for the log.
 
     θ_{t+1} = θ_t + γ_w Σ λ_k (θ_k - θ_t) and λ ← proj(λ + γ_λ F) onto the simplex over all clients,
-    where F are the losses at θ_t of those who took part and 0 for the others. λ starts uniform and
-    stays in the server's memory. Three departures: θ_k comes of local training; in a round of some
-    of the clients their λ are scaled to sum 1 (where all are 0 they count alike); and the model is
-    the last iterate unless ``cfg.average_iterates``, with which the state's adapter is (θ_1 + ... +
-    θ_t) / t, and θ_t is in the memory.
+    where F are the participants' losses at θ_t, and 0 for other clients. λ is initially uniform and
+    is stored in the server's memory. Three departures: θ_k is the result of local training; in a
+    round with a sample of clients their λ are scaled to sum to 1 (uniform if all are 0); and the
+    model is the last iterate unless ``cfg.average_iterates`` is set, with which the state's adapter
+    is (θ_1 + ... + θ_t) / t, and θ_t is stored in the memory.
 
-    The row's "weights" are the λ that the step was taken with, by client of the round.
+    The row's "weights" are the λ used in the step, by client of the round.
     """
     model = state.adapter
     state = replace(state, adapter=state.memory.get("iterate", model))
@@ -84,6 +84,6 @@ def afl(
         memory["iterate"] = adapter
     entries = {"weights": by_client(updates, weights)}
     finished, rows = this_round.finish(replies, adapter, memory=memory, entries=entries)
-    if cfg.average_iterates:  # 1/t of the new iterate, and the rest of the mean so far
+    if cfg.average_iterates:  # running mean: 1/t of the new iterate, the rest of the previous mean
         finished = replace(finished, adapter=moved(model, [adapter], [1 / finished.round]))
     return finished, rows

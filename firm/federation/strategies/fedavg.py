@@ -1,8 +1,8 @@
 """FedAvg on a fixed weighted sum of the objectives: the baseline without conflict resolution.
 
 McMahan et al. (2017), arXiv:1602.05629, with the loss Σⱼ wⱼ Lⱼ; FedProx (Li et al. 2020,
-arXiv:1812.06127) with a proximal term; and FedAvg-n, FedAvg with updates of unit length, of Hu et
-al. (2022), arXiv:2006.11489.
+arXiv:1812.06127) with a proximal term; and FedAvg-n of Hu et al. (2022), arXiv:2006.11489, which
+is FedAvg with updates of unit norm.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ class ScalarConfig(StrategyConfig):
         super().__post_init__()
 
     def check(self, objectives: Sequence[str]) -> None:
-        """Raises ``ValueError`` on weights that do not fit these objectives."""
+        """Raises ``ValueError`` if the weights do not fit these objectives."""
         fixed_weights(np.eye(len(objectives)), weights=self.weights)
 
     def local_training(self) -> dict[str, Any]:
-        """Returns the fields of the ``LocalTraining`` that every round asks for."""
+        """Returns the fields of each round's ``LocalTraining`` request."""
         return {
             **self.training(),
             "weighting": "fixed",
@@ -54,11 +54,11 @@ class ScalarConfig(StrategyConfig):
         }
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``StrategyConfig``."""
+        """Returns the requests of a round; see ``StrategyConfig``."""
         return self.training_requests(self.local_training())
 
     def learning_rate(self, num_rounds: int) -> float:
-        """Returns η · decay^⌊t/100⌋ with t the rounds finished: 100 rounds for every value."""
+        """Returns η · decay^⌊t/100⌋ after t finished rounds; it changes every 100 rounds."""
         return self.server_learning_rate * self.decay ** (num_rounds // 100)
 
 
@@ -74,7 +74,7 @@ class FedAvgConfig(ScalarConfig):
     sends_adapters_only: ClassVar[bool] = True
 
     def steps(self, num_rounds: int) -> list[Transform]:
-        """Returns the server's steps, along the mean of the updates or of their directions."""
+        """Returns the server's steps along the mean of the updates or of the normalised updates."""
         return [
             *([UnitLengths()] if self.normalize_updates else []),
             Count(self.aggregation),

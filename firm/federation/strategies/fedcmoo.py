@@ -1,4 +1,4 @@
-"""FedCMOO: the server weighs the objectives once, the clients train on the sum.
+"""FedCMOO: the server computes the weights once per round, and clients train on the weighted sum.
 
 Askin et al. (2024), "Federated Communication-Efficient Multi-Objective Optimization",
 arXiv:2410.16398: Algorithms 1 to 3 and 6, 9 and 10 as in the theory.
@@ -27,7 +27,7 @@ from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveInt, configuration
 from firm.solvers import fedcmoo_weights, firm_weights, project_to_simplex
 from firm.solvers.upgrad import upgrad_weights
 
-RIVALS["FedCMOO-A"] = Rival(  # FedCMOO one way, without a compressor, on adapters
+RIVALS["FedCMOO-A"] = Rival(  # one-way FedCMOO without a compressor, on adapters
     lambda num_objectives, num_trainable, adapter_bytes: (
         adapter_bytes + FLOAT_BYTES * num_objectives * num_trainable
     ),
@@ -64,7 +64,7 @@ class FedCmooConfig(GramConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.solver == "upgrad":
-            upgrad_weights(torch.eye(1))  # or TorchJD is missing
+            upgrad_weights(torch.eye(1))  # raises if TorchJD is missing
         firm_weights(np.eye(1), beta=self.beta)
         if self.beta > 0 and self.solver != "exact":
             raise ValueError(f"beta belongs to solver exact, got {self.beta} with {self.solver}.")
@@ -97,17 +97,19 @@ def fedcmoo(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedCMOO, and the round's rows for the log.
 
-    A client that fails in the first phase takes no part in the second. Its gradients are those of
-    the batch that it draws first in the second phase, so that it may reuse them there; only with
-    communication two_sample are the batches others, as the theory asks for.
+    A client that fails in the first phase is excluded from the second. Its gradients are computed
+    on the batch that it draws first in the second phase, so that it may reuse them there; only with
+    two_sample communication the batches differ, as required by the theory.
 
-    An objective that none of the round's clients serves, or none of their first batches has a loss
-    of, has weight 0, and one that some have is averaged over those. Without any, the weights stay
-    as they are. The row's "weights" are w by objective, "stationarity" is min wᵀGw: of the
-    mean gradients of the drawn batches, which compressed messages estimate.
+    An objective has weight 0 if none of the round's clients serves it, or if none of their first
+    batches has a loss for it; otherwise it is averaged over the clients that have it. Without any
+    such objective the weights are unchanged. The row's "weights" are w by objective;
+    "stationarity" is min wᵀGw of the mean gradients of the drawn batches, estimated from compressed
+    messages.
 
-    UPGrad's weights sum to 1 or more, and the local loss is Σ wⱼfⱼ with them as they are: after one
-    local step of SGD the server has moved by the local learning rate times UPGrad's direction.
+    UPGrad's weights sum to 1 or more, and are used without normalisation in the local loss Σ wⱼfⱼ:
+    after one local SGD step the server has moved by the local learning rate times UPGrad's
+    direction.
     """
     this_round = Round(state, clients, engine, cfg)
 
@@ -118,12 +120,12 @@ def fedcmoo(
     else:
         estimate = estimate_gram(this_round, state, cfg)
 
-    # FindWeights, from where the round before left them
+    # FindWeights, starting from the previous round's weights
     last = state.memory.get("weights", [1 / len(state.objectives)] * len(state.objectives))
     weights, next_start = _next_weights(last, estimate, cfg)
 
     # phase 2: local training on Σ w_j f_j, and the server's step
-    # a matrix of two samples is not symmetric, and has no minimum
+    # the matrix of two samples is not symmetric, so there is no minimum
     has_minimum = cfg.communication != "two_sample" and bool(estimate.active)
     entries = {"stationarity": stationarity([estimate.gram.tolist()])} if has_minimum else {}
     memory = {**state.memory, "weights": next_start}
@@ -136,9 +138,9 @@ def fedcmoo(
 def _next_weights(
     last: list[float], estimate: Estimate, cfg: FedCmooConfig
 ) -> tuple[list[float], list[float]]:
-    """Returns the round's weights [M], and those that the next round starts from.
+    """Returns the round's weights [M], and the initial weights of the next round.
 
-    Objectives that nobody has have weight 0 in the round and keep theirs for later ones.
+    Objectives without gradients have weight 0 in this round and keep their weight for later rounds.
     """
     active = estimate.active
     if not active:
@@ -158,7 +160,7 @@ def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) ->
         return firm_weights(gram, beta=cfg.beta, normalize=cfg.normalize_gram).tolist()
     if cfg.solver == "upgrad":
         return upgrad_weights(gram).tolist()
-    if cfg.communication == "two_sample":  # not symmetric, which Algorithm 2 does not mind
+    if cfg.communication == "two_sample":  # not symmetric, which Algorithm 2 allows
         for _ in range(cfg.num_steps):
             last = project_to_simplex(last - cfg.step_size * gram @ last)
         return last.tolist()

@@ -1,4 +1,4 @@
-"""FedCMOO-Pref: FedCMOO with weights that steer the losses towards wanted ratios.
+"""FedCMOO-Pref: FedCMOO with weights that steer the losses towards preferred ratios.
 
 Askin et al. (2024), arXiv:2410.16398: Algorithms 7 and 8.
 """
@@ -48,13 +48,13 @@ class FedCmooPrefConfig(GramConfig):
         self.check(self.preference or ("",))
 
     def check(self, objectives: Sequence[Any]) -> None:
-        """Raises ``ValueError`` on a preference that does not fit these objectives."""
+        """Raises ``ValueError`` if the preference does not fit these objectives."""
         self.find_weights(np.eye(len(objectives)), np.ones(len(objectives)))
 
     def find_weights(
         self, gram: np.ndarray, losses: np.ndarray, active: list[int] | None = None
     ) -> np.ndarray:
-        """Returns the weights of the A active objectives, by default all, shape [A]."""
+        """Returns the weights of the A active objectives (all by default), shape [A]."""
         multiples = np.array(self.preference or (1.0,) * len(gram))
         if active is not None and self.preference is not None:
             multiples = multiples[active]
@@ -75,8 +75,8 @@ def fedcmoo_pref(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedCMOO-Pref, and the rows for the log.
 
-    As ``fedcmoo``, but the weights depend on the losses at θ_t too, which clients send with their
-    Jacobians: the means over those that serve an objective, in the row's "start_losses".
+    Like ``fedcmoo``, but the weights also depend on the losses at θ_t, which clients send with
+    their Jacobians. The row's "start_losses" are each objective's mean over the clients serving it.
     """
     this_round = Round(state, clients, engine, cfg)
     estimate = estimate_gram(this_round, state, cfg)

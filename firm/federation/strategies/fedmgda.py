@@ -1,4 +1,4 @@
-"""FedMGDA and FedMGDA+: every client is an objective, and the server takes their min-norm update.
+"""FedMGDA and FedMGDA+: each client is an objective, and the server takes the min-norm update.
 
 Hu et al. (2022), "Federated Learning Meets Multi-objective Optimization", arXiv:2006.11489:
 Algorithm 1 with Eq. 22, 23 and 25; MGDA-Prox with a proximal term in the local training.
@@ -50,13 +50,13 @@ def fedmgda(
 ) -> tuple[ServerState, dict[str, Any]]:
     """Returns the server's state after one round of FedMGDA+, and the round's rows for the log.
 
-    A client whose update is zero has reached its own minimum; it is named in the row's
-    "zero_updates". Where its weight is free the server then stands still, for zero is the shortest
-    combination. The row's "weights" are λ by client.
+    A client with a zero update has reached its own minimum; it is listed in the row's
+    "zero_updates". If its weight is unconstrained, the server's model does not change, because zero
+    is the shortest combination. The row's "weights" are λ by client.
     """
     this_round = Round(state, clients, engine, cfg)
 
-    # every client trains on its own and sends g_i = θ_t - θ_i, which is normalised
+    # every client trains locally and sends g_i = θ_t - θ_i, which is normalised
     replies = this_round.train(cfg.local_training())
     updates = [reply.content for reply in replies]
     adapters = [update.adapter for update in updates]
@@ -66,7 +66,7 @@ def fedmgda(
     counts = shares(updates, by=cfg.aggregation)
     weights = [count / sum(counts) for count in counts]
     if cfg.epsilon == 0:
-        step_weights: Sequence[float] = counts  # FedAvg's own sum, to the last bit
+        step_weights: Sequence[float] = counts  # bitwise equal to FedAvg's sum
     else:
         gram = gram_matrix(update_matrix(state.adapter, adapters))
         scale = torch.tensor(per_length([1.0] * len(updates), lengths)).double()

@@ -1,4 +1,4 @@
-"""FIRM: every client resolves its objectives' conflict itself, and the server averages.
+"""FIRM: every client resolves conflicts between its objectives, and the server averages updates.
 
 Algorithm 1 of "FIRM: Federated In-client Regularized Multi-objective Alignment" (Nourzad et al.).
 """
@@ -60,7 +60,7 @@ class FirmConfig(StrategyConfig):
         num_objectives = 1 if self.preference is None else max(1, len(self.preference))
         if self.constraints and self.solver == "exact":
             raise ValueError("constraints need solver cvxpy, got solver exact.")
-        # the constraints wait for the objectives' names
+        # the constraints are checked once the objectives' names are known
         options = {**self.weighting_options(), "solver": "exact"}
         firm_weights(np.eye(num_objectives), **options)
         for client in self.preferences:
@@ -68,17 +68,17 @@ class FirmConfig(StrategyConfig):
         super().__post_init__()
 
     def check(self, objectives: Sequence[str]) -> None:
-        """Raises ``ValueError`` on options that do not fit these objectives."""
+        """Raises ``ValueError`` if the options do not fit these objectives."""
         firm_weights(np.eye(len(objectives)), **self.weighting_options(objectives))
         for client in self.preferences:
             self.of_client(client).check(objectives)
 
     def steps(self, num_rounds: int) -> list[Transform]:
-        """Returns the server's steps: towards the mean, by η."""
+        """Returns the server's steps: a step towards the mean with learning rate η."""
         return [Count(self.aggregation), Mean(), Rate(self.server_learning_rate)]
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns the alarm about a β that does nothing, where there is one."""
+        """Returns an alarm if β has almost no effect on the weights."""
         if self.preference is not None:
             return []
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
@@ -86,12 +86,12 @@ class FirmConfig(StrategyConfig):
         return [alarm] if alarm else []
 
     def of_client(self, name: str) -> Self:
-        """Returns the options of a client, with its own preference where it has one."""
+        """Returns the options of a client, with its own preference if it has one."""
         preference = self.preferences.get(name, self.preference)
         return replace(self, preference=preference, preferences={})
 
     def weighting_options(self, objectives: Sequence[str] | None = None) -> dict[str, Any]:
-        """Returns the arguments of ``firm_weights``; without names those but constraints."""
+        """Returns the arguments of ``firm_weights``, without constraints if objectives is None."""
         return {
             "beta": self.beta,
             "preference": self.preference,
@@ -105,7 +105,7 @@ class FirmConfig(StrategyConfig):
         }
 
     def local_training(self, objectives: Sequence[str]) -> dict[str, Any]:
-        """Returns the fields of the ``LocalTraining`` that every round asks for."""
+        """Returns the fields of each round's ``LocalTraining`` request."""
         return {
             **self.training(),
             "weighting": "firm",
@@ -118,7 +118,7 @@ class FirmConfig(StrategyConfig):
         }
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``StrategyConfig``."""
+        """Returns the requests of a round; see ``StrategyConfig``."""
         return self.training_requests(self.local_training(objectives))
 
 
@@ -133,11 +133,11 @@ class FirmConfig(StrategyConfig):
     constraints=Items[Items[Finite]],
 )
 def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) -> torch.Tensor:
-    """Returns FIRM's weights of the served objectives' own problem, 0 for the others, shape [M].
+    """Returns FIRM's weights for the served objectives, and 0 for the others, shape [M].
 
-    A zero gradient is the shortest of all: left in, its objective would get all the weight. Where a
-    preference asks for none of them all weights are 0.
-    ``options`` are those of ``firm_weights``.
+    Objectives that are not served have zero gradients, which are the shortest: if they were
+    included, they would get all the weight. If the preference is zero for all served objectives,
+    all weights are 0. ``options`` are those of ``firm_weights``.
     """
     rows = list(served)
     if len(rows) == len(gram):
@@ -166,6 +166,6 @@ def firm_round(
     # steps along its own consensus direction λᵀJ
     replies = this_round.train(cfg.local_training(state.objectives))
 
-    # the server averages what came back whole, or what a robust rule makes of it, and steps
-    # towards it: θ_{t+1}
+    # the server averages the valid updates, or the output of a robust rule, and steps towards the
+    # mean: θ_{t+1}
     return this_round.finish(replies)

@@ -1,13 +1,14 @@
 """FMGDA and FSMGDA: one local training per objective, and min-norm weights for their updates.
 
 Yang et al. (2023), "Federated Multi-Objective Learning", arXiv:2310.09866, Algorithm 1. The two
-differ in the clients alone: a client whose batch is its whole shard takes full local gradient
+differ only on the clients: with batches that are the whole shard, clients take full local gradient
 steps, which is FMGDA. With one client and one local step they are the centralised MGD and SMGD.
 
-A run ends with its last iterate, which no theorem of the paper is about. For strongly convex
+A run returns its last iterate, which is not covered by the paper's theorems. For strongly convex
 objectives (Theorems 3 and 7) the paper returns an x_t drawn at random with weights proportional to
-(1 - μη/2)^(1-t); for others (Theorems 1 and 5) its bound is that of the best x_t. The weights need
-μ, which no neural network has, and the paper's experiments are curves over all rounds.
+(1 - μη/2)^(1-t); for others (Theorems 1 and 5) its bound applies to the best x_t. The weights
+require μ, which neural networks do not have, and the paper's experiments show curves over all
+rounds.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class FsmgdaConfig(StrategyConfig):
         super().__post_init__()
 
     def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns what a round asks of clients; see ``StrategyConfig``."""
+        """Returns the requests of a round; see ``StrategyConfig``."""
         return {ObjectiveTraining: self.local_work()}
 
 
@@ -73,7 +74,7 @@ def fsmgda(
     """Returns the server's state after one round of FSMGDA, and the round's rows for the log.
 
     An objective that none of the round's clients serves has weight 0. The row's "weights" are λ by
-    objective; its "drift" is that of each client's updates under these weights.
+    objective; its "drift" is computed from each client's updates combined with these weights.
     """
     this_round = Round(state, clients, engine, cfg)
 
@@ -113,7 +114,7 @@ def fsmgda(
 
 
 def _as_update(reply: Reply, state: ServerState, weights: dict[str, float]) -> Reply:
-    """Returns the reply with one update, that of its objectives under the server's weights."""
+    """Returns the reply with its objectives' updates combined by the server's weights."""
     content = reply.content
     names = list(content.updates)
     adapter = moved(

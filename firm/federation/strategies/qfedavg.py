@@ -1,4 +1,4 @@
-"""q-FedAvg: clients with a larger loss count for more.
+"""q-FedAvg: clients with larger losses get larger weights.
 
 Li et al. (2020), "Fair Resource Allocation in Federated Learning", arXiv:1905.10497, Algorithm 2.
 """
@@ -58,11 +58,11 @@ def qfedavg(
 
         θ_{t+1} = θ_t - η Σ F_k^q Δw_k / Σ h_k,  h_k = q F_k^(q-1) ‖Δw_k‖² + L F_k^q.
 
-    Numerator and denominator are divided by the largest F_k^q, which keeps losses of 1e4 at q = 10
-    finite. η, decay and normalisation are additions; η = 1 is the paper's.
+    Numerator and denominator are divided by the largest F_k^q, which avoids overflow for losses of
+    1e4 at q = 10. η, decay and normalisation are not in the paper; η = 1 is the paper's algorithm.
 
-    The row's "weights" are F_k^q L / Σ h_k by client: what each update is multiplied by. They sum
-    to 1 at q = 0, and to less otherwise.
+    The row's "weights" are F_k^q L / Σ h_k by client: the factors of the updates. They sum to 1 at
+    q = 0, and to less otherwise.
     """
     this_round = Round(state, clients, engine, cfg)
     replies = this_round.train(cfg.local_training())
