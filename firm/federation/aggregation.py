@@ -1,4 +1,4 @@
-"""The server's step: from the clients' adapters to the server's next one."""
+"""The server's step, which computes the next adapter from the clients' adapters."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,7 +11,7 @@ Aggregation = Literal["uniform", "by_examples"]
 
 
 def shares(updates: Sequence[Any], *, by: Aggregation) -> list[int]:
-    """Returns what each client counts for, not scaled: 1 each, or the update's ``num_examples``.
+    """Returns each client's unnormalised weight: 1, or the update's ``num_examples``.
 
     Raises:
         ValueError: A size is negative, or all are zero.
@@ -23,10 +23,10 @@ def shares(updates: Sequence[Any], *, by: Aggregation) -> list[int]:
 
 
 def weighted_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
-    """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order, in the first one's dtypes.
+    """Returns Σ wᵢ θᵢ / Σ wᵢ, summed in float64 in the given order, in the first adapter's dtypes.
 
-    Equal adapters give the same adapter back, bit for bit, and equal adapters in equal order the
-    same mean.
+    The mean of identical adapters is bitwise equal to them, and the mean of the same adapters in
+    the same order is deterministic.
 
     Args:
         adapters: At least one; all with the same parameter names and shapes.
@@ -52,15 +52,15 @@ def server_step(
 ) -> Adapter:
     """Returns θ_{t+1} = θ_t + η Σ λᵢ uᵢ with λ = w / Σw: the server's step along weighted updates.
 
-    uᵢ is θᵢ - θ_t, divided by its length where lengths are given; a zero update stays zero. Without
-    them a step of η = 1 is ``weighted_mean`` itself, bit for bit.
+    uᵢ is θᵢ - θ_t, divided by its norm if ``lengths`` are given; a zero update stays zero. Without
+    lengths, a step with η = 1 is bitwise equal to ``weighted_mean``.
 
     Args:
         start: θ_t.
         adapters: θᵢ, at least one.
         weights: w, non-negative, with a positive sum.
         learning_rate: η.
-        lengths: What each update is divided by.
+        lengths: Norms by which the updates are divided.
     """
     if lengths is None and learning_rate == 1.0:
         return weighted_mean(adapters, weights)
@@ -70,7 +70,7 @@ def server_step(
 
 
 def per_length(factors: Sequence[float], lengths: Sequence[float] | None) -> list[float]:
-    """Returns factors of updates over their lengths, where given; 0 for an update of length 0."""
+    """Returns the factors divided by the updates' norms, if given; 0 for zero updates."""
     if lengths is None:
         return list(factors)
     pairs = zip(factors, lengths, strict=True)
@@ -96,7 +96,7 @@ def update_matrix(start: Adapter, adapters: Sequence[Adapter]) -> torch.Tensor:
 
 
 def update_length(start: Adapter, adapter: Adapter) -> float:
-    """Returns the length ‖θ_c - θ_t‖ of an update, summed in float64."""
+    """Returns the norm ‖θ_c - θ_t‖ of an update, summed in float64."""
     squares = (
         (adapter[name].double() - parameter.double()).square().sum().item()
         for name, parameter in start.items()
@@ -105,23 +105,23 @@ def update_length(start: Adapter, adapter: Adapter) -> float:
 
 
 def update_lengths(start: Adapter, updates: Sequence[Any]) -> list[float]:
-    """Returns the lengths ‖θ_c - θ_t‖ of the updates, summed in float64."""
+    """Returns the norms ‖θ_c - θ_t‖ of the updates, summed in float64."""
     return [update_length(start, update.adapter) for update in updates]
 
 
 def by_client(updates: Sequence[Any], values: Sequence[float]) -> dict[str, float]:
-    """Returns one value of each update by its client's name."""
+    """Returns a mapping from the updates' client names to values."""
     return {update.client: value for update, value in zip(updates, values, strict=True)}
 
 
 def flat(adapter: Adapter, dtype: torch.dtype | None = torch.float32) -> torch.Tensor:
-    """Returns an adapter's parameters one after the other, [d]; None keeps their own type."""
+    """Returns an adapter's parameters as one vector [d]; a ``dtype`` of None keeps their dtype."""
     whole = torch.cat([parameter.reshape(-1) for parameter in adapter.values()])
     return whole if dtype is None else whole.to(dtype)
 
 
 def unflattened(vector: torch.Tensor, like: Adapter) -> Adapter:
-    """Returns a vector [d] as an adapter with the names, shapes and types of another."""
+    """Returns a vector [d] as an adapter with the names, shapes and dtypes of ``like``."""
     parts = vector.split([parameter.numel() for parameter in like.values()])
     return {
         name: part.view(parameter.shape).to(parameter.dtype)

@@ -1,6 +1,6 @@
-"""Clients that train honestly and send something else, to test robust rules against.
+"""Clients that train honestly but send manipulated updates, to test robust rules.
 
-Attackers of the rewards or losses, and so of the training itself, are the wings' own.
+Attacks on rewards or losses, and so on the training itself, are implemented by each wing.
 """
 
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ s‖θ_c - θ_t‖ far into a random direction that all colluders share."""
 
 
 class Attacker:
-    """A client whose updates are attacked on their way out; all else is the client's within.
+    """Wraps a client and manipulates its updates; everything else is forwarded to the client.
 
     Args:
-        client: The client within; loaded, trained and restored by way of this one alone.
+        client: The wrapped client; it must be loaded, trained and restored only by the wrapper.
         kind: The attack. Sign flips are those of Li et al. (2019), "RSA: Byzantine-Robust
             Stochastic Aggregation Methods for Distributed Learning from Heterogeneous Datasets",
             arXiv:1811.03761.
         scale: s, positive.
-        seed: The run's; colluders need the same.
+        seed: The run's seed; colluding attackers need the same seed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Attacker:
         self._is_training = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also before __init__, where there is no client to ask
+        if name.startswith("_"):  # also before __init__, when there is no client yet
             raise AttributeError(name)
         return getattr(self._client, name)
 
@@ -57,13 +57,13 @@ class Attacker:
         self._client.load(adapter, round)
 
     def batches(self, num_steps: int) -> Iterator[Batch]:
-        """Yields the client's batches; until they end its adapter stays honest."""
-        self._is_training = True  # a proximal term asks for the adapter, and pulls it back
+        """Yields the client's batches; the adapter is honest until they are exhausted."""
+        self._is_training = True  # a proximal term reads the adapter during training
         yield from self._client.batches(num_steps)
         self._is_training = False
 
     def adapter(self) -> Adapter:
-        """Returns what is sent in place of the adapter; during local training the adapter."""
+        """Returns the manipulated adapter; during local training, the honest one."""
         adapter = self._client.adapter()
         if self._is_training:
             return adapter
@@ -79,10 +79,10 @@ class Attacker:
 
 
 def common_direction(start: Adapter, *, seed: int) -> dict[str, torch.Tensor]:
-    """Returns a random direction of length 1 that all who were sent the adapter θ_t agree on.
+    """Returns a random direction of norm 1, the same for all clients that received θ_t.
 
-    A client does not know the round. θ_t is another in every round and the same for all: its bytes
-    and the run's seed are the direction's seed. The tensors are float64.
+    A client does not know the round, but θ_t differs between rounds and is the same for all
+    clients: the direction is seeded by its bytes and the run's seed. The tensors are float64.
     """
     digest = sha256(pack(start)).hexdigest()
     generator = torch.Generator().manual_seed(derive_seed(seed, "collusion", digest))

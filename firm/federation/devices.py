@@ -1,20 +1,20 @@
-"""Devices of this machine, by the names that settings give them."""
+"""Lookup of this machine's devices by name."""
 
 import torch
 
 
 def named_device(name: str) -> torch.device:
-    """Returns the device of this machine that a setting names.
+    """Returns the device of this machine with the given name.
 
     Args:
-        name: "auto" for the accelerator where there is one and the CPU otherwise, "cpu", a type of
-            accelerator such as "cuda", or one accelerator by its index, such as "cuda:1".
+        name: "auto" for the accelerator if there is one and the CPU otherwise, "cpu", a type of
+            accelerator such as "cuda", or a single accelerator by its index, such as "cuda:1".
 
     Returns:
         The device; without an index it is the one that this process currently uses.
 
     Raises:
-        ValueError: There is no such device here.
+        ValueError: This machine has no such device.
     """
     available = torch.accelerator.is_available()
     accelerator = torch.accelerator.current_accelerator() if available else None
@@ -26,7 +26,7 @@ def named_device(name: str) -> torch.device:
         known += [accelerator.type, *(f"{accelerator.type}:{index}" for index in range(count))]
     try:
         device = torch.device(name)
-    except RuntimeError:  # torch lists dozens of device types, most of them absent
+    except RuntimeError:  # torch knows dozens of device types, most of which are absent
         device = None
     if device is None or str(device) not in [*known, "cpu:0"]:
         raise ValueError(

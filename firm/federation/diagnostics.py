@@ -1,4 +1,4 @@
-"""Diagnostics of a round: of one solve, and of the clients together."""
+"""Diagnostics of a round, for single solves and across clients."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ ALARM_ROUNDS = 3
 
 
 def _log_norm_ratio(row: Mapping[str, Any]) -> float | None:
-    """Returns the geometric mean of norm ratios: first over second, or largest over smallest."""
+    """Returns the geometric mean of a row's norm ratios: first/second, or largest/smallest."""
     ratios = []
     for norms in row.get("gradient_norms") or ():
         if len(norms) < 2 or not all(norms):
@@ -73,7 +73,7 @@ register(
         "Cosine, {}",
         "cosine",
         "Below a cosine of zero, what serves one objective hurts the other.",
-        type=Series[PerPair[Correlation | None]],  # None in older logs, beside a zero gradient
+        type=Series[PerPair[Correlation | None]],  # None in older logs, if a gradient is zero
         noisy=Series[PerPair[Finite]],
         reference=0.0,
         axis=CENTERED,
@@ -124,14 +124,15 @@ register(
 
 
 def gradient_norms(gram: torch.Tensor) -> torch.Tensor:
-    """Returns the norms of the gradients behind a Gram matrix, [M, M] to [M]."""
+    """Returns the gradient norms from a Gram matrix, [M, M] to [M]."""
     return gram.diagonal().clamp(min=0).sqrt()
 
 
 def cosines(gram: torch.Tensor) -> torch.Tensor:
-    """Returns the cosine of each pair of gradients; 0 where one of them is zero.
+    """Returns the cosine similarity of each pair of gradients; 0 if either gradient is zero.
 
-    They are the upper triangle, row by row (01, 02, ..., 12, ...), shape [M(M-1)/2], in [-1, 1].
+    The pairs are in the order of the upper triangle, row by row (01, 02, ..., 12, ...), shape
+    [M(M-1)/2], in [-1, 1].
     """
     norms = gradient_norms(gram)
     products = norms[:, None] * norms
@@ -141,10 +142,10 @@ def cosines(gram: torch.Tensor) -> torch.Tensor:
 
 
 def norm_ratio(norms: Sequence[float]) -> float:
-    """Returns the largest of M gradient norms over the smallest, at least 1.
+    """Returns the ratio of the largest to the smallest of M gradient norms, at least 1.
 
-    It is infinite beside a zero gradient, and 1 where all are zero. Where it is far from 1 the
-    weights mostly undo a difference of scale.
+    It is infinite if some gradients are zero, and 1 if all are. If it is far from 1, the weights
+    mostly compensate for a difference in scale.
     """
     smallest, largest = min(norms), max(norms)
     if smallest == largest:
@@ -155,8 +156,8 @@ def norm_ratio(norms: Sequence[float]) -> float:
 def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
     """Returns how far the regulariser moved the weights λ [M], ‖λ - λ(0)‖ / ‖1/M - λ(0)‖.
 
-    0 says that β did nothing, 1 that it made the weights uniform; where λ(0), the weights at β = 0,
-    are themselves uniform the effect is 0. Weights from a preference can exceed 1.
+    0 means that β had no effect, 1 that it made the weights uniform; if λ(0), the weights at β = 0,
+    are uniform already, the effect is 0. It can exceed 1 for weights with a preference.
     """
     uniform = torch.full_like(unregularised, 1 / len(unregularised))
     distance = torch.linalg.vector_norm(uniform - unregularised).item()
@@ -166,7 +167,7 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
 
 
 def solve_figures(gram: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
-    """Returns what is logged of the solve of a Gram matrix [M, M] for weights λ [M], JSON-able."""
+    """Returns the logged metrics of a solve: Gram matrix [M, M] to weights λ [M]; JSON-able."""
     return {
         "gradient_norms": gradient_norms(gram).tolist(),
         "cosines": cosines(gram).tolist(),
@@ -175,11 +176,11 @@ def solve_figures(gram: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
 
 
 def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
-    """Returns the smallest β with this effect, in (0, 1), on the weights of a Gram matrix.
+    """Returns the smallest β with a given effect, in (0, 1), on the weights of a Gram matrix.
 
-    At M = 2, inside the simplex, the effect is β / (2 - 2Ĝ₁₂ + β) with Ĝ = G / mean(diag G), and so
-    β = (2 - 2Ĝ₁₂) effect / (1 - effect); in general it is found by bisection. β is at most 1e6, and
-    0 where λ(0) is uniform and there is nothing to move.
+    For M = 2, inside the simplex, the effect is β / (2 - 2Ĝ₁₂ + β) with Ĝ = G / mean(diag G), and
+    so β = (2 - 2Ĝ₁₂) effect / (1 - effect); in general β is found by bisection. β is at most 1e6,
+    and 0 if λ(0) is uniform already.
     """
     unregularised = firm_weights(gram, beta=0.0)
     if beta_effect(torch.full_like(unregularised, 1 / len(gram)), unregularised) == 0.0:
@@ -193,10 +194,10 @@ def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
 
 
 def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
-    """Returns an alarm about a β that does nothing; None while there is none.
+    """Returns an alarm if β has almost no effect on the weights; otherwise None.
 
-    It is given once, after ``ALARM_ROUNDS``, when the median β-effect of all solves in the log's
-    rows is below 5 %. A β of 0 is meant so, and with privacy there may be no solves.
+    The alarm is raised once, after ``ALARM_ROUNDS``, if the median β-effect of all solves in the
+    log's rows is below 5 %. There is no alarm if β is 0, or if privacy hides all solves.
     """
     clients = [row for row in rows if row.get("kind") == "client" and "beta_effect" in row]
     if beta == 0 or max((row["round"] for row in clients), default=0) != ALARM_ROUNDS:
@@ -219,7 +220,7 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
 
 
 def _gram(norms: Sequence[float], cosine: Sequence[float]) -> torch.Tensor:
-    """Returns the Gram matrix [M, M] of gradients of these norms and pairwise cosines."""
+    """Returns the Gram matrix [M, M] of gradients with these norms and pairwise cosines."""
     gram = torch.diag(torch.tensor(norms, dtype=torch.float64).square())
     for (i, j), value in zip(combinations(range(len(norms)), 2), cosine, strict=True):
         gram[i, j] = gram[j, i] = (value or 0.0) * norms[i] * norms[j]
@@ -230,14 +231,14 @@ def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
     """Returns the Pareto-stationarity bound min_λ λᵀ(mean_c G_c)λ over the simplex.
 
     By Jensen's inequality it is at least min_λ ‖(1/C) Σ_c Σ_j λ^j g^{j,c}‖², the squared norm of
-    the shortest combination of the clients' mean gradients. So with gradients at one model it
-    bounds how far that model is from Pareto stationarity on the batches that were drawn, and equals
-    it for a single matrix; the mean of gradients at different models is the gradient of none.
+    the shortest combination of the clients' mean gradients. If all gradients are at the same model,
+    it bounds that model's distance from Pareto stationarity on the sampled batches, with equality
+    for a single matrix. A mean of gradients at different models is the gradient of none of them.
 
-    For the expected gradients it is an estimate and no bound, not even in the mean over batches:
+    For the expected gradients it is an estimate, not a bound, not even in the mean over batches:
     noise adds its variance to each G_c, but the best λ is chosen after the noise was drawn.
 
-    The Gram matrices are C nested lists of shape [M, M]; the bound is at least 0 up to rounding.
+    The Gram matrices are C nested lists of shape [M, M]; the bound is non-negative up to rounding.
     """
     mean = torch.tensor(grams, dtype=torch.float64).mean(dim=0)
     weights = firm_weights(mean, beta=0.0)
@@ -247,18 +248,18 @@ def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:
 def weights_spread(weights: Sequence[Sequence[Sequence[float]]]) -> torch.Tensor:
     """Returns the standard deviation over clients of each client's mean weights, shape [M].
 
-    Each client's weights are those of its solves, a nested list of shape [S, M].
+    Each client's weights are a nested list with one row per solve, shape [S, M].
     """
     means = [torch.tensor(solves, dtype=torch.float64).mean(dim=0) for solves in weights]
     return torch.stack(means).std(dim=0, correction=0)
 
 
 def disagreement_drift(jacobians: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> float:
-    """Returns how far the clients' own weights [M] bend their gradients' [M, d] mean direction.
+    """Returns how far differences in the clients' weights [M] move their mean direction.
 
-    That is the multi-objective disagreement drift ‖(1/C) Σ_c Σ_j g^{j,c} (λ^{j,c} - λ̄^j)‖² of Eq.
-    7 of FIRM (Nourzad et al.) in a local step, with λ̄ the mean of the clients' weights; 0 where
-    they agree.
+    This is the multi-objective disagreement drift ‖(1/C) Σ_c Σ_j g^{j,c} (λ^{j,c} - λ̄^j)‖² of Eq.
+    7 of FIRM (Nourzad et al.) in a local step, with the gradients [M, d] of each client and the
+    mean λ̄ of the clients' weights; 0 if the weights agree.
     """
     deviations = _deviations(weights)
     directions = [
@@ -269,11 +270,11 @@ def disagreement_drift(jacobians: Sequence[torch.Tensor], weights: Sequence[torc
 
 
 def disagreement_bound(grams: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> float:
-    """Returns an upper bound on ``disagreement_drift`` that costs M² numbers per client.
+    """Returns an upper bound on ``disagreement_drift`` that needs only M² numbers per client.
 
-    That is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄) ≥ 0, by Jensen's inequality, from each client's
-    Gram matrix [M, M] and weights [M] in the same solve. It does not hold for Gram matrices and
-    weights that were averaged before: weights that disagree by turns have equal means.
+    By Jensen's inequality it is (1/C) Σ_c (λ^c - λ̄)ᵀ G_c (λ^c - λ̄) ≥ 0, from each client's Gram
+    matrix [M, M] and weights [M] in the same solve. It is not a bound for Gram matrices and weights
+    that were averaged over solves: weights with alternating disagreements have equal means.
     """
     deviations = _deviations(weights)
     squares = [
@@ -284,15 +285,15 @@ def disagreement_bound(grams: Sequence[torch.Tensor], weights: Sequence[torch.Te
 
 
 def _deviations(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns how far each client's weights are from the clients' mean, shape [C, M]."""
+    """Returns the deviations of the clients' weights from their mean, shape [C, M]."""
     stacked = torch.stack(list(weights)).double()
     return stacked - stacked.mean(dim=0)
 
 
 def drift(adapters: Sequence[Adapter], mean: Adapter, start: Adapter) -> float:
-    """Returns how far clients scatter beside how far they go together.
+    """Returns the spread of the clients' adapters relative to their mean update.
 
-    That is the mean over clients of ‖θ_c - θ̄‖, over ‖θ̄ - θ_t‖; 0 where the mean did not move.
+    This is the mean over clients of ‖θ_c - θ̄‖, divided by ‖θ̄ - θ_t‖; 0 if θ̄ equals θ_t.
     """
     progress = _distance(mean, start)
     if progress == 0.0:
@@ -306,10 +307,10 @@ def _distance(first: Adapter, second: Adapter) -> float:
 
 
 def failure_alarms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns alarms about clients that fail again and again, from the log's rows so far.
+    """Returns alarms about clients that fail repeatedly, from the log's rows so far.
 
-    An alarm names a client once it has failed in ``ALARM_ROUNDS`` rounds in a row in which it was
-    asked, and again whenever their number has doubled.
+    An alarm names a client once it has failed in ``ALARM_ROUNDS`` consecutive rounds in which it
+    was asked, and again whenever that number has doubled.
     """
     history = [row for row in rows if row.get("kind") == "round"]
     if not history:

@@ -1,7 +1,7 @@
-"""Texts from outside, made safe for a terminal and as the name of a file.
+"""Sanitizes untrusted text for terminals and file names.
 
-A site's reasons, the names in a stranger's files and those in a job's configuration pass through
-here once, where they enter the program.
+Failure reasons of sites, names in untrusted files and names in a job's configuration are sanitized
+once, where they enter the program.
 """
 
 import re
@@ -17,10 +17,10 @@ MAX_NAME = 64
 
 
 def printable(text: object, *, max_length: int = 500) -> str:
-    """Returns a text, any object's ``str``, in one line without what a terminal would obey.
+    """Returns an object's ``str`` as a single line that is safe to print on a terminal.
 
-    Control characters, line ends, bidirectional overrides and lone surrogates become escapes that
-    can be read; a text longer than ``max_length`` characters is cut.
+    Control characters, line ends, bidirectional overrides and lone surrogates are replaced by
+    readable escapes; text longer than ``max_length`` characters is truncated.
 
     >>> printable("done\\x1b[2J\\nround 9/9")
     'done\\\\x1b[2J\\\\nround 9/9'
@@ -33,10 +33,10 @@ def printable(text: object, *, max_length: int = 500) -> str:
 
 
 def legible(text: str) -> str:
-    r"""Returns a text of several lines without what a terminal or an editor would obey.
+    r"""Returns multi-line text that is safe to show in a terminal or an editor.
 
-    As `printable`, but nothing is cut, and what prose in some language needs stays: line ends,
-    tabs, spaces of any width and the joiners of Persian, Hindi and emoji.
+    Like `printable`, but without truncation, and keeping characters that are needed in natural
+    languages: line ends, tabs, spaces of any width and the joiners of Persian, Hindi and emoji.
 
     >>> legible("one\x1b[2J\ntwo")
     'one\\x1b[2J\ntwo'
@@ -51,7 +51,7 @@ def _is_prose(character: str) -> bool:
 
 
 def legible_data(value: Any) -> Any:
-    """Returns plain data whose texts, those of keys too, are `legible`."""
+    """Applies `legible` to all strings in plain data, including keys."""
     match value:
         case str():
             return legible(value)
@@ -64,19 +64,19 @@ def legible_data(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, or its type where it has none."""
+    """Returns the first line of an error's text, or its type if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def check_name(name: str, what: str) -> str:
-    """Returns a name that may become part of a path, as it is.
+    """Returns the name unchanged, after checking that it is safe as part of a path.
 
-    It is one path component of letters, digits, '.', '_' and '-' that begins with a letter or a
-    digit, at most ``MAX_NAME`` characters. ``what`` is named in the message, such as "a run's
-    name".
+    It must be one path component of letters, digits, '.', '_' and '-' that begins with a letter or
+    a digit, with at most ``MAX_NAME`` characters. ``what`` describes the name in the message, such
+    as "a run's name".
 
     Raises:
-        ValueError: The name is something else, such as '../run'.
+        ValueError: The name is not safe, such as '../run'.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         raise ValueError(
@@ -87,10 +87,10 @@ def check_name(name: str, what: str) -> str:
 
 
 def by_reason(failures: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns who failed and why, a text for each reason; of many with one reason a few are named.
+    """Groups failures by reason, one text for each; only a few names are listed per reason.
 
     Args:
-        failures: Names with their reasons.
+        failures: Pairs of name and reason.
 
     >>> by_reason([("a", "late"), ("b", "ill"), ("c", "late")])
     ['a, c: late', 'b: ill']

@@ -1,7 +1,7 @@
 """Partitions of a data set's examples among clients.
 
-No example goes to two clients, and each client's indices are in rising order. Every example goes to
-a client, but where sizes are fixed or clients are chosen.
+Shards are disjoint, and each client's indices are in ascending order. Every example is assigned to
+a client, unless sizes are fixed or only some of the clients are selected.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,10 +19,10 @@ Labels = Sequence[Hashable] | np.ndarray | torch.Tensor
 def iid_partition(
     num_examples: int, num_clients: int, *, seed: int, min_examples: int = 1
 ) -> list[list[int]]:
-    """Returns each client's example indices: a random split into sizes that differ by one at most.
+    """Returns each client's example indices, split at random into sizes that differ by at most 1.
 
     Raises:
-        ValueError: There are fewer than ``min_examples``, from 1, for each client.
+        ValueError: There are fewer than ``min_examples`` (at least 1) for each client.
     """
     _check_enough(num_examples, num_clients, min_examples)
     order = _generator(seed).permutation(num_examples)
@@ -32,16 +32,19 @@ def iid_partition(
 def dirichlet_partition(
     labels: Labels, num_clients: int, *, alpha: float, seed: int, min_examples: int = 1
 ) -> list[list[int]]:
-    """Returns each client's example indices: per label, shares drawn from a Dirichlet distribution.
+    """Splits the examples of each label by client shares drawn from a Dirichlet distribution.
 
-    A client that drew fewer than ``min_examples``, from 1, gets the rest from whoever has most.
+    A client with fewer than ``min_examples`` gets the missing ones from the largest shard.
 
     Args:
         labels: One label per example (a class, topic or source).
         num_clients: C.
-        alpha: Concentration, above 0; 0.1 is very uneven, 100 nearly even.
+        alpha: Concentration, positive; 0.1 is very uneven, 100 nearly even.
         seed: The run's seed.
-        min_examples: What every client gets at least.
+        min_examples: Minimum number of examples per client, at least 1.
+
+    Returns:
+        Each client's example indices.
 
     Raises:
         ValueError: alpha is not positive, or there are too few examples.
@@ -70,15 +73,16 @@ def balanced_dirichlet_partition(
     seed: int,
     examples_per_client: int | None = None,
 ) -> list[list[int]]:
-    """Returns each client's example indices: equal sizes, and label shares drawn per client.
+    """Splits examples into shards of equal size, with label shares drawn for each client.
 
     Acar et al. (2021), arXiv:2111.04263, which the FedCMOO paper follows (Appendix D.2). Clients
-    take turns in random order; each turn draws a label from the client's own Dirichlet shares and
-    takes one of its examples. A label that is used up leaves all shares. Departure: a client whose
-    shares are all used up draws from what is left in proportion, where the original draws on.
+    draw in random order: each draw samples a label from the client's Dirichlet shares and takes one
+    of its examples. A label without examples left is removed from all shares. Departure: a client
+    with no labels left in its shares draws from the remaining examples in proportion, whereas the
+    original keeps drawing labels.
 
-    Arguments and errors are those of ``dirichlet_partition``; shards have ``examples_per_client``,
-    by default as many as there are for all, and examples beyond that stay unused.
+    Arguments, result and errors are the same as for ``dirichlet_partition``. Each shard has
+    ``examples_per_client`` examples, by default the largest possible number; others are unused.
     """
     _check_alpha(alpha)
     size = (
@@ -109,12 +113,16 @@ def balanced_dirichlet_partition(
 def shard_partition(
     labels: Labels, num_clients: int, *, shards_per_client: int, seed: int
 ) -> list[list[int]]:
-    """Returns each client's example indices: a few shards of the examples sorted by label.
+    """Sorts examples by label, cuts them into shards, and gives each client a few.
 
-    McMahan et al. (2017), with two shards each; FedMGDA+ (Section 6.1.1) cuts CIFAR-10 into 500
-    shards and gives five to each of 100 clients. Where there are at least as many shards as labels,
-    a shard holds one label, so that no client sees more than ``shards_per_client``; a label gets
-    shards in proportion to its examples, and sizes are equal where labels are. Labels must sort.
+    McMahan et al. (2017), with two shards per client; FedMGDA+ (Section 6.1.1) cuts CIFAR-10 into
+    500 shards and gives five to each of 100 clients. If there are at least as many shards as
+    labels, each shard has a single label, so that a client has at most ``shards_per_client``
+    labels. The number of a label's shards is proportional to its examples, and shards have equal
+    sizes if labels do. Labels must be sortable.
+
+    Returns:
+        Each client's example indices.
 
     Raises:
         ValueError: There is no shard for a client, or there are fewer examples than shards.
@@ -144,13 +152,13 @@ def natural_partition(
     """Returns the example indices of natural clients (writers, roles, domains), as they appear.
 
     Args:
-        clients: Of each example, who it belongs to.
-        num_clients: C, drawn at random among those with enough examples; all of these by default.
+        clients: The client of each example.
+        num_clients: C, drawn at random from the clients with enough examples; all by default.
         seed: The run's seed.
-        min_examples: Clients with fewer are left out, from 1.
+        min_examples: Minimum number of examples, at least 1; clients with fewer are dropped.
 
     Raises:
-        ValueError: Fewer clients than asked for have enough examples.
+        ValueError: Fewer than ``num_clients`` clients have enough examples.
     """
     shards = [shard for shard in _by_label(clients).values() if len(shard) >= min_examples]
     num_chosen = len(shards) if num_clients is None else num_clients
@@ -164,12 +172,12 @@ def natural_partition(
 
 
 def split_shard(shard: Sequence[int], fractions: Sequence[float], *, seed: int) -> list[list[int]]:
-    """Returns a client's shard in random parts: its own training, validation and test data.
+    """Splits a client's shard randomly, such as into training, validation and test data.
 
-    The parts' fractions sum to 1, such as (0.8, 0.1, 0.1) (FedMGDA+, Section 6.1).
+    The fractions sum to 1, such as (0.8, 0.1, 0.1) (FedMGDA+, Section 6.1).
 
     Raises:
-        ValueError: The fractions are not shares of 1, or the first part would be empty.
+        ValueError: The fractions are invalid or do not sum to 1, or the first part would be empty.
     """
     if min(fractions, default=-1.0) < 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"fractions must be non-negative and sum to 1, got {list(fractions)}.")
@@ -185,7 +193,7 @@ def split_shard(shard: Sequence[int], fractions: Sequence[float], *, seed: int) 
 
 def _by_label(labels: Labels) -> dict[Any, list[int]]:
     indices_by_label: dict[Any, list[int]] = {}
-    # a tensor's entries are tensors, which are never equal as keys
+    # iterating over a tensor yields tensors, which do not compare equal as dictionary keys
     values = labels.tolist() if isinstance(labels, np.ndarray | torch.Tensor) else labels
     for index, label in enumerate(values):
         indices_by_label.setdefault(label, []).append(index)
@@ -193,7 +201,7 @@ def _by_label(labels: Labels) -> dict[Any, list[int]]:
 
 
 def _apportion(sizes: list[int], num_shards: int) -> list[int]:
-    """Returns shards per label: one each, then always one more to the label with the largest."""
+    """Returns the shards per label: one each, then repeatedly one more for the largest shards."""
     counts = [1] * len(sizes)
     for _ in range(num_shards - len(sizes)):
         largest = max(range(len(sizes)), key=lambda label: sizes[label] / counts[label])

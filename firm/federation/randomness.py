@@ -1,7 +1,7 @@
-"""Named random streams: complete generator states that take the place of the global ones.
+"""Named random streams: complete generator states that replace the global ones.
 
-torch, numpy and TRL draw from global generators. What one client or stage draws from a stream of
-its own never shifts another's numbers.
+torch, numpy and TRL draw from global generators. With a separate stream for each client or stage,
+the draws of one do not affect those of another.
 """
 
 import copy
@@ -18,7 +18,7 @@ from firm.federation.client import State
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """Returns a seed in [0, 2^63) that belongs to the run's seed and these names in their order.
+    """Returns a seed in [0, 2^63), derived from the run's seed and a sequence of names.
 
     >>> derive_seed(0, "sampling", 1) == derive_seed(0, "sampling", 1)
     True
@@ -32,9 +32,10 @@ def derive_seed(seed: int, *names: str | int) -> int:
 class RandomStream:
     """A named stream of random numbers, used as ``with stream: ...``.
 
-    Inside the block the global generators of torch (CPU and every CUDA device), numpy (the legacy
-    one) and Python hold this stream's state; at its end the stream keeps how far they have
-    advanced, and the outer states return, after an exception too. Streams may nest, each once.
+    Inside the block, the global generators of torch (CPU and every CUDA device), numpy (the legacy
+    one) and Python have this stream's state. At the end of the block the advanced states are saved
+    in the stream and the outer states are restored, also after an exception. Streams can be nested,
+    but a stream cannot be nested in itself.
     """
 
     def __init__(self, seed: int, *names: str | int):
@@ -61,14 +62,14 @@ class RandomStream:
         self._outer = None
 
     def state(self) -> State:
-        """Returns a copy of the generators' states, ready for a checkpoint."""
+        """Returns a copy of the generators' states for a checkpoint."""
         return copy.deepcopy(self._state)
 
     def restore(self, state: State) -> None:
-        """Continues from a state that ``state`` returned.
+        """Restores a state returned by ``state``.
 
-        CUDA states of devices that this machine lacks are dropped; devices that the state does
-        not know start from the stream's own seed.
+        CUDA states of devices that this machine does not have are dropped; devices missing from the
+        state start from the stream's seed.
         """
         missing = _fresh_state(self._seed)["cuda"][len(state["cuda"]) :]
         self._state = copy.deepcopy(state)
@@ -111,7 +112,7 @@ def _set_global_state(state: State) -> None:
 
 def _pack_numpy(state: Any) -> State:
     _, keys, pos, has_gauss, gauss = state
-    # int64, because safetensors readers of other languages know no uint32
+    # int64, because safetensors readers in other languages do not support uint32
     keys = torch.from_numpy(keys.astype(np.int64))
     return {"keys": keys, "pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(gauss)}
 

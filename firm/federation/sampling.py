@@ -1,4 +1,4 @@
-"""Which clients take part in a round."""
+"""Sampling of the clients that take part in a round."""
 
 from collections.abc import Sequence
 
@@ -18,15 +18,15 @@ def sample_clients(
 ) -> list[str]:
     """Returns the clients of a round, drawn without replacement, in their given order.
 
-    The draw depends on the seed, the round and the arguments alone, so a resumed run draws alike.
+    The draw depends only on the arguments, so a resumed run samples the same clients.
 
     Args:
         clients: All clients' names.
         seed: The run's seed.
         round_number: Round, from 1.
-        count: How many, from 1 to C. All by default.
-        always: Names of clients that take part whatever is drawn; the others are drawn for the
-            places that are left, of which there must be one.
+        count: Number of clients, from 1 to C; all by default.
+        always: Names of clients that take part in every round. The others are sampled for the
+            remaining places; there must be at least one.
 
     >>> sample_clients(["a", "b", "c"], seed=0, round_number=1)
     ['a', 'b', 'c']

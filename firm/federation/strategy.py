@@ -1,4 +1,4 @@
-"""Strategies: the settings and options that all have, and the registry that their files fill."""
+"""The settings and options common to all strategies, and the registry of strategies."""
 
 from collections.abc import Callable
 from dataclasses import field
@@ -37,7 +37,7 @@ class StrategyConfig(RoundConfig):
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The options that are on, in the order in which they wrap a client's training."""
+        """The enabled options, in the order in which they wrap a client's training."""
         options: tuple[Option | None, ...] = (
             LoraProducts() if self.lora_mean == "products" else None,
             self.robust if self.robust.rule != "none" else None,
@@ -50,7 +50,7 @@ class StrategyConfig(RoundConfig):
 
     @classmethod
     def forms(cls) -> list[type["StrategyConfig"]]:
-        """Returns the registered configurations of this kind, each with its own ``name``."""
+        """Returns the registered subclasses of this configuration, each with a unique ``name``."""
         return [_CONFIGS[name] for name in sorted(STRATEGIES) if issubclass(_CONFIGS[name], cls)]
 
 
@@ -71,7 +71,7 @@ Function = TypeVar("Function", bound=Strategy)
 
 
 def strategy(function: Function) -> Function:
-    """Registers a strategy under the ``name`` of its configuration, the type of its ``cfg``."""
+    """Registers a strategy under the ``name`` of its configuration, the type of ``cfg``."""
     config = get_type_hints(function).get("cfg")
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ValueError(f"{function.__name__} needs an argument cfg, a StrategyConfig.")

@@ -1,4 +1,4 @@
-"""The tasks that an engine can ask of a client, by name: the name travels, never code."""
+"""Registry of the tasks that an engine can request from a client by name; no code is sent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Function = TypeVar("Function", bound=Callable[[Client, Any], Answer])
 
 @dataclass(frozen=True)
 class Task:
-    """A client's part, and the type of the message that asks for it."""
+    """A function that runs on a client, and the type of the request for it."""
 
     function: Callable[[Client, Any], Answer]
     """From a client and the request to the answer."""

@@ -1,7 +1,7 @@
-"""Code of users, such as reward functions and plugins: whatever it raises becomes one line.
+"""Runs user code, such as reward functions and plugins, and reports its errors in one line.
 
-``except Exception`` is not enough for that: SystemExit, asyncio.CancelledError and exceptions that
-derive from BaseException would end the run without a word.
+``except Exception`` is not sufficient: SystemExit, asyncio.CancelledError and exceptions derived
+from BaseException would end the run without a message.
 """
 
 import sysconfig
@@ -37,15 +37,15 @@ def user_code(
     but: tuple[type[BaseException], ...] = (),
     kind: type[Exception] = ValueError,
 ) -> Iterator[None]:
-    """Raises one line of text in place of whatever a user's code raises inside.
+    """Replaces any exception raised by user code in the block with a one-line error.
 
-    The line names the user's own file and line; the exception itself is the cause.
+    The message names the user's file and line; the original exception is the cause.
 
     Args:
-        what: What runs inside, such as "reward 'brief'".
-        remedy: What to do about an error.
-        but: Exceptions that pass as they are, beside `INTERRUPTIONS`.
-        kind: Type of the error that is raised.
+        what: Name of the code for the message, such as "reward 'brief'".
+        remedy: Advice on how to resolve an error.
+        but: Exceptions that are not replaced, in addition to `INTERRUPTIONS`.
+        kind: Type of the error to raise.
     """
     try:
         yield
@@ -56,10 +56,10 @@ def user_code(
 
 
 def described(error: BaseException) -> str:
-    """Returns type, text, file and line of an error in a user's code, in one line."""
+    """Returns the type, text, file and line of an error in user code, as one line."""
     try:
         text = str(error.msg if isinstance(error, SyntaxError) else error)
-    except Exception:  # a class of the user's own
+    except Exception:  # from a class defined by the user
         text = ""
     text = printable(" ".join(text.split()), max_length=300)
     where = place(error)
@@ -70,9 +70,9 @@ def described(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str | None:
-    """Returns file and line of the user's code that an error came from, None where there is none.
+    """Returns the file and line in user code where an error originated; None if there is none.
 
-    That is the innermost line outside this package, Python's library and installed packages; for
+    This is the innermost line outside of this package, Python's library and installed packages; for
     a function of an installed package, the line of that function.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
@@ -92,7 +92,7 @@ def place(error: BaseException) -> str | None:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Returns whether a user's code raised an error, by itself or in a library that it calls."""
+    """Returns whether user code raised an error, directly or in a library that it calls."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     known = [file for file in files if _is_users(file) or file.startswith(_OWN_FOLDERS)]
     return bool(known) and _is_users(known[-1])
@@ -105,6 +105,6 @@ def _is_users(file: str) -> bool:
 
 
 def _short(file: str) -> str:
-    """Returns a path as seen from the working directory where it is inside."""
+    """Returns a path relative to the working directory if it is inside, else unchanged."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
