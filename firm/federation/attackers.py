@@ -26,8 +26,8 @@ class Attacker:
 
     Args:
         client: The wrapped client; it must be loaded, trained and restored only by the wrapper.
-        kind: The attack. Sign flips are those of Li et al. (2019), "RSA: Byzantine-Robust
-            Stochastic Aggregation Methods for Distributed Learning from Heterogeneous Datasets",
+        kind: The attack. Sign flips follow Li et al. (2019), "RSA: Byzantine-Robust Stochastic
+            Aggregation Methods for Distributed Learning from Heterogeneous Datasets",
             arXiv:1811.03761.
         scale: s, positive.
         seed: The run's seed; colluding attackers need the same seed.

@@ -112,7 +112,7 @@ class Option:
     # On the server
 
     def around(self, engine: "Engine") -> "Engine":
-        """Wraps the engine of a run on one machine with the part of the option run by sites."""
+        """Adds the sites' part of the option to the engine of a run without separate sites."""
         return engine
 
     def requests(self, requests: Requests, cfg: "RoundConfig") -> Requests:

@@ -98,7 +98,7 @@ def balanced_dirichlet_partition(
     for client in generator.permutation(np.repeat(np.arange(num_clients), size)).tolist():
         bounds = cumulative[client]
         if bounds is None:
-            # alpha near 0 gives shares whose sum underflows once the main label is gone
+            # for alpha near 0 the sum of shares underflows once the main label is used up
             mass = shares[client] * (left > 0)
             bounds = np.cumsum(mass if mass.sum() > 1e-9 else left)
             cumulative[client] = bounds

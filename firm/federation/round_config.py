@@ -144,7 +144,7 @@ class RoundConfig:
         return next((epsilon for epsilon in spent if epsilon is not None), inf)
 
     def around(self, engine: "Engine") -> "Engine":
-        """Wraps the engine of a run on one machine with the part of the options run by sites."""
+        """Adds the sites' part of the options to the engine of a run without separate sites."""
         for option in self.options:
             engine = option.around(engine)
         return engine

@@ -134,12 +134,12 @@ def _missing_digits(encoded: Any) -> int:
 def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:
     """Returns the message serialized by `pack`.
 
-    Any input results in a message or a ``ValueError``, in time linear in the number of bytes. A
-    tensor takes no more memory than its serialized bytes: safetensors checks names, types, shapes
+    Any input results in a message or a ``ValueError``, in time that grows with the number of bytes.
+    A tensor takes no more memory than its serialized bytes: safetensors checks names, types, shapes
     and offsets before it creates tensors.
 
-    With ``max_bytes``, for messages of other parties, larger inputs are refused, and so are texts
-    of more than ``MAX_TEXT_BYTES`` and dictionaries with integer keys.
+    With ``max_bytes``, for messages of other parties, larger inputs are refused, and so are more
+    than ``MAX_TEXT_BYTES`` of text and dictionaries with integer keys.
 
     Raises:
         ValueError: The bytes are not a valid message.

@@ -55,7 +55,7 @@ class ServerState:
 
         Args:
             adapter: θ_{t+1}.
-            clients: Names of the clients whose updates were accepted.
+            clients: Names of the clients with accepted updates.
             memory: The strategy's state for the next round; unchanged when None.
         """
         finished = self.round + 1

@@ -126,7 +126,7 @@ class JacobianRequest(Request):
 
 @dataclass(frozen=True)
 class GramCorrection(Answer):
-    """A client's second upload of two-way communication."""
+    """A client's second upload in two-way communication."""
 
     own_gram: Matrix
     """[M, M]."""

@@ -245,7 +245,7 @@ class ObjectiveTraining(Request):
 
     @property
     def num_trainings(self) -> int:
-        """Returns M: one for each objective."""
+        """Returns M, one training per objective."""
         return len(self.objectives)
 
     def example(self, client: str, sizes: Sizes) -> Answer:

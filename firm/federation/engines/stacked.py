@@ -19,8 +19,8 @@ than the cache waits for memory."""
 class StackedEngine(LocalEngine):
     """Runs clients in lockstep, with batched passes through a model that they share.
 
-    Tasks, states and failures of clients are handled as by the local engine. Clients that share no
-    model run sequentially.
+    Tasks, states and failures of clients are handled as by the local engine. Clients without shared
+    work run sequentially.
 
     Args:
         clients: As for ``LocalEngine``.

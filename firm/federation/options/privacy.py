@@ -140,7 +140,7 @@ class PrivacyConfig(Option):
         return message_epsilon(self, num_messages)
 
     def notes(self) -> list[str]:
-        """Returns warnings about these settings that ε does not express."""
+        """Returns warnings about these settings that ε does not express; none by default."""
         notes = []
         if self.noise_multiplier == 0:
             notes.append("privacy.noise_multiplier is 0: deltas are clipped, nobody is protected.")

@@ -88,7 +88,7 @@ class Ranks(Option):
         return partial_training
 
     def received(self, update: Update, request: Any) -> Update:
-        """Returns the full update; parameters that the client does not train are those of θ_t.
+        """Returns the full update; parameters that the client does not train equal θ_t's.
 
         Raises:
             Invalid: The update has other parameters than the client trains.

@@ -190,7 +190,7 @@ class SecureSums(Option):
             )
 
     def around(self, engine: Engine) -> Engine:
-        """Wraps the engine of a run on one machine, with a new key.
+        """Wraps the engine of a run without separate sites, with a new key.
 
         Secure aggregation protects no one in such a run, but it has the same cost and the same
         results as between sites.

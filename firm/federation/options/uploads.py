@@ -97,7 +97,7 @@ class UploadConfig(Option):
         return quantized_training
 
     def received(self, update: Update, request: Any) -> Update:
-        """Returns the update with θ_t + Q(θ_c - θ_t); untrained parameters are those of θ_t.
+        """Returns the update with θ_t + Q(θ_c - θ_t); untrained parameters equal θ_t's.
 
         Raises:
             Invalid: The update is not quantised, has the wrong size, or leads to huge entries.

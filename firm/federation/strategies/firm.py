@@ -137,7 +137,7 @@ def served_weights(gram: torch.Tensor, served: Sequence[int], **options: Any) ->
 
     Objectives that are not served have zero gradients, which are the shortest: if they were
     included, they would get all the weight. If the preference is zero for all served objectives,
-    all weights are 0. ``options`` are those of ``firm_weights``.
+    all weights are 0. ``options`` are passed to ``firm_weights``.
     """
     rows = list(served)
     if len(rows) == len(gram):

@@ -1,4 +1,4 @@
-"""Krum and Multi-Krum: the updates with the nearest neighbours."""
+"""Krum and Multi-Krum: select the updates that are closest to their neighbours."""
 
 from collections.abc import Sequence
 from math import inf
