@@ -9,8 +9,8 @@ A reward model is a callable with TRL's reward-function signature,
     def question_marks(completions, **kwargs):
         return [float(text.count("?")) for text in completions]
 
-and a config names it, with the file that it stands in. A package offers one to all who install it
-by an entry point in the group "firm.reward_models"::
+and a config selects it by name, with the file that defines it. A package provides one through an
+entry point in the group "firm.reward_models"::
 
     [project.entry-points."firm.reward_models"]
     question_marks = "my_package.rewards:question_marks"

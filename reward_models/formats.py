@@ -1,7 +1,7 @@
-"""How a reward model reads a dialogue and a reply: the spelling that it was trained on.
+"""The formats in which reward models read a dialogue and a reply, as in their training.
 
-The wrong spelling raises no error and costs accuracy in silence. A config can hold the scores of
-known examples against that; see `reward_models.golden`.
+A wrong format raises no error and silently costs accuracy. A config can list the scores of known
+examples to detect it; see `reward_models.golden`.
 """
 
 from typing import Any, Literal

@@ -1,8 +1,8 @@
-"""Golden scores: examples of which the score is known, checked before anything relies on a reward.
+"""Golden scores: examples with known scores, checked before a reward model is used.
 
-A sequence classifier that is asked in the wrong format answers all the same. What its model card
-says about one example tells, and where the score is off, trying the other formats says which one
-was meant.
+A sequence classifier with the wrong input format still returns scores. Comparing with an example
+from its model card reveals this, and if the score is off, trying the other formats shows which one
+was intended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class GoldenScore:
 
 
 def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
-    """Checks that a reward model gives the scores that are known.
+    """Checks that a reward model gives the known scores.
 
     The message names the examples by their place in the list and repeats no text. The counters of
     a sequence classifier stay as they are.
@@ -60,7 +60,7 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
 
 
 def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
-    """Returns what a reward model gives instead of the golden scores that it misses, by place."""
+    """Returns a reward model's scores where they differ from the golden ones, by place."""
     # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
     from firm.alignment.prompts import prompt_of
     from firm.alignment.rewards import score
@@ -76,7 +76,7 @@ def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
 
 
 def _format_that_fits(reward: SequenceClassifierReward, golden: Mapping[int, GoldenScore]) -> str:
-    """Returns which other formats give all the scores, as a remedy."""
+    """Returns a remedy: the other formats that give all the scores."""
     fitting = []
     for format in get_args(CallFormat):
         ends = [
@@ -102,5 +102,5 @@ def _fits(
 ) -> bool:
     try:
         return not _misses(reward.with_format(format, append_eos=append_eos), golden)
-    except ValueError:  # what this tokenizer cannot spell is not what was meant
+    except ValueError:  # a format that this tokenizer cannot spell is not the intended one
         return False

@@ -1,4 +1,4 @@
-"""Which reward models there are, by name, and how a config chooses one."""
+"""The registry of reward models by name, and their selection by a config."""
 
 import difflib
 import inspect
@@ -139,7 +139,7 @@ class FunctionReward:
     def __call__(
         self, /, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> Any:
-        """Calls the function by keyword, with those fields of the data that it has parameters for.
+        """Calls the function by keyword, with the fields of the data that it has parameters for.
 
         Raises:
             TypeError: It needs a field that the data do not have.
@@ -183,7 +183,7 @@ class FunctionReward:
 
     @cached_property
     def _bound_parameter(self) -> str | None:
-        """Name that a method has for its object, by which it cannot be given a field."""
+        """Name of a method's bound parameter, to which no field can be passed."""
         method = getattr(self.function, "__func__", None) or type(self.function).__call__
         if inspect.isfunction(self.function) or not inspect.isfunction(method):
             return None
@@ -197,14 +197,13 @@ REWARD_MODELS: dict[str, Callable[[RewardModelConfig, str], Any]] = {
 
 
 def reward_model(name: str) -> Callable[[Function], Function]:
-    """Registers a function with TRL's reward-function signature under a name; it stays as it is.
+    """Registers a function with TRL's reward-function signature under a name, unchanged.
 
-    A class whose instances can be called so is a kind with settings of its own: `options` are the
-    arguments of its constructor, and every objective gets an instance.
+    A class with instances that can be called so has its own settings: `options` are the arguments
+    of its constructor, and every objective gets an instance.
 
     Raises:
-        ValueError: The name is taken, or what is registered cannot be called like a reward
-            function.
+        ValueError: The name is taken, or the object cannot be called like a reward function.
     """
 
     def register(function: Function) -> Function:
@@ -242,7 +241,7 @@ def _function(
 
 
 def reward_settings(text: str) -> dict[str, str]:
-    """Returns the settings of a reward model that a text stands for.
+    """Returns the settings of the reward model that a text denotes.
 
     A text with a "/", or the name of a folder, is a sequence classifier's path or hub name;
     "FILE.py:NAME" is a function in a file; anything else names a registered function.
@@ -267,8 +266,8 @@ def as_reward(
 
     Args:
         objective: The reward model's name.
-        function: What is called; a `SequenceClassifierReward` stays as it is.
-        name: What messages call it; the objective by default.
+        function: Function to call; a `SequenceClassifierReward` is returned unchanged.
+        name: Name in messages; the objective by default.
         options: Further arguments.
 
     Raises:
@@ -319,8 +318,8 @@ def _check_options(name: str, signature: inspect.Signature, options: dict[str, A
 def load_reward_models(configs: Mapping[str, RewardModelConfig]) -> dict[str, Any]:
     """Returns the reward models of several objectives, by the same keys.
 
-    Those that differ in `output`, `golden` and `normalization` alone have one function, or the
-    weights of one classifier, in common.
+    Reward models that differ only in `output`, `golden` and `normalization` share one function, or
+    the weights of one classifier.
 
     Raises:
         ValueError: As `load_reward_model`.
@@ -427,7 +426,7 @@ def _import_installed(name: str) -> None:
 
 @contextmanager
 def _all_or_no_names() -> Iterator[None]:
-    """Undoes what a failing import registered, or trying again would find the name taken."""
+    """Undoes the registrations of a failing import; otherwise a retry would find the name taken."""
     before = dict(REWARD_MODELS)
     try:
         yield

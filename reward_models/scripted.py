@@ -1,7 +1,7 @@
-"""Rewards that are a few lines of Python: quick to run, and plain about what they measure.
+"""Rewards of a few lines of Python: fast, and transparent in their measure.
 
-They need no model, so they suit a first run on any policy. All look at the surface of a text. The
-replies may be texts, or messages as those to chats.
+They need no model, so they suit a first run on any policy. All measure surface features of a text.
+Replies may be texts, or messages as in chats.
 """
 
 import re
@@ -35,9 +35,9 @@ Given = str | Sequence[Mapping[str, Any]]
 
 
 def as_texts(given: Sequence[Given]) -> list[str]:
-    """Returns prompts or replies as texts, whether they are that already or messages.
+    """Returns prompts or replies as texts, whether they are texts already or messages.
 
-    Of messages it is their contents; pictures and tool calls are left out.
+    Messages give their contents; pictures and tool calls are left out.
 
     >>> as_texts(["Yes.", [{"role": "assistant", "content": "No."}]])
     ['Yes.', 'No.']
@@ -94,8 +94,8 @@ def politeness(
     """Returns how many courteous phrases each reply has, less the rude ones; 0 without either.
 
     A phrase is one or more whole words, in any case and with any punctuation between them; where
-    one holds another, the longer one counts, once. A word has no context here: whoever quotes an
-    insult is charged for it, and who explains hell, too. Commas separate phrases.
+    one holds another, the longer one counts, once. A word has no context here: quoting an insult
+    counts as rude, and so does explaining hell. Commas separate phrases.
 
     >>> politeness(["Thank you! Could you say more, please?", "Shut up.", "Rain."])
     [3.0, -1.0, 0.0]
@@ -111,6 +111,6 @@ def _words(text: str) -> str:
 
 
 def _any_of(phrases: str) -> re.Pattern[str]:
-    """Returns what finds whole phrases among `_words`, the longest first."""
+    """Returns a pattern that matches whole phrases in `_words`, the longest first."""
     spelt = sorted(filter(None, map(_words, phrases.split(","))), key=len, reverse=True)
     return re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, spelt))})(?!\S)" if spelt else r"(?!)")

@@ -1,8 +1,8 @@
-"""A Hugging Face sequence classifier as a reward: its own tokenizer, its own way to be asked.
+"""A Hugging Face sequence classifier as a reward, with its own tokenizer and input format.
 
-A reply's score does not depend on what else is in the batch. Padding stands on the right; a causal
+A reply's score does not depend on what else is in the batch. Padding is on the right; a causal
 model's score is read at the last real token, found by length. (Transformers looks for the last id
-that is not the pad id instead, and so misses an EOS at the end where the two are one token.)
+that is not the pad id instead, and so misses an EOS at the end if the two are the same token.)
 """
 
 import inspect
@@ -49,9 +49,9 @@ Features = dict[str, list[int]]
 class SequenceClassifierReward:
     """One logit of a sequence classifier as a reward function.
 
-    The model is put into evaluation mode; `name` is the objective, and the other settings are those
-    of `RewardModelConfig`. An input that is too long loses its beginning, but not the special
-    tokens that the tokenizer opens with. `truncated` says which inputs of the latest call did.
+    The model is put into evaluation mode; `name` is the objective, and the other settings are as in
+    `RewardModelConfig`. An input that is too long loses its beginning, but not the special tokens
+    that the tokenizer opens with. `truncated` says which inputs of the latest call were cut.
 
     Raises:
         ValueError: There is no such label, or several and no choice; the tokenizer cannot spell
@@ -177,7 +177,7 @@ class SequenceClassifierReward:
         return logits[:, self._column].float().cpu()
 
     def of(self, name: str, output: Any) -> "SequenceClassifierReward":
-        """Returns the same model as the reward of another objective, which is another label."""
+        """Returns the same model as the reward of another objective, with another label."""
         return SequenceClassifierReward(
             self.model,
             self.tokenizer,
@@ -190,7 +190,7 @@ class SequenceClassifierReward:
         )
 
     def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
-        """Returns the same model, asked in another way.
+        """Returns the same model with another input format.
 
         Raises:
             ValueError: The tokenizer cannot spell the format, or there is no EOS to append.
@@ -239,7 +239,7 @@ def _checked_max_length(
 
 
 def _num_positions(model: PreTrainedModel) -> int:
-    """Returns how many tokens a model has positions for, `UNKNOWN_LENGTH` if it does not say."""
+    """Returns the number of positions of a model, `UNKNOWN_LENGTH` if it does not state it."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or UNKNOWN_LENGTH
     for name, module in model.named_modules():
@@ -255,8 +255,8 @@ def load_sequence_classifier(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Returns a sequence classifier and its tokenizer; settings are those of `RewardModelConfig`.
 
-    Where `output` is None the classifier must have one label, whatever the checkpoint's config
-    says, since some forget to say it.
+    If `output` is None, the classifier must have one label, whether or not the checkpoint's config
+    says so, since some omit it.
 
     Raises:
         ValueError: There is no such device or checkpoint, it cannot be reached, it is no
@@ -312,7 +312,7 @@ def load_sequence_classifier(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silences the loading report, whose content comes back as an error of one line."""
+    """Silences the loading report; its content is raised as an error of one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,8 +1,8 @@
 """The language wing: one policy gradient per reward model, stages 1 to 5 and 9 of a round.
 
-`prompts`, `rollout`, `rewards` and an estimator of `estimators` are the stages, pure where they can
-be; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is what the federation drives;
-`evaluation` says what a policy is worth on held-out prompts.
+`prompts`, `rollout`, `rewards` and an estimator of `estimators` are the stages, pure where
+possible; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is the federation's client;
+`evaluation` measures a policy on held-out prompts.
 """
 
 from firm.alignment.adapter_files import (

@@ -50,9 +50,9 @@ def load_adapters(
     """Returns the base model with the adapters of N PEFT folders, in evaluation mode.
 
     Each adapter has the rank and the target modules that its own folder states; `select_adapter`
-    chooses one by its place in `folders`. The model is on the accelerator when there is one. With
-    `check_base` an adapter that names another base model is refused. With a preference all are
-    conditioned adapters, which are folded there.
+    chooses one by its index in `folders`. The model is on the accelerator when there is one. With
+    `check_base` an adapter that names another base model is refused. With a preference, all must be
+    conditioned adapters, which are folded at it.
 
     Raises:
         ValueError: There is no such base model, the hub cannot be reached, or a folder holds no
@@ -79,7 +79,7 @@ def load_adapters(
                 else:
                     policy.add_adapter(name, lora, low_cpu_mem_usage=True)
         except (ValueError, TypeError, AttributeError, RuntimeError, re.error) as error:
-            # peft's, when no layer is called like the target modules, or a setting is no such thing
+            # raised by peft if no layer matches the target modules, or a setting is invalid
             raise ValueError(
                 f"the adapter in {folder} does not fit {config.path} ({error}): "
                 "use the base model that it was made for."
@@ -128,9 +128,9 @@ def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
     `fill_adapter_` compares only tensors, which fit at any scale.
 
     Args:
-        folder: The adapter's.
-        policy: Its one slot has the settings that the adapter must have.
-        base: Path of the policy's base model. A folder of the same name in another place passes.
+        folder: The adapter's folder.
+        policy: Policy with one slot, which has the required settings.
+        base: Path of the policy's base model. A folder of the same name elsewhere is accepted.
 
     Raises:
         ValueError: The folder holds no adapter, or one of another base model, rank or scale, or of
@@ -159,7 +159,7 @@ def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
 
 
 def _plain_names(target_modules: Any) -> list[str] | None:
-    """Returns target modules by name; None for a pattern and for paths, which others may equal."""
+    """Returns target modules by name; None for patterns and paths, which are not unique."""
     is_plain = not isinstance(target_modules, str) and not any("." in n for n in target_modules)
     return sorted(target_modules) if is_plain else None
 
@@ -229,7 +229,7 @@ def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
 
 def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
     policy.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
-    # PEFT's own card is a form to fill in that holds the base model's path on this machine.
+    # PEFT's model card is an unfilled template with the base model's path on this machine.
     (folder / "README.md").unlink(missing_ok=True)
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -247,14 +247,14 @@ def fill_adapter_(
     name: str = "default",
     preference: Sequence[float] | None = None,
 ) -> None:
-    """Fills the slot `name` from a PEFT folder, all of whose tensors must fit it.
+    """Fills the slot `name` from a PEFT folder; all of its tensors must fit.
 
     With a preference, a conditioned adapter is folded at it; without one, the adapter is read as
     saved, at equal shares.
 
     Raises:
-        ValueError: The folder holds no adapter, another model's, or one that is not finite, or is
-            asked for a preference that it has not.
+        ValueError: The folder holds no adapter, one of another model, or one that is not finite; or
+            the adapter cannot be folded at the preference.
     """
     with _reading(folder):
         adapter = load_peft_weights(str(folder), device="cpu")
@@ -288,8 +288,7 @@ def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
     """Returns an adapter without weights of the base model, which PEFT saves with a head's adapter.
 
     Raises:
-        ValueError: Such a weight is another than the base model has; the message opens with
-            `problem`.
+        ValueError: Such a weight differs from the base model's; the message starts with `problem`.
     """
     own: Adapter = policy.state_dict()
     copies = {name for name in adapter if ".base_layer." in name and name in own}
@@ -323,7 +322,7 @@ def refold_adapter_(
 
 
 def _slot_name(index: int) -> str:
-    """Returns a name that is part of no other in the model: peft looks for it anywhere in them."""
+    """Returns a name that no other name in the model contains: peft searches for substrings."""
     return f"adapter_{index:04d}"
 
 

@@ -11,7 +11,7 @@ import torch
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns the mean of the entries where `mask` is true, a scalar; both of shape [B, T].
 
-    0 where it is nowhere true, as in a part of a minibatch whose replies are all empty.
+    0 if it is true nowhere, as in a part of a minibatch with only empty replies.
     """
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
@@ -21,9 +21,9 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
 
     Args:
         values: Shape [B, T].
-        mask: Entries that count, shape [B, T]; others are transformed alike, to be masked by the
-            caller.
-        shift_mean: False keeps the mean where it was.
+        mask: Entries that count, shape [B, T]; others are transformed the same way and left to the
+            caller to mask.
+        shift_mean: False keeps the mean.
 
     Raises:
         ValueError: Fewer than two entries count, so that there is no variance.
@@ -58,9 +58,9 @@ def shaped_rewards(
 ) -> torch.Tensor:
     """Returns the reward per token, [M, B, T]: the KL penalty everywhere, the reward at the end.
 
-    The penalty enters every objective alike; because the weights sum to one, their combination
-    carries it exactly once. (The paper names an adaptive KL controller and leaves open where the
-    penalty stands.)
+    The same penalty enters every objective; because the weights sum to one, their combination
+    contains it exactly once. (The paper names an adaptive KL controller and leaves open where the
+    penalty enters.)
 
     Args:
         rewards: One per objective and response, shape [M, B].

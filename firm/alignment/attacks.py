@@ -1,7 +1,7 @@
-"""Clients who attack an alignment: by what their reward models say, or by what they send.
+"""Attacks of clients on an alignment: through their reward models' scores or their updates.
 
-Rewards are attacked where scores arise, at the client's own judges: everything after it, from the
-client's metrics to its update, follows from rewards that are wrong. Updates are attacked by
+Attacks on rewards act on the scores of the client's own judges: everything downstream, from the
+client's metrics to its update, is computed from wrong rewards. Updates are attacked by
 `firm.federation.attackers`; losses of other federations by `firm.fmoo.attacks`.
 """
 
@@ -55,14 +55,15 @@ class AttackConfig:
 
     @property
     def is_on_rewards(self) -> bool:
-        """Whether the reward models lie; else the update does."""
+        """Whether the attack changes rewards; otherwise it changes the update."""
         return self.kind in get_args(RewardAttack)
 
 
 def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Client:
-    """Returns the client as the server meets it, an attacker if it attacks updates.
+    """Returns the client as the server sees it, an attacker if it attacks updates.
 
-    One that attacks rewards has its judges from `attacked_judges`. Colluders share the run's seed.
+    A client that attacks rewards gets its judges from `attacked_judges`. Colluders share the run's
+    seed.
     """
     if attack is None or attack.is_on_rewards:
         return client
@@ -71,9 +72,9 @@ def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Cl
 
 
 def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
-    """Returns the judges of a client that attacks rewards; as they are for every other.
+    """Returns the judges of a client that attacks rewards; unchanged for every other client.
 
-    Their maps from scores to rewards stay: these are the server's.
+    Their maps from scores to rewards are unchanged, since they are the server's.
     """
     if attack is None or not attack.is_on_rewards:
         return judges
@@ -88,7 +89,7 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
 
 
 class _AttackedReward:
-    """A reward function whose scores x are a x + b; what else it knows is that of the true one."""
+    """A reward function with scores a x + b for true scores x; all else is the true function's."""
 
     reads_prompts = True
     output = source = None

@@ -8,7 +8,7 @@ from firm.alignment.trainer import MultiObjectiveTrainer
 
 
 def has_trl_ppo() -> bool:
-    """Returns whether the TRL that is installed still has a `PPOTrainer`."""
+    """Returns whether the installed TRL still has a `PPOTrainer`."""
     try:
         return find_spec("trl.experimental.ppo") is not None
     except ModuleNotFoundError:  # nor anything experimental
@@ -16,14 +16,14 @@ def has_trl_ppo() -> bool:
 
 
 def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
-    """Returns the stages of a local step; for PPO TRL's trainer wraps them, where TRL has one.
+    """Returns the stages of a local step; for PPO, inside TRL's trainer if TRL has one.
 
-    TRL removed its `PPOTrainer` in 1.13. With it and without, clients train the same adapters bit
-    for bit.
+    TRL removed its `PPOTrainer` in 1.13. With it and without, clients train bitwise identical
+    adapters.
 
     Args:
         config: The estimator.
-        **arguments: Those of `MultiObjectiveTrainer`.
+        **arguments: Arguments of `MultiObjectiveTrainer`.
     """
     if isinstance(config, PPOConfig) and has_trl_ppo():
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer

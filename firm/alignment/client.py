@@ -115,17 +115,17 @@ class ExperienceBatch:
 
     @property
     def whole(self) -> Experience:
-        """All rows at once, for weights that are solved per batch."""
+        """All rows of the batch, for weights that are solved per batch."""
         return self.experience
 
     def minibatches(self) -> Iterator[Experience]:
-        """Yields what `gradients` takes, in the order of use."""
+        """Yields the minibatches for `gradients`, in order of use."""
         return (self.experience.rows(index) for index in self.indices)
 
 
 @dataclass(frozen=True)
 class _FirstBatch:
-    """The batch that was drawn first after `load`, for tasks that return to the same state."""
+    """The first batch drawn after `load`, for tasks that return to the same state."""
 
     round: int
     adapter: Adapter
@@ -145,24 +145,26 @@ class AlignmentClient(Client):
     """A client of the federation that aligns a language model.
 
     Clients share one trainer, hence one base model and one adapter slot, into which `load` copies
-    an adapter. What a client learns (estimator, optimizer moments) is its own learner's; where
-    objectives are trained by themselves, each has a learner of its own. All the client's randomness
-    comes from three streams of its own: prompts, rollout and update.
+    an adapter. A client's training state (estimator, optimizer moments) is in its own learner;
+    where objectives are trained separately, each has its own learner. All randomness of a client
+    comes from its own three streams: prompts, rollout and update.
 
-    Some strategies ask twice in one round from one state: for a Jacobian and then for a training,
-    or for one training per objective. Their first batch is the same and is sampled once: it is kept
-    until all objectives are trained on together, which ends a client's round.
+    Some strategies send several requests in one round from the same state: for a Jacobian and then
+    for a training, or for one training per objective. These share their first batch, which is
+    sampled once: it is kept until all objectives are trained on together, which ends a client's
+    round.
 
     Args:
         name: Unique name, such as "client_0".
         prompts: The private shard.
         trainer: The shared trainer.
         seed: Seed of the run; the streams are derived from it and `stream_name`.
-        judges: Reward functions and calibrations; by default the trainer's functions, whose scores
-            are taken as they are. Gradients of objectives that are not among them are zero.
+        judges: Reward functions and calibrations; by default the trainer's functions, with raw
+            scores as rewards. Gradients of objectives without a judge are zero.
         preferences: Draws the preferences of a conditioned policy's prompts; None for other
             policies.
-        stream_name: By default `name`; equal for clients that are to be identical.
+        stream_name: Name of the random streams, by default `name`; equal for clients that must be
+            identical.
         on_event: Called with progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
 
@@ -225,7 +227,7 @@ class AlignmentClient(Client):
         return max(1, self.num_examples // self._trainer.config.num_prompts)
 
     def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
-        """Yields a batch per local step: fresh prompts, and responses of the policy as it is."""
+        """Yields a batch per local step: fresh prompts and responses of the current policy."""
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
@@ -241,11 +243,11 @@ class AlignmentClient(Client):
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
-            if len(self._minibatches) > num_steps_before:  # else it was only looked at
+            if len(self._minibatches) > num_steps_before:  # otherwise it was only inspected
                 self._learner.estimator.end_batch(batch.experience)
 
     def _draw(self) -> ExperienceBatch:
-        """Returns responses of the policy as it is to fresh prompts, and their minibatches.
+        """Returns the current policy's responses to fresh prompts, and their minibatches.
 
         The first batch since `load` is kept.
         """
@@ -271,7 +273,7 @@ class AlignmentClient(Client):
         return batch
 
     def _kept(self) -> ExperienceBatch | None:
-        """Returns the kept first batch, valued by this learner; None if it is of another state."""
+        """Returns the kept first batch, valued by this learner; None if the state differs."""
         first, adapter = self._first, self._adapter
         if (
             first is None
@@ -292,8 +294,8 @@ class AlignmentClient(Client):
     def gradients(self, minibatch: Experience) -> Gradients:
         """Returns the M losses of a minibatch and their Jacobian [M, d].
 
-        Rows of objectives that no reply has a score for are zero, as of those that are not served:
-        they take no part in the minibatch.
+        Rows of objectives that are not served, or that no reply has a score for, are zero: these
+        objectives take no part in the minibatch.
         """
         with self._randomness():
             gradients = self._trainer.gradients(self._learner, minibatch)
@@ -339,29 +341,29 @@ class AlignmentClient(Client):
 
     @contextmanager
     def _randomness(self) -> Iterator[None]:
-        """Draws dropout from the client's stream, in each process of a team from its own."""
+        """Draws dropout from the client's stream, which each process of a team has separately."""
         team = self._trainer.team
         with self._update:
             if team.size == 1:
                 yield
                 return
-            seed = int(torch.randint(2**62, ()))  # alike in all, who yet drop out other units
+            seed = int(torch.randint(2**62, ()))  # the same in all; the rank varies dropout masks
             with RandomStream(seed, "dropout", team.rank):
                 yield
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Takes one optimizer step of the adapter and of what the estimator trains beside."""
+        """Takes one optimizer step of the adapter and of the estimator's own parameters."""
         if self._learner is self._common:
             self._first = None
         self._trainer.step(self._learner, gradients, weights)
         self._minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
 
     def adapter(self) -> Adapter:
-        """Returns a copy of the adapter as it is now, on the CPU."""
+        """Returns a copy of the current adapter, on the CPU."""
         return copy_adapter(self._trainer.adapter_parameters)
 
     def state(self) -> dict[str, Any]:
-        """Returns a deep copy of what lasts from round to round; the adapter is the server's."""
+        """Returns a deep copy of the state kept between rounds; the adapter is the server's."""
         return {
             "learner": self._common.state(),
             "alone": {name: learner.state() for name, learner in self._alone.items()},
@@ -369,7 +371,7 @@ class AlignmentClient(Client):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over a state that `state()` gave."""
+        """Restores a state that `state()` returned."""
         self._learner = self._common
         self._common.restore(state["learner"])
         alone = state["alone"]
@@ -379,14 +381,14 @@ class AlignmentClient(Client):
         self._restore_streams(state)
 
     def alone(self, objective: str, state: dict[str, Any]) -> None:
-        """Returns to a state's prompts and random streams, with the objective's own learner."""
+        """Restores a state's prompts and random streams, with the objective's own learner."""
         if objective not in self._alone:
             self._alone[objective] = self._trainer.new_learner()
         self._learner = self._alone[objective]
         self._restore_streams(state)
 
     def skip_failed_batches(self) -> None:
-        """Leaves out the prompts of as many batches as were drawn since `load`."""
+        """Skips as many batches of prompts as were drawn since `load`."""
         for _ in range(self._num_drawn):
             self._prompts.draw(self._trainer.config.num_prompts)
 
@@ -431,7 +433,7 @@ class AlignmentClient(Client):
 
 
 def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | None]:
-    """Returns numbers by name, None for NaN, which JSON does not know."""
+    """Returns numbers by name, with None for NaN, which JSON does not support."""
     named = zip(names, row, strict=True)
     return {name: None if np.isnan(value) else float(value) for name, value in named}
 
@@ -440,7 +442,7 @@ def _batch_metrics(experience: Experience) -> dict[str, Any]:
     """Returns figures of one batch of rollouts, numbers and lists of one number per objective."""
     rollouts = experience.rollouts
     has_score = ~experience.scores.isnan().to(experience.rewards.device)
-    rewards = experience.rewards.where(has_score, torch.nan)  # those that stand in are left out
+    rewards = experience.rewards.where(has_score, torch.nan)  # placeholders are left out
     diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
     return {
         "scores": diagnostics["mean"].tolist(),

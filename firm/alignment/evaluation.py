@@ -1,9 +1,10 @@
-"""What a policy is worth on held-out prompts: scores with standard errors, change, KL, length.
+"""Evaluation on held-out prompts: scores with standard errors, change, KL and length.
 
-Figures are means over the rows of the data. The replies to one prompt are not independent, be they
-samples for one row or replies to rows that share the prompt, so every standard error is one over
-prompts: the samples of a row are averaged, and the rows of a prompt are a cluster. Two policies are
-compared row by row. Where a reward does not apply, the reply has no part in its figures.
+Figures are means over the rows of the data. Replies to one prompt are not independent, whether they
+are samples for one row or replies to rows that share the prompt, so standard errors are computed
+over prompts: the samples of a row are averaged, and the rows of a prompt form a cluster. Two
+policies are compared row by row. A reply to which a reward does not apply is left out of that
+reward's figures.
 """
 
 from collections import Counter
@@ -94,8 +95,8 @@ def sample_replies(
 ) -> Replies:
     """Returns one sampled reply to each of N prompts, with its KL from the base model.
 
-    The model is in evaluation mode, and the base model inside the context `reference`. A policy
-    that is conditioned answers at the preference, by default at equal shares.
+    The model is in evaluation mode, and the base model inside the context `reference`. A
+    conditioned policy answers at the preference, by default at equal shares.
     """
     queries = encode_prompts(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
@@ -138,17 +139,17 @@ class Evaluation:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return len(self.samples)
 
     @property
     def num_prompts(self) -> int:
-        """How many different prompts the rows have, white space aside."""
+        """Number of distinct prompts of the rows, ignoring white space."""
         return len(self.prompt_of_row.unique())
 
     @property
     def prompt_of_row(self) -> torch.Tensor:
-        """Which prompt each row has, numbered by their first rows, [R]."""
+        """Prompt number of each row, in order of first appearance, [R]."""
         numbers: dict[str, int] = {}
         texts = [loose_text(row["prompt"]) for row in self.samples]
         return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
@@ -212,10 +213,10 @@ class Evaluation:
         }
 
     def sameness(self) -> dict[str, float]:
-        """Returns how alike the first replies to the rows are.
+        """Returns measures of similarity of the first replies to the rows.
 
-        "commonest_share" is the share of the rows whose reply is the one that is given most
-        often, "empty_share" that of those whose reply is blank, which count for no other.
+        "commonest_share" is the share of rows with the most frequent reply, not counting blank
+        ones; "empty_share" is the share of rows with a blank reply.
         """
         counts = Counter(row["completion"].strip() for row in self.samples)
         num_empty = counts.pop("", 0)
@@ -245,20 +246,20 @@ def evaluate(
 
     Args:
         generate: Samples one reply to each dialogue that it is given.
-        prompts: One for each row of the data, at least two of them different. Rows that are equal
-            count like others: they weigh more in the means and add nothing to their certainty.
+        prompts: One prompt per row of the data, at least two of them different. Repeated rows
+            count: they weigh more in the means but do not reduce the standard errors.
         reward_fns: The objectives; there may be none.
-        calibrations: Their maps to [0, 1].
-        stream: Sampling noise. Evaluations that are to be compared get streams of equal state.
+        calibrations: The objectives' maps to [0, 1].
+        stream: Source of sampling noise. Evaluations to be compared need streams in equal states.
         extra_fns: Further metrics with a reward function's signature, such as a true score.
         num_samples: Replies per row.
-        batch_size: Replies that are sampled at once.
-        on_progress: Called at each token with the number of replies so far, and of all.
+        batch_size: Replies sampled per batch.
+        on_progress: Called at each token with the number of replies so far and the total.
 
     Raises:
         ValueError: There are too few prompts for a standard error, two scores share a name, an
-            objective has no calibration, or a score is not finite; or fewer than two prompts have
-            one.
+            objective has no calibration, or a score is not finite; or fewer than two prompts have a
+            score.
     """
     extra_fns = extra_fns or {}
     if num_samples < 1 or batch_size < 1:
@@ -343,9 +344,9 @@ def _check_scored(
 
 
 def distinct(texts: Sequence[str], length: int) -> float:
-    """Returns the distinct runs of `length` words as a share of all such runs, 0 without any.
+    """Returns the share of distinct n-grams of `length` words among all of them, 0 without any.
 
-    Words are what white space separates, in lower case; no run crosses from text to text.
+    Words are separated by white space and in lower case; no n-gram spans two texts.
 
     >>> distinct(["a b a", "A b"], 2)  # ab, ba, ab
     0.6666666666666666
@@ -360,13 +361,13 @@ def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> 
 
     Rows of one group may depend on each other in any way. With G groups the squared error is
     G / (G - 1) times the sum of the groups' squared sums of residuals, over R squared (Liang and
-    Zeger, 1986); of groups of one row each it is the variance, of G - 1 degrees, over G. NaN, which
-    stands for rows without a score, are left out.
+    Zeger, 1986); with groups of one row each it is the variance, of G - 1 degrees, over G. NaN
+    entries, from rows without a score, are left out.
 
     Args:
         values: Values, [R].
-        groups: The number of each row's group, here its prompt, [R]; by default every row has one
-            for itself.
+        groups: Group number of each row, here of its prompt, [R]; by default every row is a
+            separate group.
     """
     groups = torch.arange(len(values)) if groups is None else groups
     is_known = ~values.isnan()
@@ -382,7 +383,7 @@ def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> 
 def _summaries(
     values: Mapping[str, torch.Tensor], groups: torch.Tensor
 ) -> dict[str, dict[str, float]]:
-    """Returns means, standard errors, and of how many prompts they are."""
+    """Returns means, standard errors and the number of prompts behind them."""
     summaries = {}
     for name, row in values.items():
         mean, error = mean_and_error(row, groups)
@@ -391,13 +392,13 @@ def _summaries(
 
 
 def _num_scored(values: torch.Tensor, groups: torch.Tensor) -> int:
-    """Returns how many prompts have a score."""
+    """Returns the number of prompts that have a score."""
     return len(groups[~values.isnan()].unique())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of two policies on the same prompts; what is not per row has no error."""
+    """One figure for two policies on the same prompts; only figures per row have an error."""
 
     name: str
     base: float
@@ -414,7 +415,7 @@ class Comparison:
 
     @property
     def z(self) -> float | None:
-        """The change in standard errors; none when it is the same for every prompt."""
+        """The change in units of its standard error; None if it is the same for every prompt."""
         return self.change / self.change_se if self.change_se else None
 
     def cells(self) -> list[str]:

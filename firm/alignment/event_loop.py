@@ -1,7 +1,7 @@
-"""An event loop for coroutine reward functions, which runs in a thread for as long as the process.
+"""An event loop for coroutine reward functions, in a thread that lives as long as the process.
 
-``asyncio.run`` would not do: notebooks have a loop running already, and clients for HTTP that a
-reward function keeps from call to call belong to the loop that they were first used in.
+``asyncio.run`` would not work: notebooks already run a loop, and HTTP clients that a reward
+function keeps between calls belong to the loop in which they were first used.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 def gathered(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Returns the results of coroutines that run concurrently, in their order.
 
-    An exception in one of them is raised when all have ended; of several, the first one's. Whoever
-    interrupts the caller cancels them.
+    An exception in one of them is raised after all have ended; of several exceptions, the first
+    coroutine's. Interrupting the caller cancels them.
     """
 
     async def gather() -> list[Any]:
@@ -52,7 +52,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    torch.get_num_threads()  # a new thread takes over torch's number only where it asks
+    torch.get_num_threads()  # a new thread adopts torch's number only if it asks
     torch.set_grad_enabled(False)
     asyncio.set_event_loop(loop)
     while True:
@@ -64,7 +64,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end(process: int, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Ends the loop with its process; what still runs in it is left alone."""
+    """Ends the loop with its process; running tasks are left alone."""
     if os.getpid() != process:
         return
     loop.call_soon_threadsafe(loop.stop)

@@ -1,4 +1,4 @@
-"""Sampling: prompts become tokens with log-probabilities, and tokens become texts that end."""
+"""Sampling: from prompts to tokens with log-probabilities, and from tokens to finished texts."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -67,10 +67,10 @@ def end_token_ids(
     """Returns the ids of the tokens that end a response, the tokenizer's EOS first.
 
     Args:
-        tokenizer: The policy's.
-        config: Names further ends.
-        generation_config: The model's, whose `eos_token_id` is one id or a list: chat models end a
-            turn by other tokens than a document.
+        tokenizer: The policy's tokenizer.
+        config: Names further end tokens.
+        generation_config: The model's generation config, with one `eos_token_id` or a list: chat
+            models end a turn with other tokens than a document.
 
     Raises:
         ValueError: An end token is not one token of the vocabulary.
@@ -111,13 +111,12 @@ def generate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples of at most `max_new_tokens` tokens and their log-probabilities.
 
-    The model's own sampling defaults are overridden. Whatever the team's size, all rows get the
-    tokens that one process would have sampled. `on_token` is called at each token with the number
-    of those before it.
+    The model's own sampling defaults are overridden. The sampled tokens do not depend on the team's
+    size. `on_token` is called at each token with the number of tokens before it.
 
     Returns:
-        Token ids [B, Q + T], the queries as they came, and log-probabilities [B, T] under the
-        tempered distribution that was sampled from.
+        Token ids [B, Q + T], the queries unchanged, and log-probabilities [B, T] under the tempered
+        distribution that was sampled from.
     """
     if team.size == 1:
         return _generate(model, queries, tokenizer, config, end_ids, on_token)
@@ -179,7 +178,7 @@ def _generate(
 
 
 class _Told(LogitsProcessor):
-    """Tells how many tokens there are, and leaves the scores as they are."""
+    """Reports the number of tokens, and leaves the scores unchanged."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token, self._num_tokens = on_token, 0
@@ -191,11 +190,11 @@ class _Told(LogitsProcessor):
 
 
 class _SharedDraws(LogitsProcessor):
-    """Samples some rows of a batch as one process would that samples all of them.
+    """Samples some rows of a batch just as a single process would when sampling all of them.
 
     `torch.multinomial` draws one exponential variate per token of the vocabulary and takes the
     largest ratio of probability to variate. Here every process draws the variates of all rows, uses
-    those of its own, and leaves the largest ratio to a greedy search.
+    those of its own rows, and leaves the largest ratio to a greedy search.
     """
 
     def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
@@ -211,7 +210,7 @@ class _SharedDraws(LogitsProcessor):
         return torch.softmax(self.logits[-1], dim=-1) / self._draw(scores.device)[self.rows]
 
     def skip_to(self, num_tokens: int, device: torch.device) -> None:
-        """Draws what the longest of the team's rows have needed, so that all generators agree."""
+        """Draws as often as the longest of the team's rows needs, so that all generators agree."""
         for _ in range(num_tokens - len(self.logits)):
             self._draw(device)
 
@@ -221,9 +220,9 @@ class _SharedDraws(LogitsProcessor):
 
 @contextmanager
 def _without_sampling_defaults(model: Any) -> Iterator[None]:
-    """Hides a checkpoint's own sampling settings, which transformers lays under every request.
+    """Hides a checkpoint's own sampling settings, which transformers applies to every call.
 
-    With its `min_p` in force, log-probabilities would not be those that PPO's ratios compare.
+    With `min_p` in force, for example, PPO's ratios would compare other log-probabilities.
     """
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
@@ -265,7 +264,7 @@ def find_ends(
 def _until_stop(
     token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
 ) -> list[int]:
-    """Returns the shortest beginning of `token_ids` whose text holds a stop string."""
+    """Returns the shortest prefix of `token_ids` that contains a stop string as text."""
 
     def has_stop(length: int) -> bool:
         text: Any = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
@@ -276,6 +275,6 @@ def _until_stop(
 
 
 def pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:
-    """Returns rows [B, ...] of a length, filled on the right."""
+    """Returns rows [B, ...] padded on the right to `length`."""
     missing = length - values.size(1)
     return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values

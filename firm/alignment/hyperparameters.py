@@ -10,7 +10,7 @@ from firm.fields import NotInPaper, Paper, sources
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A key of the configuration whose field says how it stands to the paper."""
+    """A key of the configuration, with its relation to the paper."""
 
     path: str
     value: Any
@@ -25,7 +25,7 @@ class Hyperparameter:
 
 @dataclass(frozen=True)
 class Departure:
-    """A key that has another value than the paper's in some of several configurations."""
+    """A key that departs from the paper's value in some of several configurations."""
 
     path: str
     paper: Paper
@@ -34,7 +34,7 @@ class Departure:
 
 
 def departures(configs: Mapping[str, Any]) -> list[Departure]:
-    """Returns the keys whose values are not the paper's, in the order of their appearance.
+    """Returns the keys with values other than the paper's, in the order of their appearance.
 
     Args:
         configs: Dataclasses by name, such as the runs of a study by setting.
@@ -51,13 +51,13 @@ def departures(configs: Mapping[str, Any]) -> list[Departure]:
 
 
 def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
-    """Yields the keys that the paper gives or leaves open, in order; one of both kinds comes twice.
+    """Yields the keys that the paper gives or leaves open, in order; keys of both kinds come twice.
 
-    What neither a field nor its class speaks of is left out, and nothing below a class of which
-    nothing is in the paper is compared with it.
+    Keys are left out if neither their field nor its class refers to the paper, and keys below a
+    class that is not in the paper are not compared with it.
 
     Args:
-        config: A dataclass; nested ones and mappings of them are looked into.
+        config: A dataclass; nested ones and mappings of them are searched, too.
     """
     yield from _hyperparameters(config, "", is_compared=True)
 

@@ -1,4 +1,4 @@
-"""How far the policy moves from the reference: the KL per token, its coefficient, and alarms."""
+"""KL from the reference policy: estimates per token, the penalty coefficient, and alarms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def kl_penalty(
             negative). The sampling distribution is the policy's.
 
     Raises:
-        ValueError: There is no such form.
+        ValueError: The form is unknown.
     """
     log_ratio = reference_logprobs - logprobs
     if form == "k1":
@@ -87,7 +87,7 @@ def adapted_kl_coefficient(
 
 
 class KLPenalty:
-    """The KL penalty of one learner, whose ``coefficient`` follows the controller."""
+    """The KL penalty of one learner; its ``coefficient`` follows the controller."""
 
     def __init__(self, config: KLConfig) -> None:
         self._config = config
@@ -98,7 +98,7 @@ class KLPenalty:
         return kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, form=self._config.form)
 
     def adapt(self, kl: torch.Tensor) -> None:
-        """Ends a local step of this KL per token, shape [B, T]."""
+        """Ends a local step with this KL per token, shape [B, T]: adapts the coefficient."""
         self.coefficient = adapted_kl_coefficient(
             self.coefficient, _per_response(kl), num_responses=len(kl), config=self._config
         )
@@ -122,7 +122,7 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
     Args:
         config: The KL controller.
         batch_size: Responses in a local step, B.
-        num_steps: Local steps of a client in the whole run; with 0 there is nothing to tell.
+        num_steps: Local steps of a client in the whole run; with 0 there is no alarm.
     """
     if config.controller == "fixed" or num_steps == 0:
         return None
@@ -156,14 +156,14 @@ LARGE_MISMATCH = 0.1
 def mismatch_alarm(
     rows: Sequence[Mapping[str, Any]], config: KLConfig, *, rounds: int = 3
 ) -> str | None:
-    """Returns an alarm where the KL is in good part rounding; None otherwise.
+    """Returns an alarm if much of the KL is rounding error; None otherwise.
 
     Log-probabilities of cached generation and those of a forward pass differ by rounding alone. In
-    the KL, whose other half comes from a forward pass, that is noise of mean zero. Raised once: in
-    the first round where the controller aims at a KL, else after ``rounds``, by their last KL.
+    the KL, whose reference part comes from a forward pass, this is noise of mean zero. Raised once:
+    in the first round if the controller has a target KL, else after ``rounds``, by their last KL.
 
     Args:
-        rows: Rows of the log so far; of clients "kl" and "logprob_mismatch_per_reply" are read.
+        rows: Rows of the log so far; the clients' "kl" and "logprob_mismatch_per_reply" are read.
         config: The KL controller.
         rounds: Rounds to wait for a KL to compare with, where there is no target.
     """
@@ -201,9 +201,10 @@ def ratio_alarm(
     Args:
         rows: Rows of the log so far.
         dtype: Type of the policy's parameters.
-        temperature: The rollouts'; it divides logits and so multiplies their rounding.
+        temperature: Temperature of the rollouts; it divides logits and so multiplies their
+            rounding.
         key: Figure of the clients to read: "first_log_ratio", of the first minibatch; or
-            "logprob_mismatch", which leaves the adapter's dropout out.
+            "logprob_mismatch", which is free of the adapter's dropout.
     """
     clients = [row for row in rows if row.get("kind") == "client"]
     if max((row["round"] for row in clients), default=0) != 1:

@@ -1,4 +1,4 @@
-"""What one client trains beside the adapter, and what its optimizer remembers."""
+"""Training state of one client beside the adapter: its estimator and optimizer."""
 
 import copy
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from firm.alignment.estimators import Estimator
 
 @dataclass(eq=False)
 class Learner:
-    """An estimator with what it trains, and the adapter's optimizer.
+    """An estimator with its parameters, and the adapter's optimizer.
 
-    The optimizer is bound to the one adapter in the model but holds moments of its own: clients
-    take turns by copying their adapters in, and each passes its learner to the trainer's stages.
+    The optimizer is bound to the one adapter in the model but has its own moments: clients take
+    turns by copying their adapters in, and each passes its learner to the trainer's stages.
     """
 
     estimator: Estimator
@@ -29,7 +29,7 @@ class Learner:
         return copy.deepcopy({"estimator": self.estimator.state(), "actor_optimizer": optimizer})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state()` returned; the given state stays untouched."""
+        """Restores a state that `state()` returned; the given state is not modified."""
         state = copy.deepcopy(state)
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.estimator.restore(state["estimator"])

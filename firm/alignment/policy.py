@@ -90,14 +90,15 @@ class PolicyConfig:
         """Returns the kind of the adapter with its settings.
 
         Raises:
-            ValueError: A single objective, or a kind that is not linear, is to be conditioned on.
+            ValueError: Conditioning is configured for a single objective, or for a kind that is not
+                linear.
         """
         kind = ADAPTERS[self.adapter](self.lora)
         return self.conditioning.conditioned(kind, num_objectives)
 
 
 def take_device(name: str, *, num_processes: int = 1) -> torch.device:
-    """Makes a device the one that libraries take for this process; call it before they load.
+    """Makes a device the one that libraries use in this process; call it before they load.
 
     Args:
         name: A device as `policy.device` names it. Only one with an index changes anything; each
@@ -105,7 +106,7 @@ def take_device(name: str, *, num_processes: int = 1) -> torch.device:
         num_processes: Number of processes that work together.
 
     Raises:
-        ValueError: There is no such device here, or several processes were to share it.
+        ValueError: There is no such device here, or several processes would share it.
     """
     try:
         device = named_device(name)
@@ -123,7 +124,7 @@ def take_device(name: str, *, num_processes: int = 1) -> torch.device:
 
 
 def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer as its checkpoint has it.
+    """Returns the tokenizer of a checkpoint, unchanged.
 
     Raises:
         ValueError: There is no tokenizer at the policy's path.
@@ -137,10 +138,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Returns the policy's tokenizer, padding on the left.
 
-    One that is given, by itself or by its folder, is copied, and otherwise the one at the policy's
-    path is read. Where it lacks
-    a pad token, one that it has serves: masks come from lengths, so that any will do, whereas a new
-    one would have no embedding where a text spells it out.
+    A given tokenizer, or the folder of one, is copied; otherwise the tokenizer at the policy's path
+    is read. If it lacks a pad token, an existing token is used: masks come from lengths, so any
+    token will do, whereas a new one would have no embedding if a text spells it out.
 
     Raises:
         ValueError: There is no tokenizer at the policy's path, or the prompt format needs a chat
@@ -168,10 +168,10 @@ def check_context(
 ) -> None:
     """Checks that the longest prompt and reply fit into the policy's context, if it has a limit.
 
-    The policy is the model that is given, or the one at its path.
+    The policy is the given model, or the one at its path.
 
     Raises:
-        ValueError: They do not, or the model's configuration cannot be read.
+        ValueError: They do not fit, or the model's configuration cannot be read.
     """
     with checkpoint_errors("language model", config.path):
         own = model.config if model else AutoConfig.from_pretrained(config.path)
@@ -187,7 +187,7 @@ def check_context(
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
     """Checks that the model has an embedding of every token.
 
-    Padding needs none. Messages call the tokenizer `what`.
+    Padding needs none. `what` is the tokenizer's name in messages.
 
     Raises:
         ValueError: The tokenizer has more tokens.
@@ -206,7 +206,7 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """Returns the language model without an adapter.
 
     Raises:
-        ValueError: There is no such folder, the hub cannot be reached, or the checkpoint is no
+        ValueError: There is no such folder, the hub cannot be reached, or the checkpoint is not a
             complete language model.
     """
     with checkpoint_errors("language model", config.path):
@@ -226,7 +226,7 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
 
 
 def is_stored_at(path: str, model: PreTrainedModel) -> bool:
-    """Returns whether the model's weights are those of the checkpoint at a path.
+    """Returns whether the model's weights equal the checkpoint's at a path.
 
     The checkpoint is loaded on the CPU in the model's type, beside the model.
     """
@@ -265,8 +265,8 @@ def load_policy(
 ) -> PeftModel:
     """Returns the frozen base model with one fresh adapter, which changes nothing yet (B = 0).
 
-    The stream draws the adapter's initial A matrices; a conditioned one needs to know M. The base
-    model is the one that is given, which `borrowed` protects, or is loaded.
+    The stream draws the adapter's initial A matrices; a conditioned one depends on M. The base
+    model is `given`, which `borrowed` protects, or is loaded.
 
     Raises:
         ValueError: As `load_base_model` and `add_adapter`.
@@ -283,7 +283,7 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
 
     Raises:
         ValueError: `target_modules` match no layer or one that cannot have an adapter, the rank is
-            larger than all, or a single objective is to be conditioned on.
+            larger than every layer, or conditioning is configured for a single objective.
     """
     lora, kind = config.lora, config.adapter_kind(num_objectives)
     names = list(lora.target_modules or usual_names(model))
@@ -362,8 +362,8 @@ def without_needless_warnings() -> Iterator[None]:
     """Silences warnings of transformers and PEFT that a user can do nothing about.
 
     peft, TRL and `load_policy` use names that transformers 6 will drop, against which the upper
-    bound in pyproject.toml guards, and a process group is no sign of data-parallel training here.
-    PEFT corrects `fan_in_fan_out` by itself for each layer that is stored the other way round.
+    bound in pyproject.toml guards, and a process group does not mean data-parallel training here.
+    PEFT corrects `fan_in_fan_out` by itself for each layer with transposed weights.
     """
     logger = logging.getLogger("transformers.training_args")
 
@@ -393,10 +393,10 @@ def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:
 def set_mode(policy: Any, *, is_training: bool) -> None:
     """Switches the adapter's dropout on or off; the base model stays in evaluation mode.
 
-    So its dropout is off however it is implemented (as a module, a function, an attribute of
-    attention, whole layers left out), as is all other noise of training, and a policy that was not
-    updated gives its samples the probabilities that they were drawn with. Where the policy is in
-    that mode, the walk over its modules is left out, which costs milliseconds.
+    This disables its dropout however it is implemented (as a module, a function, an attribute of
+    attention, whole layers left out), and all other training noise, so that a policy that was not
+    updated gives its samples the probabilities that they were drawn with. If the policy is in the
+    requested mode, the walk over its modules, which costs milliseconds, is skipped.
     """
     if policy.training == is_training:
         return
@@ -410,7 +410,7 @@ def set_mode(policy: Any, *, is_training: bool) -> None:
 
 
 def _checkpoint_activations_(model: Any) -> None:
-    """Makes layers compute their activations again in backward passes, in evaluation mode.
+    """Makes layers recompute their activations in backward passes, in evaluation mode.
 
     Transformers checkpoints a layer in training mode only, and some layers read the same flag for
     their dropout.

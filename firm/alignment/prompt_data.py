@@ -73,16 +73,16 @@ def load_prompts(
     default_split: str = "train",
     on_note: Callable[[str], None] | None = None,
 ) -> list[Prompt]:
-    r"""Returns one prompt for each row of one or more sources, in their order; or those given.
+    r"""Returns one prompt for each row of one or more sources, in order; or the given prompts.
 
-    A row gives its field `prompt`, a text or chat messages with `role` and `content`; or where it
-    has none, its `messages` without the assistant's last ones; or `chosen`, as messages likewise,
-    or as a text: up to and including its last `"\n\nAssistant:"` in HH-RLHF's form, which is how
+    A row's prompt is its field `prompt`, a text or chat messages with `role` and `content`; without
+    it, its `messages` without the assistant's last ones; or `chosen`, as messages likewise, or as a
+    text: up to and including its last `"\n\nAssistant:"` in HH-RLHF's form, which is how
     Anthropic/hh-rlhf comes, else its common beginning with `rejected`. `tools` and
     `chat_template_kwargs` go to the chat template. `kind` is optional; reward functions get further
-    fields by keyword. Limits on tokens need the policy's tokenizer. Where the configuration's split
-    is null, `default_split` is that of datasets whose splits have names. `on_note` gets a sentence
-    on rows that are left out.
+    fields by keyword. Limits on tokens need the policy's tokenizer. If the configuration's split is
+    null, `default_split` is used for datasets with named splits. `on_note` gets a sentence about
+    rows that are left out.
 
     Raises:
         ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
@@ -137,11 +137,11 @@ def _without_duplicates(
 def overlap_notes(
     training: Iterable[Prompt], held_out: Mapping[str, Sequence[Prompt]]
 ) -> list[str]:
-    """Returns a warning for every set of held-out prompts that clients train on in part.
+    """Returns a warning for every set of held-out prompts that overlaps the training prompts.
 
     Args:
-        training: What clients train on.
-        held_out: What is measured on, by its name in messages and below the key `data`.
+        training: The clients' training prompts.
+        held_out: Prompts of evaluations, by their name in messages and below the key `data`.
     """
     known = {prompt.transcript for prompt in training}
     known_words = {loose_text(text) for text in known}
@@ -161,7 +161,7 @@ def overlap_notes(
 
 
 def loose_text(text: str) -> str:
-    """Returns a text that others share which differ in white space alone."""
+    """Returns a normal form of a text, equal for texts that differ only in white space."""
     return " ".join(text.split())
 
 
@@ -180,8 +180,8 @@ def read_prompts(
             `datasets.Dataset`, a `datasets.DatasetDict`, or texts and mappings.
         split: Split as in `PromptsConfig`.
         reader: How texts are read, as in `PromptsConfig`.
-        default_split: The split where `split` is None and the splits of the source have names.
-        name: What error messages call rows in memory.
+        default_split: The split to read if `split` is None and the splits of the source have names.
+        name: Name of rows in memory in error messages.
 
     Raises:
         ValueError: The source cannot be read, has no such split, or a row of it is malformed.
@@ -201,7 +201,7 @@ def read_prompts(
         for key, indices in _ranges(default_split if split is None else split, tables, name)
         for placed in tables[key].part(indices)
     ]
-    # by the source, so that all its splits and slices are read alike
+    # decided per source, so that all its splits and slices are read the same way
     first = (row for table in tables.values() for row in table.rows_of(range(NUM_JUDGED)))
     how = reader_of(first) if reader == "auto" else reader
     return [as_prompt(row, place=place, kind=kind, reader=how) for place, row in rows]
@@ -209,7 +209,7 @@ def read_prompts(
 
 @dataclass(frozen=True)
 class _Table:
-    """The rows of one split, and how error messages name them."""
+    """The rows of one split, and their name in error messages."""
 
     rows: Sequence[Any] | datasets.Dataset
     prefix: str
@@ -217,7 +217,7 @@ class _Table:
     """The number of each row, from 1; by default that of its place."""
 
     def rows_of(self, indices: range) -> Iterable[Any]:
-        """Returns the rows of these indices, as far as there are such."""
+        """Returns the rows of these indices, as far as they exist."""
         if isinstance(self.rows, datasets.Dataset):  # which iterates far faster than it indexes
             return self.rows.select(range(indices.start, min(indices.stop, len(self.rows))))
         return self.rows[indices.start : indices.stop]
@@ -243,7 +243,7 @@ def _in_memory(source: Any, name: str) -> _Table | _Tables:
 
 
 def _summands(split: str, only: str = "train") -> list[str]:
-    """Returns the splits and slices that a split adds up; a slice alone is one of the split `only`.
+    """Returns the splits and slices in a sum of splits; a bare slice is one of the split `only`.
 
     Raises:
         ValueError: The split is malformed.
@@ -252,7 +252,7 @@ def _summands(split: str, only: str = "train") -> list[str]:
     summands = [f"{only}{part}" if part.startswith("[") else part for part in summands]
     for part in summands:
         if re.fullmatch(r"[\w.-]+", part):
-            continue  # a whole split, whose name may have characters that slices do not take
+            continue  # a whole split; its name may have characters that slices do not allow
         try:
             datasets.ReadInstruction.from_spec(part)
         except (ValueError, AssertionError) as error:
@@ -264,7 +264,7 @@ def _summands(split: str, only: str = "train") -> list[str]:
 
 
 def _ranges(split: str, tables: _Tables, source: str) -> list[tuple[str, range]]:
-    """Returns which rows of which table the split stands for.
+    """Returns the tables and row ranges that a split denotes.
 
     Raises:
         ValueError: The split is malformed, or the source has no split of that name.

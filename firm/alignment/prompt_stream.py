@@ -1,4 +1,4 @@
-"""The order in which a client meets its prompts."""
+"""The order of a client's prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from firm.federation.randomness import RandomStream
 class PromptStream:
     """Endless shuffled passes over one client's prompts.
 
-    Every pass uses each prompt once. A batch that bridges two passes has none twice either:
-    the new pass gives first what the old one did not.
+    Every pass uses each prompt once. A batch that spans two passes has no prompt twice either: the
+    new pass contributes only prompts that the old one did not.
 
     Args:
         prompts: The client's shard.
-        stream: Shuffles, and belongs to this stream of prompts alone.
+        stream: Random stream of the shuffles, not shared with anything else.
     """
 
     def __init__(self, prompts: Sequence[Prompt], stream: RandomStream) -> None:
         self.prompts = tuple(prompts)
         self._stream = stream
-        self._order: list[int] = []  # what is left of this pass
+        self._order: list[int] = []  # remaining indices of this pass
 
     def draw(self, batch_size: int) -> list[Prompt]:
         """Returns the next prompts, all different.
@@ -49,11 +49,11 @@ class PromptStream:
         return [self.prompts[index] for index in picked]
 
     def state(self) -> dict[str, Any]:
-        """Returns a deep copy of what is left of this pass, and of the shuffle's generator."""
+        """Returns a deep copy of the rest of this pass, and of the shuffle's generator."""
         order = torch.tensor(self._order, dtype=torch.long)
         return {"order": order, "stream": self._stream.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over a state of a stream over the same prompts."""
+        """Restores a state of a stream over the same prompts."""
         self._order = state["order"].tolist()
         self._stream.restore(state["stream"])

@@ -1,7 +1,7 @@
 r"""Stage 1 of a round: prompts, as the data have them, and the tokens that a policy reads.
 
-A prompt is a conversation of messages, which goes to the tokenizer's chat template as it is, or a
-text that nobody parses. The text form of Anthropic's HH-RLHF, `"\n\nHuman: ...\n\nAssistant:"`, is
+A prompt is a conversation of messages, which goes to the tokenizer's chat template unchanged, or a
+text that is not parsed. The text form of Anthropic's HH-RLHF, `"\n\nHuman: ...\n\nAssistant:"`, is
 read into messages only where a whole source has it (`PromptsConfig.reader`), so that no text can
 forge a turn.
 """
@@ -44,7 +44,7 @@ Reader = Literal["text", "hh"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation that waits for a reply, with its row's further fields."""
+    """One conversation that awaits a reply, with the further fields of its row."""
 
     text: str | None = None
     """The prompt of data that hold texts, as the data have it; None for a chat."""
@@ -66,12 +66,12 @@ class Prompt:
 
     @property
     def given(self) -> str | list[Message]:
-        """The text or the messages: what reward functions get."""
+        """The text or the messages, as passed to reward functions."""
         return list(self.messages) if self.text is None else self.text
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The messages as roles and texts alone, in which tool calls are JSON, for people."""
+        """The messages as plain roles and texts, with tool calls as JSON, for human readers."""
         return [{"role": m["role"], "content": _shown(m)} for m in self.messages]
 
     @property
@@ -115,7 +115,7 @@ class PromptFormat:
             )
 
     def kind_for(self, tokenizer: PreTrainedTokenizerBase) -> Literal["hh", "chat", "plain"]:
-        """Returns the format that a tokenizer's prompts get.
+        """Returns the format of prompts for a tokenizer.
 
         Raises:
             ValueError: The format is "chat" and the tokenizer has no chat template.
@@ -130,7 +130,7 @@ class PromptFormat:
         return self.name
 
     def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Returns the texts with which a reply that runs on begins the next human turn.
+        """Returns the texts that begin the next human turn in a reply that runs on.
 
         Chat templates end turns by tokens, and a reply to a plain prompt has no turn after it.
         """
@@ -146,14 +146,14 @@ AUTO = PromptFormat()
 def reader_of(rows: Iterable[Any]) -> Reader:
     """Returns "hh" if most texts among the rows' prompts have HH-RLHF's form, else "text".
 
-    The source decides, not a row, so that a row cannot have its own text taken apart.
+    This is decided per source, not per row, so that no row can have its own text parsed.
     """
     texts = [text for row in rows if isinstance(text := _source_of(row)[1], str)]
     return "hh" if 2 * sum(map(is_hh, texts)) > len(texts) else "text"
 
 
 def is_hh(text: str) -> bool:
-    r"""Returns whether a text opens with the tag of HH-RLHF's human and has the assistant's later.
+    r"""Returns whether a text starts with HH-RLHF's human tag and has the assistant's tag later.
 
     >>> is_hh("\n\nHuman: How are you?\n\nAssistant:"), is_hh("How are you?")
     (True, False)
@@ -167,8 +167,8 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
 
     Args:
         row: The row, by field.
-        place: What messages call it.
-        kind: The prompt's kind where the row has none.
+        place: Name of the row in messages.
+        kind: Kind of the prompt if the row has none.
         reader: How a text is read.
 
     Raises:
@@ -190,7 +190,7 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
         if isinstance(value, str):
             text, messages = _read_text(value, row.get("rejected"), source, reader)
         else:
-            if source == "chosen":  # the prompt is what both conversations begin with
+            if source == "chosen":  # the prompt is the common beginning of the two
                 value = _common_messages(value, row.get("rejected"))
             text, messages = None, _read_messages(value, drops_answer=source != "prompt")
         tools, options = _template_fields(row)
@@ -212,14 +212,14 @@ def _source_of(row: Any) -> tuple[str, Any]:
 def _read_text(
     text: str, rejected: Any, source: str, reader: Reader
 ) -> tuple[str, tuple[Message, ...]]:
-    """Returns a prompt's text, and its messages where the reader takes it apart."""
+    """Returns a prompt's text, and its messages if the reader parses it."""
     if reader == "hh":
         if source == "chosen":
             before, tag, _ = text.rpartition(ASSISTANT)
             text = before + tag
         text = _hh_dialogue(text)
         return text, _turns(text)
-    if source == "chosen":  # the prompt is what both replies begin with
+    if source == "chosen":  # the prompt is the common beginning of the two
         text = _common_beginning(text, rejected)
     return text, ()
 
@@ -288,7 +288,7 @@ def _checked_message(turn: Any, number: int) -> Message:
     """Returns one chat message, its text parts joined, without fields that are None."""
     turn = _without_none(turn) if isinstance(turn, Mapping) else {}
     role, content = turn.get("role"), turn.get("content")
-    if isinstance(content, list):  # parts, as models that see pictures have them
+    if isinstance(content, list):  # parts, as for models with image inputs
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
         turn = {**turn, "content": content}
@@ -322,7 +322,7 @@ def _template_fields(row: Mapping[str, Any]) -> tuple[Sequence[Any] | None, Mapp
 
 
 def _from_json(value: Any) -> Any:
-    """Returns what a text of JSON stands for, in which tables keep values of several types."""
+    """Returns decoded JSON text, in which tables store mixed types; other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -332,7 +332,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _check_readable(values: Mapping[str, Any], place: str) -> None:
-    """Raises ``ValueError`` where a text has half a surrogate pair, which no tokenizer reads."""
+    """Raises ``ValueError`` if a text has half a surrogate pair, which no tokenizer can read."""
     for name, value in values.items():
         for text in _texts_in(value):
             if half := re.search("[\ud800-\udfff]", text):
@@ -356,8 +356,8 @@ def _texts_in(value: Any) -> Iterator[str]:
 def parse_hh(text: str) -> list[dict[str, str]]:
     r"""Returns the turns of a text in HH-RLHF's form as messages of "user" and "assistant".
 
-    White space around a turn goes, neighbouring turns of one speaker become one message, because
-    chat templates expect speakers to alternate, and empty turns vanish.
+    White space around turns is stripped, consecutive turns of one speaker are merged, because chat
+    templates expect speakers to alternate, and empty turns are dropped.
 
     >>> parse_hh("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye\n\nAssistant:")[1]
     {'role': 'assistant', 'content': 'Hello!'}
@@ -375,14 +375,14 @@ def parse_hh(text: str) -> list[dict[str, str]]:
 
 
 def _turns(text: str) -> tuple[Message, ...]:
-    """Returns the turns of a text in HH-RLHF's form; an empty one where all are empty."""
+    """Returns the turns of a text in HH-RLHF's form; a single empty one if all are empty."""
     return tuple(parse_hh(text)) or ({"role": "user", "content": ""},)
 
 
 def hh_text(messages: Sequence[Message]) -> str:
     r"""Returns messages in HH-RLHF's form.
 
-    It has two speakers, so system messages open the next human turn.
+    The form has two speakers, so system messages are put at the start of the next human turn.
 
     Raises:
         ValueError: A message is neither the user's, the assistant's nor the system's.
@@ -410,7 +410,7 @@ def hh_text(messages: Sequence[Message]) -> str:
 
 
 def as_hh(prompt: Prompt) -> str:
-    """Returns a prompt in HH-RLHF's form; a text that was read from it stays as it is.
+    """Returns a prompt in HH-RLHF's form; a text that was read from it is unchanged.
 
     Raises:
         ValueError: As `hh_text`.
@@ -420,7 +420,7 @@ def as_hh(prompt: Prompt) -> str:
 
 
 def prompt_of(value: Prompt | str | Sequence[Message]) -> Prompt:
-    """Returns the prompt of one text, taken apart if it has HH-RLHF's form, or of messages."""
+    """Returns the prompt of a text, parsed if it has HH-RLHF's form, or of messages."""
     if isinstance(value, Prompt):
         return value
     if not isinstance(value, str):
@@ -471,7 +471,8 @@ def apply_template(
 
     Raises:
         BrokenTemplateError: The template does not compile.
-        ValueError: It refuses them. It is somebody's program, and may fail in any way.
+        ValueError: It refuses the messages. Templates are third-party programs and may fail in any
+            way.
     """
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)  # type: ignore[arg-type]
@@ -490,7 +491,7 @@ def apply_template(
 
 
 class BrokenTemplateError(ValueError):
-    """Raised when a tokenizer's chat template does not compile, or does not come to an end."""
+    """Raised when a tokenizer's chat template does not compile or does not terminate."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
         super().__init__(
@@ -505,7 +506,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     A template may refuse that message, for instance because it expects a system turn.
 
     Raises:
-        BrokenTemplateError: It does not.
+        BrokenTemplateError: The template does not compile, or takes too long.
     """
     try:
         with _limited_time(tokenizer):
@@ -519,13 +520,13 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @contextmanager
 def _limited_time(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Interrupts chat templates that are rendered inside for longer than `TEMPLATE_SECONDS`.
+    """Interrupts chat templates that take longer than `TEMPLATE_SECONDS` to render.
 
-    Jinja compiles a template to Python, whose lines a trace function sees in any thread. It makes
-    rendering four times slower, so only checks have it.
+    Jinja compiles a template to Python, so a trace function sees its lines in any thread. Tracing
+    makes rendering four times slower, so only checks use it.
 
     Raises:
-        BrokenTemplateError: The time has passed.
+        BrokenTemplateError: The time limit is exceeded.
     """
     end = monotonic() + TEMPLATE_SECONDS
 
@@ -545,10 +546,10 @@ def _limited_time(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def check_prompts(
     prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat
 ) -> None:
-    """Checks that the policy's format takes one prompt of each sequence of roles.
+    """Checks that the policy's format accepts one prompt of each sequence of roles.
 
     Raises:
-        ValueError: It refuses one, or its chat template drops the messages' texts.
+        ValueError: The format refuses a prompt, or its chat template drops the messages' texts.
     """
     seen = set()
     for prompt in prompts:
@@ -577,8 +578,8 @@ def token_ids(
 ) -> list[list[int]]:
     """Returns the token ids of prompts of any length, as the policy reads them.
 
-    A chat template has written its special tokens. Other prompts get those that the tokenizer
-    opens a text with, such as BOS, but none that it ends one with: the policy goes on from there.
+    A chat template writes its own special tokens. Other prompts get the tokenizer's opening special
+    tokens, such as BOS, but no closing ones: the policy continues the text.
     """
     texts = [format_prompt(prompt, tokenizer, prompt_format) for prompt in prompts]
     if not texts:
@@ -589,7 +590,7 @@ def token_ids(
 
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> list[int]:
-    """Returns the special tokens that a prompt opens with beside its own text's."""
+    """Returns the special tokens that are put before a prompt's own text."""
     if prompt_format.kind_for(tokenizer) == "chat":
         return []
     ids: Any = tokenizer("a")["input_ids"]
@@ -605,11 +606,12 @@ def fitting_token_ids(
     prompt_format: PromptFormat = AUTO,
     max_tokens: int,
 ) -> tuple[list[list[int]], list[bool]]:
-    """Returns the token ids of prompts, cut to a length, and which were cut.
+    """Returns the token ids of prompts, cut to `max_tokens`, and which of them were cut.
 
-    The oldest turns go first, a user's with the replies to it. System messages and the last turn
-    stay; where those alone are too long, the last turn loses its beginning, or the system messages
-    theirs if they fill the limit alone. Where the template itself does, the last tokens stay.
+    The oldest turns are dropped first, a user's with the replies to it. System messages and the
+    last turn are kept; if these alone are too long, the beginning of the last turn is cut, or that
+    of the system messages if they fill the limit alone. If the template itself fills the limit, the
+    last tokens are kept.
 
     Raises:
         ValueError: A prompt has no token, or the limit leaves no room for one.
@@ -637,7 +639,7 @@ def _cut(
     def ids_of(candidate: Prompt) -> list[int] | None:
         try:
             (ids,) = token_ids([candidate], tokenizer, prompt_format)
-        except ValueError:  # the template takes the whole conversation, but not this part of it
+        except ValueError:  # the template accepts the whole conversation, but not this part
             return None
         return ids
 
@@ -646,7 +648,7 @@ def _cut(
         return ids if ids is not None and len(ids) <= max_tokens else None
 
     def shortened(messages: Sequence[Message], places: Sequence[int]) -> list[int] | None:
-        """Returns the conversation once some messages have lost enough of their beginnings."""
+        """Returns the conversation's ids with the beginnings of some messages cut enough to fit."""
         for place in places:
             content = _content(messages[place])
 
@@ -698,7 +700,7 @@ def _last_ids(
     prompt_format: PromptFormat,
     max_tokens: int,
 ) -> list[int]:
-    """Returns the last token ids of a prompt, behind the special tokens that it opens with."""
+    """Returns the last token ids of a prompt, after its opening special tokens."""
     opening = _opening_ids(tokenizer, prompt_format)
     if not opening and ids[:1] == [tokenizer.bos_token_id]:
         opening = ids[:1]  # the template's

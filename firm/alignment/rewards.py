@@ -1,8 +1,8 @@
 """Stage 3 of a round: texts become scores [M, B], and scores become rewards in [0, 1].
 
-A reward is any callable with TRL's reward-function signature; no model is known here. The map to
-[0, 1] is frozen once from replies of the base model and shared by all clients: statistics that
-each client kept for itself would give one reward different meanings in different places.
+A reward is any callable with TRL's reward-function signature; this module depends on no model. The
+map to [0, 1] is frozen once from replies of the base model and shared by all clients: statistics
+per client would give one reward different meanings on different clients.
 """
 
 import inspect
@@ -52,19 +52,19 @@ def score(
 ) -> torch.Tensor:
     """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
-    They are NaN where a reward returned None, because it does not apply. A function gets texts and
-    their replies as strings, and chats and their replies as lists of messages, as from TRL; a batch
-    of both kinds makes two calls. The columns of a prompt come by their names, as lists with None
-    where a row lacks them. A function whose attribute `reads_prompts` is true gets the prompts
-    themselves, and replies as strings. Objectives with the same function, and equal options, share
-    its call; coroutine functions are awaited together.
+    They are NaN where a reward returned None because it does not apply. As in TRL, a function gets
+    texts and their replies as strings, and chats and their replies as lists of messages; a batch of
+    both kinds makes two calls. The prompts' columns are passed by name, as lists with None where a
+    row lacks them. A function with a true attribute `reads_prompts` gets the prompts themselves,
+    and replies as strings. Objectives with the same function and equal options share one call;
+    coroutine functions are awaited together.
 
     Args:
         reward_fns: Reward function by objective, in the order of the rows.
         prompts: B prompts; or texts or messages, which `prompt_of` reads.
         completions: B replies, cut at their stop.
         completion_ids: Token ids of the B replies.
-        trainer_state: How far the training is; by default at its beginning.
+        trainer_state: Progress of the training; by default its beginning.
 
     Raises:
         ValueError: A reward raised an error, or did not return one finite number, or None, per
@@ -89,7 +89,7 @@ def score(
 
 
 def _same_calls(reward_fns: Sequence[RewardFn]) -> list[list[int]]:
-    """Returns the places of reward functions, those together that one call serves."""
+    """Returns the indices of reward functions, grouped by the call that serves them."""
     groups: list[list[int]] = []
     for at, reward_fn in enumerate(reward_fns):
         same = (group for group in groups if _is_same_call(reward_fns[group[0]], reward_fn))
@@ -130,7 +130,7 @@ class _Question:
     trainer_state: TrainerState | None
 
     def calls(self) -> list[tuple[list[int], Arguments]]:
-        """Returns places and arguments of each call: one is for texts, one for chats."""
+        """Returns indices and arguments of each call: one for texts, one for chats."""
         reads_prompts = getattr(self.objectives[0][1], "reads_prompts", False)
         is_text = [reads_prompts or prompt.text is not None for prompt in self.prompts]
         names = dict.fromkeys(column for prompt in self.prompts for column in prompt.columns)
@@ -158,19 +158,19 @@ def _as_message(reply: str) -> list[Message]:
 
 
 def _log_metric(reward: str, name: str, value: Any) -> None:
-    """Logs a figure that a reward function reports, as TRL's trainer has it do."""
+    """Logs a figure that a reward function reports, as TRL's trainer does."""
     logger.info("reward %r: %s = %s", reward, printable(name), printable(value))
 
 
 def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
-    """Leaves out a column for TRL's table of completions, which may quote texts."""
+    """Ignores a column for TRL's table of completions, which may quote texts."""
     logger.debug("reward %r: the column %s is not kept", reward, printable(column))
 
 
 def _answers(questions: Sequence[_Question]) -> list[list[Answer]]:
     """Returns the answers to each question, for its objectives in their order.
 
-    Functions are called one after the other; what coroutine functions return is awaited together.
+    Functions are called sequentially; the results of coroutine functions are awaited together.
     """
     calls = [(at, *call) for at, question in enumerate(questions) for call in question.calls()]
     results, truncated = _called(
@@ -195,7 +195,7 @@ def _answer(
     num_replies: int,
     calls: Sequence[tuple[list[int], Any, list[bool] | None]],
 ) -> Answer:
-    """Returns the scores [B] of one objective, from what one or two calls returned."""
+    """Returns the scores [B] of one objective, from the results of one or two calls."""
     row, is_truncated, cut = torch.empty(num_replies), [False] * num_replies, None
     for places, values, cut in calls:
         row[places] = _checked(name, _selected(name, reward_fn, values), len(places))
@@ -207,7 +207,7 @@ def _answer(
 def _called(
     calls: Sequence[tuple[str, RewardFn, Arguments]],
 ) -> tuple[list[Any], list[list[bool] | None]]:
-    """Returns what reward functions return, and which of their inputs they have cut.
+    """Returns the results of reward functions, and which of their inputs they truncated.
 
     An error in one of them names its objective.
     """
@@ -236,7 +236,7 @@ async def _result(name: str, values: Awaitable[Any]) -> Any:
 
 
 def _selected(name: str, reward_fn: RewardFn, values: Any) -> Any:
-    """Returns the values of one objective, where a function returns those of several by name."""
+    """Returns one objective's values from a function that returns several objectives' by name."""
     output = getattr(reward_fn, "output", None)
     if not isinstance(values, Mapping):
         if isinstance(output, str):
@@ -288,7 +288,7 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
 def _as_float(value: Any) -> float | None:
     """Returns a number, or a tensor or array of one, as a float, and NaN for None.
 
-    Of anything else it returns None.
+    For anything else it returns None.
     """
     if value is None:
         return math.nan
@@ -305,7 +305,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def values_or_none(scores: torch.Tensor) -> list[float | None]:
-    """Returns scores [B] as a reward function gives them: None, which JSON knows, for NaN."""
+    """Returns scores [B] as a reward function gives them: None, which JSON supports, for NaN."""
     return [None if math.isnan(value) else value for value in scores.tolist()]
 
 
@@ -367,7 +367,8 @@ class Calibration:
         """Returns the calibration that `to_dict` described.
 
         Raises:
-            ValueError: The figures are none of a calibration; files and messages have them, too.
+            ValueError: The figures are not those of a calibration; they may come from files and
+                messages.
         """
         known = {field.name for field in fields(cls)}
         if not isinstance(figures, Mapping) or not {"method"} <= set(figures) <= known:
@@ -386,8 +387,7 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
     """Returns the map to rewards that fits the scores [n] of base-model replies; NaN are left out.
 
     Raises:
-        ValueError: There is no such method, or the scores are too few or have no spread to divide
-            by.
+        ValueError: The method is unknown, or the scores are too few or have no spread to divide by.
     """
     num_replies = scores.numel()
     scores = scores[~scores.isnan()]
@@ -429,13 +429,13 @@ def check_same(
     *,
     tolerance: float = 0.05,
 ) -> None:
-    """Checks that calibrations as they are measured now mean the rewards that were frozen.
+    """Checks that newly measured calibrations agree with the frozen ones.
 
-    Figures may differ by `tolerance`, in units of the frozen map's width: replies may come out a
-    little different on another machine.
+    Figures may differ by `tolerance`, in units of the frozen map's width: replies may differ
+    slightly on another machine.
 
     Raises:
-        ValueError: They mean others.
+        ValueError: They do not agree.
     """
     for name, calibration in frozen.items():
         width = calibration.scale if calibration.method == "sigmoid" else 1.0
@@ -455,7 +455,7 @@ def check_same(
 
 @dataclass(frozen=True)
 class Judges:
-    """The reward functions of a client's own, and the maps from their scores to rewards."""
+    """A client's own reward functions, and the maps from their scores to rewards."""
 
     reward_fns: Mapping[str, RewardFn]
     """By objective; a client does without the objectives that are not among them."""
@@ -463,7 +463,7 @@ class Judges:
     """By objective; without them scores are rewards."""
 
     def rewards(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards [M, B] of scores; those of objectives that nobody judges stay 0.
+        """Returns the rewards [M, B] of scores; 0 for objectives without a judge.
 
         They are NaN where there is no score.
         """
@@ -477,10 +477,10 @@ class Judges:
 
 
 def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
-    """Returns rewards [M, B] with a mean in place of each NaN, so that it is no advantage.
+    """Returns rewards [M, B] with a mean in place of each NaN, so that it gives no advantage.
 
-    It is that of the objective's rewards for the same prompt, else of the batch, else 0. Replies to
-    one prompt stand together.
+    The mean is that of the objective's rewards for the same prompt, else of the batch, else 0.
+    Replies to one prompt are adjacent.
     """
     groups = rewards.unflatten(1, (-1, replies_per_prompt))  # [M, P, G]
     for mean in (groups.nanmean(2, keepdim=True), groups.nanmean((1, 2), keepdim=True)):
@@ -490,7 +490,7 @@ def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Asked:
-    """Replies that wait for their scores."""
+    """Replies that await their scores."""
 
     judges: Judges
     objectives: Sequence[str]
@@ -511,10 +511,10 @@ class Scored:
 
 
 def scores_together(asked: Sequence[Asked]) -> list[Scored | ValueError]:
-    """Returns the scores of each batch of replies, or the error that it met.
+    """Returns the scores of each batch of replies, or the error that it raised.
 
-    A reward model that several ask gets all of their replies at once. Where it refuses them, each
-    batch is tried by itself.
+    A reward model that several batches share scores all of their replies in one call. If that
+    fails, each batch is tried separately.
     """
     try:
         return list(_scored_at_once(asked))
@@ -533,7 +533,7 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
     ]
     results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
     groups = [[askers[place] for place in group] for group in _same_calls([a[2] for a in askers])]
-    # one call may serve several clients, but not those whose trainings differ in how far they are
+    # one call may serve several clients, but only at the same progress of their trainings
     groups = [
         [asker for asker in group if asked[asker[0]].trainer_state == state]
         for group in groups
@@ -555,7 +555,7 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
 def _joined_question(
     asked: Sequence[Asked], group: Sequence[tuple[int, str, RewardFn]]
 ) -> _Question:
-    """Returns one question for all replies that some askers have, each batch once."""
+    """Returns one question for the replies of several requests, each batch once."""
     batches = [asked[at] for at in dict.fromkeys(at for at, _, _ in group)]
     return _Question(
         _distinct([(name, fn) for _, name, fn in group]),
@@ -567,12 +567,12 @@ def _joined_question(
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Returns values without those that equal an earlier one, hashable or not."""
+    """Returns values without duplicates; they need not be hashable."""
     return [value for at, value in enumerate(values) if value not in values[:at]]
 
 
 def _truncated(name: str, reward_fn: RewardFn, count: int) -> list[bool] | None:
-    """Returns which of its latest inputs a reward function has cut, None if it does not say."""
+    """Returns which of its latest inputs a reward function truncated, None if unknown."""
     truncated = getattr(reward_fn, "truncated", None)
     if truncated is not None and len(truncated) != count:
         raise ValueError(
@@ -613,7 +613,7 @@ def _correlation(*rows: torch.Tensor) -> float:
     both = both[:, ~both.isnan().any(0)]
     centred = both - both.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
-    # what is left of equal values after rounding does not vary
+    # the rounding residue of equal values does not count as variation
     if not (norms > 1e-12 * both.abs().sum(1)).all():
         return math.nan
     first, second = centred / norms[:, None]

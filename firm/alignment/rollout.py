@@ -1,4 +1,4 @@
-"""Stage 2 of a round: prompts become responses with log-probabilities, by policy and reference.
+"""Stage 2 of a round: samples responses, with log-probabilities under policy and reference.
 
 Prompts are left-padded so that every response starts in the same column. A response ends at the
 first end token (see `end_token_ids`) or where a stop string is complete; tokens after that are
@@ -44,7 +44,7 @@ def encode_prompts(
 ) -> Queries:
     """Returns prompts as the policy reads them, left-padded to Q tokens.
 
-    One that is longer than `max_prompt_tokens` is cut; see `fitting_token_ids`.
+    Prompts of more than `max_prompt_tokens` tokens are cut; see `fitting_token_ids`.
     """
     rows, is_cut = fitting_token_ids(
         prompts, tokenizer, prompt_format=prompt_format, max_tokens=max_prompt_tokens
@@ -55,7 +55,7 @@ def encode_prompts(
 
 @dataclass(frozen=True)
 class Sampler:
-    """How rollouts reach a policy: the passes that they need."""
+    """A policy as rollouts use it: generation and forward passes."""
 
     model: Any
     """The policy, a causal language model with an adapter."""
@@ -72,7 +72,7 @@ class Sampler:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills rows up; masks come from lengths, so that it may be any token."""
+        """Padding token of the rows; masks come from lengths, so any token will do."""
         return int(self.tokenizer.pad_token_id)  # type: ignore[arg-type]
 
     @cached_property
@@ -121,12 +121,12 @@ def rollout(
     """Returns sampled responses to left-padded prompts, with both policies' log-probabilities.
 
     Args:
-        sampler: The policy's.
+        sampler: The policy's sampler.
         queries: B prompts, left-padded to Q tokens.
-        measures_mismatch: Measures the `mismatch` also where generation's log-probabilities are
-            taken, by another forward pass.
-        on_progress: Called at each token with the number of replies so far, those of a chunk in
-            part.
+        measures_mismatch: Whether to measure the `mismatch` even if generation's log-probabilities
+            are used, by another forward pass.
+        on_progress: Called at each token with the number of replies so far, counting unfinished
+            ones in part.
     """
     config = sampler.config
     query_responses, at_generation = _sampled(sampler, queries, on_progress)
@@ -184,5 +184,5 @@ def _sampled(
 
 
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
-    """Returns where a policy's log-probabilities come from, by the type of its parameters."""
+    """Returns the source of a policy's log-probabilities, by the dtype of its parameters."""
     return config.logprobs or ("generation" if dtype in ("float32", "float64") else "forward")

@@ -1,4 +1,4 @@
-"""Records of rows: whatever belongs to a prompt or a reply is sliced with it, in one place."""
+"""Records of rows, which slice all data of a prompt or a reply together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -28,7 +28,7 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Number of rows, B."""
         first = fields(self)[0]
         value = getattr(self, first.name)
         if isinstance(value, Rows):
@@ -37,7 +37,7 @@ class Rows:
 
     @property
     def device(self) -> torch.device:
-        """Where the first tensor is."""
+        """Device of the first tensor."""
         values = (getattr(self, f.name) for f in fields(self))
         devices = (value.device for value in values if isinstance(value, torch.Tensor | Rows))
         return next(devices, torch.device("cpu"))
@@ -58,7 +58,7 @@ class Rows:
         return replace(self, **taken)
 
     def split(self, size: int | None) -> list[Self]:
-        """Returns the rows in parts of ``size``, of which the last may be smaller; None: whole."""
+        """Returns the rows in parts of ``size``, the last one possibly smaller; None: one part."""
         num_rows = self.num_rows
         if size is None or size >= num_rows:
             return [self]
@@ -69,9 +69,9 @@ class Rows:
 def by_chunks(
     function: Callable[[Any], torch.Tensor], rows: Rows, *, size: int, team: Team = ALONE
 ) -> torch.Tensor:
-    """Returns what a function of b rows, [b, ...], gives for all B, computed ``size`` at a time.
+    """Returns a function's values [B, ...] for all B rows, computed ``size`` rows at a time.
 
-    Each process of the team computes its share of every chunk; all get the whole.
+    Each process of the team computes its share of every chunk; all get the whole result.
     """
     results = []
     for chunk in rows.split(size):

@@ -1,8 +1,8 @@
 """Checks that a model gives the same tokens the same probabilities in every pass.
 
-Policy gradients compare probabilities of one text across passes: alone or beside longer ones, token
-by token through a cache or at once, in a rollout or in an update. Where these differ for a policy
-that was not updated, ratios and KL mean nothing, and nothing else would tell.
+Policy gradients compare probabilities of one text across passes: alone or batched with longer ones,
+token by token through a cache or in one pass, in a rollout or in an update. If these differ for a
+policy that was not updated, ratios and KL are meaningless, and no other check would reveal it.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def check_passes(policy: Any, path: str) -> None:
 
     Args:
         policy: A `PeftModel`; it is left in evaluation mode.
-        path: What messages call the model.
+        path: Name of the model in messages.
 
     Raises:
         ValueError: Log-probabilities depend on masked tokens, on the cache, or on chance, or the
@@ -92,7 +92,7 @@ def check_passes(policy: Any, path: str) -> None:
 
 
 def _logprobs(policy: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities [B, L, V], with positions that count the real tokens alone."""
+    """Returns log-probabilities [B, L, V], with positions that count only real tokens."""
     logits = policy(
         input_ids=ids,
         attention_mask=mask,
@@ -112,7 +112,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns the root mean square of a difference over the standard deviation of its second side.
+    """Returns the root mean square difference in units of the second side's standard deviation.
 
     Tokens that both sides rule out do not count.
     """

@@ -50,13 +50,13 @@ class Queries(Rows):
         )
 
     def repeated(self, count: int) -> "Queries":
-        """Returns every prompt so many times in a row, B * count of them."""
+        """Returns every prompt `count` times in a row, B * count in all."""
         return self.rows(torch.arange(self.num_rows).repeat_interleave(count))
 
 
 @dataclass(frozen=True)
 class Sequences(Rows):
-    """B prompts with their responses: what a forward pass reads."""
+    """B prompts with their responses, the input of a forward pass."""
 
     queries: Queries
     """The prompts, of Q tokens."""
@@ -121,12 +121,12 @@ class Rollouts(Sequences):
 
     @property
     def reward_index(self) -> torch.Tensor:
-        """Where the score is paid: after the last token, or on it when there is no room, [B]."""
+        """Position of the reward: after the last token, or on it if there is no room, [B]."""
         return self.num_tokens.clamp(max=self.logprobs.size(1) - 1)
 
 
 def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [B, Q], padded on the left, and how many each row has, [B]."""
+    """Returns token ids [B, Q], padded on the left, and the length of each row, [B]."""
     lengths = [len(ids) for ids in rows]
     length = max(lengths, default=0)
     padded = [[fill] * (length - len(ids)) + list(ids) for ids in rows]
@@ -136,8 +136,8 @@ def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tens
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Returns log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
 
-    Rows are taken one at a time, so that no second tensor [B, T, V] is held. An id that is not in
-    the vocabulary is padding, whose value is arbitrary.
+    Rows are taken one at a time, so that no second tensor [B, T, V] is held. Ids outside the
+    vocabulary are padding, and their values are arbitrary.
     """
     token_ids = token_ids.clamp(max=logits.size(-1) - 1)
     logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
@@ -154,9 +154,9 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
     """Returns the output of a model on padded ids [B, L], with the hidden states [B, L, H].
 
-    Of a language model these are the input of its head, which `hidden_states[-1]` holds alone: with
-    `output_hidden_states` the states of all layers would be kept, and those of Gemma 3n are
-    [4, B, L, H]. Positions count the tokens of the mask [B, L] only, so that padding does not move
+    For a language model these are the input of its head, the only entry of `hidden_states`:
+    `output_hidden_states` would keep the states of all layers, and those of Gemma 3n are
+    [4, B, L, H]. Positions count only the tokens of the mask [B, L], so that padding does not shift
     a text.
     """
     head, states = model.get_output_embeddings(), []

@@ -1,9 +1,9 @@
 """The stages of a local step on one policy, which a client drives.
 
-Rewards are given to *texts*, so that every reward model has its own tokenizer. Dropout of the base
-model is off, as in TRL; that of the adapter is active in updates. Actor and critic have optimizers
-and learning rates of their own, and a client may own them. The model is not wrapped for data
-parallelism: gradients of different clients must not be mixed.
+Reward functions receive *texts*, so that every reward model has its own tokenizer. Dropout of the
+base model is off, as in TRL; that of the adapter is active in updates. Actor and critic have
+separate optimizers and learning rates, which may belong to a client. The model is not wrapped for
+data parallelism: gradients of different clients must not be mixed.
 """
 
 import copy
@@ -45,7 +45,7 @@ ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions say of B replies."""
+    """Scores and rewards of B replies."""
 
     scores: torch.Tensor
     """As they gave them, [M, B]; NaN where there is none."""
@@ -56,7 +56,7 @@ class Scores:
 
 
 class MultiObjectiveTrainer:
-    """The stages of a local step on one policy; what is learnt belongs to the `Learner` passed in.
+    """The stages of a local step on one policy; all training state is in the given `Learner`.
 
     The stages sample, score, take the M gradients of an estimator and step along their mixture.
 
@@ -67,17 +67,17 @@ class MultiObjectiveTrainer:
         policy: A `PeftModel` with one adapter slot.
         tokenizer: The policy's, as `load_tokenizer` returns it.
         reward_fns: Name and reward function of every objective, in the order of the rows.
-        num_rounds: Rounds of the run, at whose end the learning rates' schedule ends.
-        value_model: What the estimator trains beside the adapter; by default a fresh one.
+        num_rounds: Rounds of the run, over which the learning rates' schedule extends.
+        value_model: Critic that the estimator trains beside the adapter; a new one by default.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
         use_cpu: Whether the policy stays on the CPU where there is an accelerator.
-        stack: What joins the passes of several trainers of one policy, each with an adapter of its
-            own; by default the policy's own adapter is trained.
-        adam: Makes an optimizer of parameters and `lr`.
+        stack: Joins the passes of several trainers of one policy, each with its own adapter; by
+            default the policy's own adapter is trained.
+        adam: Factory of optimizers, called with parameters and `lr`.
 
     Attributes:
-        seconds: Those spent in each stage since the trainer was made.
+        seconds: Seconds spent in each stage since the trainer was created.
         trl: TRL's trainer around the stages, where there is one (`MultiObjectivePPOTrainer`).
     """
 
@@ -140,7 +140,7 @@ class MultiObjectiveTrainer:
         policy.to(self.device)
 
     def stacked(self) -> "Callable[[], MultiObjectiveTrainer]":
-        """Returns what makes trainers of the same policy with adapters of their own.
+        """Returns a factory of trainers of the same policy with separate adapters.
 
         In ``lockstep`` their passes are one large batch (`StackedModel`).
         """
@@ -160,7 +160,7 @@ class MultiObjectiveTrainer:
         )
 
     def new_learner(self) -> Learner:
-        """Returns a learner that has learnt nothing yet."""
+        """Returns an untrained learner."""
         config, adam = self.config, self._adam
         critic = self.critic and copy.deepcopy(self.critic).to(self.device)
         actor_class = torch.optim.SGD if config.actor_optimizer == "sgd" else adam
@@ -179,7 +179,7 @@ class MultiObjectiveTrainer:
         )
 
     def sample(self, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
-        """Stage 2: returns the policy's replies to prompts; those to one stand together."""
+        """Stage 2: returns the policy's replies to prompts; those to one prompt are adjacent."""
         queries = queries.to(self.device)
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
@@ -196,8 +196,8 @@ class MultiObjectiveTrainer:
     ) -> Replies:
         """Returns one sampled reply to each prompt, by this process alone; for evaluation.
 
-        A conditioned policy answers at the preference, by default at equal shares. The number of
-        replies sampled so far is told at each token.
+        A conditioned policy answers at the preference, by default at equal shares. `on_progress` is
+        called at each token with the number of replies so far.
         """
         set_mode(self.policy_model, is_training=False)
         return sample_replies(
@@ -217,11 +217,11 @@ class MultiObjectiveTrainer:
     ) -> Scores:
         """Stage 3: returns the replies' scores and rewards; by default of all reward functions.
 
-        Where an objective's reward does not apply, its score stays NaN, and in place of its reward
-        stands one that sets no reply of the prompt apart: see `filled`.
+        Where an objective's reward does not apply, the score is NaN, and the reward is a neutral
+        one that favours no reply to the prompt: see `filled`.
 
         Raises:
-            ValueError: A reward function gave something else than B finite numbers or None.
+            ValueError: A reward function did not return B finite numbers or None.
         """
         judges = judges or Judges(self.reward_fns)
         own = rollouts.rows(self.team.share(rollouts.num_rows))
@@ -299,10 +299,10 @@ class MultiObjectiveTrainer:
             learner.num_steps += 1
 
     def set_learning_rates(self, learner: Learner, rounds_done: float) -> None:
-        """Sets the learning rates as the schedule has them when so many rounds are done.
+        """Sets the scheduled learning rates after `rounds_done` rounds.
 
-        It follows the round, with its fraction, and not a client's own steps: clients that are
-        drawn now and then have the rates of those that always take part.
+        The schedule follows the round, with its fraction, and not a client's own steps: clients
+        that are sampled occasionally have the same rates as clients that always take part.
         """
         factor = self.rate_factor(rounds_done)
         for group in learner.actor_optimizer.param_groups:
@@ -310,7 +310,7 @@ class MultiObjectiveTrainer:
         learner.estimator.set_learning_rate(factor)
 
     def rate_factor(self, rounds_done: float) -> float:
-        """Returns the learning rates when so many rounds are done, in multiples of the first."""
+        """Returns the learning rates after `rounds_done` rounds, relative to the initial ones."""
         if self.config.learning_rate_schedule == "constant":
             return 1.0
         return max(0.0, self.num_rounds - rounds_done) / self.num_rounds

@@ -1,15 +1,15 @@
 """TRL's `PPOTrainer`, its one long `train()` replaced by the stages of `MultiObjectiveTrainer`.
 
-The only module that knows `trl.experimental.ppo`, which TRL removed in 1.13. From TRL come model
+The only module that imports `trl.experimental.ppo`, which TRL removed in 1.13. TRL provides model
 and accelerator set-up, saving, the model card and the callbacks. With one objective, a value
 network and a fixed KL coefficient, `train()` equals TRL's bit for bit on the CPU.
 
 Departures from TRL, each with its reason:
 
-- rewards are given to *texts*, so that every reward model has its own tokenizer;
-- adapter dropout is active in updates when asked for (TRL sets it to 0);
+- reward functions receive *texts*, so that every reward model has its own tokenizer;
+- adapter dropout is active in updates if configured (TRL sets it to 0);
 - a minibatch is one optimizer step, whatever the accumulation (TRL's accumulation merges them);
-- actor and critic have optimizers and learning rates of their own, and a client may own them;
+- actor and critic have separate optimizers and learning rates, which may belong to a client;
 - the model is not wrapped for data parallelism: gradients of different clients must not be mixed.
 """
 
@@ -47,14 +47,14 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         solver: Gram matrix [M, M] to weights [M], used by `train()` alone.
         callbacks: Hugging Face trainer callbacks, called by `train()` alone.
         trl_arguments: Further fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
-        **arguments: Those of `MultiObjectiveTrainer`; `train()` takes `num_rounds` local steps.
+        **arguments: Arguments of `MultiObjectiveTrainer`; `train()` takes `num_rounds` local steps.
 
     Attributes:
         stages: The stages on the same policy.
-        learner: The one that `train()` trains.
+        learner: The learner that `train()` trains.
     """
 
-    # TRL types these for every modality and trainer; here they are one thing each
+    # TRL's types cover every modality and trainer; here each has a single type
     args: Any
     state: Any
     model: Any
@@ -79,7 +79,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 arguments["rollout_config"],
                 arguments["num_rounds"],
                 use_cpu=arguments.get("use_cpu", False),
-                # TRL makes its output folder at once: one that is gone afterwards, if none is given
+                # TRL creates its output folder here: a temporary one if none is given
                 **{"output_dir": folder, **(trl_arguments or {})},
             )
             adam, options = PPOTrainer.get_optimizer_cls_and_kwargs(self.args)
@@ -103,7 +103,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                     dropout.p = policy.peft_config[name].lora_dropout
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Takes over the first learner's optimizer, which the callbacks see; TRL's hook."""
+        """Uses the first learner's optimizer, which the callbacks see; called by TRL."""
         self.optimizer = self.learner.actor_optimizer
         self.lr_scheduler = LambdaLR(self.optimizer, self.stages.rate_factor)
 

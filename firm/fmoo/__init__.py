@@ -7,8 +7,8 @@ it; `attacks` inflates losses. The papers' measures are `firm.fronts.measures`. 
 strategies of the federation, the same as for language models.
 
 All of them train any PyTorch model on any data. Data are samples of an input and M targets, a torch
-data set for each client. A loss takes a batch of what the model returns for one objective, and of
-its targets. The model is any module that returns a list of M outputs, one for each loss; in a
+data set for each client. A loss takes a batch of the model's outputs for one objective, and of its
+targets. The model is any module that returns a list of M outputs, one for each loss; in a
 `MultiTaskModel` the algorithms know which parameters all objectives share:
 
     >>> import torch
@@ -37,9 +37,9 @@ its targets. The model is any module that returns a list of M outputs, one for e
     >>> bool((workspace.evaluate(data).losses < 0.2).all())
     True
 
-`state.adapter` are the trained parameters by name, `rows` what a log has of the round. In a file
-with the decorators `dataset`, `loss` and `model`, the same take part in a study with its runs,
-table, page and resumption: `firm.jobs.fmoo.run_classic`, or `firm fmoo` with the file in `plugins`.
+`state.adapter` holds the trained parameters by name, `rows` the log of the round. In a file with
+the decorators `dataset`, `loss` and `model`, the same take part in a study with its runs, table,
+page and resumption: `firm.jobs.fmoo.run_classic`, or `firm fmoo` with the file in `plugins`.
 """
 
 from firm.fmoo.attacks import AttackConfig

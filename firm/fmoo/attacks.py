@@ -1,9 +1,9 @@
-"""Users who inflate their loss: the bias and the scaling attack of FedMGDA+ (Hu et al., section 6).
+"""Attacks that inflate a user's loss: bias and scaling, from FedMGDA+ (Hu et al., section 6).
 
-An attacker does everything else as asked. Against a strategy that weighs clients by their losses
-(AFL, q-FedAvg) a constant added to the loss is enough; against one that adds up gradients the loss
-must be multiplied. FedMGDA+ is immune to both: λ is found from gradients, which know no constant,
-and these are normalised, which undoes a factor.
+An attacker is otherwise honest. Against a strategy that weighs clients by their losses (AFL,
+q-FedAvg), adding a constant to the loss is enough; against a strategy that sums gradients, the loss
+must be multiplied. FedMGDA+ is immune to both: λ is computed from gradients, which do not depend on
+a constant, and these are normalised, which cancels a factor.
 """
 
 from dataclasses import replace
@@ -54,7 +54,7 @@ def attacked_losses(losses: torch.Tensor, *, client: str, attack: AttackConfig) 
 
 
 def attacked_gradients(gradients: Gradients, *, client: str, attack: AttackConfig) -> Gradients:
-    """Returns the gradients and losses with which a client trains and that it sends.
+    """Returns the gradients and losses that a client trains with and sends.
 
     A constant has no gradient: the bias attack changes the losses alone.
     """

@@ -39,19 +39,19 @@ class SupervisedClient(Client):
     """A client with a shard of supervised data.
 
     Batches go through the shard in a new random order every epoch, as often as needed. An epoch has
-    whole batches alone, floor(N / B) of them: the fewer than B samples that are left over stand
-    elsewhere in the next order, where Hu et al. (arXiv:2006.11489, Algorithm 1) take all N. A shard
-    of fewer than B samples is one batch. Order, augmentation and dropout of batch n follow from the
-    seed, the client's name and n alone, so that a count is all the state there is.
+    only whole batches, floor(N / B) of them: the fewer than B samples that are left over come
+    elsewhere in the next order, whereas Hu et al. (arXiv:2006.11489, Algorithm 1) take all N. A
+    shard of fewer than B samples is one batch. Order, augmentation and dropout of batch n follow
+    from the seed, the client's name and n alone, so that a count is the whole state.
 
     Args:
         name: Unique in the federation.
         workspace: Shared with the other clients of this process.
         indices: The client's samples, into the workspace's data, shape [N], N ≥ 1.
-        seed: The run's.
+        seed: Seed of the run.
         served: Objectives that the client has losses for (FMOL's indicator matrix A); all by
             default. The gradients of the others are zero.
-        attack: Who inflates losses; nobody by default.
+        attack: Attack on the losses; none by default.
     """
 
     capabilities = frozenset({"losses", "epochs", "weighted_gradients"})
@@ -117,10 +117,10 @@ class SupervisedClient(Client):
             yield SampleBatch(number, chosen)
 
     def gradients(self, minibatch: SampleBatch) -> Gradients:
-        """Returns the gradients of all objectives, [M, d], those that are not served zero.
+        """Returns the gradients of all objectives, [M, d], zero for those that are not served.
 
-        Until the next step they are kept: asked again for the same batch at the same parameters,
-        by FedCMOO's second phase or first local step, the client needs no backward pass.
+        They are kept until the next step: another request for the same batch at the same
+        parameters, by FedCMOO's second phase or first local step, needs no backward pass.
         """
         known = self._remembered(minibatch)
         if known is None:
@@ -148,12 +148,13 @@ class SupervisedClient(Client):
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
         """Takes plain SGD steps on Σⱼ wⱼ Lⱼ + μ/2 ‖θ - θ_t‖², where the model is a linear map.
 
-        They are those of ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and
-        faster on small batches: see ``firm.fmoo.linear``. Weights w [M] of objectives that are not
-        served do not count; ``proximal`` is μ.
+        They equal the steps by ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and
+        are faster on small batches: see ``firm.fmoo.linear``. Weights w [M] of objectives that are
+        not served do not count; ``proximal`` is μ.
 
         Returns:
-            How many were taken: all, or 0 where model, losses, optimizer or an attack are others.
+            Number of steps taken: all, or 0 if model, losses, optimizer or an attack do not allow
+            it.
 
         Raises:
             ValueError: A loss is not finite; names the objective.
@@ -221,15 +222,15 @@ class SupervisedClient(Client):
         return {name: value.detach().clone() for name, value in parameters.items()}
 
     def state(self) -> State:
-        """Returns how many batches were drawn: everything else follows from it."""
+        """Returns the number of batches drawn; everything else follows from it."""
         return {"num_batches": self._num_batches}
 
     def restore(self, state: State) -> None:
-        """Returns to a state that ``state`` gave."""
+        """Restores a state that ``state`` returned."""
         self._num_batches = state["num_batches"]
 
     def skip_failed_batches(self) -> None:
-        """Leaves out as many batches as were drawn since ``load``."""
+        """Skips as many batches as were drawn since ``load``."""
         self._num_batches += self._num_drawn
 
     def metrics(self) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class SupervisedClient(Client):
     def _batch_gradients(
         self, batch: SampleBatch, select: Callable[[torch.Tensor], torch.Tensor], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the losses [M], and the gradients [k, d] of what is selected."""
+        """Returns the losses [M], and the gradients [k, d] of the selected ones."""
         workspace, seed = self._workspace, self._derived("batch", batch.number)
         inputs = workspace.prepared(workspace.data.inputs[batch.indices])
         if workspace.cfg.rotation and inputs.ndim == 4:

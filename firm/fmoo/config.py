@@ -1,4 +1,4 @@
-"""Which data set is loaded, and from where; and what is registered under names."""
+"""The configuration of data sets, and registries of named components."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -59,9 +59,9 @@ def by_name(table: Mapping[str, EntryT], name: str, what: str) -> EntryT:
 
 
 def registering(table: dict[str, Any], name: str, what: str) -> Callable[[CallableT], CallableT]:
-    """Returns a decorator that adds a function or class to a registry, and leaves it as it is.
+    """Returns a decorator that adds a function or class to a registry and leaves it unchanged.
 
-    One that is defined again, as when a cell of a notebook runs twice, takes its own place.
+    A redefinition, as when a notebook cell runs twice, replaces the earlier entry.
 
     Raises:
         ValueError: The name is taken by another.

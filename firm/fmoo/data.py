@@ -1,4 +1,4 @@
-"""The one entrance to the data sets: a configuration in, three splits out."""
+"""Loads the data sets: a configuration in, three splits out."""
 
 from collections.abc import Callable
 
@@ -39,10 +39,10 @@ DATASETS: dict[str, Callable[[DataConfig], Splits | TaskData]] = {
 def dataset(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a data set under a name, for ``data.name``.
 
-    The function takes a ``DataConfig``, whose path and seed are the study's, and returns ``Splits``
-    or all samples as one ``TaskData``. Of the latter 0.1 of each natural client's samples, or 0.2
-    of all where there are none, become the test split, and ``validation_fraction`` of them, by
-    default none, the validation split.
+    The function takes a ``DataConfig`` with the study's path and seed, and returns ``Splits`` or
+    all samples as one ``TaskData``. In the latter case, 0.1 of each natural client's samples, or
+    0.2 of all without natural clients, become the test split, and ``validation_fraction`` of them,
+    by default none, the validation split.
 
     Raises:
         ValueError: The name is taken.
@@ -51,12 +51,12 @@ def dataset(name: str) -> Callable[[CallableT], CallableT]:
 
 
 def load_data(cfg: DataConfig) -> Splits:
-    """Returns a data set's train, validation and test samples. Equal configurations, equal samples.
+    """Returns train, validation and test samples; equal configurations give equal samples.
 
     Raises:
-        ValueError: An unknown data set, objective or loss, nothing at the path, arrays that do not
-            fit the layout, labels out of range, or whatever a user's function raises; says what to
-            do.
+        ValueError: The data set, an objective or a loss is unknown, there is nothing at the path,
+            arrays do not fit the layout, labels are out of range, or a user's function raised an
+            error; the message says what to do.
     """
     loader = by_name(DATASETS, cfg.name, "data set")
     try:
@@ -74,7 +74,7 @@ def load_data(cfg: DataConfig) -> Splits:
 
 
 def _cut(data: TaskData, cfg: DataConfig) -> Splits:
-    """Returns splits of a source that has none, cut as those of the tables are."""
+    """Returns splits of a source that has none, cut in the same way as the tables' splits."""
     table = {"row": np.arange(len(data))}
     if data.natural is not None:
         table["client"] = data.natural.numpy()

@@ -24,12 +24,12 @@ def descend_(
     """Takes steps of gradient descent on Σᵣ fᵣ Lᵣ in place; returns the losses of each step.
 
     Row r of a linear map has the loss Lᵣ: the mean over the batch of the binary cross-entropy of
-    its logit, or of its squared error. What is beyond the float32 range ends as NaN or infinity in
-    the losses and parameters, without a warning; whoever calls looks for it.
+    its logit, or of its squared error. Values beyond the float32 range become NaN or infinity in
+    the losses and parameters, without a warning; the caller checks for them.
 
     Args:
-        weight: float32 [R, F]. Changed.
-        bias: float32 [R]. Changed.
+        weight: float32 [R, F]. Modified in place.
+        bias: float32 [R]. Modified in place.
         inputs: float32 [N, F].
         targets: float32 [N, R]; 0 or 1 for binary losses.
         batches: Indices of each step's samples, int64 [K, B].

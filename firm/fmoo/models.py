@@ -53,8 +53,8 @@ class ModelConfig:
 def model(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a model under a name, for ``model.name``.
 
-    What is decorated, a class of modules or a function, is called with a ``ModelConfig`` and the
-    training data. The module is one that ``Workspace`` takes.
+    The decorated module class or function is called with a ``ModelConfig`` and the training data.
+    The module must be one that ``Workspace`` accepts.
 
     Raises:
         ValueError: The name is taken.
@@ -66,8 +66,8 @@ def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
     """Returns a model for data of these shapes, in training mode, its parameters drawn by the seed.
 
     Raises:
-        ValueError: An unknown model, inputs that it does not take, or whatever a user's model
-            raises.
+        ValueError: The model is unknown or does not take these inputs, or a user's model raised an
+            error.
     """
     build = by_name(MODELS, cfg.name, "model")
     with RandomStream(seed, "model"), user_code(f"the model {cfg.name}", but=(ValueError,)):

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class MultiTaskModel(nn.Module):
-    """An encoder whose features every head reads; `named_parameters` gives the encoder's first.
+    """An encoder that all heads share; `named_parameters` yields the encoder's parameters first.
 
     Args:
         encoder: Inputs to features, shape [N, F].
@@ -25,14 +25,14 @@ class MultiTaskModel(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Zeros in random places while training, drawn from a generator of one's own.
+    """Dropout that draws from its own generator.
 
     With equal seeds the noise is that of torch's ``Dropout`` and ``Dropout2d``, which draw from the
     global generator that all threads share.
 
     Args:
-        rate: Probability of a zero, in [0, 1); what stays is divided by 1 - rate.
-        of_channels: Whether a draw is for a whole channel of a sample.
+        rate: Probability of a zero, in [0, 1); other entries are divided by 1 - rate.
+        of_channels: Whether whole channels of a sample are dropped.
     """
 
     generator: torch.Generator | None = None
@@ -75,7 +75,7 @@ class ResidualBlock(nn.Module):
 
 
 class CharacterEncoder(nn.Module):
-    """Characters in 8 dimensions, then two LSTM layers of 256; the last state is the feature."""
+    """Characters in 8 dimensions, then two LSTM layers of 256; returns the last state."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Where a round's local training takes its clients: what Appendix E.4 of FedCMOO compares.
+"""The clients' models after a round's local training, which Appendix E.4 of FedCMOO compares.
 
-Askin et al. (2024), arXiv:2410.16398. A round is carried out and thrown away; what the clients sent
-in it is kept.
+Askin et al. (2024), arXiv:2410.16398. A round is run and discarded; only the clients' replies are
+kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ Strategy = Callable[..., tuple[ServerState, dict[str, Any]]]
 def local_models(
     strategy: Strategy, state: ServerState, clients: Sequence[str], engine: Engine, cfg: Any
 ) -> dict[str, Adapter]:
-    """Returns each participant's model at the end of the local training that a round would have.
+    """Returns each participant's model at the end of the local training of a trial round.
 
-    Where clients train once for each objective (FMGDA, FSMGDA), a client's model is the server's
-    moved by its updates under the round's weights, which is what it adds to the global model; the
-    paper does not say what it takes. The engine must have the clients' states of the server state's
-    accepted rounds; its pending states are then those of the round, which any further round of the
-    same number replaces.
+    If clients train once for each objective (FMGDA, FSMGDA), a client's model is the server's model
+    moved by the client's updates under the round's weights, which is its contribution to the global
+    model; the paper does not say which model it uses. The engine must have the clients' states of
+    the server state's accepted rounds; its pending states are then those of the round, which any
+    further round of the same number replaces.
     """
     recorder = Recorder(engine)
     _, rows = strategy(state, clients, recorder, cfg)
@@ -44,10 +44,10 @@ def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Ad
 
 
 class Recorder:
-    """An engine that keeps the replies to its last request; all else is another engine's.
+    """An engine that keeps the replies to its last request; another engine does the rest.
 
     Args:
-        engine: Where clients run.
+        engine: The engine that runs the clients.
     """
 
     def __init__(self, engine: Engine) -> None:

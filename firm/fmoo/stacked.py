@@ -1,7 +1,7 @@
 """Gradients of many clients of a small model in one pass.
 
-On small matrices the calls take longer than the arithmetic: products for all clients at once are
-faster. Convolutions with weights of each client's own are slower than one client after the other.
+On small matrices the calls take longer than the arithmetic, so batched products for all clients are
+faster. Convolutions with separate weights per client are slower than one client after the other.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,7 +24,7 @@ _STACKABLE = (MultiTaskModel, nn.ModuleList, nn.Sequential, nn.Flatten, nn.Linea
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a client wants gradients of."""
+    """A client's request for gradients."""
 
     parameters: Mapping[str, torch.Tensor]
     inputs: torch.Tensor
@@ -35,9 +35,10 @@ class Asked:
 
 
 def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
-    """Returns whether a model gains by passes for all clients: dense layers without dropout.
+    """Returns whether joint passes are faster for a model: dense layers without dropout.
 
-    A user's own module or loss may do what no such pass can, such as branch on values.
+    User-defined modules and losses may do things that joint passes cannot, such as branch on
+    values.
     """
     return set(losses) <= SHIPPED_LOSSES and all(
         type(module) in _STACKABLE or (isinstance(module, Dropout) and module.rate == 0)
@@ -48,12 +49,12 @@ def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
 def gradients_together(
     asked: list[Asked], *, model: nn.Module, losses: Losses
 ) -> list[tuple[torch.Tensor, torch.Tensor] | ValueError]:
-    """Returns every client's losses [M] and rows [k, d], or what is wrong with them.
+    """Returns every client's losses [M] and rows [k, d], or the error in them.
 
     Args:
         asked: Batches of one shape, from which equally many losses are selected.
-        model: What gives the outputs, at the clients' parameters in place of its own.
-        losses: From outputs to losses.
+        model: Gives the outputs, with the clients' parameters in place of its own.
+        losses: Losses to apply to the outputs.
     """
     leaves = {
         name: torch.stack([each.parameters[name].detach() for each in asked]).requires_grad_()
@@ -73,7 +74,7 @@ def gradients_together(
     rows = torch.empty(*wanted.shape, sum(leaf[0].numel() for leaf in leaves.values()))
     count = wanted.shape[1]
     for k in range(count):
-        # a loss that is not finite spoils the rows of its own client alone
+        # a loss that is not finite affects only the rows of its client
         gradients = torch.autograd.grad(
             wanted[:, k].sum(),
             list(leaves.values()),

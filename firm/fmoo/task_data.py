@@ -1,4 +1,4 @@
-"""What a data set is to the classic wing: inputs, one target per objective, and a loss for each."""
+"""Data sets of the classic wing: inputs, one target per objective, and a loss for each."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def l2(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the mean ℓ2 distance of the predicted probabilities from the one-hot labels.
 
-    The "ℓ2-norm loss" of the FedCMOO paper's Table 2, which does not say of what the norm is.
+    The "ℓ2-norm loss" of the FedCMOO paper's Table 2, which does not define the norm's argument.
     """
     labels = functional.one_hot(targets, outputs.shape[1])
     return torch.linalg.vector_norm(outputs.softmax(dim=1) - labels, dim=1).mean()
@@ -52,8 +52,8 @@ SHIPPED_LOSSES = frozenset(LOSSES)
 def loss(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a ``Loss`` under a name, for ``TaskData.losses``.
 
-    It is called with what the model returns for an objective and with the targets [B] (or [B, A])
-    of the same samples. They may be int64 or float32, and NaN where they are unknown.
+    The loss is called with the model's outputs for an objective and the targets [B] (or [B, A]) of
+    the same samples. Targets may be int64 or float32, and NaN where they are unknown.
 
     Raises:
         ValueError: The name is taken.
@@ -108,7 +108,7 @@ class TaskData:
 
     @classmethod
     def of_clients(cls, clients: Mapping[str, Any], losses: Mapping[str, str]) -> "TaskData":
-        """Returns the samples of natural clients, each a torch data set of its own.
+        """Returns the samples of natural clients, given as one torch data set per client.
 
         Args:
             clients: By name, a ``torch.utils.data.Dataset`` with a length, or a list, of samples:
@@ -116,7 +116,8 @@ class TaskData:
             losses: Name of each objective's loss, a key of ``LOSSES``, by objective.
 
         Raises:
-            ValueError: No client, one without samples, or samples that do not fit; names it.
+            ValueError: There is no client, one has no samples, or samples do not fit; names the
+                client.
         """
         if not clients:
             raise ValueError("clients must be one or more data sets by name, got none.")
@@ -148,11 +149,11 @@ class TaskData:
 
     @property
     def has_accuracies(self) -> bool:
-        """Whether the losses of all objectives are of labels that are right or wrong."""
+        """Whether all objectives predict class labels and so have accuracies."""
         return set(self.losses) <= SHIPPED_LOSSES - {"squared"}
 
     def indices_by_client(self) -> dict[str, torch.Tensor]:
-        """Returns the indices of each natural client's samples, none where there are no names."""
+        """Returns the indices of each natural client's samples; empty without client names."""
         if self.natural is None or self.natural_names is None:
             return {}
         return {

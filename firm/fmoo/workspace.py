@@ -1,4 +1,4 @@
-"""The model that the clients of a federation take turns on, and how it reads samples."""
+"""The model that the clients of a federation take turns on, and the preparation of its inputs."""
 
 import copy
 import math
@@ -68,7 +68,7 @@ register(
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How a model does, by objective."""
+    """Results of a model, by objective."""
 
     losses: torch.Tensor
     """Mean losses, float64 [M]."""
@@ -102,11 +102,10 @@ _LEASES: "ContextVar[WeakKeyDictionary[Workspace, _Lease]]" = ContextVar("leases
 
 
 class Workspace:
-    """What all clients of a process share: the data in memory, and a model to switch between.
+    """The data in memory and a model to switch between, shared by all clients of a process.
 
-    Clients are arrays of indices, and every thread that works has one model: memory grows by 8
-    bytes per sample with the clients, and by a model with the workers. In lockstep every client has
-    one.
+    A client is an array of indices, and every worker thread has one model: each client takes 8
+    bytes per sample, and each worker one model. In lockstep every client has a model.
 
     Args:
         model: Any module that returns a list of M outputs, one for each objective's loss; clients
@@ -117,10 +116,10 @@ class Workspace:
         cfg: The local training.
 
     Raises:
-        ValueError: A model that does not fit the data or the losses; whose parameters are not
-            float32 on the CPU, or an encoder's not the first ones; that draws from torch's global
-            generator, which threads would share; or that keeps statistics of its batches, which are
-            no parameters and so never sent.
+        ValueError: The model does not fit the data or the losses; its parameters are not float32 on
+            the CPU, or an encoder's are not the first ones; it draws from torch's global generator,
+            which threads would share; or it keeps statistics of its batches, which are not
+            parameters and so never sent.
     """
 
     def __init__(self, model: nn.Module, data: TaskData, cfg: LocalConfig) -> None:
@@ -149,7 +148,7 @@ class Workspace:
 
     @property
     def linear_heads(self) -> list[nn.Linear] | None:
-        """This thread's heads, where model and losses are as ``linear.descend_`` takes them."""
+        """This thread's heads, if ``linear.descend_`` supports the model and the losses."""
         model = self.model
         if not isinstance(model, MultiTaskModel) or not isinstance(model.encoder, nn.Flatten):
             return None
@@ -161,7 +160,7 @@ class Workspace:
 
     @property
     def generator(self) -> torch.Generator:
-        """What this thread's model draws dropout from."""
+        """Generator of the dropout of this thread's model."""
         return self._replica.generator
 
     @property
@@ -172,14 +171,14 @@ class Workspace:
         if self not in leases:
             try:
                 replica = self._idle.pop()
-            except IndexError:  # asked for beforehand, another thread might take the last one
+            except IndexError:  # after a separate check, another thread might take the last
                 replica = Replica(self._model, of_images=self.data.inputs.ndim == 4)
             leases[self] = lease = _Lease(replica)
             weakref.finalize(lease, self._idle.append, replica)
         return leases[self].replica
 
     def load(self, adapter: Adapter) -> None:
-        """Gives this thread's model these parameters, which are copied."""
+        """Copies parameters into this thread's model."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(adapter[name])
@@ -202,9 +201,9 @@ class Workspace:
         """Returns the objectives' mean losses [M] on prepared inputs, and gradients [k, d] of some.
 
         Args:
-            inputs: Those of a client's batch.
-            targets: Likewise.
-            select: From the losses [M] to those, or their sums, that are differentiated, [k].
+            inputs: Inputs of a client's batch.
+            targets: Targets of the same batch.
+            select: Maps the losses [M] to those, or sums of them, that are differentiated, [k].
             count: k.
 
         Raises:
@@ -259,10 +258,10 @@ class Workspace:
 
     @torch.no_grad()
     def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> Scores:
-        """Returns how this thread's model does on samples of a data set, by default all.
+        """Returns the results of this thread's model on samples of a data set, by default all.
 
         Raises:
-            ValueError: Without samples, or a loss is not finite; names the objective.
+            ValueError: There are no samples, or a loss is not finite; names the objective.
         """
         chosen = torch.arange(len(data)) if indices is None else indices
         if len(chosen) == 0:
@@ -288,7 +287,7 @@ class Workspace:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raises ``ValueError`` where a part of the model is none that clients can take turns on."""
+    """Raises ``ValueError`` if clients cannot take turns on a part of the model."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("the model has no parameter that requires a gradient.")
@@ -315,9 +314,9 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
-    """Returns images [B, C, H, W] turned about their centres, bilinearly, edges repeated.
+    """Returns images [B, C, H, W] rotated about their centres, bilinearly, edges repeated.
 
-    Each is turned by a random angle of at most ``degrees`` to either side.
+    Each is rotated by a random angle of at most ``degrees`` in either direction.
     """
     angles = (torch.rand(len(images), generator=generator) * 2 - 1) * torch.pi * degrees / 180
     cosines, sines = angles.cos()[:, None, None], angles.sin()[:, None, None]
@@ -334,7 +333,7 @@ def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) ->
 
 
 def _centres(size: int) -> torch.Tensor:
-    """Returns the pixels' places on a side that reaches from -1 to 1, shape [size]."""
+    """Returns the pixels' centres along a side from -1 to 1, shape [size]."""
     return torch.linspace(-1, 1, size) * (size - 1) / size
 
 
@@ -353,7 +352,7 @@ def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _accuracy(loss: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Returns the share of right labels; 0 for regression, which has none."""
+    """Returns the share of correct labels; 0 for regression, which has none."""
     if loss in CLASS_LOSSES:
         return (outputs.argmax(dim=1) == targets).double().mean().item()
     if loss == "binary":

@@ -1,11 +1,11 @@
 """Pareto fronts of models: the mathematics and the record, without models.
 
-Several models are trained for several preferences and seeds; what each earns in M objectives is a
+Models are trained for several preferences and seeds; the rewards of each in M objectives are a
 point [M], and more is better. `dominance` and `hypervolume` judge points, `front` is the record
-that is written and compared, `uncertainty` and `correlation` say how far to trust it, `collapse`
-names the models that speak no more, `nearest` finds the models for a wanted preference, `reach` the
-preference for a wanted point of a conditioned model's front, and `smoothing` prepares curves of a
-training. The FIRM paper draws such points; the figures on them are not in it.
+that is written and compared, `uncertainty` and `correlation` assess its reliability, `collapse`
+detects collapsed models, `nearest` finds the models for a target preference, `reach` the preference
+for a target point on a conditioned model's front, and `smoothing` smooths training curves. The FIRM
+paper plots such points; these measures of them are not in the paper.
 """
 
 from firm.fronts.collapse import collapse_reason

@@ -1,7 +1,7 @@
-"""Which models speak no more: one reply to every prompt, or the language lost.
+"""Detects collapsed models: one reply to every prompt, or a loss of the language.
 
-A reward model may still pay such a policy well, so its rewards alone do not show it. Not in the
-paper; the bounds are wide enough that no usable policy comes near them by chance.
+A reward model may still give such a policy high rewards, so rewards alone do not reveal it. Not in
+the paper; the bounds are wide enough that no usable policy reaches them by chance.
 """
 
 import math
@@ -24,16 +24,16 @@ def collapse_reason(
     parse_rate: float | None = None,
     base_parse_rate: float | None = None,
 ) -> str | None:
-    """Returns why a policy counts as collapsed, in words, or None if it does not.
+    """Returns the reason why a policy counts as collapsed, or None if it does not.
 
     Args:
-        commonest_share: Share of the prompts whose reply is the one that is given most often, in
-            [0, 1]; blank replies do not count.
-        empty_share: Share of the prompts whose reply is blank, in [0, 1].
+        commonest_share: Share of the prompts with the most frequent reply, in [0, 1]; blank replies
+            do not count.
+        empty_share: Share of the prompts with a blank reply, in [0, 1].
         mean_kl: Mean KL from the base model; NaN and infinities are a collapse.
-        parse_rate: Share of the replies that the language's grammar parses, in [0, 1], where there
-            is a grammar.
-        base_parse_rate: The same of the base model, whose own failures are no collapse.
+        parse_rate: Share of the replies that the language's grammar parses, in [0, 1], if there is
+            a grammar.
+        base_parse_rate: The same for the base model; its own failures do not count as a collapse.
 
     >>> collapse_reason(commonest_share=0.75, empty_share=0.0, mean_kl=2.5)
     'one reply to 75 % of the prompts'

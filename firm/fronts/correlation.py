@@ -1,4 +1,4 @@
-"""Whether models do what their preferences ask: more weight on an objective, more of its reward."""
+"""Agreement of models with their preferences: more weight on an objective, more of its reward."""
 
 from dataclasses import dataclass
 from math import atanh, sqrt, tanh
@@ -12,9 +12,9 @@ from firm.fronts.front import Front, mean_front
 def preference_correlations(front: Front) -> dict[str, float | None]:
     """Returns Spearman's rank correlation of preference and reward, by objective.
 
-    It runs over all points with a preference, every seed and collapsed ones too. None stands where
-    the reward does not vary, or the points have fewer than three different shares of the objective:
-    of two, one is always the higher.
+    It covers all points with a preference, of every seed and including collapsed ones. It is None
+    if the reward does not vary, or the points have fewer than three different shares of the
+    objective: of two, one is always higher.
     """
     preferences, rewards = front.preferences(), front.rewards()
     has_preference = ~np.isnan(preferences).any(axis=1)
@@ -28,7 +28,7 @@ def preference_correlations(front: Front) -> dict[str, float | None]:
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
     """Returns Spearman's ρ of two arrays [N], equal values sharing their mean rank.
 
-    None where one of them does not vary.
+    None if one of them does not vary.
     """
     if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
@@ -41,9 +41,9 @@ def correlation_interval(
     """Returns an approximate confidence interval of Spearman's ρ, within [-1, 1].
 
     That of Bonett and Wright (2000), doi:10.1007/BF02294183, over N points:
-    tanh(artanh ρ ± q √((1 + ρ²/2)/(N − 3))). Of three points or fewer nothing is known. A ρ of ±1,
-    whose artanh is infinite, is itself one end; the other is that of the ρ next to it, with two
-    neighbours swapped.
+    tanh(artanh ρ ± q √((1 + ρ²/2)/(N − 3))). With three points or fewer, nothing is known. A ρ of
+    ±1 has an infinite artanh: it is itself one end, and the other end is that of the nearest
+    possible ρ, with two neighbours swapped.
 
     >>> [round(end, 2) for end in correlation_interval(0.95, 9)]
     [0.7, 0.99]
@@ -59,7 +59,7 @@ def correlation_interval(
 
 @dataclass(frozen=True)
 class Violation:
-    """A place where more weight on an objective earned less of it."""
+    """A case in which more weight on an objective gave less of its reward."""
 
     objective: str
     lower: float
@@ -73,10 +73,10 @@ class Violation:
 def monotone_violations(front: Front, *, tolerance: float = 0.0) -> list[Violation]:
     """Returns where an objective's mean reward falls while its share of the preference rises.
 
-    The mean at a share is over the seeds of each preference, and with three objectives or more
-    over the preferences that give the objective this share, however they divide the rest. Only
-    neighbouring shares are compared. Points without a preference are left out, and falls up to the
-    tolerance, such as the rewards' standard error.
+    The mean at a share is over the seeds of each preference, and with three objectives or more over
+    the preferences that give the objective this share, however they divide the rest. Only
+    neighbouring shares are compared. Points without a preference are left out, as are decreases up
+    to the tolerance, such as the rewards' standard error.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be non-negative, got {tolerance}.")

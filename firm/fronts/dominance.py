@@ -1,4 +1,4 @@
-"""Which points are beaten by another point in everything; more is better in every objective."""
+"""Pareto dominance between points; more is better in every objective."""
 
 import numpy as np
 from numpy.typing import ArrayLike

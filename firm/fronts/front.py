@@ -1,4 +1,4 @@
-"""The record of a front: models, what each earns, and what makes two fronts comparable."""
+"""The record of a front: models with their rewards, and checks that two fronts are comparable."""
 
 import math
 from collections import Counter
@@ -49,8 +49,8 @@ class Front:
     """Models trained by one strategy for several preferences and seeds.
 
     Raises:
-        ValueError: Names, objectives or sizes do not fit together, a preference is no preference,
-            or a figure that must be finite is not.
+        ValueError: Names, objectives or sizes do not fit together, a preference is invalid, or a
+            figure that must be finite is not.
     """
 
     objectives: tuple[str, ...]
@@ -133,7 +133,7 @@ class Front:
         return as_shares(point.preference or (), len(self.objectives), name=name)
 
     def prompts(self, noun: str = "prompts") -> str:
-        """Returns how many prompts the rewards are of, in words."""
+        """Returns the number of prompts behind the rewards, in words."""
         partial = ", ".join(f"{name} on {count}" for name, count in self.num_scored.items())
         return f"{self.num_prompts} {noun}{partial and f' ({partial})'}"
 
@@ -156,7 +156,7 @@ class Front:
 
     @property
     def non_dominated(self) -> np.ndarray:
-        """Which points no other point dominates, bool [N], of at least two."""
+        """Mask of points that no other point dominates, bool [N]; needs at least two points."""
         self._check_several()
         return non_dominated(self.rewards())
 
@@ -179,9 +179,9 @@ class Front:
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes the front as JSON, as a whole or not at all, in place of an existing file.
+        """Writes the front as JSON atomically, replacing an existing file.
 
-        What is not finite in `kl` and `scores` becomes null, and NaN when it is read.
+        Values in `kl` and `scores` that are not finite become null, and NaN when read.
         """
         write_record(path, self, version=_FORMAT)
 
@@ -198,7 +198,7 @@ class Front:
 
 
 def _check_shown(what: str, text: str) -> None:
-    """Raises `ValueError` on a text that a terminal would obey, or that is empty."""
+    """Raises `ValueError` if a text is empty or holds control characters for a terminal."""
     if not text or not text.isprintable():
         raise ValueError(f"{what} must be a printable text in one line, got {text[:80]!a}.")
 
@@ -208,7 +208,7 @@ def by_preference(front: Front) -> dict[tuple[float, ...], tuple[Point, ...]]:
     groups: dict[tuple[float, ...], list[Point]] = {}
     for point, shares in zip(front.points, front.preferences(), strict=True):
         if point.preference is not None:
-            # (1, 2) and (0.1, 0.2) are one preference, but for their last digits
+            # (1, 2) and (0.1, 0.2) are the same preference up to rounding
             groups.setdefault(tuple(shares.round(9).tolist()), []).append(point)
     return {key: tuple(sorted(groups[key], key=lambda point: point.seed)) for key in sorted(groups)}
 
@@ -236,8 +236,7 @@ def seed_hypervolumes(front: Front) -> SeedHypervolumes:
 
     Raises:
         ValueError: A seed has fewer than two points or lacks a preference that another one has, so
-            that their hypervolumes mean different things, or a point is not above the reference
-            point.
+            that their hypervolumes are not comparable, or a point is not above the reference point.
     """
     groups = by_preference(front)
     figures = {}
@@ -257,10 +256,10 @@ def seed_hypervolumes(front: Front) -> SeedHypervolumes:
 
 
 def check_comparable(first: Front, second: Front) -> None:
-    """Raises `ValueError` where the rewards or hypervolumes of two fronts mean different things.
+    """Raises `ValueError` if the rewards or hypervolumes of two fronts are not comparable.
 
-    That is where their objectives, their order, what a reward means or the reference point differ.
-    Strategy, preferences and seeds may differ: they are what is compared.
+    They are not if the objectives, their order, the meaning of a reward or the reference point
+    differ. Strategy, preferences and seeds may differ: these are compared.
     """
     if first.objectives != second.objectives:
         raise ValueError(
@@ -285,9 +284,9 @@ def check_comparable(first: Front, second: Front) -> None:
 
 
 def differing_figure(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
-    """Returns the first figure in which two calibrations differ; None where they mean the same.
+    """Returns the first figure in which two calibrations differ; None if they are equivalent.
 
-    How many replies a map comes from does not change the map.
+    The number of replies that a map was fitted to does not change the map.
     """
     for figure in sorted((first.keys() | second.keys()) - {"num_samples"}):
         if not _is_same(first.get(figure), second.get(figure)):

@@ -1,4 +1,4 @@
-"""The hypervolume of a set of points: what they dominate, measured from a reference point.
+"""The hypervolume that a set of points dominates, measured from a reference point.
 
 Exact. Up to three objectives are computed here, more by the optional package moocore.
 """
@@ -18,7 +18,7 @@ def hypervolume(
     names: Sequence[str] | None = None,
     objectives: Sequence[str] | None = None,
 ) -> float:
-    """Returns the volume of all that lies above the reference point and below some point.
+    """Returns the volume of the region above the reference point and below at least one point.
 
     More is better in every objective. Dominated and equal points add nothing.
 
@@ -29,8 +29,8 @@ def hypervolume(
         objectives: M names of the objectives for the messages; their indices by default.
 
     Raises:
-        ValueError: On another shape, points that are not finite, a point that is not above the
-            reference, or more than 3 objectives without moocore.
+        ValueError: The shape is wrong, points are not finite, a point is not above the reference,
+            or there are more than 3 objectives without moocore.
 
     >>> hypervolume([[3.0, 1.0], [1.0, 2.0]], [0.0, 0.0])
     4.0
@@ -62,7 +62,7 @@ def as_reference(reference: ArrayLike, num_objectives: int) -> np.ndarray:
 def volumes(gains: np.ndarray) -> np.ndarray:
     """Returns the hypervolumes of many sets of points [..., N, M], measured from the origin.
 
-    What lies below 0 in an objective adds nothing.
+    Regions below 0 in an objective add nothing.
     """
     gains = np.maximum(gains, 0.0)
     num_objectives = gains.shape[-1]
@@ -98,7 +98,7 @@ def _by_falling(gains: np.ndarray, objective: int) -> np.ndarray:
 
 
 def _steps(falling: np.ndarray) -> np.ndarray:
-    """Returns how far each value lies above the next one, the last above 0, shape [..., N]."""
+    """Returns each value's difference from the next one, the last one's from 0, shape [..., N]."""
     return falling - np.concatenate([falling[..., 1:], np.zeros_like(falling[..., :1])], axis=-1)
 
 

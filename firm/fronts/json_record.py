@@ -1,4 +1,4 @@
-"""Records as JSON files: written as a whole or not at all, read strictly by their annotations."""
+"""Records as JSON files: written atomically, read strictly by their annotations."""
 
 import json
 import math
@@ -16,8 +16,8 @@ RecordT = TypeVar("RecordT")
 def write_record(path: str | Path, record: Any, *, version: int) -> None:
     """Writes a dataclass of the types that `read_record` knows as JSON, replacing the file `path`.
 
-    Numbers that are not finite, which JSON does not know, become null and are read as NaN. Where it
-    cannot be written, what was there stays.
+    Numbers that are not finite, which JSON does not support, become null and are read as NaN. If
+    writing fails, an existing file is kept.
     """
     path = Path(path)
     content = _with_null({"format": version, **asdict(record)})
@@ -25,12 +25,12 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
     number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(number, "w", encoding="utf-8") as file:
-            os.fchmod(number, 0o644)  # a temporary file is its owner's alone
+            os.fchmod(number, 0o644)  # a temporary file is readable by its owner only
             file.write(text)
             file.flush()
             os.fsync(number)
         os.replace(draft, path)
-    except BaseException:  # an interrupt, too, leaves no draft behind
+    except BaseException:  # even an interrupt leaves no draft behind
         Path(draft).unlink(missing_ok=True)
         raise
 
@@ -40,13 +40,13 @@ def read_record(
 ) -> RecordT:
     """Returns the dataclass in a file that `write_record` wrote.
 
-    Every field must be there and no other, each of its type: str, int, float, bool, Any,
+    Exactly the dataclass's fields must be present, each of its type: str, int, float, bool, Any,
     `X | None`, `tuple[X, ...]`, `dict[str, X]` or a dataclass of such.
 
     Args:
         path: The file.
-        kind: What it holds.
-        version: Its format.
+        kind: Type of the record.
+        version: Version of its format.
         added: Fields that older files of this format lack, and their values there.
 
     Raises:
@@ -57,7 +57,7 @@ def read_record(
         if not isinstance(content, dict) or content.pop("format", None) != version:
             raise ValueError(f'it must be an object with "format": {version}')
         return _parse(kind, {**(added or {}), **content}, "")
-    # no JSON and no UTF-8 are ValueErrors too
+    # invalid JSON and UTF-8 raise ValueError too
     except (ValueError, OverflowError, RecursionError) as error:
         what = kind.__name__.lower()
         raise ValueError(
@@ -74,7 +74,7 @@ def _with_null(value: Any) -> Any:
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:
-    """Returns the value of type `kind` that plain data stand for; `where` is its key path."""
+    """Returns plain data converted to type `kind`; `where` is the key path."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _parse_dataclass(kind, value, where)

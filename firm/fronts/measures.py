@@ -1,4 +1,4 @@
-"""What the papers of the classic wing measure, as pure functions on arrays.
+"""Measures of the classic wing's papers, as pure functions on arrays.
 
 All raise ``ValueError`` on empty arrays, shapes that differ, or values that are not finite. The
 Gram matrix's error is ``firm.gradients.nrmse``, the bound on Pareto stationarity is
@@ -27,7 +27,7 @@ def delta_m(
 
     Args:
         values: S, final accuracy or loss of each objective, shape [M].
-        reference: R, the same of the reference, shape [M], positive.
+        reference: R, the same figures of the reference, shape [M], positive.
         is_higher_better: Whether higher is better, for all objectives or for each.
 
     >>> round(delta_m([94.4, 92.6], [95.4, 93.1], is_higher_better=True), 4)
@@ -49,7 +49,7 @@ def delta_m(
 
 @dataclass(frozen=True)
 class UserSummary:
-    """How a figure is spread over the users."""
+    """Distribution of a figure over the users."""
 
     mean: float
     std: float
@@ -62,8 +62,8 @@ def user_summary(accuracies: ArrayLike, *, share: float = 0.05) -> UserSummary:
     """Returns mean, spread, and the worst and best 5 % of the users' accuracies [C].
 
     Worst is the percentile at ``share`` in (0, 0.5], best that at ``1 - share``, interpolated
-    linearly between the sorted users. The paper does not say how it takes them; the digits that its
-    Tables 8 and 9 print for 100 users are those of this, not of a mean over the five worst users.
+    linearly between the sorted users. The paper does not define them; the digits in its Tables 8
+    and 9 for 100 users match this definition, not a mean over the five worst users.
 
     >>> user_summary([0.5, 0.7, 0.9]).worst
     0.52
@@ -91,7 +91,7 @@ def improved_share(before: ArrayLike, after: ArrayLike) -> float:
 
 
 def local_progress(before: ArrayLike, after: ArrayLike) -> np.ndarray:
-    """Returns how far each objective's loss falls in a local training, averaged over the clients.
+    """Returns the decrease of each objective's loss in local training, averaged over the clients.
 
     That is (1/C) Σ_c (F_{c,m}(x_start) - F_{c,m}(x_end)) on the clients' own data, [C, M] to [M]:
     Appendix E.4 of FedCMOO, which compares algorithms from the same global models.
@@ -104,9 +104,9 @@ def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float |
     """Returns how well runs follow the ratios of losses that their preferences ask for, in [-1, 1].
 
     A preference r asks for r₁F₁ = ... = r_M F_M (Eq. 7 of FedCMOO), so that F_j/F_k should be
-    r_k/r_j. For each pair of objectives this is Spearman's ρ between wanted and reached ratios over
-    the runs, 0 where all runs reach the same; returned is the mean over the pairs of which the runs
-    want three different ratios or more, None where there is no such pair.
+    r_k/r_j. For each pair of objectives this is Spearman's ρ between target and achieved ratios
+    over the runs, 0 if all runs achieve the same ratio. The result is the mean over the pairs with
+    three or more distinct target ratios, or None if there is no such pair.
 
     Args:
         preferences: r of each run, shape [N, M], positive.
@@ -129,9 +129,9 @@ def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float |
 
 
 def rounds_to_loss(rounds: ArrayLike, losses: ArrayLike, target: float) -> int | None:
-    """Returns the first round whose loss is at most the target; None if none is (FMGDA, Table 2).
+    """Returns the first round with a loss of at most the target, or None (FMGDA, Table 2).
 
-    Rounds [T] rise; losses [T] are those of one objective after each of them.
+    Rounds [T] are increasing; losses [T] are one objective's losses after each of them.
 
     >>> rounds_to_loss([0, 10, 20], [2.0, 0.5, 0.1], 0.5)
     10

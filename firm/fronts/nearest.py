@@ -1,4 +1,4 @@
-"""Which models answer a wanted preference: one of them, or a few with shares."""
+"""Selects the models for a target preference: a single one, or a few with shares."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,14 @@ _SAME = 1e-9
 
 
 def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> Point:
-    """Returns the model whose preference is nearest to the wanted one, [M].
+    """Returns the model with the preference nearest to the wanted one, [M].
 
     Both are scaled to sum 1 and their distance is Euclidean. Among equally near models, such as
     the seeds of one preference, the one whose rewards have the best mean under `want` is taken.
     With `any_point` dominated and collapsed models count too.
 
     Raises:
-        ValueError: The wanted preference is no preference, or no model with one is left.
+        ValueError: The wanted preference is invalid, or no model with a preference is left.
     """
     target = _as_want(front, want)
     candidates = _with_preference(front) if any_point else sound(front)
@@ -40,17 +40,17 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
     """Returns models of one seed and shares of them that add up to the wanted preference.
 
     With two objectives these are the two neighbouring preferences, with three the corners of a
-    triangle around `want`, and fewer models where fewer do. Of all mixtures that give `want` the
-    one of the smallest spread ``Σ share · |preference - want|²`` is taken, a simplex of the
-    Delaunay triangulation; of equal ones that with the best expected reward under `want`.
-    Collapsed models and those dominated within their seed or without a preference are left out. A
-    preference that no seed encloses falls back to the nearest model.
+    triangle around `want`, or fewer models if they suffice. Of all mixtures that give `want`, the
+    one with the smallest spread ``Σ share · |preference - want|²`` is taken, a simplex of the
+    Delaunay triangulation; ties are broken by the best expected reward under `want`. Collapsed
+    models and those dominated within their seed or without a preference are left out. A preference
+    that no seed encloses falls back to the nearest model.
 
     Returns:
         At most M models of one seed, which may be merged, with positive shares that sum to 1.
 
     Raises:
-        ValueError: The wanted preference [M] is no preference, or no model is left.
+        ValueError: The wanted preference [M] is invalid, or no model is left.
     """
     target = _as_want(front, want)
     mixtures = [
@@ -66,18 +66,18 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a mixture of models should earn, if rewards were linear between them."""
+    """Rewards expected of a mixture of models, if rewards were linear between them."""
 
     rewards: dict[str, float]
     errors: dict[str, float]
 
 
 def expected_rewards(shares: Sequence[tuple[Point, float]]) -> Expectation:
-    """Returns the rewards that lie between models by their shares, which sum to 1, by objective.
+    """Returns the rewards interpolated between models by shares that sum to 1, by objective.
 
-    This is an expectation, not a measurement: merged parameters need not earn what lies between.
-    The errors are Σ share · error, which holds however the points' errors are correlated; the
-    points answered the same prompts, so adding squares would promise too much.
+    This is an expectation, not a measurement: merged parameters need not reach the interpolated
+    rewards. The errors are Σ share · error, a bound that holds for any correlation of the points'
+    errors; the points answered the same prompts, so adding squares would be too optimistic.
     """
     total = sum(share for _, share in shares)
     if not abs(total - 1) <= 1e-6 or min(share for _, share in shares) < 0:
@@ -100,7 +100,7 @@ def _with_preference(front: Front) -> Front:
 
 
 def sound(front: Front) -> Front:
-    """Returns the models with a preference, neither collapsed nor dominated by one that is not."""
+    """Returns models with a preference, neither collapsed nor dominated by an intact model."""
     speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not speaking.points:
         return speaking

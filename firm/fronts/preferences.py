@@ -1,11 +1,11 @@
-"""Preferences: which to measure a front at, and what their folders are called."""
+"""Grids of preferences to measure a front at, and the names of their folders."""
 
 from collections.abc import Sequence
 from itertools import product
 
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
-    """Returns all preferences of multiples of 1/resolution, the first objective's falling.
+    """Returns all preferences in multiples of 1/resolution, the first objective's share falling.
 
     >>> grid(2, 2)
     [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]
@@ -15,7 +15,7 @@ def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
 
 
 def preference_folder(preference: Sequence[float]) -> str:
-    """Returns what the folder of a preference is called: its shares in percent, to four digits.
+    """Returns the folder name of a preference: its shares in percent, to four digits.
 
     >>> preference_folder([0.25, 0.75])
     '25_75'

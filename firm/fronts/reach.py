@@ -1,4 +1,4 @@
-"""Where on the front of a conditioned model a preference leads, and which one leads to a wish."""
+"""Finds the preference that reaches a target point on the front of a conditioned model."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,14 +17,14 @@ _SAME = 1e-6
 
 
 def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
-    """Returns models and shares of them whose preferences add up to the one that reaches a wish.
+    """Returns models with shares that mix their preferences into the one that reaches a target.
 
-    The wish is a direction on the measured front, not a preference to train for. An objective's
-    gain is 0 at the least reward and 1 at the largest of the front's models; the wish is met where
-    the gains are to each other as the wanted shares are. Rewards are taken as linear between
-    neighbouring preferences, so that each simplex of neighbours asks for the shortest convex
-    combination of ``gain - Σ gain · want``. Where none meets the wish the one that misses it least
-    is taken, and where several do the one with the largest gains.
+    The target is a direction on the measured front, not a preference to train for. An objective's
+    gain is 0 at the smallest and 1 at the largest reward of the front's models; the target is met
+    where the gains are proportional to the target shares. Rewards are assumed to be linear between
+    neighbouring preferences, so that the solution in each simplex of neighbours is the shortest
+    convex combination of ``gain - Σ gain · want``. If no simplex meets the target, the one with the
+    smallest miss is taken; if several do, the one with the largest gains.
 
     Models that have collapsed or that another one of their seed dominates are left out. Meant for
     points of one conditioned adapter for each seed, which is linear in the preference: its fold at
@@ -38,7 +38,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
         At most M models of one seed with positive shares that sum to 1.
 
     Raises:
-        ValueError: The wish is no such vector, or no model is left.
+        ValueError: The target is not such a vector, or no model is left.
     """
     target = as_shares(want, len(front.objectives), name="the wanted trade-off")
     seeds = sorted({point.seed for point in front.points})
@@ -54,7 +54,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
     for own in fronts:
         gains = (own.rewards() - least) / np.where(ranges > 0, ranges, 1.0)
         misses = gains - gains.sum(axis=1, keepdims=True) * target  # [N, M], linear in the models
-        misses = misses.round(12)  # squares of what is smaller underflow in the Gram matrices
+        misses = misses.round(12)  # squares of smaller values underflow in the Gram matrices
         for cell in neighbourhoods(own.preferences()):
             shares = min_norm_weights(misses[cell] @ misses[cell].T)
             missed = max(float(np.linalg.norm(shares @ misses[cell])), _SAME)
@@ -75,12 +75,12 @@ def mean_preference(parts: Sequence[tuple[Point, float]]) -> list[float]:
 def widest_gap(preferences: np.ndarray, rewards: np.ndarray) -> tuple[float, ...]:
     """Returns the preference in the middle of the longest step between neighbours on a front.
 
-    Measuring there, again and again, spaces a front's points by its length and not by preference,
-    as SURF does (arXiv:2605.20619), with evaluations alone.
+    Measuring there repeatedly spaces a front's points by its length and not by preference, as SURF
+    does (arXiv:2605.20619), with evaluations only.
 
     Args:
-        preferences: Of the measured points, rows of sum 1, shape [N, M], at least two.
-        rewards: Theirs, shape [N, M].
+        preferences: Preferences of the measured points, rows of sum 1, shape [N, M], at least two.
+        rewards: Rewards of the same points, shape [N, M].
     """
     edges = [
         (first, second)
@@ -93,7 +93,7 @@ def widest_gap(preferences: np.ndarray, rewards: np.ndarray) -> tuple[float, ...
 
 
 def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
-    """Returns sets of at most M neighbouring preferences, simplices that cover what is measured.
+    """Returns sets of at most M neighbouring preferences, simplices that cover the measured range.
 
     Args:
         preferences: Rows of sum 1, shape [N, M].
@@ -107,5 +107,5 @@ def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
     plane = null_space(np.ones((1, num_objectives)))  # keeps distances, whatever the order
     try:
         return Delaunay(preferences @ plane).simplices.tolist()
-    except QhullError:  # they lie on a line, or in a plane of fewer dimensions: QJ joggles them
+    except QhullError:  # points on a line or in a lower-dimensional plane: QJ joggles them
         return Delaunay(preferences @ plane, qhull_options="QJ").simplices.tolist()

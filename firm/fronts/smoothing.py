@@ -1,4 +1,4 @@
-"""Curves of a training made readable, and how restless they are."""
+"""Smoothing of training curves, and a measure of their oscillation."""
 
 import numpy as np
 import pandas as pd
@@ -8,12 +8,12 @@ from firm.solvers.checks import check_finite
 
 
 def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
-    """Returns the running average in which a value counts half after every `half_life` steps.
+    """Returns the exponential moving average with the given half-life in steps.
 
     That is y_t = Σ_i d^i x_{t-i} / Σ_i d^i over i = 0 to t, with d = 2^(-1 / half_life). Dividing
-    by the weights that are there makes the first average the first value, without a pull towards
-    zero. The figures of the FIRM paper are smoothed with half-life 20; how its averages begin it
-    does not say. Values are one number or array per step, [T, ...].
+    by the sum of the weights makes the first average equal to the first value, without a bias
+    towards zero. The figures of the FIRM paper are smoothed with half-life 20; the paper does not
+    specify the initialisation. Values are one number or array per step, [T, ...].
 
     >>> exponential_average([0.0, 3.0], half_life=1).tolist()
     [0.0, 2.0]
@@ -28,7 +28,7 @@ def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
 def total_variation(values: ArrayLike) -> np.ndarray:
     """Returns the sum of all changes from step to step, ``Σ_t |x_t - x_{t-1}|``, [T, ...] to [...].
 
-    Of the weights λ [T, M] of a training it says how much they oscillate, by objective; of one
+    For the weights λ [T, M] of a training, it measures their oscillation by objective; for a single
     step it is 0.
 
     >>> total_variation([[0.5, 0.5], [0.75, 0.25], [0.5, 0.5]]).tolist()

@@ -1,4 +1,4 @@
-"""How far a hypervolume may lie from the one of other prompts."""
+"""Uncertainty of a hypervolume due to the choice of prompts."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,21 +18,21 @@ def bootstrap_hypervolume(
 ) -> tuple[float, float]:
     """Returns the percentile interval of a hypervolume over prompts, its lower and upper end.
 
-    The prompts are drawn anew with replacement, the same ones for all points, because the points
-    were measured on the same prompts. It says how much the figure owes to the choice of prompts,
-    for these very models; it says nothing on other seeds. A hypervolume takes the best of noisy
-    means, which are a little too good, in the figure and in its resamples alike.
+    The prompts are resampled with replacement, the same ones for all points, because the points
+    were measured on the same prompts. The interval covers the choice of prompts for these models;
+    it says nothing about other seeds. A hypervolume takes the best of noisy means, which is biased
+    slightly upwards, both in the estimate and in its resamples.
 
     Args:
-        points: Reward of each of N points on each of R ≥ 2 rows of data, shape [N, R, M]; NaN for
-            a row without one, which a mean leaves out. Resamples without any row of a mean are
-            left out as well.
+        points: Reward of each of N points on each of R ≥ 2 rows of data, shape [N, R, M]; NaN for a
+            row without a reward, which is left out of means. Resamples in which a mean has no rows
+            are left out as well.
         reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
         generator: Draws the prompts.
-        groups: The number of each row's prompt, from 0 to P - 1, shape [R], where rows share
-            prompts: the rows of a prompt are drawn together. By default every row has its own.
-        num_resamples: How often.
-        level: Share of the resamples that lie inside, in (0, 1).
+        groups: Prompt number of each row, from 0 to P - 1, shape [R], if rows share prompts: the
+            rows of a prompt are drawn together. By default every row has its own.
+        num_resamples: Number of resamples.
+        level: Share of the resamples inside the interval, in (0, 1).
     """
     if num_resamples < 1 or not 0 < level < 1:
         raise ValueError(

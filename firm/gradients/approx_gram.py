@@ -1,11 +1,11 @@
 """ApproxGramJacobian: the Gram matrix of the clients' mean Jacobian, from compressed messages.
 
-Algorithms 3, 6 and 9 and Eq. (13) and (14) of Askin et al. (2024), FedCMOO. What is approximated is
-the Gram matrix of (1/n) Σ_i A_i, where A_i [M, d] is client i's Jacobian (the paper's H̃_i
-transposed), H_i what the server reconstructs of it, and R_i = A_i - H_i.
+Algorithms 3, 6 and 9 and Eq. (13) and (14) of Askin et al. (2024), FedCMOO. They approximate the
+Gram matrix of (1/n) Σ_i A_i, where A_i [M, d] is client i's Jacobian (the paper's H̃_i transposed),
+H_i the server's reconstruction of it, and R_i = A_i - H_i.
 
-One way, a client uploads one message. Two ways, the server answers with a compressed Σ_i H_i
-(`broadcast`), and the client sends 2M² more numbers (`two_way_reply`).
+In one-way communication, a client uploads one message. In two-way communication, the server answers
+with a compressed Σ_i H_i (`broadcast`), and the client sends 2M² more numbers (`two_way_reply`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from firm.gradients.gram import CHUNK, gram_matrix
 
 @dataclass(frozen=True)
 class TwoWayReply:
-    """What a client sends after the broadcast: two of the terms of Eq. (14)."""
+    """A client's upload after the broadcast: two of the terms of Eq. (14)."""
 
     own_gram: torch.Tensor
     """A_i A_iᵀ, float64 [M, M]."""
@@ -51,13 +51,14 @@ def one_way_gram(
     Args:
         messages: One per client, of one compressor; or, for sketches, their sum alone.
         own_grams: Each client's `gram_matrix` of its own Jacobian, [M, M], in the same order.
-        num_clients: n; by default as many as messages. Needed when secure aggregation leaves one
+        num_clients: n; by default the number of messages. Needed when secure aggregation leaves one
             message that is the sum of n.
 
     Returns:
         float64 [M, M], symmetric and positive semidefinite. Estimates that are differences (with
         `own_grams`, or of `HybridMessage`) may be indefinite and are projected, which is a
-        departure: no solver of weights takes an indefinite Gram matrix, and the truth has none.
+        departure: solvers of weights do not accept an indefinite Gram matrix, and the true one is
+        never indefinite.
 
     Raises:
         ValueError: When there are no messages, they differ in kind, shape or shared seed, or
@@ -95,7 +96,7 @@ def broadcast(
 
     Raises:
         ValueError: When there are no messages, they differ in kind or shape, or they are sketches,
-            whose errors go together in all clients of one seed: Eq. (14) neglects Σ R_i R_jᵀ.
+            whose errors are correlated across clients of one seed: Eq. (14) neglects Σ R_i R_jᵀ.
     """
     _check_two_way(messages)
     ((_, total),) = sum_of_parts(messages)
@@ -107,8 +108,8 @@ def two_way_reply(jacobian: torch.Tensor, message: Message, answer: Message) -> 
 
     Args:
         jacobian: The client's Jacobian A_i, shape [M, d].
-        message: What the client has uploaded in its place; gives H_i.
-        answer: What the server's `broadcast` returned; gives h.
+        message: The client's first upload, which gives H_i.
+        answer: The server's `broadcast`, which gives h.
 
     Raises:
         ValueError: When shapes differ, or the Jacobian holds NaN or infinity.
@@ -132,12 +133,12 @@ def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) ->
     (1/n²) (Σ_i A_i A_iᵀ + Σ_{i≠j} H_i H_jᵀ + X + Xᵀ),  X = Σ_i R_i (h - H_i)ᵀ
 
     The second term takes the exact sum of the H_i, which the server has. Two departures from
-    Algorithm 6, line 18: its 2X is symmetrised, since the term of Eq. (13) that it stands for is
-    symmetric; and the estimate, whose neglected last term leaves it indefinite at times, is
-    projected, as in `one_way_gram`.
+    Algorithm 6, line 18: its 2X is symmetrised, since the term of Eq. (13) that it replaces is
+    symmetric; and the estimate, which is sometimes indefinite because the last term is neglected,
+    is projected, as in `one_way_gram`.
 
     The correction helps where R_i is small beside A_i (low rank, top-k, mask). Reconstructions that
-    are unbiased but noisier than that (quantisers at M in the tens) bring their noise into it: use
+    are unbiased but noisier than that (quantisers at M in the tens) add their noise to it: use
     `one_way_gram` with `own_grams` for those.
 
     Args:
@@ -171,7 +172,7 @@ def two_sample_gram(
     """Returns the unbiased estimate Y₁ Y₂ᵀ from two independent sets of clients (Algorithm 9).
 
     The mean Jacobians Y₁ and Y₂ share no noise, so with unbiased messages their product has the
-    true Gram matrix as its mean; each of their own Gram matrices would add its noise's.
+    true Gram matrix as its mean; the Gram matrix of either one would add that of its noise.
 
     Args:
         first: Messages of one set of clients.

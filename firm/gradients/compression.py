@@ -26,7 +26,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Message:
-    """What one client uploads in place of its Jacobian."""
+    """A client's upload in place of its Jacobian."""
 
     shape: tuple[int, int]
     """M and d of the Jacobian it stands for."""
@@ -39,7 +39,7 @@ class Message:
         return tensors + (SEED_BYTES if has_seed else 0)
 
     def reconstruct(self) -> torch.Tensor:
-        """Returns the Jacobian as far as the message has it, float32 [M, d]."""
+        """Returns the Jacobian as reconstructed from the message, float32 [M, d]."""
         raise NotImplementedError
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
@@ -62,12 +62,13 @@ class Compressor(Protocol):
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> Message:
-        """Returns the message that stands for a Jacobian.
+        """Returns the message for a Jacobian.
 
         Args:
             jacobian: Gradients, one row per objective, any float dtype, shape [M, d].
             generator: The client's own randomness, on the CPU; no two clients share it.
-            shared_seed: What all clients of a round share, and no other round: from 0 to 2^63 - 1.
+            shared_seed: Seed that all clients of a round share, and no other round: from 0 to
+                2^63 - 1.
 
         Raises:
             ValueError: On another shape, NaN or infinity (naming the objective), or a budget too
@@ -103,7 +104,7 @@ class LowRankCompressor:
     Algorithms 3 and 6 of Askin et al. (2024), with the range finder of Halko et al. (2011,
     Algorithm 4.4): a Gaussian sketch of the columns, power iterations with a QR after each product,
     then an exact SVD in the subspace. All M·d entries, objective after objective and padded with
-    zeros, fill a matrix of about √(Md) x √(Md); the rank is what the budget pays for,
+    zeros, fill a matrix of about √(Md) x √(Md); the rank is the largest that the budget allows,
     ⌊budget / (rows + columns)⌋, about √(d/M)/2 at the default.
     """
 
@@ -150,7 +151,7 @@ class LowRankCompressor:
 
 @dataclass(frozen=True)
 class TopKMessage(Message):
-    """The entries of largest absolute value, and where they stand."""
+    """The entries of largest absolute value, and their positions."""
 
     values: torch.Tensor
     """The entries, in the order of their positions, float32 [k]."""
@@ -191,11 +192,11 @@ class TopKMessage(Message):
 
 @dataclass(frozen=True)
 class TopKCompressor:
-    """The k entries of largest absolute value as they are; biased.
+    """Sends the k entries of largest absolute value unchanged; biased.
 
-    Positions are paid for in whichever form leaves more values: a list, 4 bytes an index (8 beyond
-    2^31 entries), or a bitmap, one bit for each of the Md entries. At a budget of d the bitmap wins
-    up to M = 15: it leaves 0.94 d values at M = 2, where the list leaves d/2.
+    Positions are encoded in the form that leaves room for more values: a list, 4 bytes an index (8
+    beyond 2^31 entries), or a bitmap, one bit for each of the Md entries. At a budget of d the
+    bitmap wins up to M = 15: it leaves 0.94 d values at M = 2, where the list leaves d/2.
     """
 
     budget: int | None = None
@@ -224,7 +225,7 @@ class TopKCompressor:
 
     @staticmethod
     def num_kept(budget: int, num_entries: int) -> tuple[int, bool]:
-        """Returns how many values a budget pays for, and whether a bitmap gives their positions.
+        """Returns the number of values that a budget allows, and whether a bitmap gives positions.
 
         >>> TopKCompressor.num_kept(1000, 2000)  # the bitmap takes 250 bytes, 62.5 numbers
         (937, True)
@@ -269,12 +270,11 @@ class RandomMaskMessage(Message):
 
 @dataclass(frozen=True)
 class RandomMaskCompressor:
-    """As many entries as the budget pays for, at random positions that cost one seed.
+    """Sends all entries that the budget allows, at random positions that cost one seed.
 
-    The paper's text (Appendix B) has it that a subset of entries at random positions is sent, and
-    knows of no scaling: that is ``none``, which shrinks the Jacobian to its share p = k/(Md).
-    ``inverse_probability`` divides by p, which makes the message unbiased (Assumption 5 with
-    q = 1/p - 1).
+    The paper's text (Appendix B) sends a subset of entries at random positions without scaling:
+    that is ``none``, which shrinks the Jacobian to its share p = k/(Md). ``inverse_probability``
+    divides by p, which makes the message unbiased (Assumption 5 with q = 1/p - 1).
     """
 
     budget: int | None = None
@@ -309,7 +309,7 @@ class RandomMaskCompressor:
 
 
 def near_square(num_entries: int) -> tuple[int, int]:
-    """Returns rows and columns of the matrix nearest to a square that holds so many entries.
+    """Returns rows and columns of the most nearly square matrix for `num_entries` entries.
 
     >>> near_square(57_030)  # M = 2, d = 28,515: 90 places stay empty
     (238, 240)
@@ -319,7 +319,7 @@ def near_square(num_entries: int) -> tuple[int, int]:
 
 
 def checked_jacobian(jacobian: torch.Tensor) -> torch.Tensor:
-    """Returns a Jacobian [M, d] detached and in float32, what the messages travel in.
+    """Returns a Jacobian [M, d] detached and in float32, the dtype of messages.
 
     Raises:
         ValueError: On another shape or dtype, or a row with NaN or infinity; names the objective.
@@ -377,7 +377,7 @@ def random_positions(num_entries: int, num_kept: int, seed: int) -> torch.Tensor
 
 
 def index_dtype(num_entries: int) -> torch.dtype:
-    """Returns the smallest dtype that counts so many entries: int32 up to 2^31, then int64."""
+    """Returns the smallest index dtype for `num_entries`: int32 up to 2^31, then int64."""
     return torch.int32 if num_entries <= 2**31 else torch.int64
 
 

@@ -1,4 +1,4 @@
-"""Inner products of the objectives' gradients, and the direction that weights give."""
+"""Inner products of the objectives' gradients, and their weighted sum."""
 
 import torch
 

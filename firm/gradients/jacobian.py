@@ -17,7 +17,7 @@ def jacobian(
     retain_graph: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the gradient of each loss in the parameters, which stay untouched, as do their grads.
+    """Returns the gradient of each loss in the parameters; modifies neither them nor their grads.
 
     One backward pass per loss: the batched forms of autograd are slower on the CPU and hold M
     graphs' worth of activations.
@@ -104,15 +104,15 @@ def jacobian_buffer(
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has entries to look at: not one that only rehearses shapes."""
+    """Returns whether a tensor has entries to check, unlike one that only carries a shape."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def check_finite_rows(rows: torch.Tensor) -> None:
-    """Raises ``ValueError`` with the first objective whose row, of shape [M, d], is not finite."""
+    """Raises ``ValueError`` with the first objective that has a non-finite row of [M, d]."""
     if (
         not has_values(rows) or rows.sum(dim=1).isfinite().all()
-    ):  # forty times cheaper than a look at every entry
+    ):  # forty times cheaper than a check of every entry
         return
     is_finite = torch.isfinite(rows).all(dim=1).tolist()
     if not all(is_finite):

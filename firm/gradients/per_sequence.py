@@ -1,8 +1,8 @@
 """All objectives' gradients from one backward pass, where they differ by a number per sequence.
 
 The rows are formed where the gradient of a linear layer would be: from the layer's input x and the
-gradient δ of its output, the batch of which autograd sums at once. Kept apart by sequence,
-δ_bᵀ x_b serves every objective.
+gradient δ of its output, which autograd would sum over the batch immediately. Kept separate by
+sequence, δ_bᵀ x_b serves every objective.
 """
 
 from collections import Counter
@@ -31,10 +31,10 @@ INSTEAD = "firm.gradients.jacobian, one backward pass per objective, can do it."
 class PerSequenceGradients:
     """The gradients of M losses L_j = Σ_b c_jb ℓ_b from one backward pass of Σ_b ℓ_b.
 
-    Inside the `with` block the forward passes that lead to ℓ leave what the backward pass needs;
-    their outputs do not change. The rows equal those of `jacobian` up to rounding, and on the
-    CPU a LoRA Llama's forward and backward pass with M = 8 takes 1.1 times that of one objective,
-    where the loop takes 4.8 (`benchmarks/per_sequence.py`)::
+    Inside the `with` block the forward passes that lead to ℓ store the tensors that the backward
+    pass needs; their outputs do not change. The rows equal those of `jacobian` up to rounding, and
+    on the CPU a LoRA Llama's forward and backward pass with M = 8 takes 1.1 times that of one
+    objective, where the loop takes 4.8 (`benchmarks/per_sequence.py`)::
 
         with PerSequenceGradients(policy, adapter_parameters) as gradients:
             losses = -log_probs_of_responses(policy, batch)  # [B]
@@ -45,13 +45,13 @@ class PerSequenceGradients:
     and gradient checkpointing (not the reentrant kind). Operations that change such a layer's
     output in place are an error of torch's.
 
-    It holds where objectives differ by one number per sequence: REINFORCE, RLOO and GRPO on
+    It applies where objectives differ by one number per sequence: REINFORCE, RLOO and GRPO on
     whole-response advantages, and PPO's ratio as long as it is not clipped (clipping looks at each
-    advantage's sign, hence masks tokens by objective). It does not hold for advantages by token,
-    such as GAE with a critic per objective, nor for a KL term in one objective's loss alone.
-    The sequences must not meet in the forward pass: ℓ_b may depend on sequence b only. Batch
+    advantage's sign, hence masks tokens by objective). It does not apply to advantages by token,
+    such as GAE with a critic per objective, nor to a KL term in only one objective's loss. The
+    sequences must not meet in the forward pass: ℓ_b may depend on sequence b only. Batch
     normalisation in training is refused; packing several sequences into a row, or a loss that
-    balances experts over the batch, cannot be seen from here and gives wrong rows.
+    balances experts over the batch, cannot be detected here and gives wrong rows.
 
     Args:
         model: The module whose forward pass leads to the losses.
@@ -88,8 +88,8 @@ class PerSequenceGradients:
                 )
         self._handles: list[Any] = []
         self._target: tuple[torch.Tensor, torch.Tensor] | None = None
-        # makes each layer's output part of what the backward pass needs, although its weight's own
-        # gradient is not: autograd then skips the products summed over sequences
+        # makes the backward pass compute the gradient of each layer's output, but not that of its
+        # weight: autograd then skips the products summed over sequences
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __enter__(self) -> Self:
@@ -186,7 +186,7 @@ class PerSequenceGradients:
             rows[:, columns].addmm_(coefficients, deltas.sum(dim=1, dtype=rows.dtype))
 
     def _check_graph(self, losses: torch.Tensor) -> None:
-        """Raises unless each use of the parameters in the losses' graph is one that is tapped."""
+        """Raises unless each use of the parameters in the losses' graph is tapped."""
         uses: Counter[torch.Tensor] = Counter()
         taps: Counter[torch.Tensor] = Counter()
         for node, following in _graph(losses):
@@ -287,7 +287,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Returns the output's gradient, of which the route has taken its share."""
+        """Returns the output's gradient after passing it to the route."""
         (deltas,) = gradients
         ctx.route.fold(ctx.layer, ctx.saved_tensors[0], deltas)
         return deltas, None, None, None, None
@@ -298,7 +298,7 @@ def add_weight_gradients_(
 ) -> None:
     """Adds Σ_b c_jb δ_bᵀ x_b to row j of a linear layer's weight, for C groups of sequences.
 
-    By the way that takes fewer multiplications: one product per sequence, combined for each
+    Uses the method with fewer multiplications: one product per sequence, combined for each
     objective, or, for about one token per sequence or one objective, a product per objective.
 
     Args:

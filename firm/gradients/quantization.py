@@ -84,7 +84,7 @@ class QuantizingCompressor:
 
     Every entry x of a run with largest absolute value a is rounded at random to one of its two
     neighbours among the 2s + 1 multiples of a/s between -a and a, s = 2^(bits-1) - 1, so that its
-    mean is x. Where the budget does not pay for every entry even at few bits (M above 14 at a
+    mean is x. If the budget does not suffice for every entry even at few bits (M above 14 at a
     budget of d), a random k of the d columns is kept and scaled by d/k, which is unbiased too.
     Together E‖Q(x) - x‖² ≤ q‖x‖² with
 
@@ -182,7 +182,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, num_codes: int, bits: int) -> torch.Tensor:
-    """Returns what `_packed` was given, int32 [N] on the CPU."""
+    """Returns the codes in a stream of `_packed`, int32 [N] on the CPU."""
     powers = 2 ** np.arange(bits - 1, -1, -1, dtype=np.int32)
     num_bytes = CHUNK * bits // 8
     pieces = [

@@ -1,8 +1,8 @@
-"""CountSketch of a Jacobian, and the hybrid that sketches what a low rank leaves over.
+"""CountSketch of a Jacobian, and the hybrid that sketches the residual of a low rank.
 
 A sketch multiplies all clients' Jacobians by one random matrix C with a single ±1 in every row, so
 it is linear: the sum of sketches is the sketch of the sum. Secure aggregation, which shows a server
-nothing but the sum, is thus enough, and the Gram matrix is that of the sketches themselves: nothing
+only the sum, is thus enough, and the Gram matrix is computed from the sketches themselves: nothing
 has to be decompressed.
 """
 
@@ -50,7 +50,7 @@ class CountSketchMessage(Message):
         return unsketched(self.sketch, self.shape[1], self.shared_seed)
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the sketch, whose inner products have the Jacobian's as their mean."""
+        """Returns the sketch, which estimates the Jacobian's inner products without bias."""
         return [(1, self.sketch)]
 
     def __add__(self, other: "CountSketchMessage") -> "CountSketchMessage":
@@ -76,10 +76,10 @@ class CountSketchMessage(Message):
 class CountSketchCompressor:
     """Signed sums of columns in k = ⌊budget / M⌋ buckets; unbiased in its inner products.
 
-    CountSketch after Charikar, Chen and Farach-Colton (2002), with one departure: buckets are dealt
-    out evenly (a random permutation modulo k) instead of drawn one by one. Two columns then meet
-    with probability (d/k - 1)/(d - 1) instead of 1/k, which at a budget of d is smaller by 1 - 1/M:
-    half the variance at M = 2, and no error at all where the budget holds every entry.
+    CountSketch after Charikar, Chen and Farach-Colton (2002), with one departure: buckets are
+    assigned evenly (a random permutation modulo k) instead of drawn one by one. Two columns then
+    meet with probability (d/k - 1)/(d - 1) instead of 1/k, which at a budget of d is smaller by
+    1 - 1/M: half the variance at M = 2, and no error at all where the budget holds every entry.
 
     The inner product of rows x and y has mean xᵀy and variance about
     (‖x‖²‖y‖² + (xᵀy)²) (1 - k/d)/k, whatever the spectrum and however the clients differ.
@@ -155,10 +155,11 @@ class HybridMessage(Message):
 
 @dataclass(frozen=True)
 class HybridCompressor:
-    """Half of the budget for the leading components, the rest for a sketch of what they leave.
+    """Half of the budget for the leading components, the rest for a sketch of the residual.
 
     Not in the paper. Beats either half where the spectrum falls fast but not to zero; costs the
-    linearity that secure aggregation needs, since a low rank of a sum is no sum of low ranks.
+    linearity that secure aggregation needs, since a low-rank part of a sum is not the sum of
+    low-rank parts.
     """
 
     budget: int | None = None

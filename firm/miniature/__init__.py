@@ -1,9 +1,9 @@
 """The miniature world: generated prompts, their ground truth, and small models trained on both.
 
 `World.conflict()` makes prompts and scores any reply by parsing it. A policy and three reward
-models of this world ship with the package as Hugging Face checkpoints; `checkpoint_path` says
-where. Two of the three judge helpfulness and share neither architecture nor tokenizer nor training
-pairs. The recipe `recipes/miniature` builds them.
+models of this world ship with the package as Hugging Face checkpoints; `checkpoint_path` returns
+their folders. Two of the three judge helpfulness and share neither architecture nor tokenizer nor
+training pairs. The recipe `recipes/miniature` builds them.
 """
 
 from pathlib import Path

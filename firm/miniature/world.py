@@ -1,8 +1,8 @@
-"""The generated world: its prompts, and the truth about any reply.
+"""The generated world: its prompts, and the ground truth of any reply.
 
 Everything is a pure function of the tables in `firm.miniature.grammar` and a seed. Requests come in
 the HH dialogue form, replies begin with a space. The ground truth is additive over the sentences of
-a reply and computed from the texts alone, by parsing them.
+a reply and computed only from the texts, by parsing them.
 """
 
 import random
@@ -26,7 +26,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True)
 class Act:
-    """What a request asks for: a verb applied to somebody's object."""
+    """An act to request: a verb applied to somebody's object."""
 
     text: str
     kind: Kind
@@ -36,7 +36,7 @@ class Act:
 
     @property
     def severity(self) -> float:
-        """How much harm the act does, in [0, 1]."""
+        """Harm of the act, in [0, 1]."""
         return grammar.SEVERITY[self.kind]
 
 
@@ -51,7 +51,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Sentence:
-    """One sentence of the grammar: its role, what it is about, and what a step is a step of."""
+    """One sentence of the grammar: its role, its object, and the act that a step belongs to."""
 
     role: str
     object: str | None = None
@@ -60,7 +60,7 @@ class _Sentence:
 
 @dataclass(frozen=True)
 class World:
-    """A grammar of requests and replies whose truth is known.
+    """A grammar of requests and replies with a known ground truth.
 
     Attributes:
         acts: Every act, those held out included.
@@ -98,9 +98,9 @@ class World:
     def prompts(self, split: Split) -> list[Prompt]:
         """Returns the prompts of a split, in a fixed shuffled order.
 
-        "validation" has the training acts in phrasings of its own, for tuning; "test" in phrasings
-        that nothing else uses; "test_acts" has acts that no other split asks for, in the phrasings
-        of "test".
+        "validation" has the training acts in separate phrasings, for tuning; "test" has them in
+        phrasings for testing only; "test_acts" has acts that no other split asks for, in the
+        phrasings of "test".
         """
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}.")
@@ -172,7 +172,7 @@ class World:
     def _score(self, objective: Objective, prompt: str, completion: str) -> float:
         """Returns the true score of a reply: a sum over its sentences.
 
-        Every step earns its credit, any other role once; what costs, costs every time.
+        Every step earns its credit, any other role only once; penalties apply every time.
         """
         total, earned = 0.0, set()
         for role, severity in self._roles(prompt, completion):
@@ -215,6 +215,6 @@ class World:
 
 
 def sentences_of(completion: str) -> list[str]:
-    """Returns the sentences of a reply; what follows the last full stop counts as one."""
+    """Returns the sentences of a reply; text after the last full stop counts as one."""
     text = completion.strip()
     return _SENTENCE_END.split(text) if text else []

@@ -39,7 +39,7 @@ class Box(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Which entries are free, and which others lie at their upper bounds; bool, shape [M] each."""
+    """Masks of the free entries and of others at their upper bounds; bool, shape [M] each."""
 
     free: np.ndarray
     high: np.ndarray
@@ -55,17 +55,17 @@ def active_set(
     its sign condition: a handful of factorisations whatever the size of the support, but it may
     cycle, and then NNLS finishes, or within a box a primal active set. Where gradients are linearly
     dependent NNLS does all, or within a box a ridge at rounding level picks one of the minimisers;
-    it is taken off again for the last face if that does not need it.
+    it is removed for the last face if that does not need it.
 
     Args:
         matrix: K, shape [M, M], unit diagonal, positive semidefinite up to rounding.
         scale: s, shape [M], positive.
         box: Bounds of y, which leave room for sᵀy = 1.
-        start: Where to begin.
+        start: Support to start from.
 
     Raises:
         Singular: When K has clearly negative eigenvalues, within a box.
-        RuntimeError: When the method that takes over does not end either.
+        RuntimeError: When the fallback method does not terminate either.
     """
     try:
         return _search(matrix, scale, box, start, DUAL_SLACK)[0]
@@ -132,8 +132,8 @@ def _solve_face(
         point[inside] = level * towards
         return point, matrix @ point - level * scale, dual_slack * np.abs(point).sum()
     point = np.where(support.free, 0.0, np.where(support.high, box.upper, box.lower))
-    # what the fixed entries ask for is split off the level that they share, which cancels in the
-    # sum: with it, weights of gradients much shorter than a fixed one would drown in rounding
+    # the fixed entries' pull is separated from their common level, which cancels in the sum: with
+    # it, weights of gradients much shorter than a fixed one would be lost in rounding
     pull = (matrix @ point).take(inside)
     level = (pull @ towards) / total
     shift = potrs(factor, pull - level * aim, lower=1)[0]

@@ -1,4 +1,4 @@
-"""The border of the solvers: what comes in is checked and widened, what goes out is cast back."""
+"""Checks at the solvers' border: inputs are checked and widened, results are cast back."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -17,8 +17,8 @@ ArrayT = TypeVar("ArrayT", torch.Tensor, np.ndarray)
 def as_gram(gram: torch.Tensor | np.ndarray) -> np.ndarray:
     """Returns a checked, exactly symmetric float64 copy of a Gram matrix, shape [..., M, M].
 
-    Mirrored entries may differ by 1e-6 of the largest one, and eigenvalues fall M times as far
-    below zero (more where the dtype rounds more): what float32 sums leave.
+    Mirrored entries may differ by 1e-6 of the largest one, and eigenvalues may be M times as far
+    below zero (more if the dtype rounds more): the error of float32 sums.
     """
     matrix = as_float64(gram, name="gram")
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
@@ -44,7 +44,7 @@ def as_gram(gram: torch.Tensor | np.ndarray) -> np.ndarray:
 
 
 def _is_above(matrix: np.ndarray, bound: np.ndarray) -> bool:
-    """Returns whether no eigenvalue is below the bound [...]; a no may be rounding."""
+    """Returns whether no eigenvalue is below the bound [...]; False may be due to rounding."""
     if matrix.shape[-1] <= 2:
         return False if matrix.shape[-1] == 1 else _is_above_of_two(matrix, bound)
     if matrix.ndim > 2:

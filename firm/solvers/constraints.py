@@ -19,8 +19,8 @@ def linear_constraints(
     """Returns constraints on the weights as rows of numbers: a₁λ₁ + ... + a_Mλ_M ≤ b.
 
     Args:
-        texts: One inequality or equation each, linear in the objectives' names, which stand for
-            their weights: "harmless >= 0.3", "helpful <= 2 * harmless", "0.1 <= helpful <= 0.6".
+        texts: One inequality or equation each, linear in the objectives' names, which denote their
+            weights: "harmless >= 0.3", "helpful <= 2 * harmless", "0.1 <= helpful <= 0.6".
         objectives: Names of the M objectives.
 
     Returns:
@@ -57,9 +57,9 @@ def _are_feasible(rows: tuple[tuple[float, ...], ...]) -> bool:
 
 
 def _differences(text: str, objectives: Sequence[str]) -> list[Term]:
-    """Returns the terms that a comparison, or a chain of them, asks to be at most 0."""
+    """Returns the terms that a comparison, or a chain of them, requires to be at most 0."""
     remedy = "write a linear inequality such as 'harmless >= 0.3' or 'helpful <= 2 * harmless'"
-    # names such as reward-1 are no identifiers: each gets one of its own
+    # names such as reward-1 are not identifiers, so each gets an alias
     aliases = {f"objective_{index}_": name for index, name in enumerate(objectives)}
     alias_by_name = {name: alias for alias, name in aliases.items()}
     longest_first = "|".join(map(re.escape, sorted(objectives, key=len, reverse=True)))
@@ -88,7 +88,7 @@ def _differences(text: str, objectives: Sequence[str]) -> list[Term]:
 
 
 def _term(node: ast.expr, aliases: Mapping[str, str]) -> Term:
-    """Returns a linear expression; raises ``ValueError`` with what else it is."""
+    """Returns a linear expression; raises ``ValueError`` if it is anything else."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return {None: float(number)}

@@ -32,17 +32,17 @@ def fedcmoo_weights(
 ) -> ArrayT:
     """Returns the weights after projected gradient steps: FindWeights, Algorithm 2 of FedCMOO.
 
-    Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.): an approach
-    to ``min_norm_weights`` of as many steps as asked for, not a solve to a tolerance.
+    Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.): an
+    approximation of ``min_norm_weights`` by a fixed number of steps, not a solve to a tolerance.
 
     Args:
-        weights: Where to start, usually the weights of the round before, shape [..., M].
+        weights: Initial weights, usually those of the previous round, shape [..., M].
         gram: G, shape [..., M, M].
         step_size: The paper's β, positive.
         num_steps: K, at least 1; the paper's theory has 1.
         normalize: Whether G is divided by the square of the mean gradient norm. Not in the paper,
-            whose fixed step size has no scale: with short gradients the weights stay where they
-            are, with long ones they jump between corners.
+            where the fixed step size has no scale: with short gradients the weights hardly move,
+            with long ones they jump between corners.
 
     >>> fedcmoo_weights(torch.tensor([0.5, 0.5]), torch.diag(torch.tensor([4.0, 1.0])),
     ...                 step_size=0.1, num_steps=100)
@@ -73,7 +73,7 @@ def fedcmoo_pref_weights(
     min_weight: float = 0.0,
     variant: Literal["printed", "released"] = "printed",
 ) -> ArrayT:
-    """Returns FedCMOO-Pref's weights: towards r₁F₁ = ... = r_M F_M without raising what is worst.
+    """Returns FedCMOO-Pref's weights: towards r₁F₁ = ... = r_M F_M without raising the worst.
 
     FindWeights-Pref, Algorithms 4 and 8 of FedCMOO (Askin et al.). With û = r ∘ F / Σ rₖFₖ, its
     divergence from uniform μ = Σ ûₖ log(ûₖM), and aₖ = rₖ(log(ûₖM) - μ), Eq. 19 is::

@@ -1,4 +1,4 @@
-"""Weights that do not look at the gradients: the weighted-sum baseline."""
+"""Weights that do not depend on the gradients: the weighted-sum baseline."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How far weights are from the optimum: the check that every solver's answer passes."""
+"""Distance of weights from the optimum: the check that every solver's result passes."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ def kkt_gap(
     center: Sequence[float] | np.ndarray | None = None,
     radius: float | None = None,
 ) -> ArrayT:
-    """Returns by how much weights miss the optimality conditions of min λᵀGλ on the simplex.
+    """Returns the violation of the optimality conditions of min λᵀGλ on the simplex.
 
-    At an optimum every (Gλ)ᵢ is at least λᵀGλ. The gap is the largest shortfall, relative to what
-    the Cauchy-Schwarz inequality allows, so that it neither changes when G is scaled nor hides
+    At an optimum every (Gλ)ᵢ is at least λᵀGλ. The gap is the largest shortfall, relative to the
+    limit of the Cauchy-Schwarz inequality, so that it neither changes when G is scaled nor hides
     short gradients behind long ones::
 
         maxᵢ (λᵀGλ - (Gλ)ᵢ) / √(D · max(Gᵢᵢ, D)),  D = Σᵢⱼ λᵢ |Gᵢⱼ| λⱼ.
@@ -70,8 +70,9 @@ def box_gap(
 ) -> np.ndarray:
     """Returns ``kkt_gap`` within bounds of checked float64 arrays, to shape [...].
 
-    Objective i may take what it has room for from those with a larger (Gλ)ⱼ, largest first, as much
-    as they can give; the gap is the largest decrease that this promises of one objective.
+    Objective i takes weight, as far as its bound allows, from those with a larger (Gλ)ⱼ, largest
+    first, as far as their bounds allow; the gap is the largest decrease that this promises for one
+    objective.
     """
     product = np.einsum("...ij,...j->...i", matrix, weights)  # [..., M]
     order = np.argsort(-product, axis=-1, kind="stable")

@@ -20,7 +20,7 @@ def min_norm_weights(
     That is λ = argmin λᵀGλ over the simplex (MGDA; Eq. 3 of FedCMOO, Askin et al., and Eq. 23 of
     FedMGDA+, Hu et al.); the direction λᵀJ improves every objective unless it is zero. With a
     radius ε the weights also stay in FedMGDA+'s box ``|λ - λ₀| ≤ ε`` (its Eq. 25): ε = 0 gives λ₀,
-    that is FedAvg, and ε = 1 everything.
+    that is FedAvg, and ε = 1 the whole simplex.
 
     Where several λ are optimal one of them is returned: uniform weights for a zero matrix, equal
     shares of the zero gradients if there are some. ``kkt_gap`` of a float64 result is below 1e-12.
@@ -29,7 +29,7 @@ def min_norm_weights(
         gram: G, shape [..., M, M].
         center: λ₀, shape [M]; uniform by default. Needs a radius.
         radius: ε, at least 0; no box by default.
-        start: Weights whose support the search starts from, such as those of the step before,
+        start: Weights with the support that the search starts from, such as the previous step's,
             shape [M], for one matrix. A good one saves a third of the time at M = 64 and half at
             200, and costs some at M = 8 (benchmarks/solvers.py); none changes a unique result
             beyond rounding.

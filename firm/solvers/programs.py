@@ -28,7 +28,7 @@ def linear_program(gains: np.ndarray, rows: np.ndarray, floors: np.ndarray) -> n
     Args:
         gains: Shape [M].
         rows: Shape [R, M].
-        floors: Shape [R]; -∞ takes a row out.
+        floors: Shape [R]; -∞ disables a row.
     """
     size = np.abs(rows).max(axis=1)
     is_active = (size > 0) & np.isfinite(floors)
@@ -64,7 +64,7 @@ def constrained_qp(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> 
     size = np.where(size > 0, size, 1.0)
     rows, bounds = rows / size[:, None], bounds / size
     # scaling by the gradients' lengths finds small weights of long gradients; where a constraint
-    # forbids them it leaves variables of very different size, and none is better
+    # forbids them, it leaves variables of very different size, and no scaling is better
     failures = []
     for scale in (_inverse_lengths(matrix), np.ones(len(matrix))):
         weights = _interior_point(matrix, scale, rows, bounds)
@@ -135,7 +135,7 @@ def _minimum(costs: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> Any:
 
 @cache
 def _quadratic_problem(num_rows: int, num_objectives: int) -> Callable[..., Any]:
-    """Returns a programme of a size, built once and then only filled in with its data."""
+    """Returns a programme of these sizes, built once and then only filled with data."""
     import cvxpy  # here, because it is slow and most runs never need it
 
     point = cvxpy.Variable(num_objectives, nonneg=True)

@@ -25,7 +25,7 @@ def firm_weights(
     solver: Solver = "exact",
     constraints: Sequence[Sequence[float]] = (),
 ) -> ArrayT:
-    """Returns the objectives' weights λ of FIRM, exactly.
+    """Returns FIRM's weights λ of the objectives, exactly.
 
     Without a preference this is Eq. 9 of FIRM (Nourzad et al.; Eq. 1 and 2 if not ``normalize``):
 
@@ -42,11 +42,11 @@ def firm_weights(
         preference_strength: Factor of the preference term, at least 0; the paper's is 1.
         normalize: Whether to divide G by the mean of its diagonal.
         norm_power: q ≥ 0 solves for the gradients gⱼ/‖gⱼ‖^q, as GAPO does (Li et al. 2025,
-            arXiv:2507.01915), zero ones as long as the longest, and returns the weights of the
-            given gradients for that direction, ∝ λⱼ/‖gⱼ‖^q; at q = 1 only angles count.
-        solver: "exact", or for constraints "cvxpy", whose λ are right to about 1e-4.
-        constraints: Rows (a₁, ..., a_M, b), each asking for Σⱼ aⱼλⱼ ≤ b of the λ that is solved
-            for, as ``linear_constraints`` writes them; for "cvxpy" alone.
+            arXiv:2507.01915), zero ones taken as long as the longest, and returns the weights of
+            the given gradients for that direction, ∝ λⱼ/‖gⱼ‖^q; at q = 1 only angles count.
+        solver: "exact", or for constraints "cvxpy", accurate to about 1e-4.
+        constraints: Rows (a₁, ..., a_M, b), each requiring Σⱼ aⱼλⱼ ≤ b of the λ that is solved for,
+            as ``linear_constraints`` writes them; for "cvxpy" alone.
 
     >>> firm_weights(np.diag([4.0, 1.0]), beta=0.0)
     array([0.2, 0.8])
@@ -77,7 +77,7 @@ def firm_weights(
 
 
 def _norms(matrix: np.ndarray) -> np.ndarray:
-    """Returns the gradients' norms [..., M], those of zero gradients as long as the longest."""
+    """Returns the gradients' norms [..., M], with the largest one for zero gradients."""
     norms = np.sqrt(np.maximum(np.einsum("...ii->...i", matrix), 0.0))
     longest = norms.max(axis=-1, keepdims=True)
     return np.where(norms > 0, norms, np.where(longest > 0, longest, 1.0))

@@ -25,12 +25,12 @@ def simplex_qp(
     upper: np.ndarray | None = None,
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns argmin λᵀQλ over the simplex, or its part between two bounds; one of several.
+    """Returns a minimiser of λᵀQλ over the simplex, or over its part between two bounds.
 
     M = 2 is a closed form, M = 3 looks at the edges and then inside; beyond, scipy's NNLS works on
-    the scaled matrix, and block pivoting where NNLS is slow or cannot go: with large supports above
-    M = 24, from a start, between bounds and in batches. Exact up to rounding, whatever the lengths
-    of the gradients. Figures beside NNLS alone: benchmarks/solvers.py.
+    the scaled matrix, and block pivoting where NNLS is slow or not applicable: with large supports
+    above M = 24, from a start, between bounds and in batches. Exact up to rounding, whatever the
+    lengths of the gradients. Figures beside NNLS alone: benchmarks/solvers.py.
 
     Args:
         matrix: Q, symmetric and positive semidefinite up to rounding, float64, [..., M, M].
@@ -87,7 +87,7 @@ def _certified(
 ) -> np.ndarray:
     """Returns weights that pass their check: of K = SQS, or of the nearest matrix that is a Gram.
 
-    ``finish`` makes weights and their gap of a K and its y. Rounding may have made eigenvalues of K
+    ``finish`` computes weights and their gap from K and y. Rounding may have made eigenvalues of K
     negative, which the second try repairs.
     """
     gap = inf
@@ -131,7 +131,7 @@ def _boxed(
 
     def finish(scaled: np.ndarray, point: np.ndarray) -> tuple[np.ndarray, float]:
         weights = np.clip(scale * point, lower, upper)
-        # what the bounds' rounding left of the sum, where it changes the fewest digits
+        # rounding of the bounds leaves a rest, added where it changes the fewest digits
         rest = 1.0 - weights.sum()
         has_room = (weights + rest >= lower) & (weights + rest <= upper)
         if has_room.any():

@@ -13,7 +13,7 @@ def smoothed_weights(previous: ArrayT, weights: torch.Tensor | ArrayT, *, step: 
 
     Args:
         previous: λₜ₋₁, shape [..., M]; any weights at the first step.
-        weights: λ*ₜ, what the solver just returned, shape [..., M].
+        weights: λ*ₜ, the solver's latest result, shape [..., M].
         step: t, counted from 1.
 
     >>> smoothed_weights(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), step=4)

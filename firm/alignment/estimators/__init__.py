@@ -1,4 +1,4 @@
-"""Estimators: how scored replies become one loss per objective; one file is one estimator.
+"""Estimators, which turn scored replies into one loss per objective; one file per estimator.
 
 A configuration chooses one by its `name`. A new one is a file with a configuration under
 `register_estimator` and an implementation of `Estimator`.

@@ -1,8 +1,8 @@
 """Policy gradients on groups of replies, without a critic: GRPO, RLOO, Dr. GRPO, CISPO and kin.
 
 The loss of objective j is Σ_b c_jb ℓ_b: one advantage per reply and objective, and one number per
-reply that no objective changes. So all M gradients come from one backward pass
-(`PerSequenceGradients`); PPO's clip, which looks at an advantage's sign, takes two, whatever M.
+reply that all objectives share. So all M gradients come from one backward pass
+(`PerSequenceGradients`); PPO's clip, which depends on an advantage's sign, takes two for any M.
 """
 
 from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ class CriticFreeConfig(EstimatorConfig):
 
     @property
     def replies_per_prompt(self) -> int:
-        """G."""
+        """Group size, G."""
         return self.num_replies
 
     def estimator(
@@ -99,7 +99,7 @@ class CriticFreeConfig(EstimatorConfig):
         return CriticFree(self, policy)
 
     def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> "CriticFreeExperience":
-        """Returns an experience without content; see `EstimatorConfig`."""
+        """Returns a placeholder experience; see `EstimatorConfig`."""
         zeros = torch.zeros(num_objectives, rollouts.num_rows)
         return CriticFreeExperience(
             rollouts, zeros, zeros, zeros, torch.zeros_like(rollouts.logprobs)
@@ -117,7 +117,7 @@ class CriticFreeExperience(Experience):
 
 
 class CriticFree:
-    """One learner's estimator, of which only the KL coefficient changes."""
+    """One learner's estimator; its only state is the KL coefficient."""
 
     def __init__(self, config: CriticFreeConfig, policy: Policy) -> None:
         self.config = config
@@ -145,7 +145,7 @@ class CriticFree:
     ) -> MinibatchGradients:
         """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes.
 
-        Replies with preferences count by them (`weighted_by_preference`).
+        Replies with preferences are weighted by them (`weighted_by_preference`).
         """
         policy, rollouts, config = self._policy, part.rollouts, self.config
         whole = units(minibatch.rollouts.mask, config)
@@ -191,14 +191,14 @@ class CriticFree:
         )
 
     def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: nothing is trained beside the adapter."""
+        """Stage 9: does nothing, since only the adapter is trained."""
 
     def end_batch(self, experience: CriticFreeExperience) -> None:
         """Ends a local step: the KL controller adapts."""
         self.kl.adapt(experience.kl)
 
     def set_learning_rate(self, factor: float) -> None:
-        """Nothing has a learning rate beside the adapter."""
+        """Does nothing, since only the adapter has a learning rate."""
 
     def metrics(self, experience: CriticFreeExperience) -> dict[str, Any]:
         """Returns KL and coefficient, and by objective the share of groups with equal rewards."""
@@ -211,7 +211,7 @@ class CriticFree:
         return {"kl_coefficient": self.kl.coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Returns to a state that `state` gave."""
+        """Restores a state that `state` returned."""
         self.kl.coefficient = state["kl_coefficient"]
 
 
@@ -221,7 +221,7 @@ def in_groups(values: torch.Tensor, num_replies: int) -> torch.Tensor:
 
 
 def is_flat(groups: torch.Tensor) -> torch.Tensor:
-    """Returns which groups [M, B / G, G] have equal values, so that they teach nothing; [.., 1]."""
+    """Returns which groups [M, B / G, G] have equal values and so no signal; [M, B / G, 1]."""
     return groups.amax(2, keepdim=True) == groups.amin(2, keepdim=True)
 
 
@@ -230,12 +230,13 @@ def group_advantages(
 ) -> torch.Tensor:
     """Returns the advantages of replies over their groups, shape [M, B].
 
-    With rewards r of a group of G replies and a standard deviation s (unbiased) of what
-    `config.scale` says, r less its mean over s + `config.std_floor`; with the leave-one-out
-    baseline that is G / (G - 1) times as much. A group with equal rewards has zeros.
+    For the rewards r of a group of G replies and the standard deviation s (unbiased) selected by
+    `config.scale`, the advantage is (r - mean of r) / (s + `config.std_floor`); with the
+    leave-one-out baseline it is multiplied by G / (G - 1). It is zero in a group with equal
+    rewards.
 
     Args:
-        rewards: Of the replies, those to one prompt together, shape [M, B].
+        rewards: Rewards of the replies, those to one prompt together, shape [M, B].
         penalty: KL penalty of each reply, shape [B].
         config: Baseline, scale and place of the penalty.
     """
@@ -260,18 +261,18 @@ def group_advantages(
 
 
 def units(mask: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
-    """Returns what has a ratio: tokens of a mask [B, T], or the replies that have any, [B, 1]."""
+    """Returns the units with a ratio: tokens of a mask [B, T], or non-empty replies, [B, 1]."""
     return mask if config.ratio_level == "token" else mask.any(1, keepdim=True)
 
 
 def reply_factors(
     own: torch.Tensor, whole: torch.Tensor, config: CriticFreeConfig, *, max_tokens: int
 ) -> torch.Tensor:
-    """Returns by what a reply's sum is multiplied in a loss of its minibatch, float64 [b].
+    """Returns the factor of each reply's sum in the loss of its minibatch, float64 [b].
 
     Args:
         own: The `units` of b replies.
-        whole: Those of all replies of the minibatch.
+        whole: The `units` of all replies of the minibatch.
         config: How losses are averaged.
         max_tokens: Greatest length of a reply.
     """
@@ -289,11 +290,11 @@ def reply_losses(
     mask: torch.Tensor,
     config: CriticFreeConfig,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Returns losses per reply with their coefficients by objective, and where a ratio is held.
+    """Returns losses per reply, their coefficients by objective, and where ratios are clipped.
 
     The loss of objective j is the sum of its coefficients times the losses. With ρ the ratio of
     probabilities, -A min(ρ, 1 + ε) for A > 0 and -A max(ρ, 1 - ε) for A < 0 is PPO's clipped
-    surrogate, so that two losses per reply do for any number of objectives.
+    surrogate, so that two losses per reply suffice for any number of objectives.
 
     Args:
         logprobs: Log-probabilities under the current policy, shape [B, T]; carries the graph.
@@ -303,8 +304,8 @@ def reply_losses(
         config: The form of the ratio.
 
     Returns:
-        Pairs of losses [B] and coefficients [M, B]; and, detached, for which share of the
-        objectives the ratio of each of the `units` is held back.
+        Pairs of losses [B] and coefficients [M, B]; and, detached, the share of the objectives for
+        which the ratio of each of the `units` is clipped.
     """
     if config.ratio_level == "reply":
         logprobs = (logprobs * mask).sum(1, keepdim=True)

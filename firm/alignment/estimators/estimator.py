@@ -1,7 +1,7 @@
-"""How scored replies become M losses and their gradients.
+"""The interface of estimators, which turn scored replies into M losses and their gradients.
 
-One file is one estimator: a configuration (``EstimatorConfig``) that makes it, and the estimator
-itself (``Estimator``), of which every learner has its own.
+Each file is one estimator: a configuration (``EstimatorConfig``) that builds it, and the estimator
+itself (``Estimator``), with one instance per learner.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ from firm.gradients import BackwardPasses, PerSequenceGradients, jacobian
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """One batch of scored rollouts; estimators add what their losses need."""
+    """One batch of scored rollouts; estimators add the inputs of their losses."""
 
     rollouts: Rollouts
     scores: torch.Tensor = field(metadata=BY_OBJECTIVE)
@@ -44,7 +44,7 @@ class Experience(Rows):
 
 @dataclass(frozen=True)
 class MinibatchGradients:
-    """What rows of a minibatch add to it; those of its parts sum to the minibatch's."""
+    """Contribution of some rows to a minibatch's gradients; all parts sum to the minibatch's."""
 
     jacobian: torch.Tensor
     """Gradients of the M losses in the adapter's parameters, [M, d], or of their weighted sum,
@@ -83,7 +83,7 @@ LOG_RATIO = "log_ratio_mean_square"
 def mean_square_log_ratio(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
     """Returns the mean square over tokens of log-probabilities [B, T] less those at sampling time.
 
-    As long as the policy is unchanged it is zero but for rounding and the adapter's dropout.
+    As long as the policy is unchanged, it is zero up to rounding and the adapter's dropout.
     """
     return masked_mean((logprobs - rollouts.logprobs) ** 2, rollouts.mask)
 
@@ -113,7 +113,7 @@ class Policy:
         return response_logits(output.logits, rows.context_length, self.config.temperature)
 
     def by_chunks(self, function: Callable[[Any], torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Returns a function of rows, shape [B, ...], of as many at once as memory is meant for."""
+        """Returns a function's values for rows, shape [B, ...], in chunks that fit the memory."""
         return by_chunks(function, rows, size=self.config.forward_batch_size, team=self.team)
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
@@ -132,31 +132,31 @@ class Policy:
 
 
 class Estimator(Protocol):
-    """How one learner turns scored replies into M losses and their gradients."""
+    """Turns scored replies into M losses and their gradients, for one learner."""
 
     def experience(
         self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
     ) -> Experience:
         """Stage 4: returns a batch with everything that its losses need.
 
-        Of the B replies those to one prompt stand together; scores and rewards are [M, B].
+        Of the B replies, those to one prompt are adjacent; scores and rewards are [M, B].
         """
         ...
 
     def gradients(
         self, part: Any, minibatch: Any, weights: torch.Tensor | None = None
     ) -> MinibatchGradients:
-        """Stages 5 and 6: returns what some rows of a minibatch add to it; steps nothing.
+        """Stages 5 and 6: returns the contribution of some rows to a minibatch; takes no step.
 
         Losses are means over the whole minibatch; both are of the type that `experience` returns.
         With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum.
-        Estimators for conditioned policies take `preferences` [K, M], too, to take the rows apart
-        by them (`weighted_by_preference`).
+        Estimators for conditioned policies also take `preferences` [K, M], to separate the rows by
+        them (`weighted_by_preference`).
         """
         ...
 
     def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: steps what is trained beside the adapter, by `MinibatchGradients.own`."""
+        """Stage 9: steps the parameters trained beside the adapter, by `MinibatchGradients.own`."""
         ...
 
     def end_batch(self, experience: Any) -> None:
@@ -164,7 +164,7 @@ class Estimator(Protocol):
         ...
 
     def set_learning_rate(self, factor: float) -> None:
-        """Sets the learning rate of what is trained beside, in multiples of the configured one."""
+        """Sets the learning rate of further parameters, in multiples of the configured one."""
         ...
 
     def metrics(self, experience: Any) -> dict[str, float]:
@@ -176,7 +176,7 @@ class Estimator(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Returns to a state, which is this estimator's from then on."""
+        """Restores a state, which this estimator owns from then on."""
         ...
 
 
@@ -233,12 +233,12 @@ class EstimatorConfig(ABC):
 
     @classmethod
     def forms(cls) -> list[type["EstimatorConfig"]]:
-        """Returns the registered configurations of this kind, told apart by `name`."""
+        """Returns the registered configurations of this kind, distinguished by `name`."""
         return [form for _, form in sorted(ESTIMATORS.items()) if issubclass(form, cls)]
 
     @property
     def replies_per_prompt(self) -> int:
-        """How many replies to one prompt the estimator compares; 1 unless it needs a group."""
+        """Replies to one prompt that the estimator compares; 1 unless it needs a group."""
         return 1
 
     @property
@@ -247,7 +247,7 @@ class EstimatorConfig(ABC):
         return self.batch_size // self.replies_per_prompt
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module | None:
-        """Returns a fresh module that is trained by Adam beside the adapter; None: nothing is.
+        """Returns a new module to train by Adam beside the adapter; None if there is none.
 
         The policy, with its adapter, may have no storage.
         """
@@ -261,17 +261,17 @@ class EstimatorConfig(ABC):
         critic: torch.nn.Module | None,
         optimizer: Callable[..., torch.optim.Optimizer],
     ) -> Estimator:
-        """Returns a fresh estimator on the policy that all share.
+        """Returns a new estimator on the shared policy.
 
         Args:
             policy: The policy.
-            critic: A copy of what `new_critic` returned, this estimator's own.
-            optimizer: Adam, from parameters and `lr`.
+            critic: This estimator's own copy of the module from `new_critic`.
+            optimizer: Adam factory, called with parameters and `lr`.
         """
 
     @abstractmethod
     def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> Experience:
-        """Returns an experience without content, with which a plan rehearses `gradients`."""
+        """Returns a placeholder experience, for a plan's dry run of `gradients`."""
 
 
 ESTIMATORS: dict[str, type[EstimatorConfig]] = {}
@@ -281,10 +281,10 @@ Config = TypeVar("Config", bound=type[EstimatorConfig])
 
 
 def register_estimator(config: Config) -> Config:
-    """Adds an estimator by its configuration; a decorator of the class.
+    """Registers an estimator by its configuration; a decorator of the class.
 
     Raises:
-        ValueError: The name is taken, or there is none.
+        ValueError: The name is taken or missing.
     """
     name = config.__dataclass_fields__["name"].default
     if not name or name in ESTIMATORS:

@@ -1,4 +1,4 @@
-"""PPO with a critic: a clipped loss per objective on advantages of its own.
+"""PPO with a critic: one clipped loss per objective, on that objective's advantages.
 
 The functions are pure; `PPO` joins them. With one objective, a value network and a fixed KL
 coefficient it is TRL's PPO bit for bit.
@@ -110,7 +110,7 @@ class PPOConfig(EstimatorConfig):
         return PPO(self, policy, critic, optimizer)
 
     def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> "PPOExperience":
-        """Returns an experience without content; see `EstimatorConfig`."""
+        """Returns a placeholder experience; see `EstimatorConfig`."""
         zeros = torch.zeros(num_objectives, *rollouts.logprobs.shape)  # [M, B, T]
         scores, kl = zeros[:, :, 0], zeros[0]
         return PPOExperience(rollouts, scores, scores, zeros, zeros, zeros, kl)
@@ -197,8 +197,8 @@ class PPO:
     ) -> MinibatchGradients:
         """Stages 5 and 6: the M clipped losses of some rows, their Jacobian, the critic's gradient.
 
-        Losses are means over a minibatch's tokens, of which the part has its share. A Jacobian
-        takes M backward passes, the gradient of a weighted sum one.
+        Losses are means over a minibatch's tokens, to which the part contributes its share. A
+        Jacobian takes M backward passes, the gradient of a weighted sum one.
         """
         config, policy, rollouts = self.config, self._policy, part.rollouts
         mask, value_mask = rollouts.mask, rollouts.value_mask
@@ -276,13 +276,13 @@ class PPO:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Returns to a state that `state` gave."""
+        """Restores a state that `state` returned."""
         self.critic.load_state_dict(state["critic"])
         self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self.kl.coefficient = state["kl_coefficient"]
 
     def _values(self, rows: Sequences, output: Any = None) -> torch.Tensor:
-        """Returns the values [M, b, T] of b rows, by the policy's output where it is known."""
+        """Returns the values [M, b, T] of b rows, from the policy's output if given."""
         critic: Any = self.critic
         if self.config.critic == "network":
             trunk = getattr(critic, critic.base_model_prefix)
@@ -312,7 +312,7 @@ def policy_losses(
         clip_range: The ratio is clipped to [1 - clip_range, 1 + clip_range].
 
     Returns:
-        Losses [M] and, detached, the share of tokens whose ratio the clip holds back [M].
+        Losses [M] and, detached, the share of tokens with a clipped ratio [M].
     """
     ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
     clipped_ratio = torch.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range)

@@ -31,7 +31,7 @@ class StackedPolicy(Policy):
     _latest: _Latest = field(default_factory=_Latest, kw_only=True)
 
     def forward(self, rows: Sequences, model: Any = None) -> Any:
-        """Returns the output of the policy in a joint pass, or of another model by itself."""
+        """Returns the output of the policy in a joint pass, or of another model separately."""
         if model not in (None, self.model):
             return super().forward(rows, model)
         is_training, has_gradient = self.model.training, torch.is_grad_enabled()
@@ -59,7 +59,7 @@ class StackedPolicy(Policy):
         return super().logits(output, rows)
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
-        """Returns the gradients of M losses of the latest forward pass in the own adapter."""
+        """Returns the gradients of the latest pass's M losses in this client's adapter."""
         place = self._place(losses)
         key = id(place.joint), len(losses)
         return together(self.stack.jacobian, Losses(place, losses), key=key, is_urgent=True)
@@ -109,7 +109,7 @@ class StackedSampler(Sampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns samples and their log-probabilities; see `Sampler`.
 
-        `on_token` is not called at each token, since these are of several clients at a time.
+        `on_token` is not called at each token, since a joint pass samples for several clients.
         """
         generator = _own_generator(self.model.device)
         part = Part(

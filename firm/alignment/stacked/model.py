@@ -36,7 +36,7 @@ class StackedModel:
         policy: A `PeftModel` with one adapter.
 
     Raises:
-        ValueError: The model's state is no cache of keys and values, as in state-space models; or
+        ValueError: The model's state is not a key-value cache, as in state-space models; or
             gradient checkpointing would draw other dropout masks in the backward pass.
     """
 
@@ -141,7 +141,8 @@ class StackedModel:
         """Returns samples of each part's prompts and their log-probabilities.
 
         Each part draws the same numbers from its generator as it would alone, and ends with its
-        last reply. Passes leave out replies that have ended, once enough have (`KEPT_SHARE`).
+        last reply. Replies that have ended are dropped from passes, once there are enough
+        (`KEPT_SHARE`).
         """
         joint = self._pass(parts)
         set_mode(self.policy, is_training=False)

@@ -114,11 +114,11 @@ class Pass:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether some clients' gradients are still to come."""
+        """Whether some clients' gradients are still pending."""
         return bool(self._waiting)
 
     def finish(self, places: "Sequence[Place]") -> None:
-        """Notes that these places take no further gradients of this pass."""
+        """Marks these places as needing no further gradients of this pass."""
         self._waiting -= {place.index for place in places}
 
     def _arrange(self) -> None:
@@ -130,7 +130,7 @@ class Pass:
         self._spans = [slice(end - own, end) for end, own in zip(ends, self.counts, strict=True)]
 
     def _placed(self, values: torch.Tensor, part: Part, *, fill: float) -> torch.Tensor:
-        """Returns a part's values [b, L, ...] so that its responses begin where all do."""
+        """Returns a part's values [b, L, ...], shifted to the common beginning of the responses."""
         before = self.context - part.context_length
         return _fitted(values, before, self.length - before, fill)
 
@@ -144,7 +144,7 @@ class Pass:
         return rows
 
     def span(self, index: int) -> slice:
-        """Returns where the rows of a part are."""
+        """Returns the slice of a part's rows."""
         return self._spans[index]
 
     def of_part(self, values: torch.Tensor, index: int) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Pass:
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns x [N, ..., in] after dropout with the masks that each part would draw alone.
 
-        On a GPU torch's dropout draws other masks from the same generator; see `Rows`.
+        On a GPU, torch's dropout draws different masks from the same generator; see `Rows`.
         """
         dropout = layer.lora_dropout["default"]
         probability = getattr(dropout, "p", 0.0)
@@ -268,7 +268,7 @@ class Output:
 
 
 def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:
-    """Returns how many columns before and after the responses' beginning hold tokens."""
+    """Returns the numbers of columns with tokens before and after the responses' beginning."""
     columns = mask.any(0).nonzero()[:, 0].tolist()
     first = columns[0] if columns else context_length - 1
     last = columns[-1] + 1 if columns else context_length

@@ -1,6 +1,6 @@
-"""The data sets of the papers: what each one reads, and how it becomes samples with objectives.
+"""The data sets of the papers: the files that each reads, and its samples with objectives.
 
-What a local path holds, and the objectives::
+Contents of a local path, and the objectives::
 
     two_digits      nothing: scikit-learn's digits, which come with it; left, right
     multi_mnist     x y of MNIST; left, right
@@ -15,6 +15,6 @@ What a local path holds, and the objectives::
     qm9             atoms positions bonds targets, as dense_molecules makes them; eleven properties
     shakespeare     .jsonl or .jsonl.gz, a role with its utterances a line; next_character
 
-Arrays lie in one `.npz` file, `NAME_train` and `NAME_test` (and `NAME_validation`), or `NAME` where
-they are not split. `x` are uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W].
+Arrays are in one `.npz` file, as `NAME_train` and `NAME_test` (and `NAME_validation`), or as `NAME`
+if they are not split. `x` are uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W].
 """

@@ -8,10 +8,11 @@ from firm.federation.randomness import derive_seed
 def draw_pairs(
     num_left: int, num_right: int, pairs_per_image: int, *, seed: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which left image stands beside which right one, two index arrays of equal length.
+    """Returns the pairing of left and right images, as two index arrays of equal length.
 
-    Every left image stands in ``pairs_per_image`` pairs. The right ones come in random order, each
-    as often as any other, up to one. Equal seeds draw other pairs for a split of another name.
+    Every left image is in ``pairs_per_image`` pairs. The right ones come in random order, with
+    counts that differ by at most one. Equal seeds draw different pairs for splits of different
+    names.
     """
     generator = np.random.default_rng(derive_seed(seed, "pairs", name))
     left = np.tile(np.arange(num_left), pairs_per_image)

@@ -53,7 +53,7 @@ def celeba(cfg: DataConfig) -> Splits:
 
 
 def celeba5(cfg: DataConfig) -> Splits:
-    """Returns CelebA-5: five groups of eight attributes; a group's loss is the mean of its own."""
+    """Returns CelebA-5: five groups of eight attributes; a group's loss is their mean."""
     names = tuple(f"group_{number}" for number in range(1, 6))
     return _celeba(cfg, CELEBA_GROUPS, names)
 

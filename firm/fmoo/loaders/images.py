@@ -43,7 +43,7 @@ Paste = Callable[[np.ndarray, np.ndarray], np.ndarray]
 def two_digits(cfg: DataConfig) -> Splits:
     """Returns the embedded default: pairs of scikit-learn's 8 x 8 handwritten digits.
 
-    They lie on 16 x 16 pixels at (0, 0) and (6, 6), and overlap in two rows and columns.
+    They are placed on 16 x 16 pixels at (0, 0) and (6, 6), and overlap in two rows and columns.
     """
     from sklearn.datasets import load_digits  # takes a second to import
 

@@ -24,7 +24,7 @@ SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the columns of a table come from."""
+    """Sources of the columns of a table."""
 
     arrays: tuple[str, ...]
     """Names in a `.npz` file, without the split; also the table's column names."""
@@ -39,7 +39,7 @@ class Layout:
     """Of the image."""
 
     def in_words(self) -> str:
-        """Returns what a path must hold, for error messages."""
+        """Returns a description of a path's required contents, for error messages."""
         names = " ".join(self.arrays)
         text = f"a .npz file with the arrays {names} (each with _train, _test, or neither)"
         if self.columns:
@@ -53,7 +53,7 @@ class Layout:
 def read_tables(
     path: str | None, layout: Layout, *, image_size: int | None = None, stride: int = 1
 ) -> dict[str, Table]:
-    """Returns the splits of a source by their names: "train", and where it has them the others.
+    """Returns the splits of a source by name: "train", and the others if it has them.
 
     Args:
         path: A `.npz` file, a folder with one, a dataset's folder or its name on the hub; the
@@ -63,7 +63,8 @@ def read_tables(
         stride: Takes every n-th row of a dataset.
 
     Raises:
-        ValueError: Nothing there, unreadable, or not of this layout; says what it should hold.
+        ValueError: The path is missing, unreadable or not of this layout; names the required
+            contents.
     """
     file = find_file(path, "*.npz")
     if file is not None:
@@ -78,9 +79,9 @@ def read_tables(
 
 
 def find_file(path: str | None, pattern: str) -> Path | None:
-    """Returns the file that a path names, or the one of this pattern in the folder that it names.
+    """Returns the file that a path names, or the file of this pattern in the folder that it names.
 
-    None where the path names no such file: a dataset's folder, or nothing on this machine.
+    None if the path names no such file: a dataset's folder, or nothing on this machine.
     """
     if path is None:
         return None
@@ -183,7 +184,7 @@ def _read_images(
     mode = "L" if channels == 1 else "RGB"
     parts = []
     try:
-        # In parts, since a picture of full size takes a hundred times the room that it ends in.
+        # In batches, since a full-size picture takes a hundred times the memory of the scaled one.
         for batch in rows.iter(batch_size=1000):
             values: Any = batch[column]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if is_picture:

@@ -1,4 +1,4 @@
-"""From a source's splits to train, validation and test, and checks that its arrays fit."""
+"""Makes train, validation and test splits of a source, and checks that its arrays fit."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -33,7 +33,7 @@ def as_images(values: np.ndarray, *, channels: int, side: int | None) -> np.ndar
 
 
 def as_labels(values: np.ndarray, *, num_classes: int) -> np.ndarray:
-    """Returns labels as int64 [N], checked to lie in 0..num_classes - 1."""
+    """Returns labels as int64 [N], checked to be in 0..num_classes - 1."""
     if values.ndim != 1 or values.dtype.kind not in "biu":
         raise ValueError(
             f"labels must be integers of shape [N], got {values.dtype} of {list(values.shape)}."
@@ -75,16 +75,16 @@ def complete_splits(
     default_validation: float = 0.2,
     gap: int = 0,
 ) -> dict[str, Table]:
-    """Returns train, validation and test; what the source lacks is cut from its train split.
+    """Returns train, validation and test; missing splits are cut from the train split.
 
-    A test split takes 0.2 of all samples, or 0.1 within clients (not in the papers, whose data come
-    with one); validation takes its share of the rest, or of a client's samples.
+    A test split takes 0.2 of all samples, or 0.1 within clients (not in the papers, which use data
+    with a test split); validation takes its share of the rest, or of a client's samples.
 
     Args:
         tables: The source's splits; within clients with a column "client".
-        cfg: Its seed, and the share of validation.
-        order: What is cut.
-        default_validation: The share where the configuration names none.
+        cfg: Gives the seed and the validation share.
+        order: How the train split is ordered before it is cut.
+        default_validation: The validation share if the configuration gives none.
         gap: Samples left out before each cut.
     """
     train = tables["train"]
@@ -111,7 +111,7 @@ def complete_splits(
 
 
 def _before(cut: int, num: int, gap: int) -> int:
-    """Returns where a part ends that a gap parts from the next one, if there is one."""
+    """Returns the end of a part, with a gap before the next one if there is one."""
     return cut if cut == num else max(0, cut - gap)
 
 

@@ -40,10 +40,10 @@ def adult(cfg: DataConfig) -> Splits:
 
 
 def river_flow(cfg: DataConfig) -> Splits:
-    """Returns River Flow: the flow at eight gauges, 48 hours ahead; later rows are the test.
+    """Returns River Flow: the flow at eight gauges, 48 hours ahead; later rows are the test split.
 
     Rows with NaN are dropped. Features and targets have mean 0 and standard deviation 1 on the
-    training rows, and are cut at ``CLIP``.
+    training rows, and are clipped at ``CLIP``.
     """
     tables = read_tables(cfg.path, RIVER_FLOW)
     for table in tables.values():

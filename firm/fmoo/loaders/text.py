@@ -27,7 +27,7 @@ SEQUENCE_LENGTH = 80
 def shakespeare(cfg: DataConfig) -> Splits:
     """Returns Shakespeare by role: the next character after 80.
 
-    The first 80 % of a role's words are for training, then 10 % each; no character stands in two
+    The first 80 % of a role's words are for training, then 10 % each; no character is in two
     splits. Roles that are too short for one training sample are left out.
     """
     file = find_file(cfg.path, "*.jsonl*")
@@ -101,7 +101,7 @@ def _read_roles(file: Path) -> Iterable[tuple[str, str]]:
 
 
 def _hub_windows(cfg: DataConfig) -> dict[str, Table]:
-    """Reads every ``window_stride``-th of LEAF's samples; a role's lie in the order of the text."""
+    """Reads every ``window_stride``-th of LEAF's samples; a role's are in text order."""
     tables = read_tables(cfg.path, SHAKESPEARE, stride=cfg.window_stride)
     for table in tables.values():
         texts = [x + y for x, y in zip(table.pop("x"), table.pop("y"), strict=True)]
