@@ -17,7 +17,7 @@ from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid, Text, context, finite, invalid, shown
 from firm.federation.transforms import Mean, ServerStep, Transform
 
-_FACTOR = re.compile(r".*\blora_([AB])\d*(?:\.[^.]+)?\.weight")
+_FACTOR = re.compile(r".*\blora_(A|B\d*)(?:\.[^.]+)?\.weight")
 Rank = Annotated[int, Interval(ge=1, le=2**20)]
 _WHY = "each rank is averaged over the clients that train it"
 

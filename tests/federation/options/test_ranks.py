@@ -42,6 +42,7 @@ def test_a_rank_is_a_row_of_a_and_a_column_of_every_b():
     ("adapter", "reason"),
     [
         ({"head.weight": torch.zeros(5, 5)}, "'head.weight' is no factor of LoRA"),
+        ({"q.lora_A1.weight": torch.zeros(5, 5)}, "'q.lora_A1.weight' is no factor of LoRA"),
         ({A: torch.zeros(2, 9)}, "has 2 ranks; a client cannot train 3 of them"),
     ],
 )
