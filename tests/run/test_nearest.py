@@ -9,6 +9,7 @@ from firm.cli.main import COMMANDS, main
 from firm.federation.attackers import Attacker, UpdateAttack
 from firm.federation.engines import check_engine
 from firm.federation.engines.engine import ENGINES
+from firm.federation.options.robust import RULES, RobustConfig
 from firm.federation.sampling import sample_clients
 from firm.federation.tasks import TASKS
 from firm.fmoo.config import by_name
@@ -83,6 +84,7 @@ def test_a_choice_of_a_configuration(form, key, value):
 
 REGISTRIES: Mapping[str, tuple[Any, Any]] = {
     "engine": (check_engine, ENGINES),
+    "robust rule": (lambda name: RobustConfig(name, num_attackers=1), RULES),
     "attack": (lambda name: Attacker(None, name), get_args(UpdateAttack)),  # type: ignore[arg-type]
     "task of a site": (lambda name: SitePolicy(tasks=(name,)), TASKS),
     "quantity of a site": (lambda name: SitePolicy(metrics=(name,)), of_clients()),

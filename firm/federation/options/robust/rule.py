@@ -16,7 +16,14 @@ from firm.federation.messages import Update
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
 from firm.federation.transforms import ServerStep, Transform
-from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
+from firm.fields import (
+    NOT_IN_PAPER,
+    Hint,
+    NonNegativeInt,
+    PositiveFloat,
+    configuration,
+    did_you_mean,
+)
 
 Function = TypeVar("Function", bound=Callable[..., tuple[list[Update], State]])
 
@@ -92,7 +99,10 @@ class RobustConfig(Option):
 
     def __post_init__(self) -> None:
         if self.rule != "none" and self.rule not in RULES:
-            raise ValueError(f"rule must be one of none, {', '.join(RULES)}, got {self.rule!r}.")
+            near = did_you_mean(self.rule, RULES)
+            raise ValueError(
+                f"rule must be one of none, {', '.join(RULES)}, got {self.rule!r}{near}"
+            )
         if self.rule == "none" and self.num_attackers > 0:
             raise ValueError(
                 f"num_attackers needs a rule that bears them, got {self.num_attackers} with rule "
