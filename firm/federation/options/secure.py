@@ -173,6 +173,9 @@ class SecureSums(Option):
         Need("normalize_updates", False, "the server cannot tell the length of a hidden update"),
         Need("lora_mean", "factors", "secure aggregation adds A and B, and not their products"),
         Need("robust.rule", "none", "a robust rule compares single updates, which are hidden"),
+        Need(
+            "privacy.at", "client", "a server that adds noise has to check clipping"
+        ),
     )
 
     def check(self, cfg: RoundConfig) -> None:
@@ -182,11 +185,6 @@ class SecureSums(Option):
             raise ValueError(
                 f"secure aggregation adds {FEWEST} to {masking.MAX_MESSAGES} updates; "
                 f"clients_per_round must be in that range, got {cfg.clients_per_round}."
-            )
-        if (privacy := getattr(cfg, "privacy", None)) is not None and privacy.at != "client":
-            raise ValueError(
-                "a server that adds noise has to check that updates are clipped, which secure "
-                f"aggregation hides; privacy.at must be client, got {privacy.at}."
             )
 
     def around(self, engine: Engine) -> Engine:
