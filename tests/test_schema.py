@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from firm import schema
 from firm.schema import MAX_ITEMS, MAX_NAMES, SLACK, adapter
+from tests.junk import JUNK
 
 
 @dataclass
@@ -89,13 +89,6 @@ def test_without_known_objectives_their_number_is_open():
     for context in (Context(None), None):
         assert adapter(KINDS["per objective"]).validate_python([1.0], context=context) == [1.0]
         assert adapter(KINDS["by objective"]).validate_python({"up": 1.0}, context=context)
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -265,11 +265,15 @@ class AlignmentClient(Client):
             indices = list(trainer.minibatch_indices())
         batch = ExperienceBatch(experience, indices, scored.truncated)
         if self._num_drawn == 1:
-            learner = self._learner, self._learner.num_steps
-            seconds = {s: total - before.get(s, 0.0) for s, total in trainer.seconds.items()}
-            streams = self._stream_states()
-            at = self._round, self._adapter, state
-            self._first = _FirstBatch(*at, batch, learner, streams, seconds)
+            self._first = _FirstBatch(
+                round=self._round,
+                adapter=self._adapter,
+                state=state,
+                batch=batch,
+                learner=(self._learner, self._learner.num_steps),
+                streams=self._stream_states(),
+                seconds={s: total - before.get(s, 0.0) for s, total in trainer.seconds.items()},
+            )
         return batch
 
     def _kept(self) -> ExperienceBatch | None:

@@ -6,7 +6,6 @@ from typing import Annotated
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import (
@@ -25,6 +24,7 @@ from firm.federation.schema import (
     shown,
 )
 from firm.schema import ByObjective, Finite, NonNegative, PerObjective, PerPair
+from tests.junk import JUNK
 
 ADAPTER = {"b": torch.zeros(2, 3), "a": torch.zeros(4)}
 KINDS = {
@@ -95,13 +95,6 @@ def test_bad_values_are_refused_with_their_path(name):
             _read(name, value)
         assert str(refused.value).isprintable()
         assert len(str(refused.value)) < 400
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
 
 
 @pytest.mark.parametrize("name", KINDS)
