@@ -173,9 +173,7 @@ class SecureSums(Option):
         Need("normalize_updates", False, "the server cannot tell the length of a hidden update"),
         Need("lora_mean", "factors", "secure aggregation adds A and B, and not their products"),
         Need("robust.rule", "none", "a robust rule compares single updates, which are hidden"),
-        Need(
-            "privacy.at", "client", "a server that adds noise has to check clipping"
-        ),
+        Need("privacy.at", "client", "a server that adds noise has to check clipping"),
     )
 
     def check(self, cfg: RoundConfig) -> None:
